@@ -86,6 +86,7 @@ class SoloControl:
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         self.node = node or socket.gethostname()
         self.notes: list[str] = []
+        self.timeout_s = 600.0
 
     def bcast(self, obj: Any) -> Any:
         """Return ``obj``."""

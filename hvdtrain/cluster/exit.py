@@ -174,9 +174,9 @@ def _bound_leaving() -> None:
     process, which ends the job.
     """
     control = boot.current_control()
-    bound_s = getattr(control, "timeout_s", 0.0)
-    if control is None or control.size == 1 or not bound_s:
+    if control is None or control.size == 1:
         return
+    bound_s = control.timeout_s
     pulse.at("end")
     deadline(bound_s, "leaving the job").__enter__()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -112,7 +112,7 @@ def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Co
     if where.size == 1:
         prepare_lone_mpi(os.environ)
     hvd = load_horovod(framework)
-    timeout_s = getattr(where, "timeout_s", 600.0)
+    timeout_s = 600.0 if isinstance(where, LaunchFacts) else where.timeout_s
     pulse.at("Horovod")
     with deadline(timeout_s, "hvd.init"):
         _guarded_init(hvd.init, framework)

@@ -160,10 +160,9 @@ class Wires:
 
     def _agreed(self, wire: Collectives, notes: list[str] | None = None) -> Collectives:
         """``wire`` with ``overlaps`` and ``drives`` as all ranks can: buckets are cut by them, and must be alike."""
-        moves = getattr(wire, "drives", None)
-        if moves is None or not self._control.agree(not moves):
+        if not wire.host or not self._control.agree(not wire.drives):
             return wire
-        wire.overlaps = wire.drives = False  # type: ignore[attr-defined]
+        wire.overlaps = wire.drives = False
         if notes is not None and len(self._topology.hosts) > 1 and not boot.mpi_threads():
             notes.append("MPI lets in one thread at a time (no MPI_THREAD_MULTIPLE): gradients travel only while a "
                          "rank waits for them")

@@ -36,6 +36,14 @@ def load_slot(package: str, name: str, key: str, function: str) -> Callable[...,
     return found
 
 
+def completed(made: Any, defaults: type) -> Any:
+    """Give ``made``, which code of a user's made, the public members of ``defaults`` that it does not declare."""
+    for name, value in vars(defaults).items():
+        if not name.startswith("_") and not hasattr(made, name):
+            setattr(made, name, value.__get__(made) if callable(value) else value)
+    return made
+
+
 def ask(package: str, function: str, *values: Any) -> Any:
     """Return what ``function`` of the folder ``package`` says of ``values``.
 

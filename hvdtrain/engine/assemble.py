@@ -102,7 +102,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     topology = survey(control)
     _check_world(config, control)
     agreed(control, lambda: trackers.check_installed(config.trackers) if control.rank == 0 else None, "trackers")
-    notes = list(getattr(control, "notes", []))
+    notes = list(control.notes)
     devices = control.gather(backend.device_facts())
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
     mesh = replace(_mesh(config, control), before=before)

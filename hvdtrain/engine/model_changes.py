@@ -90,12 +90,7 @@ def _extend(run: Run, first: int) -> None:
     assert facts is not None
 
     def extend() -> None:
-        takes = getattr(run.dp, "extend", None)
-        if takes is None:
-            raise UserError(f"a callback unfroze parameters under data_parallel {run.config.data_parallel.name}, "
-                            "which takes in none", "a way with extend(specs, first), such as replicate or zero",
-                            "unfreeze before the run begins")
-        facts.extend(first, takes(parts.params.specs, first))
+        facts.extend(first, run.dp.extend(parts.params.specs, first))
         parts.stage.connect(run.dp)
         if run.average is not None:
             run.average.extend(first)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
 from hvdtrain.core.group import Group
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.core.protocols import Callback, Collectives, Control, DataParallel, Schedule
+from hvdtrain.core.protocols import Callback, ChangesTransport, Collectives, Control, DataParallel, Schedule
 from hvdtrain.core.protocols.state import RunSaver
 from hvdtrain.core.protocols.types import StepBatch, Word
 from hvdtrain.core.records.stream import Stream
@@ -32,7 +32,6 @@ from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.written_state import WrittenState
-from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import Parts
 from hvdtrain.parallel.recovery.recovery import Recovery
@@ -246,9 +245,8 @@ class Run:
 
     def use_compressor(self, name: str) -> None:
         """Exchange gradients by another compressor from the next step on; every rank calls it between two steps."""
-        assert isinstance(self.dp, Replicate)
         if name != self.dp.compression:
-            self.dp.use(create(name, self.config))
+            cast(ChangesTransport, self.dp).use(create(name, self.config))
             self.parts.stage.connect(self.dp)
 
     def rank_state(self) -> dict[str, np.ndarray]:

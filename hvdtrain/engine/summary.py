@@ -115,7 +115,7 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _zero(dp: Any) -> dict[str, Any] | None:
     """The stage of ZeRO, and the mean milliseconds in which a step's parameters came together; None without it."""
-    if not getattr(dp, "gathers", 0):
+    if not dp.divides_state or not dp.gathers:
         return None
     return {"stage": dp.stage, "gather_ms": round(1e3 * dp.gathered_s / dp.gathers, 3)}
 

@@ -188,8 +188,7 @@ def _adopt(world: World, process_set: ProcessSet, theirs: Any) -> None:
 
     comm, ranks = boot.mpi_comm(), process_set.ranks or []
     comm = comm if number == 0 else comm.Create_group(comm.Get_group().Incl(ranks), tag=number)
-    timeout_s = getattr(world.control, "timeout_s", Config().control_timeout_s)
-    world.wires[number] = PlainMpi(MpiCollectives(comm, timeout_s=timeout_s), ranks)
+    world.wires[number] = PlainMpi(MpiCollectives(comm, timeout_s=world.control.timeout_s), ranks)
 
 
 def _check_ranks(process_set: ProcessSet, size: int) -> None:

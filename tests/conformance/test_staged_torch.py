@@ -16,6 +16,7 @@ from collectives_cases import CASES, name_of
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.backends.torch import Ops, stage  # noqa: E402
 from hvdtrain.backends.torch.staged import CudaLane, Here, HostLane, Memory, StagedCollectives  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
@@ -84,7 +85,7 @@ def test_ranks_with_and_without_copies_are_in_one_job():
 
 
 def test_it_is_named_after_what_carries_it_and_takes_the_tensors_of_its_backend():
-    wire = stage(NullCollectives(), None)
+    wire = stage(NullCollectives(), SoloControl())
     assert wire.name == "null over host memory" and (wire.host, wire.in_graph, wire.overlaps) == (False, False, True)
     assert wire.buffer(4, "float32") is None and wire.hierarchical is False
 

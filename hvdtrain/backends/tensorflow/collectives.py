@@ -23,6 +23,7 @@ from hvdtrain.backends.tensorflow.named import NamedCalls
 from hvdtrain.backends.tensorflow.nodes import raised
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
+from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives
@@ -45,7 +46,7 @@ class _Result:
         return self._value
 
 
-class HorovodCollectives:
+class HorovodCollectives(WithoutMemory):
     """`hvdtrain.core.protocols.Collectives` over ``horovod.tensorflow``: graph nodes, ordered by data dependency only.
 
     ``device``: "cpu" puts every node on the CPU; "" leaves the place to TensorFlow. ``process_set``: Horovod's object
@@ -79,12 +80,6 @@ class HorovodCollectives:
         """Raise `UserError`: Horovod is started for all ranks."""
         raise UserError("a pipeline over ranks with collectives horovod", "a wire between some of the ranks",
                         "set collectives: auto, shared or mpi")
-
-    def buffer(self, n: int, dtype: str) -> None:
-        return None
-
-    def flight(self, n: int, dtype: str) -> None:
-        return None
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> _Result:
         how = getattr(self._ops, KINDS[op])
@@ -237,7 +232,7 @@ def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[
     if kind != "horovod":
         return None
     return HorovodCollectives(start_horovod("tensorflow", exchange), "cpu" if over_host else "",
-                              timeout_s=getattr(control, "timeout_s", 600.0))
+                              timeout_s=control.timeout_s)
 
 
 def built() -> Any:

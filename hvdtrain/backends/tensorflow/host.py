@@ -51,8 +51,7 @@ class Memory:
 
     def __init__(self, wire: Collectives, bucket: Bucket) -> None:
         self.bucket = bucket
-        make = getattr(wire, "buffers", None)
-        self._slots: list[np.ndarray] = make(bucket.n, bucket.dtype, SLOTS) if make else []
+        self._slots = wire.buffers(bucket.n, bucket.dtype, SLOTS)
         self._own = not self._slots
         self._holders: dict[int, weakref.ref[np.ndarray]] = {}
         self._taken = 0

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import entered
 from hvdtrain.comm.collectives.null import Done
+from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives, Handle
 
@@ -76,7 +77,7 @@ def _threads() -> int:
     return set_here or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0)) or os.cpu_count() or 1
 
 
-class HostNodes:
+class HostNodes(WithoutMemory):
     """Implements `hvdtrain.core.protocols.Collectives` while a graph is traced, over ``wire``, which is not in graphs.
 
     ``overlaps``: the rest of backward goes on while a node waits, on TensorFlow's other threads.
@@ -95,12 +96,6 @@ class HostNodes:
     def among(self, group: Group) -> HostNodes:
         """Nodes over the wire between the ranks of ``group``."""
         return HostNodes(self._wire.among(group))
-
-    def buffer(self, n: int, dtype: str) -> None:
-        """No memory of its own: a graph makes its vectors itself."""
-
-    def flight(self, n: int, dtype: str) -> None:
-        """None, as `buffer`."""
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> Handle:
         """Combine over ranks: (N,) -> (N,)."""

@@ -54,7 +54,7 @@ def measured(chain: Chain, optimizer: Any, config: Config, control: Any,
 
     samples = part_samples(config, control.rank, control.size)
     found, n, _ = attempt_halving(blocks_of, samples, out_of_memory, free_cached)
-    capacity, together = placement.capacity_bytes(devices, getattr(control, "local_size", 1))
+    capacity, together = placement.capacity_bytes(devices, control.local_size)
     blocks = tuple(block.over(samples / n) for block in found)
     return Measured(blocks, devices, capacity, _needs(chain, optimizer, config, control.size), together)
 

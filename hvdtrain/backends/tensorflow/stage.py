@@ -85,7 +85,7 @@ class Stage:
             self._memory = [] if sink.in_graph else [sink.buffer(b) for b in sink.buckets]
             # Gradients are copied, one by one, to where the wire sums them.
             self._in_place = bool(self._memory) and all(isinstance(x, np.ndarray) for x in self._memory)
-            leaves = bool(self._memory) and getattr(sink, "overlaps", False) and not self._across
+            leaves = bool(self._memory) and sink.overlaps and not self._across
             self._leaving = Leaving(sink, self._memory, self._in_place) if leaves else None
         self._connected = True
 

@@ -16,6 +16,7 @@ from hvdtrain.backends.torch.staged import StagedCollectives
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.comm.collectives.null import Done
+from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives, Handle
@@ -65,7 +66,7 @@ class _Parts:
         return total_K.to(rows.dtype)
 
 
-class HorovodCollectives:
+class HorovodCollectives(WithoutMemory):
     """`hvdtrain.core.protocols.Collectives` over ``horovod.torch``: asynchronous, in place, overlapping backward.
 
     ``timeout_s``: longest wait for one of them (`deadline`).
@@ -87,12 +88,6 @@ class HorovodCollectives:
         """Raise `UserError`: Horovod is started for all ranks."""
         raise UserError("a pipeline over ranks with collectives horovod", "a wire between some of the ranks",
                         "set collectives: auto, shared or mpi")
-
-    def buffer(self, n: int, dtype: str) -> None:
-        return None
-
-    def flight(self, n: int, dtype: str) -> None:
-        return None
 
     def allreduce(self, flat_N: torch.Tensor, name: str, op: str = "sum") -> _Pending:
         reduction = self._hvd.Adasum if op == "adasum" else self._hvd.Sum
@@ -143,10 +138,10 @@ def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[
     """
     if kind != "horovod":
         return None
-    wire = HorovodCollectives(start_horovod("torch", exchange), getattr(control, "timeout_s", 600.0))
+    wire = HorovodCollectives(start_horovod("torch", exchange), control.timeout_s)
     return stage(wire, control) if over_host else wire
 
 
 def stage(wire: Collectives, control: Any) -> StagedCollectives:
     """A wire of host memory, for tensors of a GPU: pinned, and overlapping what computes."""
-    return StagedCollectives(wire, timeout_s=getattr(control, "timeout_s", 600.0))
+    return StagedCollectives(wire, timeout_s=control.timeout_s)

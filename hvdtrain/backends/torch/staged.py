@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives, Handle
 from hvdtrain.core.timeline import blocked
@@ -245,7 +246,7 @@ class _Own:
         return found if isinstance(found, torch.Tensor) else found.copy()
 
 
-class StagedCollectives:
+class StagedCollectives(WithoutMemory):
     """`hvdtrain.core.protocols.Collectives` for tensors of a GPU, over ``inner`` collectives of host memory.
 
     ``inner``: takes CPU tensors, or numpy where its ``host`` is set. ``timeout_s``: bound of one `Handle.wait`.
@@ -269,12 +270,6 @@ class StagedCollectives:
     def among(self, group: Group) -> StagedCollectives:
         """The same over the wire between the ranks of ``group``."""
         return StagedCollectives(self._inner.among(group), self.timeout_s, self._lane)
-
-    def buffer(self, n: int, dtype: str) -> None:
-        """No memory of its own for buckets: they lie on the device."""
-
-    def flight(self, n: int, dtype: str) -> None:
-        """No memory of its own."""
 
     def allreduce(self, flat_N: torch.Tensor, name: str, op: str = "sum") -> Handle:
         """Combine over ranks: (N,) -> (N,), in place."""

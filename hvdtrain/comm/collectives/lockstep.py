@@ -18,7 +18,7 @@ from hvdtrain.cluster.control import sum_rows
 from hvdtrain.cluster.messages.carrier import Boxes, ThreadCarrier
 from hvdtrain.cluster.messages.channel import Mail, MailChannel
 from hvdtrain.comm.collectives.null import Done
-from hvdtrain.comm.collectives.parts import add_rows
+from hvdtrain.comm.collectives.parts import WithoutMemory, add_rows
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
 from hvdtrain.core.group import Group
 from hvdtrain.core.timeline import blocked
@@ -245,7 +245,7 @@ class LockstepControl:
         return self._meeting.meet(self.rank, key, value, lambda rows: [rows] * self.size)
 
 
-class LockstepCollectives:
+class LockstepCollectives(WithoutMemory):
     """Collectives between the threads: blocking, sums in rank order, results that no two ranks share."""
 
     name = "lockstep"
@@ -262,10 +262,6 @@ class LockstepCollectives:
     def among(self, group: Group) -> LockstepCollectives:
         """The same between the threads of ``group``."""
         return LockstepCollectives(self._meeting.among(group.ranks), group.index, [0] * group.size)
-
-    def buffer(self, n: int, dtype: str) -> None:
-        """No memory of its own."""
-        return None
 
     def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Done:
         """Sum over ranks: (N,) -> (N,)."""
@@ -297,10 +293,6 @@ class LockstepCollectives:
         """The ranks' parts one after the other: (sizes_P[rank],) -> (N,)."""
         assert part_K.size == sizes_P[self.rank], f"allgatherv of {part_K.size} elements as one of {list(sizes_P)}"
         return self._meet("allgatherv", part_K, name, lambda rows: [np.concatenate(rows)] * self.size, sizes_P)
-
-    def flight(self, n: int, dtype: str) -> None:
-        """No memory of its own."""
-        return None
 
     def broadcast(self, x_N: np.ndarray, name: str, root: int = 0) -> Done:
         """``root``'s vector on every rank: (N,) -> (N,)."""

@@ -145,6 +145,10 @@ class MpiCollectives:
         """No memory of its own."""
         return None
 
+    def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
+        """None."""
+        return []
+
     def flight(self, n: int, dtype: str) -> np.ndarray | None:
         """No memory of its own."""
         return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Array
 
@@ -31,7 +32,7 @@ class Done:
         return self._value
 
 
-class NullCollectives:
+class NullCollectives(WithoutMemory):
     """Every rank hears only itself. Works on arrays of any backend, also while TensorFlow traces."""
 
     name = "null"
@@ -48,10 +49,6 @@ class NullCollectives:
     def among(self, group: Group) -> NullCollectives:
         """As little between the ranks of ``group``."""
         return NullCollectives(group.index, group.size)
-
-    def buffer(self, n: int, dtype: str) -> None:
-        """No memory of its own."""
-        return None
 
     def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> Done:
         """(N,) -> the same (N,)."""
@@ -81,10 +78,6 @@ class NullCollectives:
         """(N,) -> the same (N,), of one rank."""
         assert self.size == 1, "parts of others cannot be made up"
         return Done(part_K)
-
-    def flight(self, n: int, dtype: str) -> None:
-        """No memory of its own."""
-        return None
 
     def broadcast(self, x_N: Array, name: str, root: int = 0) -> Done:
         """(N,) -> the same (N,), whoever ``root`` is."""

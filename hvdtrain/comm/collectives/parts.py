@@ -5,9 +5,11 @@ Pure but for `Scratch`, which keeps memory from one call to the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+
+from hvdtrain.core.protocols import Array, Exchange, Handle
 
 TILE = 1 << 15
 """Elements added at a time: with a few ranks' tiles it stays in a core's own cache."""
@@ -64,6 +66,37 @@ def add_rows(rows: Sequence[np.ndarray], out_K: np.ndarray) -> None:
             for row_K in rest:
                 sum_T += row_K[begin:end]
             out_K[begin:end] = sum_T
+
+
+class WithoutMemory:
+    """Part of `hvdtrain.core.protocols.Collectives` of a transport that has no memory of its own, nor squares sums."""
+
+    overlaps = False
+    drives = False
+
+    @property
+    def moves_parts(self) -> bool:
+        """As all else."""
+        return self.overlaps
+
+    def buffer(self, n: int, dtype: str) -> None:
+        """None."""
+
+    def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
+        """[]."""
+        return []
+
+    def flight(self, n: int, dtype: str) -> None:
+        """None."""
+
+    def looked(self) -> tuple[int, float]:
+        """Nothing."""
+        return 0, 0.0
+
+    def drive(self, exchange: Exchange, outgoing: Callable[[Array], np.ndarray], arrived: Callable[[np.ndarray], Array],
+              name: str) -> Handle:
+        """Never called, as it does not `drives`."""
+        raise NotImplementedError
 
 
 class Scratch:

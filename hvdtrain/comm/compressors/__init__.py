@@ -7,12 +7,10 @@ of a compressor (its label, whether `auto` may choose it, ...) stands on its cla
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvdtrain.comm.compressors.base import Stateless
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config
 from hvdtrain.core.protocols import Compressor
-from hvdtrain.core.slots import in_slot, load_slot
+from hvdtrain.core.slots import completed, in_slot, load_slot
 
 
 def names() -> tuple[str, ...]:
@@ -20,19 +18,14 @@ def names() -> tuple[str, ...]:
     return in_slot(__name__, "make")
 
 
-def fact(compressor: Compressor, name: str) -> Any:
-    """Return the attribute ``name`` of ``compressor``, or `Stateless`'s where a user's own class leaves it out."""
-    return getattr(compressor, name, getattr(Stateless, name))
-
-
 def choices() -> tuple[str, ...]:
     """Return the built-in names that ``compression`` takes: those that `auto` tries in its order, then the others."""
-    made = [load_slot(__name__, name, "compression", "make")(Exchange()) for name in names()]
-    ordered = sorted(made, key=lambda one: fact(one, "auto_order") or len(made) + 1)
-    return tuple(one.name for one in ordered if not fact(one, "own_key"))
+    made = [create(name, Config()) for name in names()]
+    ordered = sorted(made, key=lambda one: one.auto_order or len(made) + 1)
+    return tuple(one.name for one in ordered if not one.own_key)
 
 
 def create(name: str, config: Config) -> Compressor:
     """Return the compressor ``name`` with the settings of ``config.exchange``; `UserError` for a name that is none."""
-    made: Compressor = load_slot(__name__, name, "compression", "make")(config.exchange)
+    made: Compressor = completed(load_slot(__name__, name, "compression", "make")(config.exchange), Stateless)
     return made

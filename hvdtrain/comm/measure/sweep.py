@@ -99,8 +99,8 @@ def _candidate(name: str, config: Config, collectives: Collectives,
         compressor = compressors.create(name, config)
     except UserError as error:
         return None, str(error)
-    if compressors.fact(compressor, "not_auto") or not compressors.fact(compressor, "auto_order"):
-        return None, compressors.fact(compressor, "not_auto")
+    if compressor.not_auto or not compressor.auto_order:
+        return None, compressor.not_auto
     taken: frozenset[str] | None = compressor.dtypes
     dtypes = {b.dtype for b in buckets}
     if taken is not None and dtypes - taken:
@@ -162,7 +162,7 @@ def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: S
         starts = len({round_ for round_, _ in same}) if collectives.overlaps else calls * len(same)
         traffic.append(Traffic(kind, later, starts, sum(n for _, n in same) * (sent / sampled if sampled else 1.0)))
     return Cost(compressor.name, 0.0 if compressor.name == "none" else part * codec_s, tuple(traffic), sent,
-                compressors.fact(compressor, "numerics"))
+                compressor.numerics)
 
 
 def _codec_seconds(reducer: Reducer, wire: _Listening, grads: Sequence[Array]) -> float:

@@ -72,6 +72,11 @@ class CompressorState:
         self.write(self._before)
         self.steps -= 1
 
+    def nbytes(self) -> int:
+        """Return the bytes of all arrays, twice where those before a step are kept."""
+        found = sum(_nbytes(cell.read()) for cells in self.cells for cell in cells.values())
+        return found * (2 if self.undoable else 1)
+
     def saved(self) -> dict[str, np.ndarray]:
         """Return all of it as numpy, with a mark of what it belongs to; {} without any."""
         arrays = {f"compressor.{i}.{key}": np.array(ops.to_host(x))
@@ -101,3 +106,8 @@ class CompressorState:
         """int64 (1,): a checksum of the compression and of the buckets it works on."""
         plan = [self._compressor.describe(), *((b.params, b.shapes, b.dtype) for b in self._buckets)]
         return np.array([zlib.crc32(repr(plan).encode())], np.int64)
+
+
+def _nbytes(array: Array) -> int:
+    found = getattr(array, "nbytes", None)  # symbolic tensors lack it
+    return int(found) if found is not None else int(np.prod(array.shape)) * int(array.dtype.size)

@@ -103,8 +103,7 @@ class Reducer:
 
     def _looked(self) -> tuple[int, float]:
         """What the wires have squared since the last call, where they do that."""
-        found = [looked() for wire in dict.fromkeys((self.collectives, *self.among.values()))
-                 if (looked := getattr(wire, "looked", None))]
+        found = [wire.looked() for wire in dict.fromkeys((self.collectives, *self.among.values()))]
         return sum(n for n, _ in found), sum(squares for _, squares in found)
 
     def owed(self) -> list[int] | None:

@@ -41,10 +41,9 @@ def transfer(wire: Transport, compressor: Compressor, bucket: Bucket, full_N: Ar
     """Return the transfer of a full bucket; nothing has begun. ``name``: what its collectives' names begin with."""
     if not bucket.n:
         return Stepped(wire, _nothing(full_N), name, watched)
-    if compressor.name == "none" or not getattr(wire.collectives, "drives", False):
+    if compressor.name == "none" or not wire.collectives.drives:
         return Stepped(wire, compressor.exchange(wire.ops, full_N, state, bucket, wire.size, stage), name, watched)
-    elementwise = getattr(compressor, "elementwise", False)  # a user's own may not say
-    length = PIECE_BYTES // itemsize(bucket.dtype) // wire.size * wire.size if elementwise else bucket.n
+    length = PIECE_BYTES // itemsize(bucket.dtype) // wire.size * wire.size if compressor.elementwise else bucket.n
     exchanges = []
     for begin in range(0, bucket.n, length):
         piece = replace(bucket, n=min(length, bucket.n - begin))
@@ -130,7 +129,7 @@ class Driven:
         wire = self._wire
         for j, exchange in enumerate(self._exchanges):
             name = f"{self._name}.p{j}" if len(self._exchanges) > 1 else self._name
-            yield wire.collectives.drive(exchange, wire.outgoing, wire.arrived, name)  # type: ignore[attr-defined]
+            yield wire.collectives.drive(exchange, wire.outgoing, wire.arrived, name)
 
     def advance(self) -> None:
         """Wait for all of it."""

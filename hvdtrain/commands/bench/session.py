@@ -61,7 +61,7 @@ def open_session(framework: str, collectives: str, timeout_s: float, argv: Seque
     host = topology.host_of(control.rank)
     threads = compute_threads(len(affinity()), host.cores, len(host.ranks), 0)
     backend.setup(threads, False)
-    notes = list(getattr(control, "notes", []))
+    notes = list(control.notes)
     wire = open_wire(config, framework, backend, control, topology, control.gather(backend.device_facts()), notes)
     ops = backend.Ops()
     return Session(control, wire, ops, framework, topology.describe(), len(topology.hosts) > 1, threads, notes,

@@ -5,7 +5,7 @@ Owns the contracts only. Shapes: N elements of a flat vector, P ranks of a group
 """
 
 from hvdtrain.core.protocols.control import Control
-from hvdtrain.core.protocols.data_parallel import DataParallel
+from hvdtrain.core.protocols.data_parallel import ChangesTransport, DataParallel
 from hvdtrain.core.protocols.model_state import (
     BlockCost, Buffers, Compile, Evaluator, ModelFacts, ModelState, Remat, Transform, Writable)
 from hvdtrain.core.protocols.ops import Cell, Compressor, Ops
@@ -17,7 +17,7 @@ from hvdtrain.core.protocols.wire import (
     AllGather, AllReduce, AllToAll, Carrier, Channel, Collectives, Coming, Exchange, Handle, Request)
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "BlockCost", "Buffers", "Callback", "Cargo",
-           "Carrier", "Cell", "Channel", "Collectives", "Coming", "Compile", "Compressor", "Control", "DataParallel",
-           "Done", "Evaluator", "Exchange", "GradientSink", "Handle", "Launcher", "ModelFacts", "ModelSpec",
-           "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "PipelineStage", "Record", "Remat",
-           "Report", "Request", "Schedule", "Stage", "Tracker", "Transform", "Writable"]
+           "Carrier", "Cell", "ChangesTransport", "Channel", "Collectives", "Coming", "Compile", "Compressor",
+           "Control", "DataParallel", "Done", "Evaluator", "Exchange", "GradientSink", "Handle", "Launcher",
+           "ModelFacts", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "PipelineStage",
+           "Record", "Remat", "Report", "Request", "Schedule", "Stage", "Tracker", "Transform", "Writable"]

@@ -13,8 +13,9 @@ from hvdtrain.core.protocols.wire import Carrier, Channel
 class Control(Protocol):
     """Moves small Python objects and decisions between the ranks of a job.
 
-    Every method but `abort` is collective: all ranks call it in the same order. Each wait is bounded by the
-    control's ``timeout_s``; when it runs out `WaitTimeout` names the wait. Objects are pickled, inside the job only.
+    Every method but `abort` is collective: all ranks call it in the same order. Each wait is bounded by the control's
+    ``timeout_s``; when it runs out `WaitTimeout` names the wait. Objects are pickled, inside the job only. ``notes``:
+    what its start found that a user should know.
     """
 
     rank: int
@@ -22,6 +23,8 @@ class Control(Protocol):
     local_rank: int
     local_size: int
     node: str
+    timeout_s: float
+    notes: list[str]
 
     def bcast(self, obj: Any) -> Any:
         """Return rank 0's ``obj`` on every rank."""

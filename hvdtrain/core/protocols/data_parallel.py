@@ -11,16 +11,27 @@ from hvdtrain.core.protocols.stage import GradientSink
 from hvdtrain.core.protocols.types import Array
 
 if TYPE_CHECKING:
+    from hvdtrain.core.protocols.ops import Compressor
     from hvdtrain.core.protocols.types import ParamSpec, StepBatch
+    from hvdtrain.core.protocols.wire import Collectives
 
 
 class DataParallel(GradientSink, Protocol):
     """Keeps the ranks' copies of a model one model: takes their gradients, decides what is summed when, and updates.
 
-    ``caveats``: the laws it bends, in words that are printed at start.
+    ``caveats``: the laws it bends, in words that are printed at start. ``divides_state``: each rank updates a shard of
+    the parameters, and keeps the optimizer's state of that shard alone. ``copies_equal``: several ranks hold the same
+    parameters after every update, as far as their sums have the same bits.
     """
 
     caveats: tuple[str, ...]
+    divides_state: bool
+    copies_equal: bool
+
+    @property
+    def can_change_transport(self) -> bool:
+        """Whether it is a `ChangesTransport`, in this run."""
+        ...
 
     @property
     def compression(self) -> str:
@@ -70,6 +81,10 @@ class DataParallel(GradientSink, Protocol):
         """
         ...
 
+    def remembered_bytes(self) -> int:
+        """Return the bytes that a compressor keeps from step to step on this rank, with those that undo a step."""
+        ...
+
     def saved(self) -> dict[str, np.ndarray]:
         """Return this rank's own state (a compressor's residual, say) by name; {} without any."""
         ...
@@ -80,4 +95,16 @@ class DataParallel(GradientSink, Protocol):
 
     def restart(self) -> None:
         """Forget all state."""
+        ...
+
+
+class ChangesTransport(DataParallel, Protocol):
+    """A way whose exchange may be changed between two steps, by all ranks at once; the stage is connected again."""
+
+    def use(self, compressor: Compressor) -> None:
+        """Exchange by another compressor, with fresh state, from the next step on."""
+        ...
+
+    def use_wire(self, wire: Collectives) -> str:
+        """Exchange over another transport from the next step on; return what of the state starts anew, or ""."""
         ...

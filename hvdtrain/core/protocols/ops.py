@@ -150,9 +150,10 @@ class Compressor(Protocol):
 
     ``dtypes``: of the buckets it takes; None: whatever the collectives sum. ``reductions``: beside "sum", what it
     asks of the collectives. ``own_mean``: it wants the mean over the rank's own samples, not its part of the global
-    mean. ``elementwise``: it has no state and takes each element by itself, so that a bucket may be taken apart. State
-    arrays are never written to: an exchange returns new ones, so that a step that is left out can be undone. A
-    compressor must not hide what is not finite: NaN in, NaN out.
+    mean. ``elementwise``: it has no state and takes each element by itself, so that a bucket may be taken apart. The
+    others: `hvdtrain.comm.compressors.base.Stateless`. State arrays are never written to: an exchange returns new
+    ones, so that a step that is left out can be undone. A compressor must not hide what is not finite: NaN in, NaN
+    out.
     """
 
     name: str
@@ -160,6 +161,13 @@ class Compressor(Protocol):
     reductions: frozenset[str]
     own_mean: bool
     elementwise: bool
+    numerics: str
+    bytes_share: float
+    same_bits: bool
+    auto_order: int
+    not_auto: str
+    warmup_steps: int
+    own_key: str
 
     def describe(self) -> str:
         """Name and settings in short, for the summary; equal texts mean equal compression."""

@@ -40,6 +40,11 @@ class GradientSink(Protocol):
         ...
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a bucket that is put travels while backward goes on, outside of any graph."""
+        ...
+
+    @property
     def variant(self) -> int:
         """What a traced graph depends on."""
         ...

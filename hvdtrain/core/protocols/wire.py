@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +28,8 @@ class Collectives(Protocol):
     ``dtypes``: names of the dtypes `allreduce` sums. ``overlaps``: work goes on while a handle is open.
     ``in_graph``: may be called while TensorFlow traces. ``host``: takes and gives numpy arrays; a backend converts.
     ``reductions``: what `allreduce` can do beside "sum". An `allreduce` may reuse the memory of its argument.
+    ``drives``: it goes through the requests of a compressor by itself (`drive`). ``moves_parts``: `reducescatterv` and
+    `allgatherv` go on while their handles are open, each in memory of its own.
     """
 
     name: str
@@ -38,6 +40,12 @@ class Collectives(Protocol):
     overlaps: bool
     in_graph: bool
     host: bool
+    drives: bool
+
+    @property
+    def moves_parts(self) -> bool:
+        """See above."""
+        ...
 
     def among(self, group: Group) -> Collectives:
         """The same kind of wire between the ranks of ``group`` alone, whose ranks count from 0 in it.
@@ -50,6 +58,29 @@ class Collectives(Protocol):
         """(n,) zeros that `allreduce` sums without a copy, or None where it has no such memory.
 
         Collective: every rank asks for the same buffers in the same order, before its first exchange.
+        """
+        ...
+
+    def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
+        """``slots`` vectors such as `buffer` gives, of which each rank may hand over any; [] without such memory.
+
+        Collective, as `buffer`.
+        """
+        ...
+
+    def looked(self) -> tuple[int, float]:
+        """Elements summed since the last call, and the sum of squares over this rank's parts of them.
+
+        (0, 0.0) where it squares nothing.
+        """
+        ...
+
+    def drive(self, exchange: Exchange, outgoing: Callable[[Array], np.ndarray], arrived: Callable[[np.ndarray], Array],
+              name: str) -> Handle:
+        """Issue a compressor's exchange with all its requests; the handle's value is what it returns.
+
+        ``outgoing``, ``arrived``: its arrays as numpy, and back; called in a thread of the transport's. Only with
+        ``drives``.
         """
         ...
 

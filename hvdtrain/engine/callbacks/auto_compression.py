@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.comm.compressors import fact
 from hvdtrain.comm.measure import sweep
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
@@ -127,7 +126,7 @@ class AutoCompression(Callback):
         self._decision, self.choice = decision, decision.name
         run.use_compressor(decision.name)
         # A warm-up sends more than what was predicted: the check comes after it.
-        self._watch = StepWatch(WARM_STEPS + fact(run.dp.reducer.compressor, "warmup_steps"))
+        self._watch = StepWatch(WARM_STEPS + run.dp.reducer.compressor.warmup_steps)
         self._watch.begin(run)
 
     def _check(self, run: Any, measured_s: float) -> None:

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.comm.compressors import fact
 from hvdtrain.comm.measure import sweep, wire_sweep
 from hvdtrain.config import run_length
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression, OtherWire, StepWatch
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.planning.exchange import wire_choice
 from hvdtrain.planning.exchange.choice import Baseline
 from hvdtrain.planning.exchange.wire_choice import Row, WireChoice
@@ -85,7 +83,7 @@ class AutoWire(Callback):
         left = updates - run.state.cursor.step
         if len(run.wires.names) == 1:
             return str(run.wires.why)
-        if not isinstance(run.dp, Replicate) or run.dp.plan is None or run.parts.layout is not None:
+        if not run.dp.can_change_transport or run.parts.layout is not None:
             return f"{run.wires.why}; data_parallel {run.config.data_parallel.name} keeps the wire it began with"
         if updates and left < wire_choice.LEAST_UPDATES:
             return f"{run.wires.why}; measuring is left out in a run of {left} updates"
@@ -127,7 +125,7 @@ class AutoWire(Callback):
         """Measure all candidates and take the best."""
         begin, control, wires = time.perf_counter(), run.control, run.wires
         nbytes = sum(b.nbytes for b in run.dp.buckets)
-        nbytes *= 1.0 if run.config.compression == "auto" else fact(run.dp.reducer.compressor, "bytes_share")
+        nbytes *= 1.0 if run.config.compression == "auto" else run.dp.reducer.compressor.bytes_share
         with deadline(run.config.control_timeout_s, "the sweep of collectives auto"):
             found = {name: wires.get(name) for name in wires.names}
             left_out = {**wires.left_out, **{name: why for name, (wire, why) in found.items() if wire is None}}

@@ -20,7 +20,6 @@ from hvdtrain.core.timeline import span
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.saving.room import Room, of_disk
 from hvdtrain.engine.saving.session import begin, save
-from hvdtrain.parallel.data_parallel.zero import Zero
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
@@ -45,7 +44,7 @@ class Checkpoint(Callback):
         self._clock = time.monotonic()
         if self._settings.layout == "sharded" and run.control.size > 1:
             check_shared(run.control, run.out)
-        held = run.control.gather(run.parts.state.state_bytes()) if isinstance(run.dp, Zero) else []
+        held = run.control.gather(run.parts.state.state_bytes()) if run.dp.divides_state else []
         averages = run.control.gather(run.average.given_bytes) if run.average is not None else []
         if run.control.rank == 0 and disk.often(self._settings) and run.state.cursor.epoch < run.config.epochs:
             own = sum(array.nbytes for array in run.rank_state().values())

@@ -14,14 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain import backends
-from hvdtrain.comm.compressors import fact
 from hvdtrain.core.finite import spoken
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.guards.divergence import Bits, Diverged, Rows, judge
 from hvdtrain.engine.guards.fingerprint import Fingerprints, Prints
 from hvdtrain.engine.guards.kinds import kinds
-from hvdtrain.parallel.data_parallel.replicate import Replicate
-from hvdtrain.parallel.data_parallel.zero import Zero
 
 EARLY = (2, 8)
 """Steps of a fit after which ranks compare besides every so many."""
@@ -61,7 +58,7 @@ class Divergence(Callback):
         self._equal = min(self._begin, self._begin if self._equal is None else self._equal)
         self._plan(run)
         self._kinds = kinds(run)
-        self._exact = isinstance(run.dp, (Replicate, Zero))
+        self._exact = run.dp.copies_equal
         self._next = self._begin + (EVERY if self._every == "auto" else self._every)
         self._compare(run)
 
@@ -83,7 +80,7 @@ class Divergence(Callback):
             return
         step = run.state.cursor.step
         # With zero each element comes from one rank, whatever the sums were.
-        self._exact = self._exact and (isinstance(run.dp, Zero) or fact(run.dp.reducer.compressor, "same_bits"))
+        self._exact = self._exact and (run.dp.divides_state or run.dp.reducer.compressor.same_bits)
         self._due = self._due or step >= self._next or step - self._begin in EARLY
         if self._due and run.state.met:
             self._compare(run)

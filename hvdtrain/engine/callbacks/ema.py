@@ -8,9 +8,6 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Ops
 from hvdtrain.engine.average import Average
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.parallel.data_parallel.alone import Alone
-from hvdtrain.parallel.data_parallel.replicate import Replicate
-from hvdtrain.parallel.data_parallel.zero import Zero
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
@@ -22,7 +19,8 @@ class Ema(Callback):
     where = "all"
 
     def __init__(self, run: Run, ops: Ops) -> None:
-        if not isinstance(run.dp, (Alone, Replicate, Zero)):
+        copies = run.parts.replicas[0].group.size if run.parts.replicas else run.control.size
+        if copies > 1 and not run.dp.copies_equal:
             raise UserError("ema with a data_parallel of one's own, whose copies need not be one model",
                             "replicate or zero", "set ema: 0, or average in that data_parallel")
         compiled = getattr(run.spec.model, "optimizer", None) if run.config.optimizer.name == "auto" else None

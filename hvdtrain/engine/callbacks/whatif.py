@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.parallel.data_parallel.zero import Zero
 from hvdtrain.planning.batch.line import Line, fit
 from hvdtrain.planning.batch.whatif import Forecast, Steps, Work, forecast
 
@@ -69,7 +68,7 @@ class WhatIf(Callback):
         own = self._measured(run) if measures and not run.solo_lines else None
         rows_P = run.control.gather((list(self._rows), own and (own.a_s, own.c_s)))
         config = run.config
-        if isinstance(run.dp, Zero) or min(len(rows) for rows, _ in rows_P) < 2:  # ranks wait in ZeRO's update too
+        if run.dp.divides_state or min(len(rows) for rows, _ in rows_P) < 2:  # ranks wait in ZeRO's update too
             return None
         table = np.diff(np.array([rows for rows, _ in rows_P], np.float64), axis=1).transpose(2, 1, 0)  # 4 of [N, P]
         wall, work_s, wait, samples = table

@@ -12,7 +12,6 @@ from hvdtrain.cluster.machine import imported, process
 from hvdtrain.cluster.machine.memory import peak_resident_bytes
 from hvdtrain.cluster.machine.nvml import Gpus
 from hvdtrain.core.units import KINDS
-from hvdtrain.engine.memory.survey import remembered_bytes
 
 
 class Reader:
@@ -41,12 +40,11 @@ def memory(run: Any, backend: Any, gpus: list[dict[str, Any]]) -> dict[str, int 
     ``workspace``: all that process (or GPU) holds beside, above what importing the framework took.
     """
     found: dict[str, int | None] = {**dict.fromkeys(KINDS), **backend.held(run.parts)}
-    buckets = list(getattr(run.dp, "buckets", ()))
-    if found["gradients"] is None and buckets and run.dp.retains:
-        found["gradients"] = sum(b.nbytes for b in buckets)
+    if found["gradients"] is None and run.dp.buckets and run.dp.retains:
+        found["gradients"] = sum(b.nbytes for b in run.dp.buckets)
     status = process.status()
     shared = status.get("RssShmem", 0) - (found["gradients"] or 0) if run.collectives.name == "shared" else 0
-    found["buckets"] = remembered_bytes(run.dp) + max(0, shared)
+    found["buckets"] = run.dp.remembered_bytes() + max(0, shared)
     allocated = [gpu["allocated_bytes"] for gpu in gpus]
     if gpus:
         found["activations"] = sum(gpu["peak_bytes"] - gpu["allocated_bytes"] for gpu in gpus)

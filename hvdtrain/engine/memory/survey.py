@@ -116,26 +116,11 @@ def room_bytes(scene: Scene) -> int | None:
 
 def way_of(scene: Scene, dp: Any) -> Way:
     """Return how the copies of the model stay one in ``dp``."""
-    buckets = list(getattr(dp, "buckets", ()))
-    if not buckets:
+    if not dp.buckets:
         return Way(wire=scene.wire.name)
-    sizes_BP = getattr(dp, "sizes_BP", ())  # a user's way may have neither these nor a reducer
-    return Way(dp.stage if sizes_BP else 0, buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression,
-               remembered_bytes(dp), sizes_BP)
-
-
-def remembered_bytes(dp: Any) -> int:
-    """Return the bytes that the compressor of ``dp`` remembers from step to step."""
-    if not hasattr(dp, "reducer"):
-        return 0
-    state = dp.reducer.state
-    found = sum(_nbytes(cell.read()) for cells in state.cells for cell in cells.values())
-    return found * (2 if state.undoable else 1)
-
-
-def _nbytes(array: Any) -> int:
-    found = getattr(array, "nbytes", None)
-    return int(found) if found is not None else int(np.prod(array.shape)) * int(array.dtype.size)
+    stage, sizes_BP = (dp.stage, dp.sizes_BP) if dp.divides_state else (0, ())
+    return Way(stage, dp.buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression, dp.remembered_bytes(),
+               sizes_BP)
 
 
 def facts_of(scene: Scene, way: Way, measured: Measured | None = None) -> Facts:

@@ -19,8 +19,6 @@ from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.protocols.state import Given, Stateful
 from hvdtrain.engine.average import WithAverage
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.data_parallel.replicate import Replicate
-from hvdtrain.parallel.data_parallel.zero import Zero
 
 
 def given_by(run: Run, holders: Holders | None) -> tuple[Given, Given]:
@@ -32,11 +30,11 @@ def given_by(run: Run, holders: Holders | None) -> tuple[Given, Given]:
     """
     control, state = run.control, run.parts.state
     shared, own = parts_of(run, holders)
-    if run.config.checkpoint.layout == "sharded" and isinstance(run.dp, (Replicate, Zero)):
+    if run.config.checkpoint.layout == "sharded" and run.dp.copies_equal:
         cut: Given = Cut(partial(part, rank=control.rank, size=control.size), state.state)
         if holders is not None:
             cut = Held(control.rank, holders, state, among=True)
-        return _beside(run, Divided(cut, state) if isinstance(run.dp, Zero) else cut), own
+        return _beside(run, Divided(cut, state) if run.dp.divides_state else cut), own
     return shared, own
 
 
@@ -46,9 +44,9 @@ def parts_of(run: Run, holders: Holders | None) -> tuple[Stateful, Stateful]:
     own = Own(rank, run.rank_state, run.load_rank)
     if holders is not None:
         held = Held(rank, holders, state, among=False)
-        return _beside(run, Divided(held, state, holders.mine) if isinstance(run.dp, Zero) else held), own
+        return _beside(run, Divided(held, state, holders.mine) if run.dp.divides_state else held), own
     whole = Replicated(rank, state.state, state.load)
-    return _beside(run, Divided(whole, state) if isinstance(run.dp, Zero) else whole), own
+    return _beside(run, Divided(whole, state) if run.dp.divides_state else whole), own
 
 
 def _beside(run: Run, shared: Any) -> Any:

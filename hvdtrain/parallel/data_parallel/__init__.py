@@ -7,16 +7,18 @@ Another way is one more file, here or anywhere (``module:callable`` or ``path/fi
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.group import Group
-from hvdtrain.core.protocols import Collectives, Control, DataParallel, Ops
-from hvdtrain.core.slots import load_slot
+from hvdtrain.core.protocols import Collectives, Control, DataParallel, Ops, ParamSpec
+from hvdtrain.core.slots import completed, load_slot
 from hvdtrain.parallel.data_parallel.alone import Alone
+from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.parallel.parts import Parts
 
 OWN = ("replicate", "zero")
@@ -82,7 +84,23 @@ def create(setup: Setup) -> DataParallel:
                         "add the argument and hand it to Optimizer.step") from None
     if name in OWN and isinstance(made, Alone) and setup.parts.layout is None:
         made.fuses = True
-    return made
+    return made if name in OWN else cast(DataParallel, completed(made, Undeclared))
+
+
+class Undeclared:
+    """Capabilities of a way of a user's own that declares none: nobody relies on what it does not say."""
+
+    divides_state = copies_equal = can_change_transport = overlaps = False
+    buckets: Sequence[Bucket] = ()
+
+    def remembered_bytes(self) -> int:
+        """0."""
+        return 0
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
+        """Raise `UserError`."""
+        raise UserError("a callback unfroze parameters under a data_parallel of one's own, which takes in none",
+                        "a way with extend(specs, first), such as replicate or zero", "unfreeze before the run begins")
 
 
 def _among_replicas(setup: Setup) -> Setup:

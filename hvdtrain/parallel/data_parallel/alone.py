@@ -28,6 +28,7 @@ class Alone:
     """
 
     caveats: tuple[str, ...] = ()
+    divides_state = copies_equal = can_change_transport = overlaps = False
     retains = True
     waited_s = 0.0
     in_graph = True
@@ -114,6 +115,10 @@ class Alone:
 
     def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
         """Nothing: there are no buckets."""
+
+    def remembered_bytes(self) -> int:
+        """0."""
+        return 0
 
     def saved(self) -> dict[str, np.ndarray]:
         """Nothing."""

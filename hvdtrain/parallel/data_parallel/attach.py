@@ -54,9 +54,9 @@ def buckets_of(setup: Setup) -> list[Bucket]:
     size_mb = 0.0 if config.exchange.adasum else config.exchange.bucket_mb
     # A compressor with a state works on whole buckets, each of which costs it several calls, one after the other; and
     # its state lies in their order, which stays for the sake of old checkpoints.
-    whole = config.compression not in ("none", "auto") and not getattr(
-        create(config.compression, config), "elementwise", False)
-    if size_mb == default_mb and getattr(wire, "drives", False) and not whole:
+    whole = config.compression not in ("none", "auto") and not create(
+        config.compression, config).elementwise
+    if size_mb == default_mb and wire.drives and not whole:
         size_mb = BESIDE_MB
     if size_mb == "auto":
         from hvdtrain.comm.measure.sweep import pick_bucket_mb

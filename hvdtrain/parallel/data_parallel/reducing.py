@@ -23,6 +23,8 @@ class Reducing:
     """
 
     caveats: tuple[str, ...] = ()
+    divides_state = False
+    copies_equal = True
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
@@ -66,6 +68,20 @@ class Reducing:
     def owed(self) -> list[int] | None:
         """What the reducer has not begun."""
         return self.reducer.owed()
+
+    @property
+    def overlaps(self) -> bool:
+        """False: whoever puts a bucket may have to wait for other ranks."""
+        return False
+
+    @property
+    def can_change_transport(self) -> bool:
+        """False: what it made is for one transport."""
+        return False
+
+    def remembered_bytes(self) -> int:
+        """Of the compressor's state."""
+        return self.reducer.state.nbytes()
 
     def saved(self) -> dict[str, np.ndarray]:
         """Compressor state."""

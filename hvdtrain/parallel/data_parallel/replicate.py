@@ -77,6 +77,11 @@ class Replicate(Reducing):
         """Whether a bucket that is put travels while backward goes on, outside of any graph."""
         return self.reducer.collectives.overlaps and not self.in_graph
 
+    @property
+    def can_change_transport(self) -> bool:
+        """Whether it can plan buckets for another one."""
+        return self.plan is not None
+
     def use(self, compressor: Compressor) -> None:
         """Exchange by another compressor, with fresh state, from the next step on; every rank calls it between steps.
 

@@ -23,7 +23,7 @@ from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.squares import sum_squares
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols import Array, Collectives, Control, DataParallel, Handle, ParamSpec
+from hvdtrain.core.protocols import Array, Control, DataParallel, Handle, ParamSpec
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.parallel.data_parallel import Setup, replicate, room
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
@@ -118,6 +118,7 @@ class Zero(Reducing):
     update took to bring the parameters together; ``gathered_s``: those of all ``gathers`` so far.
     """
 
+    divides_state = True
     look_first = False
 
     def __init__(self, stage: int, reducer: Reducer, setup: Setup, sizes_BP: Sequence[Sequence[int]]) -> None:
@@ -188,7 +189,7 @@ class Zero(Reducing):
             self._broken = True  # unless this comes through
             self._open[i] = wire.collectives.reducescatterv(sent, self._sizes_BG[i], name)
             if not self.retains and not wire.collectives.in_graph:
-                self._arrive(IN_FLIGHT if _moves_parts(wire.collectives) else 0)
+                self._arrive(IN_FLIGHT if wire.collectives.moves_parts else 0)
             self._broken = False
             self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
 
@@ -261,7 +262,7 @@ class Zero(Reducing):
         """Bring the parameters that each rank has updated to all others, bucket by bucket."""
         params = self._parts.params
         open_: dict[int, Handle] = {}
-        ahead = IN_FLIGHT if _moves_parts(self.wire) else 1
+        ahead = IN_FLIGHT if self.wire.moves_parts else 1
         for i in range(len(self.buckets) + ahead - 1):
             if i < len(self.buckets):
                 wire, bucket, sizes_G = self._wires[i], self.buckets[i], self._sizes_BG[i]
@@ -274,11 +275,6 @@ class Zero(Reducing):
                 if self.wire.host:  # read where it lies: it is the wire's own until its next call
                     whole_N = self._wires[done].ops.buffer(bucket.n, bucket.dtype, whole_N)
                 params.write(bucket, whole_N, self._own_B[done])
-
-
-def _moves_parts(wire: Collectives) -> bool:
-    """Return whether parts go on by themselves: where they do not, several share one vector of the wire's own."""
-    return bool(getattr(wire, "moves_parts", wire.overlaps))
 
 
 def global_norm(squares_B: Sequence[float], control: Control) -> float:

@@ -32,7 +32,7 @@ def run():
         eval_feed=None,
         out=Path("runs/cnn-001"),
     )
-    made.dp = SimpleNamespace(describe=lambda: "powersgd rank 4")
+    made.dp = SimpleNamespace(divides_state=False, describe=lambda: "powersgd rank 4")
     for _ in range(40):
         made.phases.step(0.01, 64)
     for name, seconds in (("data", 0.04), ("compute", 0.2), ("wait", 0.1), ("update", 0.1)):

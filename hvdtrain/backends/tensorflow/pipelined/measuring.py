@@ -111,6 +111,6 @@ def measure(chain: Chain, task: Any, config: Config, control: Control, mesh: Mes
     samples = measured_samples(config, mesh)
     found, n, why = attempt_halving(blocks_of, samples, out_of_memory, free_cached)
     blocks = tuple(block.over(samples / n) for block in found)
-    (capacity,), _ = placement.capacity_bytes((device,), getattr(control, "local_size", 1))
+    (capacity,), _ = placement.capacity_bytes((device,), control.local_size)
     buckets = float(len(mesh.copies) > 1)
     return Measured(blocks, samples, capacity, Needs(1.0 + buckets, slots), device.lstrip("/"), why=why)

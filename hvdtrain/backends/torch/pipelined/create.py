@@ -186,7 +186,7 @@ class PartMaker(Maker):
         blocks = tuple(block.over(max(samples, least) / n) for block in blocks)
         needs = Needs(gradients=1.0, slots=slot_share(self.config, self.given))
         capacity = placement.memory_bytes(self.placement.home)
-        ranks = max(1, getattr(control, "local_size", 1)) if not self.placement.on_gpu else 1
+        ranks = max(1, control.local_size) if not self.placement.on_gpu else 1
         return Measured(blocks, max(samples, least), capacity // ranks, needs, str(self.placement.home), why=why)
 
     def _blocks_of(self, samples: int) -> tuple[Block, ...]:

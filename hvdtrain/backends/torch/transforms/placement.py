@@ -87,7 +87,7 @@ class Placement:
             generators.load_random(random)
         found = tuple(block.over(samples / n) for block in found)
         needs = Needs(gradients=1.0, slots=slot_share(self._config, given), micros=micros_of(self._config))
-        capacity_bytes, together_bytes = self._memory(getattr(control, "local_size", 1))
+        capacity_bytes, together_bytes = self._memory(control.local_size)
         return Measured(found, tuple(str(d) for d in self.devices), capacity_bytes, needs, together_bytes, speeds)
 
     def _speeds(self, named: blocks.Named, x: Any, found: Sequence[Block]) -> tuple[float, ...]:

@@ -335,6 +335,6 @@ def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) 
     same = before["name"].lower() == now["name"].lower()
     args = ", ".join(f"{key} {before['args'].get(key)} -> {value}" for key, value in now["args"].items()
                      if before["args"].get(key) != value) if same else ""
-    what = f"schedule {now['name']}" if now["name"].lower() not in ("none", "") else "a constant rate"
+    what = f"schedule {now['name']}" if Schedule(now["name"]).on else "a constant rate"
     run.note(f"resumed with {what}{' of ' * bool(args)}{args}, as if from the start of the run: the next update's rate "
              f"is {run.parts.optimizer.learning_rate():.4g}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import Any
 
 COMMANDS = {
     "train": "train a model (the default: without arguments, the built-in recipe)",
@@ -20,20 +21,6 @@ COMMANDS = {
     "convert": "convert weights and optimizer state between a PyTorch model and its Keras twin",
     "build": "build, install and check Horovod for the frameworks and the MPI found here",
     "bench": "benchmark transports and compressors on this cluster",
-}
-
-_HOMES = {
-    "train": "hvdtrain.commands.train",
-    "plan": "hvdtrain.commands.plan",
-    "launch": "hvdtrain.commands.launch.cli",
-    "report": "hvdtrain.commands.report",
-    "checkpoints": "hvdtrain.commands.checkpoints",
-    "doctor": "hvdtrain.commands.doctor.cli",
-    "verify": "hvdtrain.commands.verify",
-    "migrate": "hvdtrain.commands.migrate.cli",
-    "convert": "hvdtrain.commands.convert.cli",
-    "build": "hvdtrain.commands.build_horovod.cli",
-    "bench": "hvdtrain.commands.bench.cli",
 }
 
 USAGE = """usage: python -m hvdtrain [command] [options]
@@ -70,10 +57,17 @@ def _dispatch(argv: list[str]) -> int:
 
     name, rest = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
     if name == "chaos":  # of an earlier release
-        return importlib.import_module(_HOMES["bench"]).forward("chaos", "chaos", rest)
+        return _home("bench").forward("chaos", "chaos", rest)
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}", nearest(name, COMMANDS), "see python -m hvdtrain --help")
     from hvdtrain.cluster import quiet
 
     quiet.watch_import()
-    return importlib.import_module(_HOMES[name]).main(rest)
+    return _home(name).main(rest)
+
+
+def _home(name: str) -> Any:
+    """Return the module of a command: the file of its name, or ``cli`` of the folder of its name."""
+    folder = "build_horovod" if name == "build" else name
+    module = importlib.import_module(f"hvdtrain.commands.{folder}")
+    return importlib.import_module(f"{module.__name__}.cli") if hasattr(module, "__path__") else module

@@ -1,14 +1,13 @@
 """How many updates a run is going to make, the arguments of a schedule that follow, and what is set for a longer run.
 
-Owns the table of such arguments, by the names that PyTorch, Keras and `hvdtrain.backends.keras.one_cycle` give them.
-Pure.
+Owns what is known of a schedule by the name that PyTorch, Keras or `hvdtrain.backends.keras.one_cycle` gives it. Pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -16,12 +15,35 @@ from hvdtrain.config import Config, Schedule
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError, count
 
-_LENGTHS = {"onecyclelr": ("total_steps", "steps_per_epoch"), "cosineannealinglr": ("T_max",),
-            "onecycle": ("total_steps",), "cosinedecay": ("decay_steps",), "polynomialdecay": ("decay_steps",)}
-"""By a schedule's name the argument that is the run's length, and others that say it too."""
 
-_ENDS = {**_LENGTHS, "polynomiallr": ("total_iters",), "linearlr": ("total_iters",)}
-"""Schedules that end, or turn, after a number of steps or epochs: the arguments that may give it."""
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a schedule by its name; of other schedules of a framework nothing has to be.
+
+    ``torch``: the parameters behind the optimizer, in order. ``ends``: arguments that may give the steps or epochs
+    after which it ends or turns. ``fills``: the first of them is the run's length where all are left out.
+    """
+
+    torch: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    fills: bool = False
+
+
+KINDS = {
+    "StepLR": Kind(("step_size", "gamma")), "MultiStepLR": Kind(("milestones", "gamma")),
+    "ExponentialLR": Kind(("gamma",)), "CosineAnnealingWarmRestarts": Kind(("T_0", "T_mult", "eta_min")),
+    "ConstantLR": Kind(("factor", "total_iters")), "CosineAnnealingLR": Kind(("T_max", "eta_min"), ("T_max",), True),
+    "OneCycleLR": Kind(("max_lr", "total_steps", "epochs", "steps_per_epoch"), ("total_steps", "steps_per_epoch"),
+                       True),
+    "LinearLR": Kind(("start_factor", "end_factor", "total_iters"), ("total_iters",)),
+    "PolynomialLR": Kind(("total_iters", "power"), ("total_iters",)), "OneCycle": Kind((), ("total_steps",), True),
+    "CosineDecay": Kind((), ("decay_steps",), True), "PolynomialDecay": Kind((), ("decay_steps",), True)}
+"""Schedules of which something is known, by name."""
+
+
+def kind_of(name: str) -> Kind:
+    """Return what is known of the schedule ``name``, in any case."""
+    return next((kind for known, kind in KINDS.items() if known.lower() == name.lower()), Kind())
 
 
 def updates(config: Config, steps_per_epoch: int | None, at: Cursor = Cursor(), left: int | None = None) -> int:
@@ -60,7 +82,7 @@ def filled(config: Config, steps_per_epoch: int | None, notes: list[str] | None 
     """
     schedule = config.schedule
     name, given = schedule.name.lower(), dict(schedule.args)
-    names = _LENGTHS.get(name, ())
+    names = kind_of(name).ends if kind_of(name).fills else ()
     steps, whole = updates(config, steps_per_epoch, at, left), length(config, steps_per_epoch, at, left)
     if notes is not None and steps:
         notes += too_long(config, steps)
@@ -115,19 +137,18 @@ def own_of(rate: object, steps: int, epochs: int) -> dict[str, Any] | None:
     ``steps``, ``epochs``: of the run. Also None for a class that is not in the table above.
     """
     for base in type(rate).__mro__:
-        names = _LENGTHS.get(base.__name__.lower(), ())
-        end = _end(Schedule(base.__name__, dict(vars(rate)))) if names else 0
+        kind = kind_of(base.__name__)
+        end = _end(Schedule(base.__name__, dict(vars(rate)))) if kind.fills else 0
         if end:  # scripts that leave out the last batch of each epoch count one step less for each
-            return {"name": type(rate).__name__, "arg": names[0], "end": end, "steps": steps,
+            return {"name": type(rate).__name__, "arg": kind.ends[0], "end": end, "steps": steps,
                     "covers": end + min(epochs, steps // 10) >= steps}
     return None
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether two schedules (`kept`) give other rates; their base rate aside."""
-    off = ("none", "")
     names = [one["name"].lower() for one in (before, now)]
-    if names[0] in off and names[1] in off:
+    if not any(Schedule(name).on for name in names):
         return False
     return names[0] != names[1] or any(before[key] != now[key] for key in ("args", "interval"))
 
@@ -140,7 +161,7 @@ def check_resumed(before: Mapping[str, Any], schedule: Schedule, now: Mapping[st
     """
     end, whole = _end(schedule), now["length"]
     if end and end < whole and (before["length"] <= end or changed(before, now)):
-        name = next(name for name in _ENDS[schedule.name.lower()] if schedule.args.get(name))
+        name = next(name for name in kind_of(schedule.name).ends if schedule.args.get(name))
         raise UserError(f"the resumed run has {whole} {schedule.interval}s, and schedule {schedule.name} ends after "
                         f"{end}", "a schedule as long as the run",
                         f"leave schedule.args.{name} out, or set it for the whole run")
@@ -157,7 +178,7 @@ def check_resumed(before: Mapping[str, Any], schedule: Schedule, now: Mapping[st
 
 def _end(schedule: Schedule) -> int:
     """Return the updates or epochs after which a schedule ends by its arguments; 0 where they do not tell."""
-    args, names = schedule.args, _ENDS.get(schedule.name.lower(), ())
+    args, names = schedule.args, kind_of(schedule.name).ends
     end = next((args[name] for name in names if args.get(name)), 0) if names else 0
     if "steps_per_epoch" in names and not args.get("total_steps"):
         end = args.get("epochs", 0) * args.get("steps_per_epoch", 0)

@@ -31,7 +31,7 @@ COMPILED = Unused("the model keeps the optimizer that it was compiled with",
                   lambda s: s.own_optimizer and s.config.optimizer.name == "auto", but="name")
 OWN_RATE = Unused("optimizer.args has a learning_rate",
                   lambda s: "learning_rate" in s.config.optimizer.args and not s.file_optimizer)
-NO_SCHEDULE = Unused("no schedule.name is set", lambda s: s.config.schedule.name.lower() in ("none", ""))
+NO_SCHEDULE = Unused("no schedule.name is set", lambda s: not s.config.schedule.on)
 NO_EARLY_STOP = Unused("no early_stop.metric is set", lambda s: not s.config.early_stop.metric)
 REPLICATE = Unused("data_parallel is replicate, which divides nothing",
                    lambda s: s.config.data_parallel.name == "replicate")
@@ -112,6 +112,11 @@ class Schedule:
     linear_scaling_base: int = key(
         0, "samples",
         "multiply the rate by global_batch / this (Goyal et al. 2017); 0: off", least=0)
+
+    @property
+    def on(self) -> bool:
+        """Whether a schedule is named."""
+        return self.name.lower() not in ("none", "")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Setup:
 def notes(setup: Setup) -> list[str]:
     """Say of each changed key that does nothing why; the first of its reasons counts. Pure."""
     values, found = dict(schema.leaves(setup.config)), []
-    for key in schema.keys(Config):
+    for key in schema.keys(type(setup.config)):
         why = [reason.why for reason in key.unused if reason.when(setup)]
         if why and values[key.name] not in (key.default, []):
             found.append(f"{key.name} has no effect: {why[0]}")
@@ -41,7 +41,8 @@ def notes(setup: Setup) -> list[str]:
 
 def idle(setup: Setup) -> frozenset[str]:
     """Return all keys that do nothing, changed or not. Pure."""
-    return frozenset(key.name for key in schema.keys(Config) if any(reason.when(setup) for reason in key.unused))
+    return frozenset(key.name for key in schema.keys(type(setup.config))
+                     if any(reason.when(setup) for reason in key.unused))
 
 
 def setup_of(config: Config, spec: Any, wire: str, kind: str, model: Any, data: Any) -> Setup:

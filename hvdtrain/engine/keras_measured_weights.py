@@ -30,7 +30,7 @@ def check(callbacks: Sequence[Any], run: Any) -> None:
     names = [(type(c).__name__, {base.__name__ for base in type(c).__mro__}) for c in callbacks]
     rate = next((name for name, bases in names if bases & set(SETS_RATE)), "")
     config, optimizer = run.config, setup_of(run.spec.model).optimizer
-    ours = [f"schedule.name {config.schedule.name}"] if config.schedule.name.lower() not in ("none", "") else []
+    ours = [f"schedule.name {config.schedule.name}"] if config.schedule.on else []
     ours += [f"schedule.warmup_steps {config.schedule.warmup_steps}"] if config.schedule.warmup_steps else []
     if optimizer is None:
         ours += [f"optimizer.name {config.optimizer.name}, an optimizer that is not Keras'"]

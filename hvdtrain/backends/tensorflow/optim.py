@@ -157,7 +157,7 @@ class Optimization:
         schedule = self._config.schedule
         given = _given_rate(own)
         self.base_lr = None if callable(given) else given * self._scale
-        if schedule.name.lower() not in ("none", "") or schedule.warmup_steps or self._scale != 1.0:
+        if schedule.on or schedule.warmup_steps or self._scale != 1.0:
             _put_rate(own, given, self._rate(given))
         elif _PUT in vars(own) or isinstance(own._learning_rate, WarmUp):  # what an earlier run asked for
             _put_rate(own, given, given)
@@ -316,7 +316,7 @@ def _put_rate(optimizer: Any, given: Any, rate: Any) -> None:
 
 
 def _refuse_epochs(schedule: Schedule) -> None:
-    if schedule.interval == "epoch" and schedule.name.lower() not in ("none", ""):
+    if schedule.interval == "epoch" and schedule.on:
         raise UserError(f"schedule.interval is epoch and {schedule.name} is a schedule of Keras, which counts steps",
                         "step", "set schedule.interval to step and multiply its steps by the steps per epoch")
 

@@ -84,7 +84,7 @@ def schedule(config: Config, optimizer: torch.optim.Optimizer, ratios: Sequence[
     largest rate of a OneCycleLR that names none is the group's.
     """
     named = config.schedule
-    if named.name.lower() in ("none", ""):
+    if not named.on:
         return None
     space = torch.optim.lr_scheduler
     classes = {n.lower(): c for n, c in vars(space).items()

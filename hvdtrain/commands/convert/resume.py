@@ -44,8 +44,8 @@ def bare(config: Config) -> Config:
 
 def require_constant_rate(config: Config, scheduled: str = "") -> None:
     """Raise `UserError` where a schedule moves the rate; ``scheduled``: the name of one that the optimizer holds."""
-    name = scheduled or config.schedule.name
-    if name.lower() not in ("none", ""):
+    name = scheduled or config.schedule.name * config.schedule.on
+    if name:
         raise UserError(f"the run's rate follows {name}, which the other framework lacks by that name and state",
                         "a constant rate, with warm-up or without", "convert the weights alone: give a file as TARGET")
 

@@ -9,13 +9,13 @@ same but for rounding.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.core.finite import spoken
 from hvdtrain.core.protocols.shortage import ALONE, Shortage
-from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.guards.audit_pairs import Pair, comparable, left_out, pairs
 from hvdtrain.engine.guards.fingerprint import vectors_of
 from hvdtrain.engine.guards.kinds import kinds
@@ -37,6 +37,17 @@ class Audit(Callback):
     """
 
     where = "all"
+    before = ("Checkpoint",)  # so that what was computed wrongly is not saved
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """Where several replicas train one unpartitioned model."""
+        return bool(run.config.audit) and several_replicas(run) and run.parts.layout is None
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Take the settings of the run."""
+        return cls(run.config.audit)
 
     def __init__(self, every: int) -> None:
         self._every, self._last, self._off = every, -1, False

@@ -22,7 +22,13 @@ class AutoCompile(Callback):
     """Runs on all ranks. ``chosen``: what each kind of rank uses, by its text; a run that is resumed keeps it."""
 
     where = "all"
+    before = ("MemoryFit", "Balance", "AutoWire", "AutoCompression")  # they measure the model as it will run
     state_key = "AutoCompile"
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """With ``compile: auto``."""
+        return bool(run.config.compile == "auto")
 
     def __init__(self) -> None:
         self.chosen: dict[str, list[str]] = {}

@@ -40,6 +40,21 @@ class AutoCompression(Callback):
 
     where = "all"
     state_key = "AutoCompression"
+    compares_steps = True
+    """While it has not settled, steps are compared, so that shares must not change."""
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """With ``compression: auto``."""
+        return bool(run.config.compression == "auto")
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Any]) -> AutoCompression:
+        """Compare compressors over the other wires too, where there are any."""
+        made = cls()
+        if "AutoWire" in earlier:
+            earlier["AutoWire"].join(made)
+        return made
 
     def __init__(self) -> None:
         self.choice, self.settled = "none", False

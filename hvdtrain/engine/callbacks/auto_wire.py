@@ -47,11 +47,19 @@ class AutoWire(Callback):
     """
 
     where = "all"
+    before = ("AutoCompression",)  # which compares compressors over the wires that it opens
     state_key = "AutoWire"
+    compares_steps = True
 
-    def __init__(self, compression: AutoCompression | None = None) -> None:
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """Where there are several wires to choose from."""
+        return bool(run.wires is not None and run.wires.names)
+
+    def __init__(self) -> None:
         self.choice, self.settled, self._ruled = "", False, False
-        self._world, self._compression = "", compression
+        self._world = ""
+        self._compression: AutoCompression | None = None
         self._rows: list[Row] = []
         self._in_graph: dict[str, bool] = {}
         self._decision: WireChoice | None = None
@@ -59,8 +67,10 @@ class AutoWire(Callback):
         self._watch = StepWatch(WARM_STEPS)
         self._windows: list[tuple[float, float]] = []
         self._times = 0
-        if compression is not None:
-            compression.others = self.others
+
+    def join(self, compression: AutoCompression) -> None:
+        """Choose together with ``compression``, which compares its compressors over the other wires too."""
+        self._compression, compression.others = compression, self.others
 
     def fit_start(self, run: Any) -> None:
         """Choose; a run that goes on in the world it was decided for keeps its choice."""

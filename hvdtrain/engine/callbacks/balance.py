@@ -8,7 +8,7 @@ Owns the course of it: probe, plan, table, and in auto the new plans while train
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdtrain import backends
@@ -17,7 +17,7 @@ from hvdtrain.core.terminal import say
 from hvdtrain.engine.balance import copies
 from hvdtrain.engine.balance.probe import probe, verified
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.callbacks.meter import Meter
+from hvdtrain.engine.callbacks.meter import Meter, meter_of
 from hvdtrain.planning.batch import plan as plans
 from hvdtrain.planning.batch.line import Line, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
@@ -33,6 +33,17 @@ class Balance(Callback):
 
     where = "all"
     state_key = "Balance"
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """With ``balance: static`` or ``auto``."""
+        return bool(run.config.balance != "off")
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Wait for those that compare steps with the shares in force, which are made later."""
+        return cls(meter_of(run, earlier), lambda: any(
+            getattr(one, "compares_steps", False) and not one.settled for one in run.callbacks))
 
     def __init__(self, meter: Meter, holds: Callable[[], bool] = lambda: False) -> None:
         self._meter, self._holds = meter, holds

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.core.events import Event
 from hvdtrain.core.turns import Turns
+
+
+def several_replicas(run: Any) -> bool:
+    """Return whether several replicas train one model; over the transport "null" every rank trains its own."""
+    return len(run.mesh.copies) > 1 and run.collectives.name != "null"
 
 
 class Callback:
@@ -19,6 +25,9 @@ class Callback:
     every = ""
     state_key = "Callback"
     """Name of the state in checkpoints: of each class its own name, unless its body sets another."""
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    """Built-in callbacks that see each event after, or before, this one does."""
     _turns: Turns | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -26,6 +35,16 @@ class Callback:
         super().__init_subclass__(**kwargs)
         if "state_key" not in vars(cls):
             cls.state_key = cls.__name__
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """Return whether ``run`` gets this built-in callback; the same on all ranks with ``where`` "all"."""
+        return True
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Return the callback for ``run``; ``earlier``: those made before it, by the names of their classes."""
+        return cls()
 
     def on(self, event: Event, run: Any) -> None:
         """Call the method of this event, if there is one and it is its turn."""

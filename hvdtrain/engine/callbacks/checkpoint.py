@@ -7,6 +7,7 @@ vote.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hvdtrain.checkpoint import disk
@@ -32,6 +33,11 @@ class Checkpoint(Callback):
     """Saves on all ranks, because each has state of its own in a checkpoint; rank 0 writes."""
 
     where = "all"
+
+    @classmethod
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
+        """Take the settings of the run."""
+        return cls(run.config.checkpoint)
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from hvdtrain import backends
 from hvdtrain.core.finite import spoken
-from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.guards.divergence import Bits, Diverged, Rows, judge
 from hvdtrain.engine.guards.fingerprint import Fingerprints, Prints
 from hvdtrain.engine.guards.kinds import kinds
@@ -39,6 +40,18 @@ class Divergence(Callback):
     """
 
     where = "all"
+    after = ("Ema", "MemoryFit")  # and all callbacks of users: any of them may change weights
+    before = ("Checkpoint",)  # so that weights that differ are not saved
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """Where there are several replicas to compare."""
+        return bool(run.config.check_every) and several_replicas(run)
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Take the settings of the run."""
+        return cls(run.config.check_every)
 
     def __init__(self, every: int | Literal["auto"]) -> None:
         self._every = every

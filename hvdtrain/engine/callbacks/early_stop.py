@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.config import EarlyStop as Settings
@@ -15,6 +16,16 @@ class EarlyStop(Callback):
 
     where = "all"
     state_key = "EarlyStop"
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """With a metric to watch."""
+        return bool(run.config.early_stop.metric)
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Take the settings of the run."""
+        return cls(run.config.early_stop)
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

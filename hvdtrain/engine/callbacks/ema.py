@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hvdtrain import backends
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Ops
 from hvdtrain.engine.average import Average
@@ -17,6 +19,16 @@ class Ema(Callback):
     """Runs on all ranks: each averages what it holds, and all make the same updates."""
 
     where = "all"
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """With an ``ema``."""
+        return bool(run.config.ema)
+
+    @classmethod
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
+        """Take the settings of the run."""
+        return cls(run, backends.load(run.spec.framework).Ops())
 
     def __init__(self, run: Run, ops: Ops) -> None:
         copies = run.parts.replicas[0].group.size if run.parts.replicas else run.control.size

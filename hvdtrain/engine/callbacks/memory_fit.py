@@ -34,6 +34,7 @@ class MemoryFit(Callback):
     """Runs on all ranks, before balance, whose probe finds the blocks recomputed that were chosen."""
 
     where = "all"
+    before = ("Balance",)  # whose probe finds the blocks recomputed that were chosen
     state_key = "MemoryFit"
 
     def __init__(self) -> None:

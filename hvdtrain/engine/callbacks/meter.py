@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,17 @@ class Meter(Callback):
     """
 
     where = "all"
+    before = ("Balance", "Recorder")  # they read the window that ends with the step
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """Where there are several ranks to compare."""
+        return bool(run.control.size > 1)
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Take the settings of the run."""
+        return cls(run.config.rebalance.every_steps)
 
     def __init__(self, every_steps: int) -> None:
         self.window: Window | None = None
@@ -202,3 +213,9 @@ def _crowded(hosts: Sequence[Host]) -> str:
     """Where ranks on CPUs are more than cores, in words."""
     full = [host for host in hosts if len(host.ranks) > host.cores]
     return f"{len(full[0].ranks)} ranks share {full[0].cores} cores on {full[0].node}" if full else ""
+
+
+def meter_of(run: Any, earlier: Mapping[str, Callback]) -> Meter:
+    """Return the meter among ``earlier``; for a single rank, which has nothing to compare, one that stays empty."""
+    found = earlier.get("Meter")
+    return found if isinstance(found, Meter) else Meter(run.config.rebalance.every_steps)

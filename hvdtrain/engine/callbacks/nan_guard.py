@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.core.errors import UserError
@@ -20,6 +21,11 @@ class NanGuard(Callback):
 
     where = "all"
     state_key = "NanGuard"
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Take the settings of the run."""
+        return cls(run.config.nan_guard, run.config.max_skipped)
 
     def __init__(self, mode: str, max_skipped: int) -> None:
         self._mode, self._max = mode, max_skipped

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import backends
-from hvdtrain.cluster.liveness import causes
+from hvdtrain.core import protocols
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Callback
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.engine.callbacks.audit import Audit
 from hvdtrain.engine.callbacks.auto_compile import AutoCompile
 from hvdtrain.engine.callbacks.auto_compression import AutoCompression
 from hvdtrain.engine.callbacks.auto_wire import AutoWire
 from hvdtrain.engine.callbacks.balance import Balance
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.checkpoint import Checkpoint
 from hvdtrain.engine.callbacks.divergence import Divergence
 from hvdtrain.engine.callbacks.early_stop import EarlyStop
@@ -40,45 +39,29 @@ if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
 
 
-def in_order(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[Callback]:
-    """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state.
-
-    The ranks' weights are compared after all that may change them, and before they are saved.
-    """
-    config = run.config
-    own: list[Any] = [*([Supervised()] if causes.folder() else []), Preempt(config.time_limit_s()),
-                      NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger(), Memory(), OutOfMemory(),
-                      MemoryFit()]
-    if config.compile == "auto":
-        own.insert(0, AutoCompile())
-    meter = Meter(config.rebalance.every_steps)
-    own += [meter] if run.control.size > 1 else []
-    own += [Stages()] if run.parts.layout is not None else []
-    own += [Ema(run, backends.load(run.spec.framework).Ops())] if config.ema else []
-    compression = AutoCompression() if config.compression == "auto" else None
-    wire = AutoWire(compression) if run.wires is not None and run.wires.names else None
-    choosing: list[Any] = [one for one in (wire, compression) if one is not None]
-    if config.balance != "off":
-        own.append(Balance(meter, lambda: not all(one.settled for one in choosing)))
-    if config.early_stop.metric:
-        own.append(EarlyStop(config.early_stop))
-    own += choosing
-    own.append(UnusedReport())
-    own += [_own_callback(text) for text in config.callbacks]
-    if config.trace.steps:
-        own.append(Trace(config.trace))
-    copies = len(run.mesh.copies) > 1 and run.collectives.name != "null"  # null: every rank trains its own
-    one_model = copies and run.parts.layout is None
-    own += [System(), *([WhatIf()] if one_model else []), Recorder(meter)]
-    own += more(run) if more else ()
-    if config.check_every and copies:
-        own.append(Divergence(config.check_every))
-    if config.audit and one_model:
-        own.append(Audit(config.audit))
-    return [*own, Checkpoint(config.checkpoint), Seconds()]
+FIRST: tuple[type[Callback], ...] = (
+    AutoCompile, Supervised, Preempt, NanGuard, Throughput, Ledger, Memory, OutOfMemory, MemoryFit, Meter, Stages, Ema,
+    Balance, EarlyStop, AutoWire, AutoCompression, UnusedReport)
+"""Built-in callbacks that decide and measure; those of the key ``callbacks`` follow."""
+REPORTS: tuple[type[Callback], ...] = (Trace, System, WhatIf, Recorder)
+"""Built-in callbacks that report; those of the caller follow."""
+LAST: tuple[type[Callback], ...] = (Divergence, Audit, Checkpoint, Seconds)
+"""Built-in callbacks that compare and save what all others have made."""
+# Each class says by `before` and `after` what its place has to keep; tests/unit/test_callback_order.py checks it.
 
 
-def _own_callback(text: str) -> Callback:
+def in_order(run: Run, more: Callable[[Run], Sequence[protocols.Callback]] | None) -> list[protocols.Callback]:
+    """Return the callbacks of ``run`` in the order in which they see an event; ``more`` makes the caller's."""
+    made: dict[str, Callback] = {}
+
+    def wanted(classes: Sequence[type[Callback]]) -> list[Callback]:
+        return [made.setdefault(cls.__name__, cls.make(run, made)) for cls in classes if cls.wanted(run)]
+
+    first, own = wanted(FIRST), [_own_callback(text) for text in run.config.callbacks]
+    return [*first, *own, *wanted(REPORTS), *(more(run) if more else ()), *wanted(LAST)]
+
+
+def _own_callback(text: str) -> protocols.Callback:
     """Make the callback that ``text`` names."""
     made: Any = load_callable(text, "callbacks")()
     if not (callable(getattr(made, "on", None)) and getattr(made, "where", None) in ("root", "all")):

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -72,6 +72,11 @@ class Preempt(Callback):
     """
 
     where = "all"
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Take the settings of the run."""
+        return cls(run.config.time_limit_s())
 
     def __init__(self, limit_s: float = 0.0, clock: Callable[[], float] = time.time) -> None:
         self._limit_s, self._clock = limit_s, clock

@@ -6,17 +6,23 @@ What other callbacks decide or find they record themselves (`Run.record`).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.core.records import schema
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.callbacks.meter import Meter
+from hvdtrain.engine.callbacks.meter import Meter, meter_of
 from hvdtrain.parallel.pipeline.words import facts
 from hvdtrain.planning.batch.meter import Reading
 
 
 class Recorder(Callback):
     """Makes the records that every run has; ``meter``: what compares the ranks, where there are several."""
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Read the meter of the run."""
+        return cls(meter_of(run, earlier))
 
     def __init__(self, meter: Meter | None = None) -> None:
         self._meter = meter

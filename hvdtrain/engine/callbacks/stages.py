@@ -64,6 +64,11 @@ class Stages(Callback):
 
     where = "all"
 
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """For a model that is cut over ranks."""
+        return run.parts.layout is not None
+
     def __init__(self) -> None:
         self.seen: Seen | None = None
         self._sums = dict.fromkeys((f.name for f in fields(Spent)), 0.0)

@@ -14,6 +14,11 @@ class Supervised(Callback):
 
     where = "all"
 
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """Under a supervisor."""
+        return bool(causes.folder())
+
     def __init__(self) -> None:
         self._first = True
 

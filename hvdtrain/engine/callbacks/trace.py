@@ -7,6 +7,7 @@ them. Outside of its window it compares two numbers in each step.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,16 @@ class Trace(Callback):
     """On all ranks, alike: steps are counted alike, so all begin and end at one step (law 6)."""
 
     where = "all"
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """With a window of steps."""
+        return bool(run.config.trace.steps)
+
+    @classmethod
+    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+        """Take the settings of the run."""
+        return cls(run.config.trace)
 
     def __init__(self, settings: Settings) -> None:
         window = window_of(settings.steps)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.planning.batch.line import Line, fit
 from hvdtrain.planning.batch.whatif import Forecast, Steps, Work, forecast
 
@@ -34,6 +34,11 @@ class WhatIf(Callback):
     """Runs on all ranks, of which there are several."""
 
     where = "all"
+
+    @classmethod
+    def wanted(cls, run: Any) -> bool:
+        """Where several replicas train one unpartitioned model."""
+        return several_replicas(run) and run.parts.layout is None
 
     def __init__(self) -> None:
         self._rows: deque[tuple[float, ...]] = deque(maxlen=MOST_STEPS + 1)

@@ -304,11 +304,11 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
     steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
-    quiet = schema.affecting(Config, "nothing") | run.idle | set(optimizer.overruled)
+    quiet = schema.affecting(type(run.config), "nothing") | run.idle | set(optimizer.overruled)
     # How a batch is cut matters only to what depends on the number of ranks too.
-    quiet |= set() if run.parts.caveats() else schema.affecting(Config, "split")
+    quiet |= set() if run.parts.caveats() else schema.affecting(type(run.config), "split")
     # What is measured changes the result where something steers the run by it.
-    quiet |= set() if steered else schema.affecting(Config, "metrics")
+    quiet |= set() if steered else schema.affecting(type(run.config), "metrics")
     words = []
     for key in dict.fromkeys((*now, *old)):
         was, new = (side.get(key, usual.get(key)) for side in (old, now))
@@ -335,6 +335,6 @@ def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) 
     same = before["name"].lower() == now["name"].lower()
     args = ", ".join(f"{key} {before['args'].get(key)} -> {value}" for key, value in now["args"].items()
                      if before["args"].get(key) != value) if same else ""
-    what = f"schedule {now['name']}" if now["name"].lower() not in ("none", "") else "a constant rate"
+    what = f"schedule {now['name']}" if Schedule(now["name"]).on else "a constant rate"
     run.note(f"resumed with {what}{' of ' * bool(args)}{args}, as if from the start of the run: the next update's rate "
              f"is {run.parts.optimizer.learning_rate():.4g}")

@@ -32,7 +32,7 @@ def compiled_optimizer(config: Config, model: keras.Model) -> Adopted | None:
         return None
     _refuse(own)
     scheduled = isinstance(own._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
-    if scheduled and config.schedule.name.lower() not in ("none", ""):
+    if scheduled and config.schedule.on:
         raise UserError(f"schedule is {config.schedule.name} and the compiled optimizer has a schedule of its own",
                         "one schedule", "set schedule.name to none, or compile with a plain rate")
     base = config.schedule.linear_scaling_base

@@ -15,6 +15,7 @@ import libcst as cst
 from hvdtrain.commands.migrate.names import is_size, sized
 from hvdtrain.commands.migrate.rules import Word
 from hvdtrain.commands.migrate.scan import Scan, argument, is_true, name_of, starred
+from hvdtrain.config.run_length import KINDS
 
 RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "NAdam": "0.002", "RAdam": "0.001", "Adamax": "0.002",
          "RMSprop": "0.01", "Adagrad": "0.01", "Adadelta": "1.0"}
@@ -25,11 +26,7 @@ LOSSES = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss", "MSELoss":
 """Losses whose mean over a batch is the mean over its samples -> the function of that name."""
 OF_CLASSES = ("cross_entropy", "nll_loss")
 LOSS_ARGS = ("label_smoothing", "ignore_index", "beta", "delta")
-SCHEDULES = {"StepLR": ("step_size", "gamma"), "MultiStepLR": ("milestones", "gamma"), "ExponentialLR": ("gamma",),
-             "CosineAnnealingLR": ("T_max", "eta_min"), "CosineAnnealingWarmRestarts": ("T_0", "T_mult", "eta_min"),
-             "OneCycleLR": ("max_lr", "total_steps", "epochs", "steps_per_epoch"),
-             "LinearLR": ("start_factor", "end_factor", "total_iters"), "PolynomialLR": ("total_iters", "power"),
-             "ConstantLR": ("factor", "total_iters")}
+SCHEDULES = {name: kind.torch for name, kind in KINDS.items() if kind.torch}
 """Schedules that Trainer takes by name -> their parameters behind the optimizer, in order."""
 NEAREST = "take the nearest: schedule=Schedule(\"CosineAnnealingLR\", {\"T_max\": 100}, warmup_steps=10), for example"
 SETS = re.compile(r"test|val|eval|dev", re.IGNORECASE)

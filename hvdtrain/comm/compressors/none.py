@@ -12,6 +12,7 @@ class NoCompression(Uncompressed):
     """The exact sum."""
 
     name = "none"
+    in_place = True
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:

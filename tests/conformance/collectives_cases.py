@@ -78,6 +78,19 @@ def check_alltoall(wire, make, host):
             np.testing.assert_array_equal(got, [[100 * q + r, turn] for q in range(P)])
 
 
+def check_alltoallv(wire, make, host):
+    """Parts of unlike lengths, some empty: rank r sends (r + p) % 3 elements to rank p."""
+    P, r = wire.size, wire.rank
+    for dtype in (np.int8, np.int16, np.int32):
+        for turn in (1, 2):
+            sent, got = [(r + p) % 3 + (r == p) for p in range(P)], [(q + r) % 3 + (q == r) for q in range(P)]
+            x = np.concatenate([np.full(k, turn * (10 * r + p)) for p, k in enumerate(sent)]).astype(dtype)
+            found = host(wire.alltoallv(make(x), sent, got, f"case.allv.{np.dtype(dtype).name}").wait())
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, np.concatenate([np.full(k, turn * (10 * q + r))
+                                                                 for q, k in enumerate(got)]))
+
+
 def check_reducescatter(wire, make, host):
     P, r = wire.size, wire.rank
     for turn in (1, 2):

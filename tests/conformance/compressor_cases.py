@@ -20,6 +20,7 @@ from hvdtrain.comm.compressors.topk import TopK
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.protocols.types import Shards
 
 MAKE = {
     "fp16": Fp16,
@@ -91,6 +92,53 @@ def exchanged(compressor, make_ops, size, shapes, steps, give=gradient) -> Outco
         for step, (a, b) in enumerate(zip(sums, results[0][0])):
             assert np.isnan(a).any() or a.tobytes() == b.tobytes(), f"ranks have other bits after step {step}"
     return Outcome([r[0] for r in results], [r[1] for r in results], world.sent_bytes)
+
+
+def cuts(n, size):
+    """Shards of n elements over ranks: about equal, unequal, and all of it one rank's."""
+    unequal = [n * part // 10 for part in ([10], [7, 3], [6, 0, 4], [1, 5, 0, 4])[size - 1]]
+    equal = [n * (r + 1) // size - n * r // size for r in range(size)]
+    return [equal, [n - sum(unequal[1:]), *unequal[1:]], [0] * (size - 1) + [n]]
+
+
+def scattered(compressor, make_ops, sizes, shapes, steps, give=gradient, graph=lambda ops, wire, step: (wire, step)):
+    """Return the `Outcome` of `exchanged` where each rank wants its shard alone; ``sums`` of shards.
+
+    ``graph``: gives the transport of the compressor, and the step as it is run.
+    """
+    world, plan = LockstepWorld(len(sizes)), buckets(shapes)
+
+    def work(control: Any, wire: Any):
+        ops, sums = make_ops(), []
+
+        def step(flat_N):
+            reducer.start(0, flat_N)
+            shard_K = reducer.take(0)
+            reducer.close()
+            return shard_K
+
+        wire, step = graph(ops, wire, step)
+        reducer = Reducer(plan, compressor, wire, ops)
+        reducer.shards = [Shards(tuple(sizes), control.rank)]
+        for t in range(steps):
+            reducer.begin()
+            sums.append(np.array(ops.to_host(step(ops.from_host(give(control.rank, t, plan[0].n))))))
+        return sums, [{k: np.array(ops.to_host(v)) for k, v in s.items()} for s in reducer.state.all()]
+
+    results = world.run(work)
+    return Outcome([r[0] for r in results], [r[1] for r in results], world.sent_bytes)
+
+
+def check_shards_are_those_of_the_sum(name, make_ops, size, shapes, **graph):
+    """Shards, equal or not, have the bits of the exchange's sums and leave those of its states, over several steps."""
+    want = exchanged(MAKE[name](), make_ops, size, shapes, 4)
+    for sizes in cuts(buckets(shapes)[0].n, size):
+        got = scattered(MAKE[name](), make_ops, sizes, shapes, 4, **graph)
+        for step, total in enumerate(want.sums[0]):
+            assert np.concatenate([sums[step] for sums in got.sums]).tobytes() == total.tobytes(), (sizes, step)
+        for mine, theirs in zip(got.states, want.states):
+            for key in theirs[0]:
+                np.testing.assert_array_equal(mine[0][key], theirs[0][key])
 
 
 def exact(size, step, n, give=gradient):

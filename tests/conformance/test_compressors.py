@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from compressor_cases import (
-    MAKE, SHAPES, SIZES, buckets, check_not_finite_among_many, check_not_finite_is_seen, check_state_survives,
-    check_zeros, exact, exchanged, gradient,
+    MAKE, SHAPES, SIZES, buckets, check_not_finite_among_many, check_not_finite_is_seen,
+    check_shards_are_those_of_the_sum, check_state_survives, check_zeros, cuts, exact, exchanged, gradient, scattered,
 )
 
 from hvdtrain.backends.numpy.ops import Ops
@@ -101,6 +101,22 @@ def test_what_is_not_finite_is_seen(name):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_what_is_not_finite_is_seen_among_many():
     check_not_finite_among_many(Ops)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("name", MAKE)
+def test_shards_are_those_of_the_sum(name, shapes, size):
+    check_shards_are_those_of_the_sum(name, Ops, size, SHAPES[shapes])
+
+
+@pytest.mark.parametrize("name, most", [("fp16", (0.6, 0.6)), ("bf16", (0.6, 0.6)), ("int8", (0.6, 0.6)),
+                                        ("topk", (0.6, 0.35)), ("topk-momentum", (0.6, 0.35))])
+def test_a_rank_that_wants_its_shard_sends_as_much_less(name, most):
+    for size, ratio in zip((2, 4), most):
+        sent = sum(exchanged(MAKE[name](), Ops, size, SHAPES["model"], 6).sent)
+        equal = cuts(buckets(SHAPES["model"])[0].n, size)[0]
+        assert sum(scattered(MAKE[name](), Ops, equal, SHAPES["model"], 6).sent) <= ratio * sent
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -6,7 +6,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from compressor_cases import (  # noqa: E402
     MAKE, SHAPES, SIZES, buckets, check_like_numpy, check_not_finite_among_many, check_not_finite_is_seen,
-    check_state_survives, check_zeros, gradient,
+    check_shards_are_those_of_the_sum, check_state_survives, check_zeros, gradient,
 )
 
 from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402
@@ -28,6 +28,17 @@ def test_what_is_not_finite_is_seen(name):
 
 def test_what_is_not_finite_is_seen_among_many():
     check_not_finite_among_many(Ops)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("name", ["fp16", "int8", "topk-momentum"])
+def test_shards_are_those_of_the_sum(name, in_graph):
+    """Of two ranks in a graph: each holds one of TensorFlow's threads while it waits."""
+    def graph(ops, wire, step):
+        return ops.during_backward(wire), tf.function(step, autograph=False)
+
+    more = {"graph": graph} if in_graph else {}
+    check_shards_are_those_of_the_sum(name, Ops, 2 if in_graph else 3, SHAPES["model"], **more)
 
 
 @pytest.mark.parametrize("name", MAKE)

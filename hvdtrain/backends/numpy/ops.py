@@ -94,6 +94,11 @@ class Ops:
         kept_N[index_k] = 0
         return kept_N
 
+    def by_part(self, index_k: np.ndarray, ends_P: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(order (k,) that sorts the indices, how many lie in each part int32 (P,))."""
+        order_k = np.argsort(index_k, kind="stable")
+        return order_k, np.diff(np.searchsorted(index_k[order_k], ends_P), prepend=0).astype(np.int32)
+
     def scatter_add(self, n: int, index_k: np.ndarray, values_k: np.ndarray) -> np.ndarray:
         """A zero vector of n elements with ``values_k`` added at ``index_k``; an index may repeat.
 
@@ -110,6 +115,10 @@ class Ops:
     def transpose(self, a: np.ndarray) -> np.ndarray:
         """(m, n) -> (n, m)."""
         return a.T
+
+    def plus(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """``x + y``."""
+        return x + y
 
     def minus_scaled(self, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
         """``x - scale * y``."""

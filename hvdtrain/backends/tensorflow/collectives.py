@@ -27,6 +27,7 @@ from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives
+from hvdtrain.core.protocols.wire import Counts
 from hvdtrain.core.timeline import blocked
 
 
@@ -102,6 +103,18 @@ class HorovodCollectives(WithoutMemory):
             return self._ops.alltoall(x, splits=splits_P, name=name, **self._among)
 
         return self._call(operate, name, "alltoall_rows", x, splits_P)
+
+    def alltoallv(self, flat_N: tf.Tensor, sent_P: Counts, got_P: Counts, name: str) -> _Result:
+        if not tf.is_tensor(sent_P):
+            rows, _ = self.alltoall_rows(flat_N, tf.constant(list(sent_P), tf.int32), name).wait()
+            return _Result(tf.ensure_shape(rows, [sum(got_P)]))
+
+        def operate(name: str, packed: tf.Tensor) -> tf.Tensor:
+            splits_P = packed[:self.size]
+            sent = packed[self.size:self.size + tf.reduce_sum(splits_P)]  # of a rank that enters zeros nothing
+            return self._ops.alltoall(sent, splits=splits_P, name=name, **self._among)[0]
+
+        return self._call(operate, name, "alltoallv", tf.concat([sent_P, flat_N], 0))
 
     def reducescatter(self, flat_N: tf.Tensor, name: str) -> _Result:
         return self.scatter_rows(flat_N, name)

@@ -27,6 +27,7 @@ from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives, Handle
+from hvdtrain.core.protocols.wire import Counts
 
 MOST = 64
 """Errors that are kept for whoever runs the graph to find."""
@@ -108,6 +109,20 @@ class HostNodes(WithoutMemory):
     def alltoall(self, x_PK: tf.Tensor, name: str) -> Handle:
         """Row p goes to rank p: (P, K) -> (P, K)."""
         return self._node(lambda x: self._wire.alltoall(x, name), x_PK, name, x_PK.shape)
+
+    def alltoallv(self, flat_N: tf.Tensor, sent_P: Counts, got_P: Counts, name: str) -> Handle:
+        """Consecutive parts go to the ranks: (N,) -> (N',)."""
+        if not tf.is_tensor(sent_P):
+            return self._node(lambda x: self._wire.alltoallv(x, sent_P, got_P, name), flat_N, name, [sum(got_P)])
+
+        def call(packed: np.ndarray) -> Handle:
+            """Tell the others the counts once more: who enters zeros instead of the graph's vector sends nothing."""
+            own_P = packed[:self.size]
+            sent_PP = self._wire.allgather(own_P, f"{name}.counts").wait()
+            return self._wire.alltoallv(packed[self.size:self.size + own_P.sum()], sent_PP[self.rank].tolist(),
+                                        sent_PP[:, self.rank].tolist(), name)
+
+        return self._node(call, tf.concat([sent_P, flat_N], 0), name, [None])
 
     def reducescatter(self, flat_N: tf.Tensor, name: str) -> Handle:
         """This rank's 1/P of the sum: (N,) -> (N/P,)."""

@@ -82,12 +82,17 @@ class Ops:
     def take(self, flat_N: Array, index_k: Array) -> Array:
         return tf.gather(flat_N, index_k)
 
+    def by_part(self, index_k: Array, ends_P: Sequence[int]) -> tuple[Array, Array]:
+        order_k = tf.argsort(index_k)
+        below_P = tf.searchsorted(tf.gather(index_k, order_k), tf.constant(ends_P, tf.int64))
+        return tf.cast(order_k, tf.int64), below_P - tf.concat([[0], below_P[:-1]], 0)
+
     def scatter_add(self, n: int, index_k: Array, values_k: Array) -> Array:
         if index_k.shape.rank == 1:
             return tf.math.unsorted_segment_sum(values_k, index_k, n)  # several times faster than tf.scatter_nd
         result_N = self.scatter_add(n, index_k[0], values_k[0])
         for row in range(1, index_k.shape[0]):  # one after another: on a GPU the order in a call is open
-            result_N = result_N + self.scatter_add(n, index_k[row], values_k[row])
+            result_N = self.plus(result_N, self.scatter_add(n, index_k[row], values_k[row]))
         return result_N
 
     def drop(self, flat_N: Array, index_k: Array) -> Array:
@@ -98,6 +103,10 @@ class Ops:
 
     def transpose(self, a: Array) -> Array:
         return tf.transpose(a)
+
+    def plus(self, x: Array, y: Array) -> Array:
+        with tf.control_dependencies([x]):  # else TensorFlow makes one AddN of several, in an order of its own
+            return x + y
 
     def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
         return x - scale * y

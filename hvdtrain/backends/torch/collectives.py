@@ -100,6 +100,11 @@ class HorovodCollectives(WithoutMemory):
         handle = self._hvd.alltoall_async(x_PK.contiguous(), name=name)
         return self._pending("alltoall", name, handle, tuple(x_PK.shape))
 
+    def alltoallv(self, flat_N: torch.Tensor, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> _Pending:
+        splits_P = torch.tensor(sent_P, dtype=torch.int32)
+        handle = self._hvd.alltoall_async(flat_N.contiguous(), splits=splits_P, name=name)
+        return self._pending("alltoallv", name, handle, (sum(got_P),))
+
     def reducescatter(self, flat_N: torch.Tensor, name: str) -> _Pending:
         handle = self._hvd.reducescatter_async(flat_N, name=name, op=self._hvd.Sum)
         return self._pending("reducescatter", name, handle)

@@ -68,6 +68,11 @@ class Ops:
     def take(self, flat_N: Array, index_k: Array) -> Array:
         return flat_N[index_k]
 
+    def by_part(self, index_k: Array, ends_P: Sequence[int]) -> tuple[Array, Array]:
+        sorted_k, order_k = torch.sort(index_k)
+        below_P = torch.searchsorted(sorted_k, torch.tensor(ends_P, device=index_k.device))
+        return order_k, below_P.diff(prepend=below_P.new_zeros(1)).to(torch.int32)
+
     def scatter_add(self, n: int, index_k: Array, values_k: Array) -> Array:
         result_N = torch.zeros(n, dtype=values_k.dtype, device=values_k.device)
         if index_k.dim() == 1:
@@ -84,6 +89,9 @@ class Ops:
 
     def transpose(self, a: Array) -> Array:
         return a.T
+
+    def plus(self, x: Array, y: Array) -> Array:
+        return x + y
 
     def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
         return torch.sub(x, y, alpha=scale)

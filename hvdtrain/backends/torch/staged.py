@@ -283,6 +283,10 @@ class StagedCollectives(WithoutMemory):
         """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
         return self._issue("alltoall", name, x_PK, lambda h: self._inner.alltoall(h, name))
 
+    def alltoallv(self, flat_N: torch.Tensor, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> Handle:
+        """Consecutive parts go to the ranks: (N,) -> (N',)."""
+        return self._issue("alltoallv", name, flat_N, lambda h: self._inner.alltoallv(h, sent_P, got_P, name))
+
     def reducescatter(self, flat_N: torch.Tensor, name: str) -> Handle:
         """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
         return self._issue("reducescatter", name, flat_N, lambda h: self._inner.reducescatter(h, name))

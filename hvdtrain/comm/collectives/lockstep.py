@@ -278,6 +278,19 @@ class LockstepCollectives(WithoutMemory):
         return self._meet("alltoall", x_PK, name,
                           lambda rows: [np.stack([row[p] for row in rows]) for p in range(self.size)])
 
+    def alltoallv(self, flat_N: np.ndarray, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> Done:
+        """Consecutive parts go to the ranks, and the result is the parts that came: (N,) -> (N',)."""
+        assert flat_N.size == sum(sent_P), f"alltoallv of {flat_N.size} elements into {list(sent_P)}"
+
+        def combine(rows: list[list[np.ndarray]]) -> list[np.ndarray]:
+            return [np.concatenate([row[p] for row in rows]) for p in range(self.size)]
+
+        self._sent[self.rank] += (flat_N.size - sent_P[self.rank]) * flat_N.itemsize
+        parts = np.split(flat_N.copy(), np.cumsum(sent_P)[:-1])
+        came = self._meeting.meet(self.rank, ("alltoallv", name, (), flat_N.dtype.name), parts, combine)
+        assert came.size == sum(got_P), f"alltoallv {name!r} brought {came.size} elements, not {list(got_P)}"
+        return Done(came)
+
     def reducescatter(self, flat_N: np.ndarray, name: str) -> Done:
         """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
         assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"

@@ -22,7 +22,7 @@ from hvdtrain.cluster.messages.progress import Operation, Progress
 from hvdtrain.comm.collectives.parts import Scratch, begins
 from hvdtrain.comm.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
 from hvdtrain.core.group import Group, spans
-from hvdtrain.core.protocols import AllGather, AllReduce, Exchange, Request
+from hvdtrain.core.protocols import AllGather, AllReduce, AllToAllV, Exchange, Request
 from hvdtrain.core.timeline import blocked
 
 
@@ -176,6 +176,11 @@ class MpiCollectives:
         return self._issue("alltoall", name, x_PK, lambda what, at: _moved(self._peers, "alltoall", what, x_PK, at),
                            lambda: np.array(x_PK))
 
+    def alltoallv(self, flat_N: np.ndarray, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> Any:
+        """Consecutive parts go to the ranks, and the result is the parts that came: (N,) -> (N',)."""
+        return self._issue("alltoallv", name, flat_N[:0], lambda what, at: _moved_parts(
+            self._peers, what, flat_N, sent_P, got_P, at), lambda: np.array(flat_N))
+
     def reducescatter(self, flat_N: np.ndarray, name: str) -> Any:
         """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
         assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"
@@ -227,6 +232,10 @@ class MpiCollectives:
             if isinstance(request, AllGather):
                 x = outgoing(request.x_K)
                 return _moved(self._peers, "allgather", _entered("allgather", call, x, ()), x, at, stage)
+            if isinstance(request, AllToAllV):
+                x = outgoing(request.flat_N)
+                return _moved_parts(self._peers, _entered("alltoallv", call, x[:0], ()), x,
+                                    [int(n) for n in request.sent_P], [int(n) for n in request.got_P], at, stage)
             x = outgoing(request.x_PK)
             return _moved(self._peers, "alltoall", _entered("alltoall", call, x, ()), x, at, stage)
 
@@ -305,6 +314,15 @@ def _moved(peers: Peers, kind: str, what: str, x: np.ndarray, at: int, stage: in
     rows_PK = np.empty(x.shape if kind == "alltoall" else (peers.size, x.size), x.dtype)
     sent = list(x) if kind == "alltoall" else [x] * peers.size
     return Exchanged(peers, what, at, stage, sent, list(rows_PK), rows_PK)
+
+
+def _moved_parts(peers: Peers, what: str, x: np.ndarray, sent_P: Sequence[int], got_P: Sequence[int], at: int,
+                 stage: int = 0) -> Exchanged:
+    """Return the operation of an alltoallv (N,) -> (N',)."""
+    assert x.size == sum(sent_P), f"{what}: {x.size} elements into {list(sent_P)}"
+    x, got_N = np.ascontiguousarray(x), np.empty(sum(got_P), x.dtype)
+    return Exchanged(peers, what, at, stage, [x[begin:begin + n] for begin, n in zip(begins(sent_P), sent_P)],
+                     [got_N[begin:begin + n] for begin, n in zip(begins(got_P), got_P)], got_N)
 
 
 def spans_of(n: int, chunk: int) -> Iterator[slice]:

@@ -62,6 +62,12 @@ class NullCollectives(WithoutMemory):
         """(P, K) -> the same (P, K)."""
         return Done(x_PK)
 
+    def alltoallv(self, flat_N: Array, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> Done:
+        """(N,) -> (N',), each part this rank's own, which are as long as those of others."""
+        begin, k = sum(sent_P[:self.rank]), sent_P[self.rank]
+        assert list(got_P) == [k] * self.size, f"parts of {list(got_P)} elements cannot be made up"
+        return Done(_rows(flat_N[begin:begin + k][None], self.size).reshape(-1) if self.size > 1 else flat_N)
+
     def reducescatter(self, flat_N: Array, name: str) -> Done:
         """(N,) -> this rank's (N/P,) of its own vector."""
         n = int(flat_N.shape[0])

@@ -3,11 +3,12 @@ those of every seam."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from hvdtrain.core import protocols
-from hvdtrain.core.protocols import Array
-from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.protocols import Array, Exchange
+from hvdtrain.core.protocols.types import Bucket, Shards
 
 
 DEPENDENT = 1e-5
@@ -25,6 +26,17 @@ class Ops(protocols.Ops, Protocol):
         """A copy with zeros at int64 indices: (N,), (k,) -> (N,)."""
         ...
 
+    def by_part(self, index_k: Array, ends_P: Sequence[int]) -> tuple[Array, Array]:
+        """Sort different int64 indices by the part in which they lie: (their order int64 (k,), how many int32 (P,)).
+
+        Part p ends before index ``ends_P[p]``, where the next one begins.
+        """
+        ...
+
+    def plus(self, x: Array, y: Array) -> Array:
+        """``x + y``, once ``x`` is there: a sum of several stays in this order where a graph is optimised, too."""
+        ...
+
     def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
         """``x - scale * y``, in one pass where the backend can."""
         ...
@@ -38,6 +50,7 @@ class Stateless:
     reductions: frozenset[str] = frozenset()
     own_mean = False
     elementwise = False
+    in_place = False
     numerics = "lossy"
     """What the compressor does to gradients, for tables."""
     bytes_share = 1.0
@@ -64,6 +77,17 @@ class Stateless:
     def init(self, ops: protocols.Ops, bucket: Bucket) -> dict[str, Array]:
         """No state."""
         return {}
+
+    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+                 stage: int = 0) -> Exchange:
+        """Sum a bucket over the ranks."""
+        raise NotImplementedError
+
+    def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+                stage: int = 0) -> Exchange:
+        """Sum the whole bucket, and return a copy of this rank's shard: a view would keep the whole."""
+        sum_N, new = yield from self.exchange(ops, flat_N, state, bucket, len(shards.sizes), stage)
+        return ops.pack([sum_N[shards.own]]), new
 
 
 class Uncompressed(Stateless):

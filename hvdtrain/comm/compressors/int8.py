@@ -5,14 +5,17 @@ That is the scheme of DoubleSqueeze (Tang et al., ICML 2019) and 1-bit Adam (Tan
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from dataclasses import dataclass
+
 import numpy as np
 
 from hvdtrain import config
 from hvdtrain.comm.compressors.base import Ops, Stateless
 from hvdtrain.comm.compressors.twoshot import as_rows, part_length, sum_of_rows
 from hvdtrain.core import protocols
-from hvdtrain.core.protocols import AllGather, AllToAll, Array, Exchange
-from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Request
+from hvdtrain.core.protocols.types import Bucket, Shards
 
 BLOCK = 1024
 """Most elements that share one scale of int8."""
@@ -45,24 +48,53 @@ class Int8(Stateless):
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
         """All-to-all of int8 (P, scales + K + 4), all-gather of int8 (scales + K,)."""
+        wire, residual_N = yield from self._sum(ops, flat_N, state, bucket, size)
+        return (yield from self.spread(ops, wire, bucket, size)), {"residual": residual_N}
+
+    def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+                stage: int = 0) -> Exchange:
+        """All-to-all of int8 (P, scales + K + 4); then each encoded sum goes to the shards that it lies in.
+
+        Blocks stay where `exchange` has them, and with them all bits of sums and residuals, however unequal the shards
+        are. Of about equal ones next to nothing travels in the second shot.
+        """
+        size, rank = len(shards.sizes), shards.rank
+        (scale_14B, q_1K), residual_N = yield from self._sum(ops, flat_N, state, bucket, size)
+        sent = [Piece.of(bucket.n, shards, rank, q) for q in range(size)]
+        got = [Piece.of(bucket.n, shards, p, rank) for p in range(size)]
+        parts = [x for piece in sent for x in (scale_14B[0][4 * piece.first:4 * piece.last],
+                                               q_1K[0][piece.begin:piece.end], ops.zeros(piece.gap, "int8"))]
+        received_L = yield AllToAllV(ops.pack(parts), [x.nbytes for x in sent], [x.nbytes for x in got])
+        at, found = 0, []
+        for piece in (x for x in got if x.nbytes):
+            found.append(self._piece(ops, received_L[at:at + piece.nbytes], piece))
+            at += piece.nbytes
+        # Of an empty shard too the result is made of the answer: TensorFlow leaves a request out that nobody reads.
+        return ops.pack(found or [ops.cast(received_L, "float32")]), {"residual": residual_N}
+
+    def spread(self, ops: Ops, wire: tuple[Array, Array], bucket: Bucket,
+               size: int) -> Generator[Request, Array, Array]:
+        """Bring the encoded sums of all ranks' parts together: (scales (1, 4 B), int8 (1, K)) -> float32 (N,)."""
+        gathered_PL = yield AllGather(ops.pack([w[0] for w in wire]))
+        return ops.reshape(self.decode(ops, gathered_PL, size, int8_length(bucket.n, size)), (-1,))[:bucket.n]
+
+    def _sum(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket,
+             size: int) -> Generator[Request, Array, tuple[tuple[Array, Array], Array]]:
+        """First shot: (the encoded sum of this rank's part, the residual (N,))."""
         n, k = bucket.n, int8_length(bucket.n, size)
         x_PK = as_rows(ops, flat_N + state["residual"], n, size, k)
         wire, left_PK = self.encode(ops, x_PK, size, k)
-        # A rank is not told its number here, so each row carries the number of the rank it is sent to.
+        # An exchange is not told its rank, so each row carries the number of the rank it is sent to.
         owners = ops.from_host(np.arange(size, dtype=np.int32).view(np.int8).reshape(size, LANE))
         row = [part for p in range(size) for part in (*(w[p] for w in wire), owners[p])]
         received_PL = yield AllToAll(ops.reshape(ops.pack(row), (size, -1)))
 
-        length = int(received_PL.shape[1]) - LANE
-        sum_K = sum_of_rows(self.decode(ops, received_PL[:, :length], size, k), size)
+        length = k + 4 * blocks(k)
+        sum_K = sum_of_rows(ops, self.decode(ops, received_PL[:, :length], size, k), size)
         owner_1 = ops.cast(ops.bitcast(received_PL[0, length:], "int32"), "int64")
         wire, left_1K = self.encode(ops, ops.reshape(sum_K, (1, k)), 1, k)
-        gathered_PL = yield AllGather(ops.pack([w[0] for w in wire]))
-
         is_mine_P1 = ops.reshape(ops.scatter_add(size, owner_1, ops.from_host(np.ones(1, np.float32))), (size, 1))
-        residual_N = ops.reshape(left_PK + is_mine_P1 * left_1K, (-1,))[:n]
-        total_N = ops.reshape(self.decode(ops, gathered_PL, size, k), (-1,))[:n]
-        return total_N, {"residual": residual_N}
+        return wire, ops.reshape(left_PK + is_mine_P1 * left_1K, (-1,))[:n]
 
     def encode(self, ops: Ops, x_RK: Array, rows: int, k: int) -> tuple[tuple[Array, Array], Array]:
         """(R, K) -> ((scales as int8 (R, 4 B), elements int8 (R, K)), what is lost (R, K))."""
@@ -73,17 +105,56 @@ class Int8(Stateless):
         scale_R4 = ops.reshape(ops.bitcast(scale_B, "int8"), (rows, -1))
         return (scale_R4, ops.reshape(ops.cast(q_BL, "int8"), (rows, k))), ops.reshape(lost_BL, (rows, k))
 
-    def decode(self, ops: Ops, wire_RL: Array, rows: int, k: int) -> Array:
-        """int8 (R, 4 B + K) -> float32 (R, K)."""
-        head = 4 * blocks(k)
+    def decode(self, ops: Ops, wire_RL: Array, rows: int, k: int, count: int = 0) -> Array:
+        """int8 (R, 4 B + K) -> float32 (R, K); ``count``: B, 0 for `blocks`."""
+        count = count or blocks(k)
+        head = 4 * count
         scale_B1 = ops.reshape(ops.bitcast(ops.reshape(wire_RL[:, :head], (-1,)), "float32"), (-1, 1))
-        q_BL = ops.reshape(ops.cast(wire_RL[:, head:], "float32"), (rows * blocks(k), -1))
+        q_BL = ops.reshape(ops.cast(wire_RL[:, head:], "float32"), (rows * count, -1))
         return ops.reshape(q_BL * scale_B1, (rows, k))
+
+    def _piece(self, ops: Ops, received_L: Array, piece: Piece) -> Array:
+        """Decode a piece: int8 (nbytes,) -> float32 (elements,)."""
+        head, count, n = 4 * (piece.last - piece.first), piece.last - piece.first, piece.end - piece.begin
+        before = piece.begin - piece.first * piece.block
+        blank = ops.zeros(before, "int8"), ops.zeros(count * piece.block - before - n, "int8")
+        whole = ops.pack([received_L[:head], blank[0], received_L[head:head + n], blank[1]])
+        return self.decode(ops, ops.reshape(whole, (1, -1)), 1, count * piece.block, count)[0][before:before + n]
 
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
         """Two shots of (P-1) parts each, a byte an element, 4 a block, and 4 for the owner in the first shot."""
         k = int8_length(bucket.n, size)
         return (size - 1) * (2 * (k + 4 * blocks(k)) + LANE)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [begin, end) of one rank's part that lie in a shard, in the blocks [first, last) of ``block`` elements.
+    """
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    block: int
+
+    @classmethod
+    def of(cls, n: int, shards: Shards, p: int, q: int) -> Piece:
+        """Return what of rank ``p``'s part of ``n`` elements lies in rank ``q``'s shard."""
+        k = int8_length(n, len(shards.sizes))
+        block, end_q = k // blocks(k), shards.ends[q]
+        begin, end = max(0, end_q - shards.sizes[q] - p * k), min(k, end_q - p * k)
+        return cls(begin, end, begin // block, -(-end // block), block) if begin < end else cls(0, 0, 0, 0, block)
+
+    @property
+    def gap(self) -> int:
+        """Bytes that fill it up to a multiple of `LANE`."""
+        return (self.begin - self.end) % LANE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its scales, its elements and the gap."""
+        return 4 * (self.last - self.first) + self.end - self.begin + self.gap
 
 
 def blocks(k: int) -> int:

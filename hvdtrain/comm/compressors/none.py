@@ -14,6 +14,7 @@ class NoCompression(Uncompressed):
     name, numerics = "none", "exact"
     same_bits = True
     auto_order = 1
+    in_place = True
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:

@@ -11,8 +11,8 @@ import math
 from hvdtrain import config
 from hvdtrain.comm.compressors.base import Ops, Stateless
 from hvdtrain.core import protocols
-from hvdtrain.core.protocols import AllGather, Array, Exchange
-from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.protocols import AllGather, AllToAllV, Array, Exchange
+from hvdtrain.core.protocols.types import Bucket, Shards
 
 WARMUP_STAGES = 4
 """The warm-up sends 1/4, 1/16, 1/64 and 1/256 of the entries, never less than the ratio (section 3.3 of the paper)."""
@@ -66,6 +66,37 @@ class TopK(Stateless):
                  stage: int = 0) -> Exchange:
         """One all-gather of int32 (2 k,): indices, then the bits of the values."""
         k = self.k(bucket.n, stage)
+        values_k, index_k, new = self._chosen(ops, flat_N, state, k)
+        # As integers: the bits of an index may read as a signalling NaN, which a move of floats may change.
+        pairs_PK = yield AllGather(ops.pack([ops.cast(index_k, "int32"), ops.bitcast(values_k, "int32")]))
+        index_Pk = ops.cast(ops.reshape(pairs_PK[:, :k], (size, k)), "int64")
+        values_Pk = ops.reshape(ops.bitcast(ops.reshape(pairs_PK[:, k:], (-1,)), "float32"), (size, k))
+        return ops.scatter_add(bucket.n, index_Pk, values_Pk), new
+
+    def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+                stage: int = 0) -> Exchange:
+        """All-gather of how many entries go to whom, int32 (P,); all-to-all of pairs, each to the shard it lies in."""
+        k, n = self.k(bucket.n, stage), shards.sizes[shards.rank]
+        values_k, index_k, new = self._chosen(ops, flat_N, state, k)
+        order_k, counts_P = ops.by_part(index_k, shards.ends)
+        pairs_2k = ops.pack([ops.cast(ops.take(index_k, order_k), "int32"),
+                             ops.bitcast(ops.take(values_k, order_k), "int32")])
+        counts_PP = yield AllGather(counts_P)
+        got_P = counts_PP[:, shards.rank]
+        pairs = ops.reshape(ops.transpose(ops.reshape(pairs_2k, (2, k))), (-1,))
+        pairs_M2 = ops.reshape((yield AllToAllV(pairs, counts_P * 2, got_P * 2)), (-1, 2))
+        index_M = ops.cast(pairs_M2[:, 0], "int64") - shards.own.start
+        values_M = ops.bitcast(ops.reshape(pairs_M2[:, 1], (-1,)), "float32")
+        total_K, at = ops.zeros(n, "float32"), 0
+        for p in range(len(shards.sizes)):  # in the order of the ranks
+            end = at + got_P[p]
+            total_K = ops.plus(total_K, ops.scatter_add(n, index_M[at:end], values_M[at:end]))
+            at = end
+        return total_K, new
+
+    def _chosen(self, ops: Ops, flat_N: Array, state: dict[str, Array],
+                k: int) -> tuple[Array, Array, dict[str, Array]]:
+        """Return (values, indices, new state) of the entries to be sent."""
         u_N = state["momentum"] * self.momentum + flat_N if self.momentum else flat_N
         v_N = state["residual"] + u_N
         values_k, index_k = ops.topk(v_N, k)
@@ -74,11 +105,7 @@ class TopK(Stateless):
         new = {"residual": ops.drop(v_N, index_k)}
         if self.momentum:
             new["momentum"] = ops.drop(u_N, index_k)
-        # As integers: the bits of an index may read as a signalling NaN, which a move of floats may change.
-        pairs_PK = yield AllGather(ops.pack([ops.cast(index_k, "int32"), ops.bitcast(values_k, "int32")]))
-        index_Pk = ops.cast(ops.reshape(pairs_PK[:, :k], (size, k)), "int64")
-        values_Pk = ops.reshape(ops.bitcast(ops.reshape(pairs_PK[:, k:], (-1,)), "float32"), (size, k))
-        return ops.scatter_add(bucket.n, index_Pk, values_Pk), new
+        return values_k, index_k, new
 
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
         """8 bytes a pair to each of P-1 ranks."""

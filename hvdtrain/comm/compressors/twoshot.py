@@ -8,9 +8,11 @@ everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from hvdtrain.comm.compressors.base import Ops, Stateless
-from hvdtrain.core.protocols import AllGather, AllToAll, Array, Exchange
-from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Request
+from hvdtrain.core.protocols.types import Bucket, Shards
 
 
 class Halves(Stateless):
@@ -24,9 +26,23 @@ class Halves(Stateless):
         """All-to-all of int16 (P, K), all-gather of int16 (K,), K = ceil(N / P)."""
         k = part_length(bucket.n, size)
         received_PK = yield AllToAll(self.encode(ops, as_rows(ops, flat_N, bucket.n, size, k)))
-        sum_K = sum_of_rows(ops.reshape(self.decode(ops, received_PK), (size, k)), size)
-        gathered_PK = yield AllGather(self.encode(ops, sum_K))
-        return self.decode(ops, gathered_PK)[:bucket.n], state
+        return (yield from self.spread(ops, self._sum(ops, received_PK, size, k), bucket)), state
+
+    def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+                stage: int = 0) -> Exchange:
+        """All-to-all of int16 in parts as long as the shards; the sum is rounded as for `spread`."""
+        size, k = len(shards.sizes), shards.sizes[shards.rank]
+        received_N = yield AllToAllV(self.encode(ops, flat_N), shards.sizes, (k,) * size)
+        return self.decode(ops, self._sum(ops, received_N, size, k)), state
+
+    def _sum(self, ops: Ops, bits: Array, size: int, k: int) -> Array:
+        """Sum encoded rows, in any shape of P K elements, in rank order: the sum encoded (K,)."""
+        return self.encode(ops, sum_of_rows(ops, ops.reshape(self.decode(ops, bits), (size, k)), size))
+
+    def spread(self, ops: Ops, sum_K: Array, bucket: Bucket) -> Generator[Request, Array, Array]:
+        """Bring the encoded sums of all ranks' parts together: int16 (K,) -> float32 (N,)."""
+        gathered_PK = yield AllGather(sum_K)
+        return self.decode(ops, gathered_PK)[:bucket.n]
 
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
         """Two shots of (P-1) parts each, 2 bytes an element: half of an uncompressed sum."""
@@ -53,9 +69,9 @@ def as_rows(ops: Ops, flat_N: Array, n: int, size: int, k: int) -> Array:
     return ops.reshape(padded, (size, k))
 
 
-def sum_of_rows(x_PK: Array, size: int) -> Array:
+def sum_of_rows(ops: Ops, x_PK: Array, size: int) -> Array:
     """Sum in rank order: (P, K) -> (K,)."""
     total_K = x_PK[0]
     for p in range(1, size):
-        total_K = total_K + x_PK[p]
+        total_K = ops.plus(total_K, x_PK[p])
     return total_K

@@ -17,7 +17,7 @@ from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.watched import Asker, Watched
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Collectives, Compressor, Ops
-from hvdtrain.core.protocols.types import Bucket, itemsize
+from hvdtrain.core.protocols.types import Bucket, Shards, itemsize
 from hvdtrain.core.timeline import Taker, current
 
 
@@ -28,7 +28,8 @@ class Reducer:
     that all ranks issue the same sequence. ``finish`` returns the summed vectors by bucket. ``state``: what the
     compressor remembers; ``stage``: its stage of warm-up in this step. ``wires``: what each bucket travels by.
     ``ops_of_place``: array operations of each of the rank's devices, where there are several. ``among``: the wire of
-    each group (`Bucket.group`) that is not all ranks of ``collectives``; all are of one kind and size.
+    each group (`Bucket.group`) that is not all ranks of ``collectives``; all are of one kind and size. ``shards``: of
+    each bucket, where this rank wants its shard of the sums alone; [] where it wants the sums.
     """
 
     def __init__(self, buckets: Sequence[Bucket], compressor: Compressor, collectives: Collectives,
@@ -42,6 +43,7 @@ class Reducer:
         own = [ops_of_place[b.place] if ops_of_place else ops for b in self.buckets]
         self.state = CompressorState(compressor, self.buckets, own)
         self.wires = [Transport(self.among.get(b.group, collectives), ops) for b, ops in zip(self.buckets, own)]
+        self.shards: list[Shards] = []
         self._taker: Taker | None = None
         self._asker = Asker()
         self._reset()
@@ -72,7 +74,7 @@ class Reducer:
 
         A compressor works on arrays of the backend's own, and sends others.
         """
-        if self.compressor.name != "none" or not self.collectives.host:
+        if not self.compressor.in_place or not self.collectives.host:
             return self.ops.zeros(bucket.n, bucket.dtype)
         wire = self.wires[bucket.index].collectives
         return self.ops.buffer(bucket.n, bucket.dtype, wire.buffer(bucket.n, bucket.dtype))
@@ -92,7 +94,7 @@ class Reducer:
         NaN or infinite where any element is. Taken by the wire, if it looked at just these sums while it made them.
         """
         n_looked, squares = self._looked()
-        if self.compressor.name == "none" and n_looked == sum(b.n for b in self.buckets) and n_looked:
+        if self.compressor.in_place and n_looked == sum(b.n for b in self.buckets) and n_looked:
             return squares
         return float(sum_squares(self.ops, self.own_parts(sums)))
 
@@ -131,7 +133,7 @@ class Reducer:
             bucket, full_N = self.buckets[i], self._full.pop(i)
             name = f"{group_name}.b{i}" if group_name else bucket.name
             transfer = transfer_of(self.wires[i], self.compressor, bucket, full_N, self.state.of(i), self.stage, name,
-                                   self._watched.get(i))
+                                   self._watched.get(i), self.shards[i] if self.shards else None)
             try:
                 transfer.begin()
             except BaseException:

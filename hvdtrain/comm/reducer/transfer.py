@@ -14,7 +14,7 @@ from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.watched import Watched
 from hvdtrain.core.buckets import MIB
 from hvdtrain.core.protocols import Array, Compressor, Exchange, Handle
-from hvdtrain.core.protocols.types import Bucket, itemsize
+from hvdtrain.core.protocols.types import Bucket, Shards, itemsize
 
 PIECE_BYTES = 2 * MIB
 """Of a bucket that a compressor takes apart: one is encoded while another travels."""
@@ -37,11 +37,18 @@ class Transfer(Protocol):
 
 
 def transfer(wire: Transport, compressor: Compressor, bucket: Bucket, full_N: Array, state: dict[str, Array],
-             stage: int, name: str, watched: Watched | None) -> Transfer:
-    """Return the transfer of a full bucket; nothing has begun. ``name``: what its collectives' names begin with."""
+             stage: int, name: str, watched: Watched | None, shards: Shards | None = None) -> Transfer:
+    """Return the transfer of a full bucket; nothing has begun. ``name``: what its collectives' names begin with.
+
+    ``shards``: its result is this rank's shard of the sum; None: the sum.
+    """
     if not bucket.n:
         return Stepped(wire, _nothing(full_N), name, watched)
-    if compressor.name == "none" or not wire.collectives.drives:
+    if shards is not None:
+        exchange = compressor.scatter(wire.ops, full_N, state, bucket, shards, stage)
+        drives = wire.collectives.drives
+        return Driven(wire, [exchange], name, full_N, watched) if drives else Stepped(wire, exchange, name, watched)
+    if compressor.in_place or not wire.collectives.drives:
         return Stepped(wire, compressor.exchange(wire.ops, full_N, state, bucket, wire.size, stage), name, watched)
     length = PIECE_BYTES // itemsize(bucket.dtype) // wire.size * wire.size if compressor.elementwise else bucket.n
     exchanges = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hvdtrain.core.protocols import AllGather, AllReduce, Array, Collectives, Handle, Ops, Request
+from hvdtrain.core.protocols import AllGather, AllReduce, AllToAllV, Array, Collectives, Handle, Ops, Request
+from hvdtrain.core.protocols.wire import Counts
 
 
 class Transport:
@@ -29,7 +30,16 @@ class Transport:
             return self.collectives.allreduce(self.outgoing(request.flat_N), name, request.op)
         if isinstance(request, AllGather):
             return self.collectives.allgather(self.outgoing(request.x_K), name)
+        if isinstance(request, AllToAllV):
+            return self.collectives.alltoallv(self.outgoing(request.flat_N), self._counts(request.sent_P),
+                                              self._counts(request.got_P), name)
         return self.collectives.alltoall(self.outgoing(request.x_PK), name)
+
+    def _counts(self, counts_P: Counts) -> Counts:
+        """Return numbers as the collectives take them."""
+        if self.collectives.in_graph or isinstance(counts_P, (list, tuple)):
+            return counts_P
+        return [int(n) for n in self.ops.to_host(counts_P)]
 
     def allreduce(self, flat_N: Array, name: str) -> Array:
         """Return the sum over ranks: (N,) -> (N,)."""

@@ -33,7 +33,7 @@ from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import (
-    AllGather, AllReduce, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
+    AllGather, AllToAll, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.table import shown, spread
 
@@ -156,8 +156,8 @@ class _Timed(Transport):
 
     def issue(self, request: Request, name: str) -> Handle:
         """Put one request on the wire; what the wire does is not timed."""
-        sent = request.flat_N if isinstance(request, AllReduce) else (
-            request.x_K if isinstance(request, AllGather) else request.x_PK)
+        sent = request.x_K if isinstance(request, AllGather) else (
+            request.x_PK if isinstance(request, AllToAll) else request.flat_N)
         settle(self.ops, sent)
         self.encode_s += time.perf_counter() - self._since
         handle = super().issue(request, name)

@@ -14,10 +14,10 @@ from hvdtrain.core.protocols.report import Callback, Launcher, Record, Report, T
 from hvdtrain.core.protocols.stage import Cargo, Done, GradientSink, ModelSpec, PipelineStage, Schedule, Stage
 from hvdtrain.core.protocols.types import Array, Batch, Pair, ParamSpec
 from hvdtrain.core.protocols.wire import (
-    AllGather, AllReduce, AllToAll, Carrier, Channel, Collectives, Coming, Exchange, Handle, Request)
+    AllGather, AllReduce, AllToAll, AllToAllV, Carrier, Channel, Collectives, Coming, Exchange, Handle, Request)
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "BlockCost", "Buffers", "Callback", "Cargo",
-           "Carrier", "Cell", "ChangesTransport", "Channel", "Collectives", "Coming", "Compile", "Compressor",
+__all__ = ["AllGather", "AllReduce", "AllToAll", "AllToAllV", "Array", "Batch", "BlockCost", "Buffers", "Callback",
+           "Cargo", "Carrier", "Cell", "ChangesTransport", "Channel", "Collectives", "Coming", "Compile", "Compressor",
            "Control", "DataParallel", "Done", "Evaluator", "Exchange", "GradientSink", "Handle", "Launcher",
            "ModelFacts", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "PipelineStage",
            "Record", "Remat", "Report", "Request", "Schedule", "Stage", "Tracker", "Transform", "Writable"]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hvdtrain.core.protocols.types import Array, Bucket
+from hvdtrain.core.protocols.types import Array, Bucket, Shards
 from hvdtrain.core.protocols.wire import Collectives, Exchange
 
 
@@ -150,7 +150,8 @@ class Compressor(Protocol):
 
     ``dtypes``: of the buckets it takes; None: whatever the collectives sum. ``reductions``: beside "sum", what it
     asks of the collectives. ``own_mean``: it wants the mean over the rank's own samples, not its part of the global
-    mean. ``elementwise``: it has no state and takes each element by itself, so that a bucket may be taken apart. The
+    mean. ``elementwise``: it has no state and takes each element by itself, so that a bucket may be taken apart.
+    ``in_place``: it sends a bucket as it lies, so that a transport may sum it in memory of the transport's own. The
     others: `hvdtrain.comm.compressors.base.Stateless`. State arrays are never written to: an exchange returns new
     ones, so that a step that is left out can be undone. A compressor must not hide what is not finite: NaN in, NaN
     out.
@@ -168,6 +169,7 @@ class Compressor(Protocol):
     not_auto: str
     warmup_steps: int
     own_key: str
+    in_place: bool
 
     def describe(self) -> str:
         """Name and settings in short, for the summary; equal texts mean equal compression."""
@@ -187,6 +189,14 @@ class Compressor(Protocol):
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
         """Yield requests, receive their results, return ``(sum_N, new state)``; same bits on every rank."""
+        ...
+
+    def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+                stage: int = 0) -> Exchange:
+        """As `exchange`, but return ``(this rank's shard of sum_N, new state)``: the same bits, for fewer bytes sent.
+
+        A shard that is not finite need not be so on other ranks: whoever updates asks all of them.
+        """
         ...
 
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:

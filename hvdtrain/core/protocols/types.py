@@ -5,6 +5,7 @@ Owns pure data only; the contracts of what computes with it are the files beside
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,6 +70,26 @@ class Bucket:
     def nbytes(self) -> int:
         """Bytes of the uncompressed vector."""
         return self.n * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A bucket cut into one shard for each rank that sums it: ``sizes`` in elements, of which ``rank`` is this one's.
+    """
+
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where each shard ends."""
+        return tuple(itertools.accumulate(self.sizes))
+
+    @property
+    def own(self) -> slice:
+        """This rank's elements."""
+        end = self.ends[self.rank]
+        return slice(end - self.sizes[self.rank], end)
 
 
 def itemsize(dtype: str) -> int:

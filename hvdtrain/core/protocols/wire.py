@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from hvdtrain.core.group import Group
 
 
+Counts = Sequence[int] | Array
+"""Elements for each rank."""
+
+
 class Handle(Protocol):
     """A collective under way."""
 
@@ -102,6 +106,14 @@ class Collectives(Protocol):
 
     def alltoall(self, x_PK: Array, name: str) -> Handle:
         """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
+        ...
+
+    def alltoallv(self, flat_N: Array, sent_P: Counts, got_P: Counts, name: str) -> Handle:
+        """Consecutive parts go to the ranks, in their order, and the result is the parts that came: (N,) -> (N',).
+
+        ``sent_P``: elements to each rank, in sum N; ``got_P``: elements from each, in sum N', which equals what that
+        rank sends to this one. Numbers, or while TensorFlow traces also int32 tensors, of an int32 ``flat_N``.
+        """
         ...
 
     def reducescatter(self, flat_N: Array, name: str) -> Handle:
@@ -223,5 +235,14 @@ class AllToAll:
     x_PK: Array
 
 
-Request = AllReduce | AllGather | AllToAll
+@dataclass(frozen=True)
+class AllToAllV:
+    """Ask for the exchange of parts of unlike lengths: (N,) -> (N',), as `Collectives.alltoallv`."""
+
+    flat_N: Array
+    sent_P: Counts
+    got_P: Counts
+
+
+Request = AllReduce | AllGather | AllToAll | AllToAllV
 Exchange = Generator[Request, Array, tuple[Array, dict[str, Array]]]

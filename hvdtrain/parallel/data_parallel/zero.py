@@ -23,8 +23,8 @@ from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.squares import sum_squares
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols import Array, Control, DataParallel, Handle, ParamSpec
-from hvdtrain.core.protocols.types import itemsize
+from hvdtrain.core.protocols import Array, Collectives, Control, DataParallel, Handle, ParamSpec
+from hvdtrain.core.protocols.types import Shards, itemsize
 from hvdtrain.parallel.data_parallel import Setup, replicate, room
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
 from hvdtrain.parallel.data_parallel.reducing import Reducing
@@ -129,7 +129,7 @@ class Zero(Reducing):
         self.gathers = 0
         self._control, self._parts, self._setup = setup.control, setup.parts, setup
         self._divide(sizes_BP)
-        self._open: dict[int, Handle] = {}
+        self._open: dict[int, Handle | None] = {}
         self._waiting: dict[int, Array] = {}
         self._slices: dict[int, Array] = {}
         self._squares: float | None = None
@@ -144,6 +144,9 @@ class Zero(Reducing):
         self._sizes_BG = [[sizes_P[r] for r in setup.ranks_of[b.group]] for b, sizes_P in zip(self.buckets, sizes_BP)]
         first_B = [sum(sizes_P[:rank]) for sizes_P in sizes_BP]
         self._own_B = [(first, first + sizes_P[rank]) for first, sizes_P in zip(first_B, sizes_BP)]
+        self._in_place = self.reducer.compressor.in_place
+        self.reducer.shards = [] if self._in_place else [
+            Shards(tuple(sizes_G), wire.rank) for sizes_G, wire in zip(self._sizes_BG, self._wires)]
         self._inside_B = [shards.in_bucket(b, *own) for b, own in zip(self.buckets, self._own_B)]
 
     def extend(self, specs: Sequence[ParamSpec], first: int) -> list[shards.Span]:
@@ -167,7 +170,7 @@ class Zero(Reducing):
 
     def buffer(self, bucket: Bucket) -> Array:
         """Memory (n,) to make a bucket's gradient in; in stage 2 that of the one in flight, where the wire has it."""
-        if self.retains or self.compression != "none" or not self.reducer.collectives.host:
+        if self.retains or not self._in_place or not self.reducer.collectives.host:
             return self.reducer.buffer(bucket)
         ops = self.reducer.wires[bucket.index].ops
         wire = self._wires[bucket.index].collectives
@@ -179,19 +182,29 @@ class Zero(Reducing):
         while len(self._slices) + len(self._open) in self._waiting:
             i = len(self._slices) + len(self._open)
             x, began = self._waiting.pop(i), time.perf_counter()
-            if self.compression != "none":
-                self.reducer.start(i, x)
-                self._slices[i] = self._cut(i, self.reducer.take(i))
-                self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
-                continue
-            wire = self.reducer.wires[i]
-            name, sent = f"{self.buckets[i].name}.part", wire.outgoing(x)
+            wire = self.reducer.wires[i].collectives
+            if self._in_place:
+                self._open[i] = self._scatter(i, x)
+            else:
+                self.reducer.start(i, x)  # which keeps in mind by itself whether a request was made
+                self._open[i] = None
             self._broken = True  # unless this comes through
-            self._open[i] = wire.collectives.reducescatterv(sent, self._sizes_BG[i], name)
-            if not self.retains and not wire.collectives.in_graph:
-                self._arrive(IN_FLIGHT if wire.collectives.moves_parts else 0)
+            if not self.retains and not (self._in_place and wire.in_graph):
+                # A graph goes through all requests of a bucket before those of the next one.
+                self._arrive(IN_FLIGHT if self._goes_on(wire) else 0)
             self._broken = False
             self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
+
+    def _scatter(self, i: int, x: Array) -> Handle:
+        """Issue the sum of a bucket as it is."""
+        wire = self.reducer.wires[i]
+        sent = wire.outgoing(x)
+        self._broken = True
+        return wire.collectives.reducescatterv(sent, self._sizes_BG[i], f"{self.buckets[i].name}.part")
+
+    def _goes_on(self, wire: Collectives) -> bool:
+        """Return whether a bucket's shard is made without anybody waiting for it."""
+        return wire.moves_parts if self._in_place else wire.overlaps and not wire.in_graph
 
     def owed(self) -> list[int] | None:
         """Those after the last that is on the wire, or was."""
@@ -205,7 +218,7 @@ class Zero(Reducing):
         self._broken = True  # as in `put`
         self._arrive(0)
         self._broken = False
-        if self.compression != "none" and self._squares is None:  # a graph that has run has closed it by itself
+        if not self._in_place and self._squares is None:  # a graph that has run has closed it by itself
             self.reducer.close()
         slices, self._slices = self._slices, {}
         return [slices[b.index] for b in self.buckets]
@@ -213,12 +226,8 @@ class Zero(Reducing):
     def _arrive(self, left: int) -> None:
         """Take in the oldest sums until ``left`` are under way, as long as which a wire holds their buckets."""
         for i in sorted(self._open)[:max(0, len(self._open) - left)]:
-            self._slices[i] = self.reducer.wires[i].arrived(self._open.pop(i).wait())
-
-    def _cut(self, i: int, sum_N: Array) -> Array:
-        """This rank's part of a bucket that was summed as a whole."""
-        begin, end = self._own_B[i]
-        return sum_N[begin:end] + 0 if self.stage == 2 else sum_N[begin:end]  # a view would keep the whole
+            handle = self._open.pop(i)
+            self._slices[i] = self.reducer.take(i) if handle is None else self.reducer.wires[i].arrived(handle.wait())
 
     def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         """The squares of this rank's parts, float64 (1,), in the graph."""

@@ -36,8 +36,8 @@ def job(monkeypatch):
     monkeypatch.setattr(wire.horovod, "horovod_reason", lambda framework: lacking.get("horovod"))
     monkeypatch.setattr(wire, "_does_not_load", lambda framework: None)
     monkeypatch.setattr(shared, "SharedCollectives", sharing)
-    monkeypatch.setattr(mpi, "MpiCollectives", lambda comm, timeout_s: SimpleNamespace(name="mpi", host=True, drives=True,
-                                                                                            overlaps=True))
+    monkeypatch.setattr(mpi, "MpiCollectives", lambda comm, timeout_s: SimpleNamespace(
+        name="mpi", host=True, drives=True, overlaps=True))
     monkeypatch.setattr(wire.boot, "mpi_threads", lambda: "threads" not in lacking)
     monkeypatch.setattr(wire.horovod, "start_horovod", lambda framework, options, where, over_host: over_host)
 

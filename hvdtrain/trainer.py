@@ -143,8 +143,9 @@ class Trainer:
             where = f"saved at step {s.cursor.step} in {run.out}" if s.cursor.step else "before the first step"
             raise Interrupted(f"interrupted: {where}; --resume auto, or fit() of this Trainer, continues the run")
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
-        return Result(s.cursor.step, s.last_loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
-                      s.requeue, s.metrics_at)
+        speed = run.timeline.totals.samples_per_s()
+        return Result(s.cursor.step, s.last_loss, dict(s.metrics), speed, run.out, s.stop, history, s.requeue,
+                      s.metrics_at)
 
     @staticmethod
     def _fit(run: Run) -> None:
@@ -191,7 +192,7 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
         run = self._assembled(None, None)
-        with loop.joined(run), training_weights(run):
+        with loop.joined(run), training_weights(run.final):
             error = session.save(run)
         if error:
             raise UserError(f"the checkpoint was not written: {error}", "a writable directory with room",
@@ -209,7 +210,7 @@ class Trainer:
         def look() -> Any:
             return session.find(path, None, run.note) if run.control.rank == 0 else None
 
-        leave_final(run)
+        leave_final(run.final)
         with loop.joined(run):
             session.restore(run, agreed(run.control, look, "restore"))
 

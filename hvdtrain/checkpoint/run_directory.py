@@ -15,13 +15,15 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdtrain.checkpoint import files
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
+from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
 from hvdtrain.core.resolve import absolute
 
 COMPLETED, CONFIG = "completed.json", "config.yaml"
@@ -29,7 +31,52 @@ TRACES = ("log.jsonl", "checkpoints", COMPLETED)
 """What a run leaves in its directory."""
 
 
-def ensure_out(run: Any) -> Path:
+class Named(Protocol):
+    """A model, as its run's directory is named after it."""
+
+    @property
+    def name(self) -> str:
+        """Of the file or class, and of the function in it."""
+        ...
+
+
+class Standing(Protocol):
+    """The state of a run, which says whether anything is left to train."""
+
+    cursor: Cursor
+    requeue: bool
+
+
+class DirectoryRun(Protocol):
+    """What is needed of a `hvdtrain.engine.run.Run`, whose fields of the same names this file sets."""
+
+    config: Config
+    control: Control
+    out: Path
+    made: list[Path]
+    lock: int
+    begun: bool
+
+    @property
+    def spec(self) -> Named:
+        """Its model."""
+        ...
+
+    @property
+    def state(self) -> Standing:
+        """Where it stands."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Keep a remark for the summary and the log, and print it on rank 0 now."""
+        ...
+
+    def stopping(self) -> bool:
+        """Return whether the ranks have agreed to stop."""
+        ...
+
+
+def ensure_out(run: DirectoryRun) -> Path:
     """Find or make the run's directory, by rank 0 on first use, and tell it to all. Collective.
 
     Empty ``config.out``: a new ``runs/MODEL-NNN``; with ``resume auto`` the newest of that model. A given directory
@@ -52,7 +99,7 @@ def find_out(config: Config, name: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def starting(run: Any) -> Iterator[None]:
+def starting(run: DirectoryRun) -> Iterator[None]:
     """Enclose everything that may still refuse a fit, with ``run.out`` there; the fit begins after it. Collective.
 
     An exception inside gives a directory back that this run made and that is empty.
@@ -67,14 +114,14 @@ def starting(run: Any) -> Iterator[None]:
     begin(run)
 
 
-def release(run: Any) -> None:
+def release(run: DirectoryRun) -> None:
     """Let other jobs train in the run's directory again; rank 0's part."""
     lock, run.lock = run.lock, -1
     if lock >= 0:
         os.close(lock)
 
 
-def _lock(run: Any) -> None:
+def _lock(run: DirectoryRun) -> None:
     """Keep other jobs out of the run's directory for as long as this process has it open; `UserError` if one has it.
 
     A lock of the directory itself leaves no file, and goes with its process however that ends. Where a file system
@@ -92,7 +139,7 @@ def _lock(run: Any) -> None:
         release(run)
 
 
-def begin(run: Any) -> None:
+def begin(run: DirectoryRun) -> None:
     """Write ``config.yaml`` and take ``completed.json`` away: from here on the run is under way. Collective.
 
     Where the directory holds a finished run and nothing is left to train, all in it stays, and ``run.begun`` is False.
@@ -126,7 +173,7 @@ def begin(run: Any) -> None:
         run.note(f"nothing is left to train after step {run.state.cursor.step}")
 
 
-def keep_config(run: Any) -> None:
+def keep_config(run: DirectoryRun) -> None:
     """Write the configuration into the run's directory; rank 0 only."""
     _write(run.out / CONFIG, _yaml(run.config))
 
@@ -164,7 +211,7 @@ def kind_of(error: OSError) -> str:
     return "disk" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE) else "user"
 
 
-def _give_back(run: Any) -> None:
+def _give_back(run: DirectoryRun) -> None:
     """Remove what was made for a run that does not begin, where it is empty; rank 0's part."""
     made, run.made = run.made, []
     if made:

@@ -43,6 +43,7 @@ from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of
 from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule
 from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.rows import note_of, rows_of
@@ -70,7 +71,7 @@ from hvdtrain.reports import trackers
 
 
 def assemble(config: Config, model: Any = None, data: Any = None, control: Control | None = None,
-             collectives: Collectives | None = None, more: Callable[[Run], list[Callback]] | None = None) -> Run:
+             collectives: Collectives | None = None, more: Callable[[Run], list[Callback[Run]]] | None = None) -> Run:
     """Return a run ready for `hvdtrain.engine.loop.fit`. Collective over all ranks of the job.
 
     ``model``: a model object, or None for ``config.model``. ``data``: whatever `hvdtrain.data.sources.interpret` takes,
@@ -84,7 +85,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
 
 
 def _assembled(config: Config, model: Any, data: Any, control: Control | None, collectives: Collectives | None,
-               more: Callable[[Run], list[Callback]] | None) -> Run:
+               more: Callable[[Run], list[Callback[Run]]] | None) -> Run:
     settings.check_launcher(config, (facts := launch_facts(os.environ)).kind)
     if control is None:
         install_hooks(facts)
@@ -134,8 +135,9 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     pulse.role(words.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
     run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed, spelled, devices,
-              mesh if parts.layout is None else parts.layout.mesh, wires, notes=notes, recovery=recovery,
+              mesh if parts.layout is None else parts.layout.mesh, notes=notes, recovery=recovery,
               idle=unused.idle(setup))
+    run.wires = wires
     try:
         _complete(run, facts, backend, more)
     except BaseException:
@@ -151,7 +153,7 @@ def _schedule(parts: Parts, control: Control, config: Config, recovery: Recovery
     return Recovering(Accumulate(parts.stage, recovery.guard), parts.stage, recovery)
 
 
-def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback]] | None) -> None:
+def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback[Run]]] | None) -> None:
     """Data parallelism, initial weights, callbacks, restore."""
     control, parts, feed = run.control, run.parts, run.feed
     run.unused = UnusedParameters(parts, control)
@@ -176,7 +178,8 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     if control.size > 1:
         bent = (*parts.caveats(), *run.dp.caveats, *run.written.caveats())
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in bent]
-    run.tell()
+    for text in run.notes if control.rank == 0 and run.config.progress != "off" else ():
+        say(f"note: {text}")
     _restore(run)
     causes.mark("loaded")
     agreed(control, lambda: check_trainable(parts), "checking the model")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.checkpoint.run_directory import release, starting
-from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.events import Event
 from hvdtrain.core.protocols import Done
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
-    leave_final(run)
+    leave_final(run.final)
     run.unsaved = None
     with active(run.timeline), joined(run):
         try:
@@ -99,31 +97,24 @@ def _epoch(run: Run) -> None:
     """Every step that is left of the current epoch."""
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
         while not run.stopping():
-            begin = time.perf_counter()
-            pulse.at("data")
-            with span("data", "input"):
+            with run.phases.data:
                 batch = next(batches, None)
-            run.phases.add("data", time.perf_counter() - begin)
             if batch is None:
                 return
             train_step(run, batch)
 
 
 def train_step(run: Run, batch: StepBatch) -> None:
-    """One global batch: compute, exchange, vote, update; again where a rank ran out of memory over it."""
-    run.batch, run.timeline.step = batch, run.state.cursor.step
+    """Train on one global batch: compute, exchange, agree, update; again where a rank ran out of memory over it."""
+    state = run.state
+    run.batch, run.timeline.step = batch, state.cursor.step
     run.emit(Event.STEP_START)
     follow(run)
-    state = run.state
-    # Without samples where none could be read; without weight where no label counts, and so no update is due.
-    if not (batch.n_global and batch.weight):
-        state.loss = math.nan
-        _skipped(run)
-        run.settle()
-        state.save_due = run.control.agree(state.wants_save) or state.save_due
-        state.wants_save = False
-    while batch.n_global and batch.weight and not _stepped(run, batch):
-        run.emit_told()
+    if batch.n_global and batch.weight:
+        while not _computed_and_updated(run, batch):
+            run.emit_told()
+    else:
+        _without_update(run)
     state.cursor = batch.cursor_after
     _stop_at_max_steps(run)
     run.emit_told()
@@ -131,63 +122,77 @@ def train_step(run: Run, batch: StepBatch) -> None:
     _checkpoint_due(run)
 
 
-def _stepped(run: Run, batch: StepBatch) -> bool:
-    """Whether the step is over; False where all is as before it, to be repeated."""
-    parts, dp, state = run.parts, run.dp, run.state
+def _computed_and_updated(run: Run, batch: StepBatch) -> bool:
+    """Return whether the step is over; False where all is as before it, to be repeated."""
+    dp, phases, step = run.dp, run.phases, run.state.cursor.step
     run.batch = batch = run.recovery.cut(batch)
-    begin = time.perf_counter()
-    pulse.at("backward and exchange", state.cursor.step)
-    # The bound covers backward too: a wire inside TensorFlow's graph waits for the other ranks in there.
-    what = f"backward and gradient exchange of step {state.cursor.step}"
-    with deadline(run.config.control_timeout_s, what), span("gradients", "compute"):
-        dp.begin(state.cursor.step)
+    with phases.gradients:
+        dp.begin(step)
         done = run.schedule.gradients(batch, dp.scale(batch), dp)
-    computed = time.perf_counter()
-    pulse.at("vote")
-    meets = dp.meets(state.cursor.step)
-    if done.lost is not None:
-        tell(run, done.lost, meets)
-    with span("vote", "compute"):  # looks at the gradient, and waits for a device's loss
-        run.written.look(run)
-        bad = _vote(run, batch, done) if meets else _by_myself(run, done)
-    run.written.hear(run)
+    meets = dp.meets(step)
+    with phases.vote:
+        bad = _judge(run, batch, done, meets)
     if bad and (repeats(run) if meets else done.lost is not None):
         _undo(run)
-        run.phases.lose(time.perf_counter() - begin)
         return False
-    state.poisoned = state.poisoned and not meets
-    voted = time.perf_counter()
-    pulse.at("update")
     if not bad:
-        with run.recovery.once("the update"), span("update", "update"):
-            unused = run.unused.agreed if meets else parts.stage.unused
-            run.unused.check(unused)
-            run.written.combine(run, meets)  # the update starts from what forward passes have written to parameters
-            finite, norm = dp.update(state.cursor.step, done.grads, unused)
-            run.unused.updated(unused)
-        bad = [] if finite else list(range(run.control.size))
-        state.grad_norm = state.grad_norm if math.isnan(norm) else norm
-    updated = time.perf_counter()
-    device_s = parts.stage.device_s()  # where the host's clock cannot tell computing from waiting
-    compute_s = computed - begin - done.waited_s if device_s is None else min(device_s, voted - begin)
-    run.phases.add("compute", compute_s)
-    run.phases.add("wait", voted - begin - compute_s)
-    run.phases.add("update", updated - voted)
-    run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
+        with phases.update:
+            bad = _update(run, done, meets)
+    phases.finish(batch, done.waited_s, run.parts.stage.device_s())
+    _conclude(run, batch, bad, meets)
+    return True
+
+
+def _judge(run: Run, batch: StepBatch, done: Done, meets: bool) -> list[int]:
+    """Return the ranks whose loss or gradient forbids an update; collective where the replicas synchronize."""
+    if done.lost is not None:
+        tell(run, done.lost, meets)
+    run.written.look(run)
+    bad = _vote(run, batch, done) if meets else _by_myself(run, done)
+    run.written.hear(run)
+    return bad
+
+
+def _update(run: Run, done: Done, meets: bool) -> list[int]:
+    """Clip and update; return all ranks where the update itself found gradients that are not finite, else []."""
+    state = run.state
+    with run.recovery.once("the update"):
+        unused = run.unused.agreed if meets else run.parts.stage.unused
+        run.unused.check(unused)
+        run.written.combine(run, meets)  # the update starts from what forward passes have written to parameters
+        finite, norm = run.dp.update(state.cursor.step, done.grads, unused)
+        run.unused.updated(unused)
+    state.grad_norm = state.grad_norm if math.isnan(norm) else norm
+    return [] if finite else list(range(run.control.size))
+
+
+def _conclude(run: Run, batch: StepBatch, bad: list[int], meets: bool) -> None:
+    """Keep what the step has come to; ``bad``: the ranks for which it made no update."""
+    state, parts = run.state, run.parts
     run.updated = run.pending_updated = not bad
     # The same on every rank where they have voted. What overflows on one stage shows in the loss of its copy.
     overflowed = parts.scale.update([rank for r in bad for rank in run.mesh.copies[run.mesh.copy_of(r)]])
     if bad:
         parts.buffers.discard()
-        dp.discard()
+        run.dp.discard()
         _skipped(run)
     state.last_loss = state.last_loss if math.isnan(state.loss) else state.loss
+    state.poisoned = state.poisoned and not meets
     if bad and not overflowed:
         if meets:
             _tell_not_finite(run, batch, bad)
         state.poisoned = not meets  # told at the next vote (law 6)
     state.met = meets and (not bad or state.met)
-    return True
+
+
+def _without_update(run: Run) -> None:
+    """Agree on a step that trains nothing: no sample could be read, or no label counts (W = 0)."""
+    state = run.state
+    state.loss = math.nan
+    _skipped(run)
+    run.settle()
+    state.save_due = run.control.agree(state.wants_save) or state.save_due
+    state.wants_save = False
 
 
 def _skipped(run: Run) -> None:
@@ -208,12 +213,13 @@ def _undo(run: Run) -> None:
     for take_back in run.recovery.taken_back:
         take_back()
     run.unread_loss()
+    run.phases.lose()
 
 
 def _checkpoint_due(run: Run) -> None:
     if run.state.save_due:
         run.state.save_due = False
-        with span("checkpoint", "checkpoint"):
+        with run.phases.checkpoint:
             run.emit(Event.CHECKPOINT)
     run.batch = None
 
@@ -302,7 +308,7 @@ def evaluate(run: Run) -> None:
 
 def measure(run: Run, feed: Feed) -> dict[str, float]:
     """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
-    with span("evaluation", "evaluation"), averaged(run.average):
+    with run.phases.evaluation, averaged(run.average):
         found = _measured(run, feed)
         feed.compare(run.state.cursor.epoch)
     doubt = f"ledger: the evaluation is not verified: {feed.unlike}"
@@ -315,7 +321,6 @@ def measure(run: Run, feed: Feed) -> dict[str, float]:
 
 def _measured(run: Run, feed: Feed) -> dict[str, float]:
     evaluator = run.parts.evaluator
-    pulse.at("evaluation", run.state.cursor.step)
     run.written.sync(run)
     run.written.evaluating(run)
     again, samples = True, 0

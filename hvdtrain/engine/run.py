@@ -31,6 +31,7 @@ from hvdtrain.core.records.stream import Stream
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
+from hvdtrain.engine.phases import StepPhases
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
@@ -40,7 +41,7 @@ from hvdtrain.planning.batch.line import Line
 
 if TYPE_CHECKING:
     from hvdtrain.comm.wires import Wires
-    from hvdtrain.engine.average import Average
+    from hvdtrain.engine.average import Average, Final
 
 
 @dataclass
@@ -75,46 +76,6 @@ class State:
     """What the ranks told each other at the latest vote, by rank, while TOLD is emitted; else empty."""
 
 
-class Phases:
-    """Seconds of this rank by phase: data, compute, wait (for gradients and votes, and steps repeated), update."""
-
-    NAMES = ("data", "compute", "wait", "update")
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(self.NAMES, 0.0)
-        self.steps = 0
-        self.samples = 0
-        self.own_samples = 0
-        self.own_micros = 0
-        self.step_s = 0.0
-        self.first_s = 0.0
-        self.first_samples = 0
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add to one phase."""
-        self.seconds[name] += max(0.0, seconds)
-
-    def lose(self, seconds: float) -> None:
-        """Add what a step took that is to be repeated, on every rank: nobody computes slower for it."""
-        self.add("wait", seconds)
-        self.step_s += seconds
-
-    def step(self, seconds: float, samples: int, own: int = 0, micros: int = 0) -> None:
-        """Count one step of all ranks' ``samples``, of which this rank had ``own`` in ``micros`` micro-batches."""
-        if not self.steps:
-            self.first_s, self.first_samples = seconds, samples
-        self.steps += 1
-        self.samples += samples
-        self.own_samples += own
-        self.own_micros += micros
-        self.step_s += seconds
-
-    def samples_per_s(self) -> float:
-        """Global samples per second of step time and data time, without the first step (warm-up, tracing)."""
-        seconds = self.step_s - self.first_s + self.seconds["data"]
-        return (self.samples - self.first_samples) / seconds if self.steps > 1 and seconds > 0 else math.nan
-
-
 @dataclass
 class Run:
     """A run, assembled."""
@@ -135,8 +96,8 @@ class Run:
     """What each rank computes on."""
     mesh: Mesh = field(default_factory=lambda: Mesh.of([1], 0))
     """The copies of the model, each a list of ranks."""
-    wires: Wires | None = None
-    """What opens other wires; None where ``collectives`` was given."""
+    wires: Wires = field(init=False)
+    """What opens other wires."""
     dp: DataParallel = field(init=False)
     """How the copies of the model stay one; `hvdtrain.engine.assemble` sets it when the first sample has gone
     through."""
@@ -161,7 +122,7 @@ class Run:
     """Directories that were made for ``out``, innermost first."""
     average: Average | None = None
     """The moving average of the weights, where the configuration asks for one."""
-    final: list[Any] = field(default_factory=list)
+    final: list[Final] = field(default_factory=list)
     """What has put the final weights in the place of those of training: its ``release`` and ``hold`` exchange them."""
     batch: StepBatch | None = None
     """This rank's part of the step under way, from STEP_START to CHECKPOINT."""
@@ -191,13 +152,17 @@ class Run:
     """Why the last checkpoint of the latest fit was not written; the final model is written all the same."""
     saver: RunSaver | None = None
     """Saves the run; made with the first save."""
-    callbacks: list[Callback] = field(default_factory=list)
+    callbacks: list[Callback[Run]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     state: State = field(default_factory=State)
-    phases: Phases = field(default_factory=Phases)
+    phases: StepPhases = field(init=False)
+    """The phases of a step, each a context manager."""
     _pending: Any = None
     _read: Any = None
     _joined: bool = False
+
+    def __post_init__(self) -> None:
+        self.phases = StepPhases(self.timeline, self.state, self.config.control_timeout_s)
 
     def emit(self, event: Event) -> None:
         """Tell every callback; root-only ones only on rank 0."""
@@ -238,11 +203,6 @@ class Run:
         """Tell the reports of rank 0 what has happened (`hvdtrain.core.records.schema`); enters no collective."""
         if self.control.rank == 0:
             self.records.write(self, event, values)
-
-    def tell(self) -> None:
-        """Print the remarks made before there was a run; on rank 0."""
-        for text in self.notes if self.control.rank == 0 and self.config.progress != "off" else ():
-            say(f"note: {text}")
 
     def use_compressor(self, name: str) -> None:
         """Exchange gradients by another compressor from the next step on; every rank calls it between two steps."""

@@ -17,12 +17,13 @@ from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
 from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.core.timeline.clock import StepTotals
 from hvdtrain.engine.callbacks import checkpoint as checkpoint_module
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.checkpoint import Checkpoint
 from hvdtrain.engine.callbacks.early_stop import EarlyStop
 from hvdtrain.engine.callbacks.nan_guard import NanGuard
-from hvdtrain.engine.run import Phases, State
+from hvdtrain.engine.run import State
 
 
 @pytest.fixture
@@ -381,7 +382,7 @@ def test_a_run_without_a_step_is_not_saved(run, saved):
 # --- the state that callbacks see ----------------------------------------------------------------------------------
 
 def test_phases_leave_the_first_step_out_of_the_speed():
-    phases = Phases()
+    phases = StepTotals()
     assert math.isnan(phases.samples_per_s())
     phases.step(100.0, 8)
     assert math.isnan(phases.samples_per_s())

@@ -256,7 +256,7 @@ def test_what_happened_is_in_notes_log_and_summary(tmp_path):
     assert summary.record(run)["out_of_memory"]["times"] == 2 and run.recovery.ceilings == {1: 6}
     assert ("out of memory", "2 times; rank 1 takes at most 6 in a micro-batch") in summary.rows(run)
     assert "step 2: rank 1 ran out of memory in training with micro-batches of 12; it goes on with 6" in run.notes
-    assert run.ledger["samples"] == 96 and run.phases.samples == 6 * 24  # each sample counts once
+    assert run.ledger["samples"] == 96 and run.timeline.totals.samples == 6 * 24  # each sample counts once
 
 
 def test_the_step_before_is_read_again_where_a_device_tells_late():

@@ -34,9 +34,9 @@ def run():
     )
     made.dp = SimpleNamespace(describe=lambda: "powersgd rank 4")
     for _ in range(40):
-        made.phases.step(0.01, 64)
+        made.timeline.totals.step(0.01, 64)
     for name, seconds in (("data", 0.04), ("compute", 0.2), ("wait", 0.1), ("update", 0.1)):
-        made.phases.add(name, seconds)
+        made.timeline.totals.add(name, seconds)
     made.state.cursor = Cursor(epoch=2, step=40)
     made.state.loss = made.state.last_loss = 0.25
     made.state.metrics = {"loss": 0.5, "accuracy": 0.97}
@@ -98,7 +98,7 @@ def test_a_run_that_went_wrong_or_nowhere_has_a_table_too(run, capsys):
         {"loss": math.inf},
         "early stop: [bold]loss[/x] not better",
     )
-    run.phases.steps, run.phases.samples = 0, 0
+    run.timeline.totals.steps, run.timeline.totals.samples = 0, 0
     record = summary.record(run)
     assert record["loss"] is None and record["metrics"] == {"loss": None} and record["samples_per_s"] is None
     json.dumps(record, allow_nan=False)

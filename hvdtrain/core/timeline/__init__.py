@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hvdtrain.core.timeline import birth
-from hvdtrain.core.timeline.clock import CAUSES, Clock
+from hvdtrain.core.timeline.clock import CAUSES, Clock, StepTotals
 from hvdtrain.core.timeline.stood import Blocked, Stood
 
 __all__ = ["CAUSES", "Blocked", "Taker", "Timeline", "active", "blocked", "current", "idle", "span", "stamped"]
@@ -38,7 +38,8 @@ class Timeline:
     """One rank's: ``clock`` gives its seconds to causes, ``taker`` takes spans while a trace is being taken.
 
     ``idle_s``: rank -> seconds that it waited for that stage of a pipeline. ``stood``: the exchanges in which it stood.
-    ``step``: the one at work, or the latest. ``closely``: what can tell a trace more, at a cost, is to do so.
+    ``totals``: sums over its steps. ``step``: the one at work, or the latest. ``closely``: what can tell a trace more,
+    at a cost, is to do so.
     ``marks``: begin and end a range in the eyes of a device's profiler, called around each span of the run's own
     thread. A new one gives all that has passed since its process began to "start", and goes on so until `begin`.
     """
@@ -47,6 +48,7 @@ class Timeline:
         self.clock = Clock()
         self.clock.add("start", birth.unclaimed_s())
         self.clock.base("start")
+        self.totals = StepTotals()
         self.taker: Taker | None = None
         self.closely = False
         self.marks: tuple[Callable[[str], Any], Callable[[], Any]] | None = None

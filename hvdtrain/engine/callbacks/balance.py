@@ -18,6 +18,7 @@ from hvdtrain.engine.balance import copies
 from hvdtrain.engine.balance.probe import probe, verified
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter
+from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch import plan as plans
 from hvdtrain.planning.batch.line import Line, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
@@ -42,7 +43,7 @@ class Balance(Callback):
         self._advised = False
         self._in_force_from = 0
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Probe and plan; a run that goes on in the world that its plan was made for keeps it."""
         if len(run.mesh.copies) == 1:
             run.note(f"balance {run.config.balance}: there is one {copies.called(run.mesh)}, which takes all")
@@ -55,7 +56,7 @@ class Balance(Callback):
             return
         self.plan(run)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """At the end of a window: advise, and in auto plan anew where that is worth it."""
         window, rebalancer = self._meter.window, self._rebalancer
         if rebalancer is None or self._lowered(run) or window is None:
@@ -88,7 +89,7 @@ class Balance(Callback):
         """Keep it for `fit_start`."""
         self._kept = state
 
-    def plan(self, run: Any) -> None:
+    def plan(self, run: Run) -> None:
         """Probe, plan, cut by the plan from here on, and tell; collective, also for a rank alone."""
         kept = run.parts.state.rank_state()  # datasets and models draw random numbers
         try:
@@ -102,10 +103,10 @@ class Balance(Callback):
     # --- plans -----------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _probed(run: Any) -> list[Speed]:
+    def _probed(run: Run) -> list[Speed]:
         return copies.probe(run) if run.mesh.deepest > 1 else probe(run, backends.load(run.spec.framework))
 
-    def _planned(self, run: Any, speeds: list[Speed]) -> tuple[Rebalancer, list[Speed]]:
+    def _planned(self, run: Run, speeds: list[Speed]) -> tuple[Rebalancer, list[Speed]]:
         """The best plan that every device's memory really holds."""
         own = run.control.rank
         lines = [s.line for s in speeds]
@@ -132,7 +133,7 @@ class Balance(Callback):
         found = [Speed(s.line, c, s.sizes, s.seconds, s.remembered) for s, c in zip(speeds, ceilings)]
         return _controller(run, lines, ceilings, made), found
 
-    def _lowered(self, run: Any) -> bool:
+    def _lowered(self, run: Run) -> bool:
         """Whether a rank ran out of memory below its ceiling: it is lowered, here and in the plan in force.
 
         Its share stays, until `balance: auto` finds that its micro-batches have become slow.
@@ -150,7 +151,7 @@ class Balance(Callback):
         self._log(run, "ceilings", from_step=at, ceilings=found)
         return True
 
-    def _follow(self, run: Any, made: plans.Plan, step: int) -> None:
+    def _follow(self, run: Run, made: plans.Plan, step: int) -> None:
         """Cut training and evaluation by ``made`` from step ``step`` on."""
         cut = cut_of(made)
         run.feed.recut(cut, step)
@@ -161,7 +162,7 @@ class Balance(Callback):
         self._in_force_from = step
         run.solo_lines = self._rebalancer.lines_P
 
-    def _resume(self, run: Any) -> bool:
+    def _resume(self, run: Run) -> bool:
         """Take up the plan of a checkpoint; False where it does not fit this job."""
         if self._kept["world"] != self._world:
             run.note("balance: the checkpoint's plan was made for other ranks, devices or limits; probing anew")
@@ -180,7 +181,7 @@ class Balance(Callback):
 
     # --- words -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, run: Any, speeds: list[Speed]) -> None:
+    def _tell(self, run: Run, speeds: list[Speed]) -> None:
         """The table of the plan, and what it wins over equal parts."""
         assert self._rebalancer is not None
         made, config = self._rebalancer.plan, run.config
@@ -196,7 +197,7 @@ class Balance(Callback):
         self._log(run, "plan", columns=heads, rows=rows,
                   lines=[[s.line.a_s, s.line.c_s] for s in speeds], equal_s=equal.step_s, plan_s=made.step_s)
 
-    def _advise(self, run: Any, wire_s: float) -> None:
+    def _advise(self, run: Run, wire_s: float) -> None:
         """Say once where a host costs more than it gives."""
         self._advised = True
         assert self._rebalancer is not None
@@ -206,18 +207,18 @@ class Balance(Callback):
         if words:
             run.note(f"balance: {words}")
 
-    def _log(self, run: Any, stage: str, **fields: Any) -> None:
+    def _log(self, run: Run, stage: str, **fields: Any) -> None:
         """Tell what was decided, and the plan in force."""
         assert self._rebalancer is not None
         run.record("balance", stage=stage, samples=self._rebalancer.plan.samples_P, **fields)
 
 
-def _work(run: Any, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, plans.Parts, bool]:
+def _work(run: Run, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, plans.Parts, bool]:
     """Return what `hvdtrain.planning.batch.plan.plan` takes after the lines."""
     return run.config.global_batch, ceilings_P, copies.least_parts(run), run.config.sync_batchnorm
 
 
-def _controller(run: Any, lines_P: list[Line], ceilings_P: list[int], made: plans.Plan) -> Rebalancer:
+def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plans.Plan) -> Rebalancer:
     """Make the controller that watches plan ``made``."""
     config = run.config
     return Rebalancer(lines_P, config.global_batch, ceilings_P or None, made, config.rebalance.margin,
@@ -237,7 +238,7 @@ def grid(heads: Any, rows: list[list[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
 
 
-def _those(run: Any) -> str:
+def _those(run: Run) -> str:
     return "ranks" if run.mesh.deepest == 1 else "copies"
 
 
@@ -248,12 +249,13 @@ def _spelled(samples_P: tuple[int, ...]) -> str:
     return f"{min(samples_P)} to {max(samples_P)}"
 
 
-def _world(run: Any) -> str:
+def _world(run: Run) -> str:
     """What a plan depends on, in words."""
     config = run.config
     devices = ", ".join(f"{d.kind} {d.name}" for d in run.devices)
-    keys = [run.spelled.precision, config.accumulate, config.micro_batch, run.spelled.rebalance.max_micro_batch,
-            config.sync_batchnorm, config.threads, config.emulate_speed]
-    if run.mesh.deepest > 1:
+    keys: list[object] = [run.spelled.precision, config.accumulate, config.micro_batch,
+                          run.spelled.rebalance.max_micro_batch, config.sync_batchnorm, config.threads,
+                          config.emulate_speed]
+    if run.parts.layout is not None:
         keys += [run.mesh.copies, run.parts.layout.starts, config.pipeline]
     return f"{run.control.size} ranks, {run.topology.describe()}, {devices}, {keys}"

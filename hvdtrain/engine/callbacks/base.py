@@ -6,6 +6,7 @@ from typing import Any
 
 from hvdtrain.core.events import Event
 from hvdtrain.core.turns import Turns
+from hvdtrain.engine.run import Run
 
 
 class Callback:
@@ -27,13 +28,13 @@ class Callback:
         if "state_key" not in vars(cls):
             cls.state_key = cls.__name__
 
-    def on(self, event: Event, run: Any) -> None:
+    def on(self, event: Event, run: Run) -> None:
         """Call the method of this event, if there is one and it is its turn."""
         method = getattr(self, event.value, None)
         if method is not None and (event is not Event.STEP_END or self._turn(run)):
             method(run)
 
-    def _turn(self, run: Any) -> bool:
+    def _turn(self, run: Run) -> bool:
         if not self.every:
             return True
         if self._turns is None:
@@ -41,7 +42,7 @@ class Callback:
                                 self.where == "root")
         return self._turns.ask(run)
 
-    def saving(self, run: Any) -> None:
+    def saving(self, run: Run) -> None:
         """Bring together what `state_dict` will tell, before each save; collective with ``where`` "all"."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,5 +52,5 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
 
-    def restored(self, run: Any) -> None:
+    def restored(self, run: Run) -> None:
         """See the run between `load_state_dict` and the return of what each rank owns, such as compressor state."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 
 
 ALONE_FINITE = "; each rank's own gradient is finite: the loss is not, or their sum, its norm or compression overflows"
@@ -27,7 +28,7 @@ class NanGuard(Callback):
         self.skipped = 0
         self._last = -2
 
-    def non_finite(self, run: Any) -> None:
+    def non_finite(self, run: Run) -> None:
         """Stop, or count a skipped step."""
         step = run.state.cursor.step
         self.in_a_row = self.in_a_row + 1 if step == self._last + 1 else 1

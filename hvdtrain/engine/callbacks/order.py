@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
 
 
-def in_order(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[Callback]:
+def in_order(run: Run, more: Callable[[Run], list[Callback[Run]]] | None) -> list[Callback[Run]]:
     """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state.
 
     The ranks' weights are compared after all that may change them, and before they are saved.
@@ -78,7 +78,7 @@ def in_order(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[Cal
     return [*own, Checkpoint(config.checkpoint), Seconds()]
 
 
-def _own_callback(text: str) -> Callback:
+def _own_callback(text: str) -> Callback[Run]:
     """Make the callback that ``text`` names."""
     made: Any = load_callable(text, "callbacks")()
     if not (callable(getattr(made, "on", None)) and getattr(made, "where", None) in ("root", "all")):

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,21 @@ from hvdtrain.core.resolve import absolute
 COMPLETED, CONFIG = "completed.json", "config.yaml"
 TRACES = ("log.jsonl", "checkpoints", COMPLETED)
 """What a run leaves in its directory."""
+
+
+@dataclass
+class RunDirectory:
+    """A run's directory. ``out``: its path once `ensure_out` has made it, before that the current directory.
+
+    ``made``: directories that were made for ``out``, innermost first. ``lock``: descriptor by which rank 0 keeps other
+    jobs out while it trains; -1: none. ``begun``: a fit has begun to write into ``out``; not while it may still be
+    refused (`begin`).
+    """
+
+    out: Path = Path()
+    made: list[Path] = field(default_factory=list)
+    lock: int = -1
+    begun: bool = False
 
 
 class Named(Protocol):
@@ -48,14 +64,11 @@ class Standing(Protocol):
 
 
 class DirectoryRun(Protocol):
-    """What is needed of a `hvdtrain.engine.run.Run`, whose fields of the same names this file sets."""
+    """What is needed of a `hvdtrain.engine.run.Run`, whose directory this file sets."""
 
     config: Config
     control: Control
-    out: Path
-    made: list[Path]
-    lock: int
-    begun: bool
+    directory: RunDirectory
 
     @property
     def spec(self) -> Named:
@@ -82,12 +95,12 @@ def ensure_out(run: DirectoryRun) -> Path:
     Empty ``config.out``: a new ``runs/MODEL-NNN``; with ``resume auto`` the newest of that model. A given directory
     that holds a run already is refused unless it is resumed. Nothing in a directory that was there is changed.
     """
-    if run.out == Path():
+    if run.directory.out == Path():
         def on_root() -> tuple[Path, list[Path]]:
             return choose(run.config, run.spec.name) if run.control.rank == 0 else (Path(), [])
 
-        run.out, run.made = run.control.bcast(agreed(run.control, on_root, "out"))
-    return run.out
+        run.directory.out, run.directory.made = run.control.bcast(agreed(run.control, on_root, "out"))
+    return run.directory.out
 
 
 def find_out(config: Config, name: str) -> Path | None:
@@ -100,11 +113,11 @@ def find_out(config: Config, name: str) -> Path | None:
 
 @contextlib.contextmanager
 def starting(run: DirectoryRun) -> Iterator[None]:
-    """Enclose everything that may still refuse a fit, with ``run.out`` there; the fit begins after it. Collective.
+    """Enclose everything that may still refuse a fit, with the directory there; the fit begins after it. Collective.
 
     An exception inside gives a directory back that this run made and that is empty.
     """
-    run.begun = False
+    run.directory.begun = False
     ensure_out(run)
     try:
         yield
@@ -116,7 +129,7 @@ def starting(run: DirectoryRun) -> Iterator[None]:
 
 def release(run: DirectoryRun) -> None:
     """Let other jobs train in the run's directory again; rank 0's part."""
-    lock, run.lock = run.lock, -1
+    lock, run.directory.lock = run.directory.lock, -1
     if lock >= 0:
         os.close(lock)
 
@@ -128,12 +141,12 @@ def _lock(run: DirectoryRun) -> None:
     offers none, two jobs are not told from each other.
     """
     release(run)
-    run.lock = os.open(run.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    run.directory.lock = os.open(run.directory.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(run.directory.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         release(run)
-        raise UserError(f"another job is training in {run.out}", "a directory of its own for each job",
+        raise UserError(f"another job is training in {run.directory.out}", "a directory of its own for each job",
                         "wait for that job, or choose another --out") from None
     except OSError:
         release(run)
@@ -142,7 +155,7 @@ def _lock(run: DirectoryRun) -> None:
 def begin(run: DirectoryRun) -> None:
     """Write ``config.yaml`` and take ``completed.json`` away: from here on the run is under way. Collective.
 
-    Where the directory holds a finished run and nothing is left to train, all in it stays, and ``run.begun`` is False.
+    Where the directory holds a finished run and nothing is left to train, all in it stays, and ``begun`` is False.
     """
     left = run.state.cursor.epoch < run.config.epochs and not run.stopping()
 
@@ -150,32 +163,33 @@ def begin(run: DirectoryRun) -> None:
         if run.control.rank != 0:
             return True
         try:
-            if not left and (run.out / COMPLETED).exists():
+            if not left and (run.directory.out / COMPLETED).exists():
                 return False
             _lock(run)
             keep_config(run)
-            (run.out / COMPLETED).unlink(missing_ok=True)
+            (run.directory.out / COMPLETED).unlink(missing_ok=True)
         except OSError as error:
             raise _unusable(error) from None
         return True
 
     try:
-        run.begun = run.control.bcast(agreed(run.control, write, "out"))
+        run.directory.begun = run.control.bcast(agreed(run.control, write, "out"))
     except UserError:
         _give_back(run)
         raise
-    run.made = []
+    run.directory.made = []
     if run.state.requeue:
         return  # ended by a signal before it began: the note would be wrong
-    if not run.begun:
-        run.note(f"nothing is left to train: {run.out} holds a run that is complete; its files stay as they are")
+    if not run.directory.begun:
+        run.note(f"nothing is left to train: {run.directory.out} holds a run that is complete; its files stay as they "
+                 "are")
     elif not left and run.state.cursor.step > 0:
         run.note(f"nothing is left to train after step {run.state.cursor.step}")
 
 
 def keep_config(run: DirectoryRun) -> None:
     """Write the configuration into the run's directory; rank 0 only."""
-    _write(run.out / CONFIG, _yaml(run.config))
+    _write(run.directory.out / CONFIG, _yaml(run.config))
 
 
 def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
@@ -213,9 +227,9 @@ def kind_of(error: OSError) -> str:
 
 def _give_back(run: DirectoryRun) -> None:
     """Remove what was made for a run that does not begin, where it is empty; rank 0's part."""
-    made, run.made = run.made, []
+    made, run.directory.made = run.directory.made, []
     if made:
-        run.out = Path()
+        run.directory.out = Path()
     with contextlib.suppress(OSError):  # not empty: somebody uses it
         for path in made if run.control.rank == 0 else ():
             path.rmdir()

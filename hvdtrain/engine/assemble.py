@@ -56,6 +56,7 @@ from hvdtrain.engine.guards.finite import check_trainable
 from hvdtrain.engine.memory.settle import settle
 from hvdtrain.engine.memory.survey import scene_of
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.run_parts import Findings, Services, Setup, State
 from hvdtrain.engine.saving import session
 from hvdtrain.parallel import data_parallel
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
@@ -134,9 +135,9 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
         recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
     pulse.role(words.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
-    run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed, spelled, devices,
-              mesh if parts.layout is None else parts.layout.mesh, notes=notes, recovery=recovery,
-              idle=unused.idle(setup))
+    run = Run(Setup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
+                    mesh if parts.layout is None else parts.layout.mesh, unused.idle(setup)),
+              Services(control, wire, recovery=recovery), State(findings=Findings(notes)))
     run.wires = wires
     try:
         _complete(run, facts, backend, more)
@@ -158,12 +159,12 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     control, parts, feed = run.control, run.parts, run.feed
     run.unused = UnusedParameters(parts, control)
     agreed(control, lambda: parts.install(collective=False), "transforms")
-    check_parts(control, parts, run.group)
+    check_parts(control, parts, run.setup.group)
     # Before the exchange is attached, so that the samples enter no collective, such as BatchNorm's over ranks.
     run.written.start(run, first_sample.check(run, backend))
     run.notes += [note] if (note := note_of(feed.data, run.spec.task is not None)) else []
     run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
-        run.spelled, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes,
+        run.spelled, control, run.topology, run.setup.group, run.collectives, backend.Ops(), parts, run.notes,
         scene_of(run, backend))), "exchange")
     agreed(control, lambda: settle(run, backend), "remat")
     agreed(control, run.join, "exchange")

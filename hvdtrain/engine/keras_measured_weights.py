@@ -150,7 +150,7 @@ class FinalWeights:
         before = self._model.get_weights()
         if run.average is not None and not run.state.requeue:
             run.average.hold()
-            run.final.append(run.average)
+            run.services.final.append(run.average)
             before = self._model.get_weights()
         elif getattr(optimizer, "use_ema", False) and not run.state.requeue:
             optimizer.finalize_variable_values(optimizer._trainable_variables)
@@ -163,13 +163,13 @@ class FinalWeights:
         run.parts.buffers.share()  # rank 0's weights are those of the file
         self._of_training, self._state = before, run.parts.state
         self._state.finalized = True
-        run.final.append(self)
+        run.services.final.append(self)
         if not run.state.requeue:
             self._measure(run, *(restored_by(callbacks, steps) if by_callback else ("use_ema", None)))
 
     def _measure(self, run: Run, by: str, step: int | None) -> None:
         state = run.state
-        state.metrics_at = state.cursor.step if step is None else step
+        state.findings.metrics_at = state.cursor.step if step is None else step
         whose = f"weights of step {step}, which {by} has restored" if step is not None else \
             "moving average of the weights (use_ema)" if by else "weights that a Keras callback has set in on_train_end"
         if run.eval_feed is not None:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
-    leave_final(run.final)
-    run.unsaved = None
+    leave_final(run.services.final)
+    run.state.findings.unsaved = None
     with active(run.timeline), joined(run):
         try:
             with span("start", "start"):
@@ -61,7 +61,7 @@ def joined(run: Run) -> Iterator[None]:
 
 
 def _start(run: Run) -> None:
-    run.watched, run.starts = watched(run), True
+    run.services.changes.watched, run.services.changes.starts = watched(run), True
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
@@ -83,10 +83,10 @@ def _fit(run: Run) -> None:
         run.emit(Event.EPOCH_END)
         run.settle()
     # Of the last step, or since the copies met last, there is no vote to tell it.
-    if run.control.agree(run.parts.optimizer.skipped() or state.poisoned):
-        state.bad_ranks, state.bad_where = list(range(run.control.size)), {}
+    if run.control.agree(run.parts.optimizer.skipped() or state.outcome.poisoned):
+        state.outcome.bad_ranks, state.outcome.bad_where = list(range(run.control.size)), {}
         run.emit(Event.NON_FINITE)
-    if state.metrics_at != state.cursor.step and not state.requeue:
+    if state.findings.metrics_at != state.cursor.step and not state.requeue:
         evaluate(run)
     _checkpoint_due(run)  # asked for outside of a step
     run.emit(Event.FIT_END)
@@ -169,20 +169,20 @@ def _update(run: Run, done: Done, meets: bool) -> list[int]:
 def _conclude(run: Run, batch: StepBatch, bad: list[int], meets: bool) -> None:
     """Keep what the step has come to; ``bad``: the ranks for which it made no update."""
     state, parts = run.state, run.parts
-    run.updated = run.pending_updated = not bad
+    run.updated = run.state.outcome.pending_updated = not bad
     # The same on every rank where they have voted. What overflows on one stage shows in the loss of its copy.
     overflowed = parts.scale.update([rank for r in bad for rank in run.mesh.copies[run.mesh.copy_of(r)]])
     if bad:
         parts.buffers.discard()
         run.dp.discard()
         _skipped(run)
-    state.last_loss = state.last_loss if math.isnan(state.loss) else state.loss
-    state.poisoned = state.poisoned and not meets
+    state.outcome.last_loss = state.outcome.last_loss if math.isnan(state.loss) else state.loss
+    state.outcome.poisoned = state.outcome.poisoned and not meets
     if bad and not overflowed:
         if meets:
             _tell_not_finite(run, batch, bad)
-        state.poisoned = not meets  # told at the next vote (law 6)
-    state.met = meets and (not bad or state.met)
+        state.outcome.poisoned = not meets  # told at the next vote (law 6)
+    state.outcome.met = meets and (not bad or state.outcome.met)
 
 
 def _without_update(run: Run) -> None:
@@ -191,8 +191,8 @@ def _without_update(run: Run) -> None:
     state.loss = math.nan
     _skipped(run)
     run.settle()
-    state.save_due = run.control.agree(state.wants_save) or state.save_due
-    state.wants_save = False
+    state.save_due = run.control.agree(state.wishes.save) or state.save_due
+    state.wishes.save = False
 
 
 def _skipped(run: Run) -> None:
@@ -212,7 +212,7 @@ def _undo(run: Run) -> None:
     run.parts.stage.rewind()
     for take_back in run.recovery.taken_back:
         take_back()
-    run.unread_loss()
+    run.state.outcome.unread_loss()
     run.phases.lose()
 
 
@@ -230,12 +230,12 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
     On an asynchronous device the step that it came with has been left behind by now.
     """
     state = run.state
-    state.bad_ranks, state.bad_where = bad, {}
+    state.outcome.bad_ranks, state.outcome.bad_where = bad, {}
     if not run.parts.stage.asynchronous:
         origin = getattr(run.schedule, "origin", None)  # of a model that is cut over ranks
         again = None if origin is None else partial(origin, batch, run.dp.scale(batch), run.dp)
-        state.bad_where = blame(run.parts, batch, bad, run.control, run.recovery, again)
-        state.bad_ranks = sorted(state.bad_where) or bad
+        state.outcome.bad_where = blame(run.parts, batch, bad, run.control, run.recovery, again)
+        state.outcome.bad_ranks = sorted(state.outcome.bad_where) or bad
     run.emit(Event.NON_FINITE)
 
 
@@ -252,14 +252,14 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     """
     state, parts = run.state, run.parts
     asynchronous = parts.stage.asynchronous
-    loss_sum, weight = run.local_loss(done.totals)
+    loss_sum, weight = state.outcome.local_loss(done.totals, asynchronous)
     # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
     late = asynchronous and (run.config.nan_guard == "skip" or parts.scale.on)
-    state.poisoned = parts.optimizer.skipped() or state.poisoned  # still so where the step is repeated
+    state.outcome.poisoned = parts.optimizer.skipped() or state.outcome.poisoned  # still so where the step is repeated
     lost = done.lost is not None
-    bad = (not math.isfinite(loss_sum) and not late) or state.poisoned or lost
+    bad = (not math.isfinite(loss_sum) and not late) or state.outcome.poisoned or lost
     squares = math.nan if lost else run.dp.squares(done.grads)
-    wishes = [bool(state.wants_stop), state.wants_save, bool(state.words)]
+    wishes = [bool(state.wishes.stop), state.wishes.save, bool(state.wishes.words)]
     changed = not lost and run.unused.changed(parts.stage.unused)
     unfrozen = "" if parts.facts is None else parts.facts.late()
     mine = [0.0 if bad else loss_sum, weight, bad, *wishes, changed, bool(unfrozen), squares]
@@ -268,12 +268,13 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     pulse.heard(state.cursor.step)
     if not asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
-    counts = not n_bad and (run.pending_read or not asynchronous)  # a late loss may be of a step that was skipped
+    # A late loss may be of a step that was skipped.
+    counts = not n_bad and (state.outcome.pending_read or not asynchronous)
     state.loss = float(loss / total) if total and counts else math.nan
     state.save_due = state.save_due or n_save > 0
-    state.wants_save = False
+    state.wishes.save = False
     if n_stop:
-        state.stop = next(reason for reason in run.control.gather(state.wants_stop) if reason)
+        state.stop = next(reason for reason in run.control.gather(state.wishes.stop) if reason)
     if n_words:
         run.hear()
     if n_changed:
@@ -293,7 +294,7 @@ def _by_myself(run: Run, done: Done) -> list[int]:
 
     Returns this rank, if its loss or gradient is not finite.
     """
-    loss_sum, weight = run.local_loss(done.totals)
+    loss_sum, weight = run.state.outcome.local_loss(done.totals, run.parts.stage.asynchronous)
     run.state.loss = loss_sum / weight if weight else math.nan
     finite = done.lost is None and math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))
     return [] if finite else [run.control.rank]
@@ -302,7 +303,7 @@ def _by_myself(run: Run, done: Done) -> list[int]:
 def evaluate(run: Run) -> None:
     """Measure the evaluation data, if there is any, and tell the callbacks. Collective."""
     if run.eval_feed is not None:
-        run.state.metrics, run.state.metrics_at = measure(run, run.eval_feed), run.state.cursor.step
+        run.state.metrics, run.state.findings.metrics_at = measure(run, run.eval_feed), run.state.cursor.step
         run.emit(Event.EVAL_END)
 
 

@@ -23,7 +23,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.checkpoint import Checkpoint
 from hvdtrain.engine.callbacks.early_stop import EarlyStop
 from hvdtrain.engine.callbacks.nan_guard import NanGuard
-from hvdtrain.engine.run import State
+from hvdtrain.engine.run_parts import State
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_root_callbacks_run_on_rank_0_only(tmp_path):
 
 def hit(guard, run, step, ranks=(1,)):
     run.state.cursor = Cursor(step=step, epoch_step=step)
-    run.state.bad_ranks = list(ranks)
+    run.state.outcome.bad_ranks = list(ranks)
     guard.on(Event.NON_FINITE, run)
 
 
@@ -195,7 +195,7 @@ def watch(run, values, **settings):
     for i, value in enumerate(values):
         run.state.metrics = {"loss": value, "accuracy": value}
         stop.on(Event.EVAL_END, run)
-        if run.state.wants_stop:
+        if run.state.wishes.stop:
             return i + 1
     return None
 
@@ -216,7 +216,7 @@ def test_early_stop(run, values, settings, after):
 
 def test_early_stop_only_wishes(run):
     watch(run, [1, 1], patience=1)
-    assert run.state.wants_stop == "early stop: loss not better than 1 for 1 evaluation" and not run.stopping()
+    assert run.state.wishes.stop == "early stop: loss not better than 1 for 1 evaluation" and not run.stopping()
     run.settle()
     assert run.stopping()
 
@@ -229,7 +229,7 @@ def test_early_stop_continues_after_a_resume(run):
     second = EarlyStop(EarlyStopSettings("loss", patience=2))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     second.on(Event.EVAL_END, run)
-    assert run.state.wants_stop and second.best == 1.0
+    assert run.state.wishes.stop and second.best == 1.0
 
 
 def test_early_stop_on_an_unknown_metric(run):
@@ -282,11 +282,11 @@ def drive(run, callback):
     """What the loop does with a due checkpoint and with what ranks have to tell: on the vote's outcome."""
     run.callbacks = [callback]
     for _ in walk(run, callback):
-        if run.state.words:
+        if run.state.wishes.words:
             run.hear()
             run.emit_told()
-        due, run.state.save_due = run.state.save_due or run.state.wants_save, False
-        run.state.wants_save = False
+        due, run.state.save_due = run.state.save_due or run.state.wishes.save, False
+        run.state.wishes.save = False
         if due:
             callback.on(Event.CHECKPOINT, run)
 
@@ -309,8 +309,8 @@ def test_checkpoints_by_rank_0s_clock(tmp_path, saved, monkeypatch, rank, steps)
         run.state.cursor = Cursor(step=step, epoch_step=step)
         clock[0] += 1.0
         callback.on(Event.STEP_END, run)
-        if run.state.wants_save:
-            run.state.wants_save = False
+        if run.state.wishes.save:
+            run.state.wishes.save = False
             callback.on(Event.CHECKPOINT, run)
     assert saved.steps == steps
 
@@ -319,7 +319,8 @@ def test_a_checkpoint_that_fails_is_told_and_the_last_one_is_an_error(run, saved
     saved.error = "disk full"
     callback = Checkpoint(CheckpointSettings(every_steps=4))
     drive(run, callback)
-    assert str(run.unsaved).startswith("the last checkpoint could not be written: disk full")  # the trainer raises it
+    unsaved = str(run.state.findings.unsaved)  # the trainer raises it
+    assert unsaved.startswith("the last checkpoint could not be written: disk full")
     said = capsys.readouterr().out
     assert "step 4: checkpoint not written (disk full)" in said and saved.steps == [4, 8, 10]
     assert said.count("not written (") == 1 and "2 checkpoints could not be written, the last 2 in a row" in said
@@ -350,8 +351,8 @@ def by_the_clock(run, monkeypatch, callback, saver, seconds, **cost):
         run.state.cursor = Cursor(step=step, epoch_step=step)
         clock[0] += 1.0
         callback.on(Event.STEP_END, run)
-        if run.state.wants_save:
-            run.state.wants_save = False
+        if run.state.wishes.save:
+            run.state.wishes.save = False
             callback.on(Event.CHECKPOINT, run)
             saver.cost_s, saver.spent.last_took_s = cost["cost_s"], cost["took_s"]
             at.append(step)

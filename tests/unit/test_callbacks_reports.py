@@ -41,7 +41,7 @@ def test_jsonl(run, tmp_path):
     losses = [math.nan if step == 4 else 1.0 / step for step in range(1, 11)]
     for step in walk(run, log, losses=losses):
         if step == 4:
-            run.state.bad_ranks = [2]
+            run.state.outcome.bad_ranks = [2]
             log.on(Event.NON_FINITE, run)
     records = [
         json.loads(line, parse_constant=pytest.fail)

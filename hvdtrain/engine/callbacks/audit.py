@@ -68,7 +68,7 @@ class Audit(Callback):
     def step_end(self, run: Run) -> None:
         """Audit where it is time to, and where the copies of the model are one."""
         turn = run.state.cursor.step // self._every
-        if self._ops is None or self._off or run.batch is None or not run.state.met:
+        if self._ops is None or self._off or run.batch is None or not run.state.outcome.met:
             return
         if turn == self._last and not self._doubts:
             return

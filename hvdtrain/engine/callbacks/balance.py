@@ -68,7 +68,7 @@ class Balance(Callback):
         if self._holds():
             return
         new = rebalancer.observe(window.own_s_P, window.samples_P, window.micros_P, window.latest_s_P)
-        run.solo_lines = rebalancer.lines_P
+        run.state.findings.solo_lines = rebalancer.lines_P
         if new is None:
             if rebalancer.closer:
                 self._meter.look_closer()
@@ -160,7 +160,7 @@ class Balance(Callback):
         assert self._rebalancer is not None
         self._meter.restart(step, self._rebalancer.closer)
         self._in_force_from = step
-        run.solo_lines = self._rebalancer.lines_P
+        run.state.findings.solo_lines = self._rebalancer.lines_P
 
     def _resume(self, run: Run) -> bool:
         """Take up the plan of a checkpoint; False where it does not fit this job."""

@@ -89,12 +89,12 @@ class Divergence(Callback):
         # With zero each element comes from one rank, whatever the sums were.
         self._exact = self._exact and (isinstance(run.dp, Zero) or run.dp.compression in SAME_BITS)
         self._due = self._due or step >= self._next or step - self._begin in EARLY
-        if self._due and run.state.met:
+        if self._due and run.state.outcome.met:
             self._compare(run)
 
     def fit_end(self, run: Run) -> None:
         """Compare what the run ends with, before it is saved for the last time."""
-        if run.state.met and run.state.cursor.step > self._good:
+        if run.state.outcome.met and run.state.cursor.step > self._good:
             self._compare(run)
 
     def _compare(self, run: Run) -> None:

@@ -189,7 +189,7 @@ def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
     if cut:
         labels = [f"copy {c} (ranks {', '.join(map(str, sorted(ranks)))})" for c, ranks in enumerate(copies)]
     share = -(-run.config.global_batch // len(rows))
-    lines: Sequence[Line | None] = run.solo_lines or [None] * len(rows)
+    lines: Sequence[Line | None] = run.state.findings.solo_lines or [None] * len(rows)
     busy_s = [max(sums_P[r][1] for r in ranks) for ranks in copies]
     solo = [sums_P[ranks[0]][2] / own_s if own_s > 0 else share / line.seconds(share, 1) if line else 0.0
             for ranks, own_s, line in zip(copies, busy_s, lines)]

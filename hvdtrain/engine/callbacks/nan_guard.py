@@ -34,8 +34,8 @@ class NanGuard(Callback):
         self.in_a_row = self.in_a_row + 1 if step == self._last + 1 else 1
         self._last = step
         self.skipped += 1
-        ranks = ", ".join(str(r) for r in run.state.bad_ranks)
-        where = _where(run.state.bad_where) or ("" if run.parts.stage.asynchronous else ALONE_FINITE)
+        ranks = ", ".join(str(r) for r in run.state.outcome.bad_ranks)
+        where = _where(run.state.outcome.bad_where) or ("" if run.parts.stage.asynchronous else ALONE_FINITE)
         if self._mode == "stop" or self.in_a_row > self._max:
             many = f" ({self.in_a_row} steps in a row)" if self.in_a_row > 1 else ""
             seen = "seen one step late" if run.parts.stage.asynchronous else "that step's update was not made"

@@ -146,7 +146,7 @@ class Preempt(Callback):
                 signal.signal(number, before)
         self._before = {}
         self._asked, self._interrupted_at = False, -math.inf  # another fit listens anew, also after an exception
-        run.state.words = [word for word in run.state.words if word.topic != TOPIC]
+        run.state.wishes.words = [word for word in run.state.wishes.words if word.topic != TOPIC]
 
     def _install(self) -> None:
         if self._before or threading.current_thread() is not threading.main_thread():

@@ -46,7 +46,7 @@ class Recorder(Callback):
 
     def non_finite(self, run: Run) -> None:
         """A step without an update."""
-        run.record("non_finite", ranks=list(run.state.bad_ranks))
+        run.record("non_finite", ranks=list(run.state.outcome.bad_ranks))
 
     def eval_end(self, run: Run) -> None:
         """Metrics."""

@@ -68,7 +68,7 @@ class WhatIf(Callback):
 
     def look(self, run: Run, measures: bool = False) -> Forecast | None:
         """Reckon from the steps that are kept; ``measures``: with this rank's line measured now. Collective."""
-        own = self._measured(run) if measures and not run.solo_lines else None
+        own = self._measured(run) if measures and not run.state.findings.solo_lines else None
         rows_P = run.control.gather((list(self._rows), own and (own.a_s, own.c_s)))
         config = run.config
         if isinstance(run.dp, Zero) or min(len(rows) for rows, _ in rows_P) < 2:  # ranks wait in ZeRO's update too
@@ -76,11 +76,12 @@ class WhatIf(Callback):
         table = np.diff(np.array([rows for rows, _ in rows_P], np.float64), axis=1).transpose(2, 1, 0)  # 4 of [N, P]
         wall, work_s, wait, samples = table
         lines: list[Line | None] = [Line(*line) if line else None for _, line in rows_P]
-        planned = config.balance != "off" and bool(run.solo_lines)
+        planned = config.balance != "off" and bool(run.state.findings.solo_lines)
         shares = None if planned else list(cast(Sequence[float], run.spelled.shares)) or [1.0] * run.control.size
         ceilings = [config.micro_batch_limit] * run.control.size if config.micro_batch_limit else None
         work = Work(config.global_batch, shares, ceilings, config.accumulate, config.sync_batchnorm)
-        return forecast(Steps(wall, work_s, wait, samples.astype(np.int64)), work, run.solo_lines or lines)
+        steps = Steps(wall, work_s, wait, samples.astype(np.int64))
+        return forecast(steps, work, run.state.findings.solo_lines or lines)
 
     def _measured(self, run: Run) -> Line | None:
         """This rank's line, from its micro-batch and one as large as it would be, or half; None where it is not to be

@@ -68,7 +68,7 @@ def begin(run: Run) -> None:
     What comes of it is told by `finish` or, on the rank that has met an error, by ``run.saver.settled()``.
     """
     ensure_out(run)
-    run.made = []  # it is to stay, also where a fit is refused later
+    run.directory.made = []  # it is to stay, also where a fit is refused later
     if run.saver is None:
         run.saver = Saving(run)
     run.saver.begin()
@@ -166,7 +166,7 @@ def restore(run: Run, kept: Kept | None) -> None:
 
     unfit = agreed(run.control, load, "restore")
     run.state.cursor = cursor
-    run.state.stop, run.state.wants_stop, run.state.wants_save, run.state.metrics_at = "", "", False, -1
+    run.state.stop, run.state.wishes.stop, run.state.wishes.save, run.state.findings.metrics_at = "", "", False, -1
     if not alike:
         run.note(f"resumed a run of {ranks_of(copies)} on {unlike}: random generators start anew "
                  "from the seed" + ("" if run.config.compression == "none" else ", compressor state from nothing"))
@@ -316,7 +316,7 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
     steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
-    quiet = QUIET | run.idle | set(optimizer.overruled) | (set() if run.parts.caveats() else CUTS)
+    quiet = QUIET | run.setup.idle | set(optimizer.overruled) | (set() if run.parts.caveats() else CUTS)
     quiet |= set() if steered else MEASURES
     words = []
     for key in dict.fromkeys((*now, *old)):

@@ -27,11 +27,12 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.resolve import paths_from
 from hvdtrain.data.workers.worker import refuse_inside
 from hvdtrain.engine import loop, summary
-from hvdtrain.engine.assemble import assemble, eval_feed
+from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.average import leave_final, training_weights
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.history import History
 from hvdtrain.engine.ends import page
+from hvdtrain.engine.feeds import eval_feed
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import session
 from hvdtrain.engine.saving.final import export

@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
 from hvdtrain.checkpoint.adapters import state_key_of
 from hvdtrain.checkpoint.holders import WRAPPERS, fitting, model_names
-from hvdtrain.checkpoint.run_directory import ensure_out, find_out
+from hvdtrain.checkpoint.run_directory import COMPLETED, ensure_out, find_out
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.checkpoint.values import decode
@@ -347,3 +347,28 @@ def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) 
     what = f"schedule {now['name']}" if now["name"].lower() not in ("none", "") else "a constant rate"
     run.note(f"resumed with {what}{' of ' * bool(args)}{args}, as if from the start of the run: the next update's rate "
              f"is {run.parts.optimizer.learning_rate():.4g}")
+
+
+def resume(run: Run) -> None:
+    """Load what ``config.resume`` names; collective. Only reads: the run's directory is made when a fit starts."""
+    resume = run.config.resume
+    if not resume:
+        return
+    found: list[Any] = [None]
+
+    def look() -> Path:
+        out = find_out(run.config, run.spec.name) if resume == "auto" and run.control.rank == 0 else None
+        if run.control.rank == 0:
+            found[0] = find(resume, out, run.note)
+        if resume == "auto" and out is not None and found[0] is None and (out / COMPLETED).exists():
+            raise UserError(f"resume auto: {out} holds a run that is complete and has no checkpoint to go on from",
+                            "a checkpoint, or a directory without a finished run",
+                            "leave out --resume, in another --out, to start anew")
+        return out or Path()
+
+    run.out = run.control.bcast(agreed(run.control, look, "resume"))
+    if not run.control.bcast(found[0] is not None):
+        run.note("resume auto: no checkpoint yet, starting anew")
+        return
+    restore(run, found[0])
+    run.note(f"resumed at step {run.state.cursor.step}, epoch {run.state.cursor.epoch}")

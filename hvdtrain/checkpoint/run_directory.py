@@ -33,7 +33,7 @@ TRACES = ("log.jsonl", "checkpoints", COMPLETED)
 
 
 @dataclass
-class RunDirectory:
+class RunOutput:
     """A run's directory. ``out``: its path once `ensure_out` has made it, before that the current directory.
 
     ``made``: directories that were made for ``out``, innermost first. ``lock``: descriptor by which rank 0 keeps other
@@ -47,7 +47,7 @@ class RunDirectory:
     begun: bool = False
 
 
-class Named(Protocol):
+class NamedModel(Protocol):
     """A model, as its run's directory is named after it."""
 
     @property
@@ -56,7 +56,7 @@ class Named(Protocol):
         ...
 
 
-class Standing(Protocol):
+class TrainingPosition(Protocol):
     """The state of a run, which says whether anything is left to train."""
 
     cursor: Cursor
@@ -68,15 +68,15 @@ class DirectoryRun(Protocol):
 
     config: Config
     control: Control
-    directory: RunDirectory
+    directory: RunOutput
 
     @property
-    def spec(self) -> Named:
+    def spec(self) -> NamedModel:
         """Its model."""
         ...
 
     @property
-    def state(self) -> Standing:
+    def state(self) -> TrainingPosition:
         """Where it stands."""
         ...
 

@@ -47,7 +47,7 @@ from hvdtrain.engine.guards.finite import check_trainable
 from hvdtrain.engine.memory.settle import settle
 from hvdtrain.engine.memory.survey import scene_of
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.run_parts import Findings, Services, Setup, State
+from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services
 from hvdtrain.engine.saving import session
 from hvdtrain.parallel import data_parallel
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
@@ -126,9 +126,9 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
         recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
     pulse.role(words.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
-    run = Run(Setup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
-                    mesh if parts.layout is None else parts.layout.mesh, unused.idle(setup)),
-              Services(control, wire, recovery=recovery), State(findings=Findings(notes)))
+    run = Run(RunSetup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
+                       mesh if parts.layout is None else parts.layout.mesh, unused.idle(setup)),
+              Services(control, wire, recovery=recovery), RunState(findings=Findings(notes)))
     run.wires = wires
     try:
         _complete(run, facts, backend, more)

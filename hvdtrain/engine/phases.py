@@ -7,23 +7,16 @@ Owns what a phase feeds: the heartbeat, the time breakdown and traces, the bound
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.protocols.report import Position
 from hvdtrain.core.protocols.types import StepBatch
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.core.timeline.clock import StepTotals
 
 
-class Position(Protocol):
-    """The state of a run, as its phases see it."""
-
-    cursor: Cursor
-
-
-class Phase(span):
+class StepPhase(span):
     """One phase; ``begin_s`` and ``end_s`` of its latest body are by `time.perf_counter`.
 
     ``beat``: its name in the heartbeat; the watchdog times those of `pulse.COMPUTING`. ``cause``: in the time
@@ -40,7 +33,7 @@ class Phase(span):
         self._beat, self._at, self._totals, self._bounded = beat, at, totals, bounded
         self._bound = deadline(bound_s, bounded) if bounded else None
 
-    def __enter__(self) -> Phase:
+    def __enter__(self) -> StepPhase:
         step = None if self._at is None else self._at.cursor.step
         self.begin_s = time.perf_counter()
         pulse.at(self._beat, step)
@@ -60,19 +53,19 @@ class Phase(span):
             self._totals.add(self.name, self.end_s - self.begin_s)
 
 
-class StepPhases:
+class RunPhases:
     """Every phase of a run, in the order of a step; `finish` or `lose` adds a step to the timeline's totals."""
 
     def __init__(self, timeline: Timeline, state: Position, bound_s: float) -> None:
         self._totals = totals = timeline.totals
-        self.data = Phase("data", "input", "data", totals=totals)
+        self.data = StepPhase("data", "input", "data", totals=totals)
         # The bound covers backward too: a transport inside TensorFlow's graph waits for the other ranks in there.
-        self.gradients = Phase("gradients", "compute", "backward and exchange", state,
-                               bounded="backward and gradient exchange", bound_s=bound_s)
-        self.vote = Phase("vote", "compute", "vote")  # looks at the gradient, and waits for a device's loss
-        self.update = Phase("update", "update", "update", totals=totals)
-        self.checkpoint = Phase("checkpoint", "checkpoint", "checkpoint", state)
-        self.evaluation = Phase("evaluation", "evaluation", "evaluation", state)
+        self.gradients = StepPhase("gradients", "compute", "backward and exchange", state,
+                                   bounded="backward and gradient exchange", bound_s=bound_s)
+        self.vote = StepPhase("vote", "compute", "vote")  # looks at the gradient, and waits for a device's loss
+        self.update = StepPhase("update", "update", "update", totals=totals)
+        self.checkpoint = StepPhase("checkpoint", "checkpoint", "checkpoint", state)
+        self.evaluation = StepPhase("evaluation", "evaluation", "evaluation", state)
 
     def finish(self, batch: StepBatch, waited_s: float, device_s: float | None) -> None:
         """Count a step that is over. ``waited_s``: of its gradients, for other ranks.

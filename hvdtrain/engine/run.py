@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.backends.model_spec import Spec
-from hvdtrain.checkpoint.run_directory import RunDirectory
+from hvdtrain.checkpoint.run_directory import RunOutput
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.topology import Topology
@@ -28,8 +28,8 @@ from hvdtrain.core.records.stream import Stream
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
-from hvdtrain.engine.phases import StepPhases
-from hvdtrain.engine.run_parts import Services, Setup, State
+from hvdtrain.engine.phases import RunPhases
+from hvdtrain.engine.run_parts import Services, RunSetup, RunState
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
@@ -69,12 +69,12 @@ class Run:
     control: Control = _of("services.control")
     collectives: Collectives = _of("services.collectives")
     wires: Wires = _of("services.wires")
-    directory: RunDirectory = _of("services.directory")
+    directory: RunOutput = _of("services.directory")
     out: Path = _of("services.directory.out")
     begun: bool = _of("services.directory.begun")
     records: Stream = _of("services.records")
     timeline: Timeline = _of("services.timeline")
-    phases: StepPhases = _of("services.phases")
+    phases: RunPhases = _of("services.phases")
     recovery: Recovery = _of("services.recovery")
     written: WrittenState = _of("services.written")
     unused: UnusedParameters = _of("services.unused")
@@ -86,25 +86,33 @@ class Run:
     memory: dict[str, Any] = _of("state.findings.memory")
     shortages: list[dict[str, Any]] = _of("state.findings.shortages")
 
-    def __init__(self, setup: Setup, services: Services, state: State | None = None) -> None:
-        self.setup, self.services, self.state = setup, services, State() if state is None else state
+    def __init__(self, setup: RunSetup, services: Services, state: RunState | None = None) -> None:
+        self.setup, self.services, self.state = setup, services, RunState() if state is None else state
         self.callbacks: list[Callback[Run]] = []
         self._joined = False
-        services.phases = StepPhases(services.timeline, self.state, setup.config.control_timeout_s)
+        services.phases = RunPhases(services.timeline, self.state, setup.config.control_timeout_s)
 
     def emit(self, event: Event) -> None:
-        """Tell every callback; root-only ones only on rank 0."""
-        method, watched, on_root = event.value, self.timeline.watched, self.control.rank == 0
-        for callback in self.callbacks:
-            if callback.where == "all" or on_root:
-                name = f"{method} of {type(callback).__name__}" if hasattr(callback, method) else ""
-                if name:
-                    pulse.at(name, self.state.cursor.step)
-                if name and watched:  # else nobody would see it, and there are twenty a step
-                    with span(name):
+        """Call every callback, those with ``where`` "root" on rank 0 only; the contracts are in `hvdtrain.core.events`.
+        """
+        method, state, timeline, control = event.value, self.state, self.timeline, self.control
+        watched, on_root, several = timeline.watched, control.rank == 0, control.size > 1
+        outer, state._event, outer_alone = state._event, event, timeline.alone
+        try:
+            for callback in self.callbacks:
+                everywhere = callback.where == "all"
+                if everywhere or on_root:
+                    name = f"{method} of {type(callback).__name__}" if hasattr(callback, method) else ""
+                    if name:
+                        pulse.at(name, state.cursor.step)
+                    timeline.alone = name if several and not everywhere else ""
+                    if name and watched:  # else nobody would see it, and there are twenty a step
+                        with span(name):
+                            callback.on(event, self)
+                    else:
                         callback.on(event, self)
-                else:
-                    callback.on(event, self)
+        finally:
+            state._event, timeline.alone = outer, outer_alone
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""

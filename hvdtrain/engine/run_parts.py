@@ -1,4 +1,4 @@
-"""The three parts of a run: what it is (`Setup`), where it stands (`State`), what it uses (`Services`).
+"""The three parts of a run: what it is (`RunSetup`), where it stands (`RunState`), what it uses (`Services`).
 
 Owns their fields only. `hvdtrain.engine.run.Run` joins the parts; functions that need one part take that part.
 """
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.backends.model_spec import Spec
-from hvdtrain.checkpoint.run_directory import RunDirectory
+from hvdtrain.checkpoint.run_directory import RunOutput
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.events import Event
 from hvdtrain.core.group import Group
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, DataParallel, Schedule
@@ -24,7 +25,7 @@ from hvdtrain.core.protocols.types import StepBatch, Word
 from hvdtrain.core.records.stream import Stream
 from hvdtrain.core.timeline import Timeline
 from hvdtrain.data.feed import Feed
-from hvdtrain.engine.phases import StepPhases
+from hvdtrain.engine.phases import RunPhases
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import Parts
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Setup:
+class RunSetup:
     """What a run is, from its assembly on: settings, ranks, model and data.
 
     ``spelled``: ``config`` with a value per rank in place of names of hosts and devices (`hvdtrain.config.placed`).
@@ -63,7 +64,7 @@ class Setup:
 
 
 @dataclass
-class Wishes:
+class RankWishes:
     """What this rank wants the next agreement to decide: to stop, to save, and ``words`` to announce to all."""
 
     stop: str = ""
@@ -72,7 +73,7 @@ class Wishes:
 
 
 @dataclass
-class Outcome:
+class StepOutcome:
     """What came of the latest step, the same on all ranks but for ``poisoned``.
 
     ``updated``: it made its update; on an asynchronous device the step before, where the loss decides. ``met``: the
@@ -116,8 +117,8 @@ class Findings:
     ``ledger``: of `hvdtrain.engine.callbacks.ledger`. ``memory``: estimated and measured bytes by rank, of
     `hvdtrain.engine.callbacks.memory`. ``shortages``: each time that a rank ran out of memory, with ``rank`` and the
     fields of `hvdtrain.core.protocols.shortage.Shortage`. ``solo_lines``: how long each rank takes over a micro-batch,
-    where balance knows it. ``metrics_at``: the step that ``State.metrics`` are of. ``unsaved``: why the last checkpoint
-    of the latest fit was not written; the final model is written all the same.
+    where balance knows it. ``metrics_at``: the step that ``RunState.metrics`` are of. ``unsaved``: why the last
+    checkpoint of the latest fit was not written; the final model is written all the same.
     """
 
     notes: list[str] = field(default_factory=list)
@@ -130,8 +131,8 @@ class Findings:
 
 
 @dataclass
-class State:
-    """Where a run stands; equal on all ranks but for ``wishes``, and where `Outcome` says so.
+class RunState:
+    """Where a run stands; equal on all ranks but for ``wishes``, and where `StepOutcome` says so.
 
     ``batch``: this rank's share of the step under way, from STEP_START to CHECKPOINT. ``loss``: of the latest step, on
     an asynchronous device of the one before; NaN where that step made no update. ``requeue``: the ranks have agreed to
@@ -148,11 +149,28 @@ class State:
     stop: str = ""
     requeue: bool = False
     interrupted: bool = False
-    save_due: bool = False
     told: list[Word] = field(default_factory=list)
-    wishes: Wishes = field(default_factory=Wishes)
-    outcome: Outcome = field(default_factory=Outcome)
+    wishes: RankWishes = field(default_factory=RankWishes)
+    outcome: StepOutcome = field(default_factory=StepOutcome)
     findings: Findings = field(default_factory=Findings)
+    _save_due: bool = False
+    _event: Event | None = None
+    """Emitted at this moment (`hvdtrain.engine.run.Run.emit`)."""
+
+    @property
+    def save_due(self) -> bool:
+        """Whether a checkpoint follows the step at hand; where callbacks may set it is in `hvdtrain.core.events`."""
+        return self._save_due
+
+    @save_due.setter
+    def save_due(self, due: bool) -> None:
+        event = self._event
+        in_step = event is Event.STEP_END or event is Event.TOLD and bool(self.batch is not None or self.stop)
+        if due and event is not None and not in_step:
+            raise UserError(f"a callback set run.state.save_due in {event.value}", "step_end, which the checkpoint of "
+                            "the same step follows: later ones hold the weights of another step",
+                            "set it in step_end, or call run.want_save()")
+        self._save_due = due
 
 
 @dataclass
@@ -179,7 +197,7 @@ class Services:
 
     control: Control
     collectives: Collectives
-    directory: RunDirectory = field(default_factory=RunDirectory)
+    directory: RunOutput = field(default_factory=RunOutput)
     records: Stream = field(default_factory=Stream)
     timeline: Timeline = field(default_factory=Timeline)
     recovery: Recovery = field(default_factory=lambda: Recovery(lambda error: False, shrinks=False))
@@ -189,4 +207,4 @@ class Services:
     saver: RunSaver | None = None
     wires: Wires = field(init=False)
     unused: UnusedParameters = field(init=False)
-    phases: StepPhases = field(init=False)
+    phases: RunPhases = field(init=False)

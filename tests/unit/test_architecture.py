@@ -9,10 +9,10 @@ from graphlib import CycleError, TopologicalSorter
 import grimp
 import pytest
 
-from hvdtrain.checkpoint.run_directory import RunDirectory
+from hvdtrain.checkpoint.run_directory import RunOutput
 from hvdtrain.core import ROOT
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.run_parts import Findings, Outcome, Services, Setup, State
+from hvdtrain.engine.run_parts import Findings, StepOutcome, Services, RunSetup, RunState
 
 PACKAGES = {"backends", "checkpoint", "cluster", "comm", "commands", "config", "core", "data", "engine", "keras",
             "parallel", "planning", "reports", "tensorflow", "torch"}
@@ -67,8 +67,8 @@ def test_no_run_config_or_control_is_typed_any():
 
 
 def test_the_parts_of_a_run_are_small_and_joined_by_its_own_names():
-    parts = {"setup": Setup, "state": State, "services": Services, "state.outcome": Outcome,
-             "state.findings": Findings, "services.directory": RunDirectory}
+    parts = {"setup": RunSetup, "state": RunState, "services": Services, "state.outcome": StepOutcome,
+             "state.findings": Findings, "services.directory": RunOutput}
     for part in parts.values():
         assert len([name for name in part.__annotations__ if not name.startswith("_")]) < 15
     declared = re.findall(r"^    (\w+): (.+) = _of\(\"([\w.]+)\.(\w+)\"\)$", (ROOT / "engine/run.py").read_text(), re.M)

@@ -16,7 +16,7 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks import balance as room
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.run_parts import State
+from hvdtrain.engine.run_parts import RunState
 from hvdtrain.planning.batch.line import Line, Speed
 
 BATCH, STEPS = 48, 60
@@ -209,7 +209,7 @@ def test_windows_before_a_plan_is_in_force_are_not_judged(monkeypatch, tmp_path)
 
 def test_a_rank_with_samples_in_few_steps_counts_by_those(monkeypatch, tmp_path):
     place = SimpleNamespace(hosts=(), host_of=lambda rank: SimpleNamespace(node="here"))
-    run = SimpleNamespace(config=config(global_batch=100), state=State(), topology=place,
+    run = SimpleNamespace(config=config(global_batch=100), state=RunState(), topology=place,
                           dp=SimpleNamespace(compression="none"), mesh=Mesh.of([1, 1], 0))
     # 200 steps of 0.1 s: rank 0 takes 99.5 samples each; rank 1 takes 10 in 10 of them, at 250 samples/s.
     sums = [[20.0, 20.0, 19900.0, 0.0, 20.0, 0.0, 0.0, 0.0],

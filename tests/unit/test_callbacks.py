@@ -1,5 +1,6 @@
 """Each callback that decides something, alone, driven by a made-up run."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -17,13 +18,14 @@ from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
 from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.core.timeline import active, blocked
 from hvdtrain.core.timeline.clock import StepTotals
 from hvdtrain.engine.callbacks import checkpoint as checkpoint_module
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.checkpoint import Checkpoint
 from hvdtrain.engine.callbacks.early_stop import EarlyStop
 from hvdtrain.engine.callbacks.nan_guard import NanGuard
-from hvdtrain.engine.run_parts import State
+from hvdtrain.engine.run_parts import RunState
 
 
 @pytest.fixture
@@ -399,9 +401,57 @@ def test_phases_leave_the_first_step_out_of_the_speed():
     }
 
 
+@pytest.mark.parametrize("event, refused", [
+    (event, event is not Event.STEP_END) for event in Event if event is not Event.TOLD])
+def test_a_checkpoint_is_requested_where_that_of_the_step_follows(run, event, refused):
+    class Saves(Callback):
+        where = "all"
+
+        def on(self, event, run):
+            run.state.save_due = True
+
+    run.callbacks = [Saves()]
+    with pytest.raises(UserError, match=f"save_due in {event.value}") if refused else contextlib.nullcontext():
+        run.emit(event)
+    assert run.state.save_due is not refused
+    run.state.save_due = True  # of the loop
+
+
+def test_what_ranks_announce_may_request_a_checkpoint_in_a_step_or_with_a_stop(run):
+    class Saves(Callback):
+        where = "all"
+
+        def told(self, run):
+            run.state.save_due = True
+
+    run.callbacks = [Saves()]
+    with pytest.raises(UserError, match="save_due in told"):
+        run.emit(Event.TOLD)
+    run.state.stop = "requeue: SIGTERM (rank 0)"
+    run.emit(Event.TOLD)
+    assert run.state.save_due
+
+
+@pytest.mark.parametrize("where, size", [("root", 2), ("root", 1), ("all", 2)])
+def test_a_callback_of_rank_0_alone_enters_no_exchange(run, where, size):
+    class Sums(Callback):
+        def step_end(self, run):
+            with blocked("sum"):
+                pass
+
+    callback, run.control.size = Sums(), size
+    callback.where, run.callbacks = where, [callback]
+    with active(run.timeline):
+        hangs = (where, size) == ("root", 2)
+        with pytest.raises(UserError, match="step_end of Sums entered") if hangs else contextlib.nullcontext():
+            run.emit(Event.STEP_END)
+        with blocked("sum"):  # of the loop
+            pass
+
+
 def test_the_first_reason_to_stop_counts(run):
     run.settle()
-    assert not run.stopping() and State().stop == ""
+    assert not run.stopping() and RunState().stop == ""
     run.want_stop("a")
     run.want_stop("b")
     run.settle()

@@ -19,7 +19,7 @@ from hvdtrain.config import Config, Data, Named
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.run_parts import Services, Setup, State
+from hvdtrain.engine.run_parts import Services, RunSetup, RunState
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ def in_an_empty_directory(tmp_path, monkeypatch):
 def make_run(config=Config(), name="torch_models.cnn:build", control=None, step=0):
     """A run of this configuration and model that has nothing but what a directory needs."""
     control = control or SoloControl("here")
-    return Run(Setup(config, None, None, SimpleNamespace(name=name), None, None, None), Services(control, None),
-               State(cursor=Cursor(step=step)))
+    return Run(RunSetup(config, None, None, SimpleNamespace(name=name), None, None, None), Services(control, None),
+               RunState(cursor=Cursor(step=step)))
 
 
 def choose(*args, **kwargs):

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.checkpoint.run_directory import RunDirectory
+from hvdtrain.checkpoint.run_directory import RunOutput
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Config
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.engine import summary
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.run_parts import Services, Setup
+from hvdtrain.engine.run_parts import Services, RunSetup
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def run():
     """A run of 40 steps over 64 samples each, 10 ms a step."""
     words = {"optimizer": "SGD, lr 0.1", "warm-up": "linear over 5 steps"}
     parts = SimpleNamespace(layout=None, describe=lambda: words)
-    made = Run(Setup(
+    made = Run(RunSetup(
         config=Config(global_batch=64),
         group=None,
         topology=SimpleNamespace(describe=lambda: "1 host: here (rank 0, 2 cores)"),
@@ -29,7 +29,7 @@ def run():
         parts=parts,
         schedule=None,
         feed=None,
-    ), Services(SoloControl("here"), SimpleNamespace(name="horovod"), RunDirectory(Path("runs/cnn-001"))))
+    ), Services(SoloControl("here"), SimpleNamespace(name="horovod"), RunOutput(Path("runs/cnn-001"))))
     made.dp = SimpleNamespace(describe=lambda: "powersgd rank 4")
     for _ in range(40):
         made.timeline.totals.step(0.01, 64)

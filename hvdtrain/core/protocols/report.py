@@ -20,7 +20,7 @@ class Position(Protocol):
     cursor: Cursor
 
 
-class Walk(Protocol):
+class StepsLeft(Protocol):
     """The data of a run, as reports see them."""
 
     def steps_left(self, cursor: Cursor) -> int | None:
@@ -43,7 +43,7 @@ class RecordedRun(Protocol):
         ...
 
     @property
-    def feed(self) -> Walk:
+    def feed(self) -> StepsLeft:
         """Its training data."""
         ...
 

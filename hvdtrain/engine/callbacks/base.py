@@ -12,7 +12,8 @@ from hvdtrain.engine.run import Run
 class Callback:
     """Base of callbacks: define a method named like an event (``step_end(run)``) to see it.
 
-    ``where``: "root" runs on rank 0 only and must not enter a collective; "all" runs on every rank.
+    ``where``: "root" runs on rank 0 only and must not enter a collective; "all" runs on every rank. Which exchanges an
+    event allows, and where a checkpoint may be requested, is written at the events (`hvdtrain.core.events`).
     ``every`` thins out STEP_END: "50 step", "2 epoch", or "5 s" (root only, since clocks differ); "" is each time.
     """
 

@@ -14,6 +14,7 @@ from benchmarks import throttle
 from benchmarks.worker import MARK
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 
 
 class Clock(Callback):
@@ -25,16 +26,16 @@ class Clock(Callback):
         self._at = (warmup, warmup + steps)
         self.read: list[tuple[float, int, float]] = []
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Wait for the other ranks, so that all begin and end together."""
         if run.state.cursor.step in self._at:
             before_s = _stood_s(run)
             run.control.barrier("the timed steps")  # standing here is of no timed step
             stood_s = before_s if self.read else _stood_s(run)
-            self.read.append((time.perf_counter(), run.phases.samples, stood_s))
+            self.read.append((time.perf_counter(), run.timeline.totals.samples, stood_s))
 
 
-def _stood_s(run: Any) -> float:
+def _stood_s(run: Run) -> float:
     """Seconds so far in which this rank has stood in exchanges of any kind, those of an update included."""
     seconds = run.timeline.clock.seconds()
     return float(seconds["wait"] + seconds["wire"])

@@ -22,6 +22,7 @@ from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS
 from hvdtrain.core import table
 from hvdtrain.core.table import spread
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 
 CASES = ("often", "large")
 WARM_STEPS = 20
@@ -76,14 +77,14 @@ class Clock(Callback):
         self.begin: Any = None
         self.end: Any = None
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Begin after the warm steps, and go on to the last."""
         self.end = _read(run)
         if run.state.cursor.step == WARM_STEPS:
             self.begin = self.end
 
 
-def _read(run: Any) -> np.ndarray:
+def _read(run: Run) -> np.ndarray:
     """(4,): the time, saves, seconds that they held training up, processor seconds of threads."""
     if run.saver is None:
         return np.array([time.perf_counter(), 0.0, 0.0, 0.0])

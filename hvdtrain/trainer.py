@@ -27,11 +27,12 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.resolve import paths_from
 from hvdtrain.data.workers.worker import refuse_inside
 from hvdtrain.engine import loop, summary
-from hvdtrain.engine.assemble import assemble, eval_feed
+from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.average import leave_final, training_weights
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.history import History
 from hvdtrain.engine.ends import page
+from hvdtrain.engine.feeds import eval_feed
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import session
 from hvdtrain.engine.saving.final import export
@@ -143,16 +144,17 @@ class Trainer:
             where = f"saved at step {s.cursor.step} in {run.out}" if s.cursor.step else "before the first step"
             raise Interrupted(f"interrupted: {where}; --resume auto, or fit() of this Trainer, continues the run")
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
-        return Result(s.cursor.step, s.last_loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
-                      s.requeue, s.metrics_at)
+        speed = run.timeline.totals.samples_per_s()
+        return Result(s.cursor.step, s.outcome.last_loss, dict(s.metrics), speed, run.out, s.stop, history, s.requeue,
+                      s.findings.metrics_at)
 
     @staticmethod
     def _fit(run: Run) -> None:
         """Train, then write the final model, the summary and the completion record; collective."""
         try:
             loop.fit(run)
-            if run.unsaved is not None:
-                run.record("failed", **failure(run.unsaved, run.control.rank))
+            if run.state.findings.unsaved is not None:
+                run.record("failed", **failure(run.state.findings.unsaved, run.control.rank))
         except BaseException as error:
             run.record("failed", **failure(error, run.control.rank))
             raise
@@ -160,9 +162,9 @@ class Trainer:
             for callback in run.callbacks:
                 getattr(callback, "close", _nothing)(run)
             run.records.close(run)
-        if run.average is not None and run.average not in run.final and not run.state.requeue:
+        if run.average is not None and run.average not in run.services.final and not run.state.requeue:
             run.average.hold()
-            run.final.append(run.average)
+            run.services.final.append(run.average)
         if run.begun and not run.state.requeue:
             _write_model(run)
         if run.control.rank == 0:
@@ -191,7 +193,7 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
         run = self._assembled(None, None)
-        with loop.joined(run), training_weights(run):
+        with loop.joined(run), training_weights(run.services.final):
             error = session.save(run)
         if error:
             raise UserError(f"the checkpoint was not written: {error}", "a writable directory with room",
@@ -209,7 +211,7 @@ class Trainer:
         def look() -> Any:
             return session.find(path, None, run.note) if run.control.rank == 0 else None
 
-        leave_final(run)
+        leave_final(run.services.final)
         with loop.joined(run):
             session.restore(run, agreed(run.control, look, "restore"))
 
@@ -231,8 +233,8 @@ class Trainer:
 def _continue(run: Run) -> None:
     """Let the next fit train from where the last one stopped for a requeue."""
     state = run.state
-    state.requeue, state.interrupted, state.save_due, state.wants_save = False, False, False, False
-    state.stop, state.wants_stop = "", ""
+    state.requeue, state.interrupted, state.save_due, state.wishes.save = False, False, False, False
+    state.stop, state.wishes.stop = "", ""
     causes.withdraw()
     for callback in run.callbacks:
         getattr(callback, "continued", _nothing)(run)
@@ -317,7 +319,7 @@ def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:
 def _write_model(run: Run) -> None:
     """Write the final model, also where the last checkpoint failed; then raise what failed, on every rank. Collective.
     """
-    unsaved = run.unsaved
+    unsaved = run.state.findings.unsaved
     try:
         export(run)
     except UserError as error:

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.peers import IDLE_S, Prepared, Setup, tensorflow_common
 from hvdtrain.commands.bench.workloads import LR, MOMENTUM
 from hvdtrain.config import Exchange, Pipeline, Rebalance
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.protocols.types import itemsize
+from hvdtrain.engine.run import Run
+from hvdtrain.parallel.pipeline.plan import Planned
 
 
 def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",
@@ -47,9 +49,9 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     n_local, marks = [0], _Marks(run)
 
     def step(_: int) -> None:
-        begin = marks.begin()
-        batch = next(batches)
-        run.phases.add("data", time.perf_counter() - begin)
+        marks.begin()
+        with run.phases.data:
+            batch = next(batches)
         loop.train_step(run, batch)
         marks.end()
         n_local[0] = batch.n_local
@@ -66,8 +68,8 @@ class _Marks:
     A bucket that is put inside a graph is put while that is traced, once: its steps have no such mark.
     """
 
-    def __init__(self, run: Any) -> None:
-        self._phases, self._steps = run.phases, list[dict[str, float]]()
+    def __init__(self, run: Run) -> None:
+        self._phases, self._steps = run.timeline.totals, list[dict[str, float]]()
         self._begin, self._now = 0.0, dict[str, float]()
         put = run.dp.put
 
@@ -76,13 +78,12 @@ class _Marks:
             put(index, x)
 
         if not run.dp.in_graph:
-            run.dp.put = stamped
+            run.dp.put = stamped  # type: ignore[method-assign]
 
-    def begin(self) -> float:
-        """A step begins; its time."""
+    def begin(self) -> None:
+        """A step begins."""
         self._now, self._before = {}, dict(self._phases.seconds)
         self._begin = time.perf_counter()
-        return self._begin
 
     def end(self) -> None:
         """The step is over."""
@@ -104,22 +105,23 @@ def _pipeline(setup: Setup) -> Pipeline:
                     chunks=max(2, cut.chunks), cut=list(cut.names))
 
 
-def _layout(run: Any) -> dict[str, Any]:
+def _layout(run: Run) -> dict[str, Any]:
     """How the model was cut, and what that was predicted to give: seconds of a step's forwards and backwards."""
-    layout = run.parts.layout
+    layout = cast(Planned, run.parts.layout)
     parts, step = layout.chunks(), layout.plans[layout.mesh.copy].step
     return {"cut": [layout.names[blocks[0]] for blocks in parts[1:]], "places": list(layout.mesh.ranks),
             "blocks": [[layout.names[b] for b in blocks] for blocks in parts],
             "predicted_step_s": step.step_s, "predicted_busy_s": list(step.busy_s)}
 
 
-def _spent(run: Any) -> dict[str, float]:
+def _spent(run: Run) -> dict[str, float]:
     """This rank's seconds by phase and in steps, of its waits those for other stages, and bytes of cargo sent."""
-    return {**run.phases.seconds, "step": run.phases.step_s, "idle": getattr(run.schedule, "idle_s", 0.0),
+    totals = run.timeline.totals
+    return {**totals.seconds, "step": totals.step_s, "idle": getattr(run.schedule, "idle_s", 0.0),
             "sent": getattr(run.schedule, "sent_bytes", 0)}
 
 
-def _whatif(run: Any) -> dict[str, Any]:
+def _whatif(run: Run) -> dict[str, Any]:
     """What the run reckons of a step without each of its ranks; {} where it cannot. Collective."""
     from hvdtrain.engine.callbacks.whatif import WhatIf
 
@@ -127,7 +129,7 @@ def _whatif(run: Any) -> dict[str, Any]:
     return {} if found is None else {"step_s": found.step_s, "without_s": found.without_s_P}
 
 
-def _fetched(run: Any, setup: Setup) -> Iterator[Any]:
+def _fetched(run: Run, setup: Setup) -> Iterator[Any]:
     """The batches of one epoch, over and over, fetched beforehand as every peer's are."""
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as fetched:
         batches = list(fetched)
@@ -135,7 +137,7 @@ def _fetched(run: Any, setup: Setup) -> Iterator[Any]:
     return itertools.cycle(batches)
 
 
-def _live(run: Any) -> Iterator[Any]:
+def _live(run: Run) -> Iterator[Any]:
     """Epoch after epoch as the loop fetches them, since the cut may change; the fetch is in what is timed."""
     while True:
         with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
@@ -195,13 +197,13 @@ def section(kind: Any, option: str, settings: Sequence[str]) -> Any:
     return kind(**found)
 
 
-def _params(run: Any) -> list[Any]:
+def _params(run: Run) -> list[Any]:
     """Copies of the trainable parameters, in the step's own order."""
     groups, _ = run.parts.state.state()
     return [groups["model"][spec.name].copy() for spec in run.parts.params.specs]
 
 
-def _sync(run: Any) -> Callable[[], None]:
+def _sync(run: Run) -> Callable[[], None]:
     """How to wait for the device; on a CPU a step has ended when it returns."""
     if not run.parts.stage.asynchronous:
         return lambda: None

@@ -13,12 +13,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.backends.misfit import out_of_memory
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
+from hvdtrain.data.feed import Feed
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.recovery.recovery import Recovery
 
 FIRST, SECOND, THIRD = (0, 1), (2, 3), (4, 5, 6)
 """The shares of the samples: uneven, and none of a single sample."""
@@ -344,34 +348,34 @@ def note_of(finding: Finding) -> str:
            "would change its gradient, and are refused"
 
 
-def apply_finding(run: Any, finding: Finding | None) -> None:
-    """Refuse the loss of ``run`` where its batch is divided, else keep the batch undivided; alike on every rank.
+def apply_finding(finding: Finding | None, feed: Feed, parts: Parts, recovery: Recovery, notes: list[str]) -> None:
+    """Refuse a run's loss where its batch is divided, else keep the batch undivided; alike on every rank.
 
     Errors: `UserError`.
     """
     if finding is None:
         return
-    feed, divided = run.feed, run.feed.divides() or getattr(run.parts.stage, "divides", False)
+    divided = feed.divides() or getattr(parts.stage, "divides", False)
     if finding.unjudged:
-        run.notes += [finding.got] if divided else []
+        notes += [finding.got] if divided else []
         return
     if finding.outputs:
-        if divided and not run.parts.caveats():
-            run.notes.append(f"not independent of the number of ranks: {OUTPUTS}")
+        if divided and not parts.caveats():
+            notes.append(f"not independent of the number of ranks: {OUTPUTS}")
         return
     error = refusal(finding, "ranks or micro-batches")
     if divided:
         raise error
-    run.notes.append(note_of(finding))
+    notes.append(note_of(finding))
     feed.undivided = error
-    if run.recovery.shrinks:
-        run.recovery.shrinks = False
-        run.recovery.because = "smaller micro-batches would change a loss that is not a weighted mean over samples"
-        if run.recovery.guard is not None:
-            run.recovery.guard.off = True
+    if recovery.shrinks:
+        recovery.shrinks = False
+        recovery.because = "smaller micro-batches would change a loss that is not a weighted mean over samples"
+        if recovery.guard is not None:
+            recovery.guard.off = True
 
 
-def agree_on(control: Any, finding: Finding | None) -> Finding | None:
+def agree_on(control: Control, finding: Finding | None) -> Finding | None:
     """Return what any rank has found, the loss before the outputs; collective."""
     return first_of(control.gather(finding))
 

@@ -14,9 +14,9 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core import RunFiles
+from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
 from hvdtrain.core.resolve import absolute
 
 MOST_JSON_BYTES = 16 * 2**20
@@ -74,18 +76,75 @@ class RunDirectory(RunFiles):
         return load_file(str(self.path / self.MODEL / weights.FILE))
 
 
-def ensure_out(run: Any) -> Path:
+@dataclass
+class RunOutput:
+    """A run's directory. ``out``: its path once `ensure_out` has made it, before that the current directory.
+
+    ``made``: directories that were made for ``out``, innermost first. ``lock``: descriptor by which rank 0 keeps other
+    jobs out while it trains; -1: none. ``begun``: a fit has begun to write into ``out``; not while it may still be
+    refused (`begin`).
+    """
+
+    out: Path = Path()
+    made: list[Path] = field(default_factory=list)
+    lock: int = -1
+    begun: bool = False
+
+
+class NamedModel(Protocol):
+    """A model, as its run's directory is named after it."""
+
+    @property
+    def name(self) -> str:
+        """Of the file or class, and of the function in it."""
+        ...
+
+
+class TrainingPosition(Protocol):
+    """The state of a run, which says whether anything is left to train."""
+
+    cursor: Cursor
+    requeue: bool
+
+
+class DirectoryRun(Protocol):
+    """What is needed of a `hvdtrain.engine.run.Run`, whose directory this file sets."""
+
+    config: Config
+    control: Control
+    directory: RunOutput
+
+    @property
+    def spec(self) -> NamedModel:
+        """Its model."""
+        ...
+
+    @property
+    def state(self) -> TrainingPosition:
+        """Where it stands."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Keep a remark for the summary and the log, and print it on rank 0 now."""
+        ...
+
+    def stopping(self) -> bool:
+        """Return whether the ranks have agreed to stop."""
+        ...
+
+
+def ensure_out(run: DirectoryRun) -> Path:
     """Find or make the run's directory, by rank 0 on first use, and tell it to all. Collective.
 
     Empty ``config.out``: a new ``runs/MODEL-NNN``; with ``resume auto`` the newest of that model. A given directory
     that holds a run already is refused unless it is resumed. Nothing in a directory that was there is changed.
     """
-    if run.out == Path():
+    if run.directory.out == Path():
         def on_root() -> tuple[Path, list[Path]]:
             return choose(run.config, run.spec.name) if run.control.rank == 0 else (Path(), [])
 
-        run.out, run.made = run.control.bcast(agreed(run.control, on_root, "out"))
-    return run.out
+        run.directory.out, run.directory.made = run.control.bcast(agreed(run.control, on_root, "out"))
+    return run.directory.out
 
 
 def find_out(config: Config, name: str) -> Path | None:
@@ -97,12 +156,12 @@ def find_out(config: Config, name: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def starting(run: Any) -> Iterator[None]:
-    """Enclose everything that may still refuse a fit, with ``run.out`` there; the fit begins after it. Collective.
+def starting(run: DirectoryRun) -> Iterator[None]:
+    """Enclose everything that may still refuse a fit, with the directory there; the fit begins after it. Collective.
 
     An exception inside gives a directory back that this run made and that is empty.
     """
-    run.begun = False
+    run.directory.begun = False
     ensure_out(run)
     try:
         yield
@@ -112,35 +171,35 @@ def starting(run: Any) -> Iterator[None]:
     begin(run)
 
 
-def release(run: Any) -> None:
+def release(run: DirectoryRun) -> None:
     """Let other jobs train in the run's directory again; rank 0's part."""
-    lock, run.lock = run.lock, -1
+    lock, run.directory.lock = run.directory.lock, -1
     if lock >= 0:
         os.close(lock)
 
 
-def _lock(run: Any) -> None:
+def _lock(run: DirectoryRun) -> None:
     """Keep other jobs out of the run's directory for as long as this process has it open; `UserError` if one has it.
 
     A lock of the directory itself leaves no file, and goes with its process however that ends. Where a file system
     offers none, two jobs are not told from each other.
     """
     release(run)
-    run.lock = os.open(run.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    run.directory.lock = os.open(run.directory.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(run.directory.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         release(run)
-        raise UserError(f"another job is training in {run.out}", "a directory of its own for each job",
+        raise UserError(f"another job is training in {run.directory.out}", "a directory of its own for each job",
                         "wait for that job, or choose another --out") from None
     except OSError:
         release(run)
 
 
-def begin(run: Any) -> None:
+def begin(run: DirectoryRun) -> None:
     """Write ``config.yaml`` and take ``completed.json`` away: from here on the run is under way. Collective.
 
-    Where the directory holds a finished run and nothing is left to train, all in it stays, and ``run.begun`` is False.
+    Where the directory holds a finished run and nothing is left to train, all in it stays, and ``begun`` is False.
     """
     left = run.state.cursor.epoch < run.config.epochs and not run.stopping()
 
@@ -148,32 +207,33 @@ def begin(run: Any) -> None:
         if run.control.rank != 0:
             return True
         try:
-            if not left and (run.out / RunDirectory.COMPLETED).exists():
+            if not left and (run.directory.out / RunDirectory.COMPLETED).exists():
                 return False
             _lock(run)
             keep_config(run)
-            (run.out / RunDirectory.COMPLETED).unlink(missing_ok=True)
+            (run.directory.out / RunDirectory.COMPLETED).unlink(missing_ok=True)
         except OSError as error:
             raise _unusable(error) from None
         return True
 
     try:
-        run.begun = run.control.bcast(agreed(run.control, write, "out"))
+        run.directory.begun = run.control.bcast(agreed(run.control, write, "out"))
     except UserError:
         _give_back(run)
         raise
-    run.made = []
+    run.directory.made = []
     if run.state.requeue:
         return  # ended by a signal before it began: the note would be wrong
-    if not run.begun:
-        run.note(f"nothing is left to train: {run.out} holds a run that is complete; its files stay as they are")
+    if not run.directory.begun:
+        run.note(f"nothing is left to train: {run.directory.out} holds a run that is complete; its files stay as they "
+                 "are")
     elif not left and run.state.cursor.step > 0:
         run.note(f"nothing is left to train after step {run.state.cursor.step}")
 
 
-def keep_config(run: Any) -> None:
+def keep_config(run: DirectoryRun) -> None:
     """Write the configuration into the run's directory; rank 0 only."""
-    _write(run.out / RunDirectory.CONFIG, _yaml(run.config))
+    _write(run.directory.out / RunDirectory.CONFIG, _yaml(run.config))
 
 
 def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
@@ -209,11 +269,11 @@ def kind_of(error: OSError) -> str:
     return "disk" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE) else "user"
 
 
-def _give_back(run: Any) -> None:
+def _give_back(run: DirectoryRun) -> None:
     """Remove what was made for a run that does not begin, where it is empty; rank 0's part."""
-    made, run.made = run.made, []
+    made, run.directory.made = run.directory.made, []
     if made:
-        run.out = Path()
+        run.directory.out = Path()
     with contextlib.suppress(OSError):  # not empty: somebody uses it
         for path in made if run.control.rank == 0 else ():
             path.rmdir()

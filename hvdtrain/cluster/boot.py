@@ -64,7 +64,7 @@ def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
     causes.leave_done_at_exit()
     notes: list[str] = []
     if facts.kind == "solo":
-        control: Any = SoloControl()
+        control: Any = SoloControl()  # which takes ``notes`` too
     elif facts.kind == "mpi":
         notes += [note for note in (yield_when_idle(facts, os.environ), send_only(facts, os.environ)) if note]
         control = _start_mpi(facts, timeout_s)

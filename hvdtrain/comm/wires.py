@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.devices import DeviceFacts, unlike
@@ -21,10 +21,51 @@ from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import Config
 from hvdtrain.config.pipeline import cut_over_ranks
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Collectives, Control
+from hvdtrain.core.protocols import Collectives, Control, DataParallel, GradientSink
 from hvdtrain.planning.exchange.wire_choice import Job, candidates, rationed
 
 BUILD = "run `python -m hvdtrain build`"
+
+
+class Switching(Protocol):
+    """A data-parallel strategy that can change its transport (`hvdtrain.parallel.data_parallel.replicate`)."""
+
+    def use_wire(self, wire: Collectives) -> str:
+        """Exchange over ``wire`` from the next step on; return in words what starts anew, or ""."""
+        ...
+
+
+class Connected(Protocol):
+    """The model's stage, which hands its gradients to a data-parallel strategy."""
+
+    def connect(self, sink: GradientSink) -> None:
+        """Hand gradients to ``sink`` from the next step on."""
+        ...
+
+
+class ExchangingParts(Protocol):
+    """The parts of a model, as the transport sees them."""
+
+    @property
+    def stage(self) -> Connected:
+        """Runs forward and backward."""
+        ...
+
+
+class ExchangingRun(Protocol):
+    """What is needed of a `hvdtrain.engine.run.Run` to change its transport."""
+
+    collectives: Collectives
+    dp: DataParallel
+
+    @property
+    def parts(self) -> ExchangingParts:
+        """Its model's parts."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Keep a remark for the summary and the log, and print it on rank 0 now."""
+        ...
 
 
 def open_wire(config: Config, framework: str, backend: Any, control: Control, topology: Topology,
@@ -134,7 +175,7 @@ class Wires:
             self._open[name] = self._agreed(wire, notes)
         return self._open[name], ""
 
-    def use(self, run: Any, name: str) -> str:
+    def use(self, run: ExchangingRun, name: str) -> str:
         """Have ``run`` exchange gradients over another wire from the next step on; entered between two steps.
 
         It was made by `hvdtrain.parallel.data_parallel.replicate`. The wire that it leaves is given back. Returns why
@@ -143,7 +184,7 @@ class Wires:
         wire, lacking = self.get(name)
         if wire is not None and wire is not run.collectives:
             before, run.collectives = run.collectives, wire
-            said = run.dp.use_wire(wire)
+            said = cast(Switching, run.dp).use_wire(wire)
             run.parts.stage.connect(run.dp)
             self.give_back(before.name)
             if said:

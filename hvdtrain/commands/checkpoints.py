@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, Manifest, files, read_snapshot, weights
-from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.snapshot import check_listing, inspect
 from hvdtrain.checkpoint.store import Candidate
 from hvdtrain.core import table

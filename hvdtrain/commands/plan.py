@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.machine import memory
+from hvdtrain.config import Config
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.units import shown
 from hvdtrain.engine.machine import reading
 from hvdtrain.engine.memory.plan import Plan
+from hvdtrain.engine.run import Run
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
 
@@ -86,7 +88,7 @@ def _own_options(argv: list[str]) -> tuple[list[str], bool, bool, str]:
     return rest, "--memory" in found, "--check" in found, target
 
 
-def _shares(config: Any) -> None:
+def _shares(config: Config) -> None:
     """Print who would compute what."""
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.engine.callbacks.balance import Balance
@@ -98,7 +100,7 @@ def _shares(config: Any) -> None:
         Balance(Meter(1)).plan(run)
 
 
-def _stages(config: Any, check: bool, target: str) -> None:
+def _stages(config: Config, check: bool, target: str) -> None:
     """Print where the model would be cut over ranks, and what each stage would hold: making it prints the table."""
     from hvdtrain.cluster.control import agreed
     from hvdtrain.engine.assemble import assemble
@@ -114,7 +116,7 @@ def _stages(config: Any, check: bool, target: str) -> None:
     run.leave()
 
 
-def _memory(config: Any, check: bool, target: str) -> None:
+def _memory(config: Config, check: bool, target: str) -> None:
     """Print how much memory training would take."""
     from hvdtrain import backends
     from hvdtrain.cluster.control import agreed
@@ -169,7 +171,7 @@ def show(plan: Plan, launched: bool) -> None:
         table.note("nothing that is known here would take less")
 
 
-def checked(run: Any, plan: Plan, steps: int) -> None:
+def checked(run: Run, plan: Plan, steps: int) -> None:
     """Train ``steps`` of an assembled run, which is over then, and print the peaks of all ranks; collective."""
     feed, control = run.feed, run.control
     from hvdtrain.engine import loop

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from typing import Any
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.report import RecordedRun
 
 
 class Turns:
@@ -27,7 +27,7 @@ class Turns:
                             "correct it")
         self._count = float(count or 0)
 
-    def ask(self, run: Any) -> bool:
+    def ask(self, run: RecordedRun) -> bool:
         """Return whether it is its turn after the step that has just ended; ask once a step."""
         if self._unit == "step":
             self.due = run.state.cursor.step % int(self._count) == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,6 +28,18 @@ GROUP = weights.AVERAGES
 
 _BUCKET_MB = 16.0
 _NARROW = ("float16", "bfloat16")
+
+
+class Final(Protocol):
+    """Weights that have replaced those that training continues from; `release` and `hold` exchange them."""
+
+    def hold(self) -> None:
+        """Put the final weights into the model."""
+        ...
+
+    def release(self) -> None:
+        """Undo `hold`."""
+        ...
 
 
 class Average:
@@ -151,21 +163,21 @@ def averaged(average: Average | None) -> contextlib.AbstractContextManager[None]
 
 
 @contextlib.contextmanager
-def training_weights(run: Any) -> Iterator[None]:
+def training_weights(final: list[Final]) -> Iterator[None]:
     """Have the weights that training continues from in the model, which has the final ones after a fit."""
-    for one in reversed(run.final):
+    for one in reversed(final):
         one.release()
     try:
         yield
     finally:
-        for one in run.final:
+        for one in final:
             one.hold()
 
 
-def leave_final(run: Any) -> None:
+def leave_final(final: list[Final]) -> None:
     """Put the weights that training continues from into the model, for good."""
-    with training_weights(run):
-        run.final = []
+    with training_weights(final):
+        final.clear()
 
 
 class WithAverage:

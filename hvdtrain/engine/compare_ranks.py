@@ -1,4 +1,4 @@
-"""Makes sure that every rank holds the same model before anything of it is exchanged.
+"""Makes sure that every rank has the same configuration and model before anything of it is exchanged.
 
 Owns the comparison and its words. What a model is made of, one line for each tensor, is told by its step.
 """
@@ -7,17 +7,42 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.errors import UserError
+from hvdtrain.config import Config, schema
+from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.finite import spoken
 from hvdtrain.core.group import Group, spans
+from hvdtrain.core.mesh import depths_of
 from hvdtrain.core.protocols import Control
 
 if TYPE_CHECKING:
     from hvdtrain.parallel.parts import Parts
+
+
+def check_config(config: Config, control: Control) -> None:
+    """Raise `UserError` where ranks read different configurations, before the model is made; collective."""
+    digests = control.gather(config.digest())
+    other = next((r for r, d in enumerate(digests) if d != digests[0]), None)
+    if other is not None:
+        raise UserError(f"rank {other} read another configuration than rank 0", "the same on every rank",
+                        "compare the config file, environment and arguments on their hosts")
+
+
+def check_world(config: Config, control: Control) -> None:
+    """Raise `UserError` where shares or other keys by rank do not fit the number of ranks."""
+    copies = len(depths_of(config.pipeline.stages, config.pipeline.depths, control.size))
+    if config.shares and not isinstance(config.shares, Mapping) and len(config.shares) != copies:
+        raise UserError(f"shares has {count(len(config.shares), 'entry', 'entries')} for {copies} "
+                        + ("ranks" if copies == control.size else "copies of the model"),
+                        "one per " + ("rank" if copies == control.size else "copy"), f"give {copies} numbers")
+    for name, given in schema.per_rank(config).items():
+        if name != "shares" and isinstance(given, (list, tuple)) and given and len(given) != control.size:
+            raise UserError(f"{name} has {count(len(given), 'entry', 'entries')} for "
+                            f"{count(control.size, 'rank')}", "one per rank",
+                            f"give {control.size} numbers")
 
 
 def check_alike(control: Control, group: Group, lines: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ from hvdtrain.core.protocols import Batch
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import on_disk
 from hvdtrain.engine.pipeline_first_sample import evaluating, walked
+from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 
 LEAST = 2
@@ -38,7 +39,7 @@ LOOKED_AT_TWICE = 2**22
 """... and for the next ones: the largest or smallest may be a number that the loss ignores."""
 
 
-def check(run: Any, backend: Any) -> list[str]:
+def check(run: Run, backend: Any) -> list[str]:
     """Try the run's data on its model, training and evaluation, before anything is exchanged; collective.
 
     Returns the buffers and parameters that were written to here, by name.
@@ -68,7 +69,7 @@ def check(run: Any, backend: Any) -> list[str]:
     return written
 
 
-def _check_loss(run: Any, backend: Any) -> None:
+def _check_loss(run: Run, backend: Any) -> None:
     """Judge whether the loss is a weighted mean over samples (`hvdtrain.backends.loss_coupling`); collective."""
     pool, n_micro = agreed(run.control, lambda: (_pool(run.feed), _micro_batch(run.feed)), "first sample")
     rows = choose_rows(pool, max(run.control.gather(n_micro)))
@@ -79,7 +80,7 @@ def _check_loss(run: Any, backend: Any) -> None:
     else:
         with backend.loss_evaluator(run.parts, batch) as evaluate:
             finding = judge(_within_memory(evaluate, backend), len(rows))
-    apply_finding(run, agree_on(run.control, finding))
+    apply_finding(agree_on(run.control, finding), run.feed, run.parts, run.recovery, run.notes)
 
 
 def _within_memory(evaluate: Evaluate, backend: Any) -> Evaluate:
@@ -93,7 +94,7 @@ def _within_memory(evaluate: Evaluate, backend: Any) -> Evaluate:
     return evaluated
 
 
-def _check_parts(run: Any, backend: Any) -> list[str]:
+def _check_parts(run: Run, backend: Any) -> list[str]:
     """Do the same for a model that is cut over ranks, in micro-batches as training has them."""
     def read(feed: Feed) -> list[Batch]:
         n = max(1, _micro_batch(run.feed))
@@ -103,14 +104,13 @@ def _check_parts(run: Any, backend: Any) -> list[str]:
     written = walked(run, backend, train, True)
     with _one_sample_refusal(run) as single:
         written += walked(run, backend, [tuple(array[:1] for array in train[0])] if single else [], True)
-    if run.eval_feed is not None:
-        test = agreed(run.control, lambda: train if run.eval_feed.samples is None else read(run.eval_feed),
-                      "first sample")
+    if (feed := run.eval_feed) is not None:
+        test = agreed(run.control, lambda: train if feed.samples is None else read(feed), "first sample")
         written += walked(run, backend, test, False)
     return written
 
 
-def _try(run: Any, backend: Any, feed: Feed, training: bool) -> list[str]:
+def _try(run: Run, backend: Any, feed: Feed, training: bool) -> list[str]:
     n_micro = _micro_batch(feed)
     batch = _samples(feed, min(MOST, max(LEAST, n_micro)))
     try:
@@ -125,7 +125,7 @@ def _try(run: Any, backend: Any, feed: Feed, training: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def _one_sample_refusal(run: Any) -> Iterator[int]:
+def _one_sample_refusal(run: Run) -> Iterator[int]:
     """Yield 1 where a micro-batch of this run has one sample, else 0; turn BatchNorm's refusal of it into a message.
 
     With ``sync_batchnorm`` the ranks' micro-batches of one number count as one.
@@ -161,7 +161,7 @@ def _sizes(feed: Feed, n: int) -> list[list[int]]:
     return [[b - a for a, b in cut.bounds(count, rank)] for rank, count in enumerate(np.diff(cut.offsets(n)).tolist())]
 
 
-def _check_fixed(run: Any, backend: Any, feed: Feed, training: bool) -> None:
+def _check_fixed(run: Run, backend: Any, feed: Feed, training: bool) -> None:
     """Refuse micro-batches of other sizes than a Keras model with a fixed batch takes."""
     fixed = fixed_batch(run.spec.model)
     for where, n in _batches(feed, run.config.max_steps if training else 0).items() if fixed else ():
@@ -192,7 +192,7 @@ def _parts(batch: Batch, n: int) -> Iterator[Batch]:
         yield tuple(np.resize(array[i:i + n], (n, *array.shape[1:])) for array in batch)
 
 
-def _run(run: Any, backend: Any, batch: Batch, training: bool, n: int = 0) -> list[str]:
+def _run(run: Run, backend: Any, batch: Batch, training: bool, n: int = 0) -> list[str]:
     """Try once, with the first ``n`` samples (0: all); return what the try wrote to.
 
     The first step tells what memory does not suffice for: it may hold what is needed then.
@@ -204,7 +204,7 @@ def _run(run: Any, backend: Any, batch: Batch, training: bool, n: int = 0) -> li
     return written[0] or []
 
 
-def _fits(run: Any, backend: Any, batch: Batch, training: bool) -> list[str] | None:
+def _fits(run: Run, backend: Any, batch: Batch, training: bool) -> list[str] | None:
     """Return what a try wrote to; None where the try failed."""
     try:
         return _run(run, backend, batch, training)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -20,11 +20,13 @@ import numpy as np
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import averaged
 from hvdtrain.engine.callbacks.history import History
 from hvdtrain.engine.keras_callback_state import CallbackStates, decode, encode, numpy_of, writes
 from hvdtrain.engine.keras_measured_weights import FinalWeights, Saves, check, measured, one_owner_of_rate, saves_after
 from hvdtrain.engine.keras_training_metrics import TrainingMetrics
+from hvdtrain.engine.run import Run
 
 NOT_NEEDED = ("MetricAverageCallback", "BroadcastGlobalVariablesCallback", "DivergenceGuardCallback")
 """Those of hvdtrain.keras for plain `model.fit`: a run does by itself what they do."""
@@ -42,7 +44,7 @@ class Bridge(History):
 
     state_key = "Bridge"
 
-    def __init__(self, callbacks: Iterable[Any], run: Any) -> None:
+    def __init__(self, callbacks: Iterable[Any], run: Run) -> None:
         super().__init__()
         model = run.spec.model
         if not isinstance(model, keras.Model):
@@ -72,7 +74,7 @@ class Bridge(History):
 
     # --- what a run tells ------------------------------------------------------------------------------------------
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Hand model and parameters to the callbacks and tell them of the begin. Collective."""
         _check_alike(self.callbacks, run)
         check(self.callbacks, run)
@@ -82,7 +84,7 @@ class Bridge(History):
         if self._setup.optimizer is not None and self._setup.optimizer is not self._compiled_optimizer:
             model.optimizer = self._setup.optimizer
         if run.eval_feed is not None:
-            self._eval_feed, run.eval_feed = run.eval_feed, Watched(run.eval_feed, self, run)
+            self._eval_feed, run.eval_feed = run.eval_feed, cast(Feed, Watched(run.eval_feed, self, run))
         self._trained.begin(run)
         params = {"verbose": 0, "epochs": run.config.epochs, "steps": run.feed.steps_per_epoch}
         model.stop_training = False
@@ -105,7 +107,7 @@ class Bridge(History):
             _take_backup(self.callbacks, model, run)
         self._settle(run)
 
-    def epoch_start(self, run: Any) -> None:
+    def epoch_start(self, run: Run) -> None:
         """``on_epoch_begin``; of an epoch that a checkpoint had begun, with the rate from before. Collective."""
         super().epoch_start(run)
         resumed = self._trained.resumed
@@ -123,12 +125,12 @@ class Bridge(History):
             self._tell("on_epoch_begin", self.epoch)
         self._settle(run)
 
-    def step_start(self, run: Any) -> None:
+    def step_start(self, run: Run) -> None:
         """``on_train_batch_begin``."""
         self._trained.keep()
         self._tell("on_train_batch_begin", run.state.cursor.epoch_step)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """``on_train_batch_end``; a skipped step counts in no metric."""
         super().step_end(run)
         if not run.updated:
@@ -140,7 +142,7 @@ class Bridge(History):
         self._tell("on_train_batch_end", batch, logs)
         _wish(self._model, run)
 
-    def test_begin(self, run: Any) -> bool:
+    def test_begin(self, run: Run) -> bool:
         """``on_test_begin``; metrics of training batches are put aside, since an evaluation counts in the same ones.
 
         Return False where the callbacks hear nothing of the evaluation, as of an epoch that was cut short.
@@ -151,7 +153,7 @@ class Bridge(History):
         self._tell("on_test_begin")
         return True
 
-    def eval_end(self, run: Any) -> None:
+    def eval_end(self, run: Run) -> None:
         """``on_test_end``, with the metrics under Keras' names."""
         super().eval_end(run)
         self._evaluated = self._trained.renamed(self._evaluated)
@@ -159,7 +161,7 @@ class Bridge(History):
             with averaged(run.average):
                 self._tell("on_test_end", dict(self._evaluated))
 
-    def closed(self, run: Any, logs: dict[str, float]) -> None:
+    def closed(self, run: Run, logs: dict[str, float]) -> None:
         """``on_epoch_end``, once for each epoch; not of one that was cut short. Collective."""
         if _cut_short(run) or self._ended == self.epoch:
             return
@@ -169,14 +171,14 @@ class Bridge(History):
         self.history = {name: list(values) for name, values in self._model.history.history.items()}
         self._settle(run)
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Close an epoch in which a callback stopped the run, as Keras does; `History` alone closes any other."""
         super().fit_end(run)
         epochs = max((len(values) for values in self.history.values()), default=0)
         for values in self.history.values():
             values += [math.nan] * (epochs - len(values))
 
-    def fit_saved(self, run: Any) -> None:
+    def fit_saved(self, run: Run) -> None:
         """``on_train_end``, after the last checkpoint, which holds the weights of training. Collective."""
         with self._final.measured(run, self.callbacks, self.steps):
             if self._writers:
@@ -186,7 +188,7 @@ class Bridge(History):
                 run.join()
             self.close(run)
 
-    def close(self, run: Any) -> None:
+    def close(self, run: Run) -> None:
         """Give the model its methods and its compiled optimizer, and the run its evaluation feed back."""
         self._trained.end()
         self._saves.end()
@@ -195,12 +197,12 @@ class Bridge(History):
         if self._compiled_optimizer is not None:
             self._model.optimizer = self._compiled_optimizer
 
-    def logs(self, run: Any) -> dict[str, float]:
+    def logs(self, run: Run) -> dict[str, float]:
         """Loss, metrics of the training batches over all ranks, metrics of the evaluation. Collective."""
         found = super().logs(run)
         return {"loss": found.pop("loss"), **self._trained.results(run.control), **found}
 
-    def saving(self, run: Any) -> None:
+    def saving(self, run: Run) -> None:
         """Bring together what the callbacks hold, and the sums of an epoch that is not over. Collective."""
         totals = self._trained.totals(run.control) if self._unfinished else {}
         callbacks, self._arrays = self._states.changed()
@@ -244,7 +246,7 @@ class Bridge(History):
             isinstance(c, keras.callbacks.EarlyStopping) and 0 < c.stopped_epoch and c.patience <= c.wait
             for c in self.callbacks)
 
-    def _settle(self, run: Any) -> None:
+    def _settle(self, run: Run) -> None:
         """Set the learning rate to rank 0's, unless a schedule rules it, and note a wish to stop. Collective."""
         _wish(self._model, run)
         optimizer = self._setup.optimizer
@@ -257,12 +259,12 @@ class Bridge(History):
             optimizer.learning_rate = rate
 
 
-def _wish(model: Any, run: Any) -> None:
+def _wish(model: Any, run: Run) -> None:
     if model.stop_training:
         run.want_stop(STOP)
 
 
-def _cut_short(run: Any) -> bool:
+def _cut_short(run: Run) -> bool:
     """Return whether a stop that no callback asked for has cut the epoch at hand short; the same on every rank."""
     return run.stopping() and run.state.cursor.epoch_step > 0 and run.state.stop != STOP
 
@@ -274,7 +276,7 @@ def _plain_rate(optimizer: Any) -> float | None:
 
 
 @contextlib.contextmanager
-def unchanged(model: Any, run: Any) -> Iterator[None]:
+def unchanged(model: Any, run: Run) -> Iterator[None]:
     """Undo what callbacks change within: weights, optimizer, random generators.
 
     For events that a checkpoint's run has had already: their effect is in what the checkpoint holds.
@@ -292,7 +294,7 @@ def unchanged(model: Any, run: Any) -> Iterator[None]:
     run.parts.state.load_rank(generators)
 
 
-def _check_alike(callbacks: list[Any], run: Any) -> None:
+def _check_alike(callbacks: list[Any], run: Run) -> None:
     """Callbacks that are not the same on all ranks would change the ranks' models unlike."""
     found = run.control.gather([type(c).__name__ + (f" with save_freq {c.save_freq}" if hasattr(c, "save_freq") else "")
                                 for c in callbacks])
@@ -303,7 +305,7 @@ def _check_alike(callbacks: list[Any], run: Any) -> None:
                         "any other with the attribute where = \"root\"")
 
 
-def _take_backup(callbacks: list[Any], model: Any, run: Any) -> None:
+def _take_backup(callbacks: list[Any], model: Any, run: Run) -> None:
     """Go on where rank 0's BackupAndRestore has begun, on all ranks."""
     if not any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         return
@@ -319,7 +321,7 @@ def _take_backup(callbacks: list[Any], model: Any, run: Any) -> None:
 class Watched:
     """An evaluation feed that tells Keras' callbacks of each batch; all else is the feed's."""
 
-    def __init__(self, feed: Any, bridge: Bridge, run: Any) -> None:
+    def __init__(self, feed: Any, bridge: Bridge, run: Run) -> None:
         self._feed, self._bridge, self._run = feed, bridge, run
 
     def __getattr__(self, name: str) -> Any:

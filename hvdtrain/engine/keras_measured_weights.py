@@ -18,6 +18,7 @@ from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.average import averaged
+from hvdtrain.engine.run import Run
 
 SAVES = ("save", "save_weights", "export")
 """Methods of a model that write it; they write the model in its own types, and with ``ema`` the averages."""
@@ -25,7 +26,7 @@ SETS_RATE = ("LearningRateScheduler", "ReduceLROnPlateau", "LearningRateSchedule
 """Callbacks, and classes made of them, that set the learning rate."""
 
 
-def check(callbacks: Sequence[Any], run: Any) -> None:
+def check(callbacks: Sequence[Any], run: Run) -> None:
     """Refuse callbacks that rule what something else in this run rules; the same on every rank."""
     names = [(type(c).__name__, {base.__name__ for base in type(c).__mro__}) for c in callbacks]
     rate = next((name for name, bases in names if bases & set(SETS_RATE)), "")
@@ -76,7 +77,7 @@ def saves_after(callbacks: Sequence[Any], batch: int, mine: Sequence[Any]) -> bo
 
 
 @contextlib.contextmanager
-def measured(model: Any, run: Any, writers: bool) -> Iterator[None]:
+def measured(model: Any, run: Run, writers: bool) -> Iterator[None]:
     """Have the weights in the model that an evaluation measures: with ``ema`` the averages. Collective.
 
     ``writers``: a callback writes on rank 0 alone, where the model is to be as its user made it. `UserError` where a
@@ -100,7 +101,7 @@ def measured(model: Any, run: Any, writers: bool) -> Iterator[None]:
 class Saves:
     """Makes the model's own `SAVES` write what was measured, from the begin to the end of a fit."""
 
-    def __init__(self, model: Any, run: Any) -> None:
+    def __init__(self, model: Any, run: Run) -> None:
         self._model, self._run = model, run
 
     def begin(self) -> None:
@@ -137,7 +138,7 @@ class FinalWeights:
         self._final: list[np.ndarray] = []
 
     @contextlib.contextmanager
-    def measured(self, run: Any, callbacks: Sequence[Any], steps: dict[int, int]) -> Iterator[None]:
+    def measured(self, run: Run, callbacks: Sequence[Any], steps: dict[int, int]) -> Iterator[None]:
         """Have the weights in the model that were measured, and measure those that callbacks leave there. Collective.
 
         ``steps``: the last step of each epoch.
@@ -149,7 +150,7 @@ class FinalWeights:
         before = self._model.get_weights()
         if run.average is not None and not run.state.requeue:
             run.average.hold()
-            run.final.append(run.average)
+            run.services.final.append(run.average)
             before = self._model.get_weights()
         elif getattr(optimizer, "use_ema", False) and not run.state.requeue:
             optimizer.finalize_variable_values(optimizer._trainable_variables)
@@ -162,13 +163,13 @@ class FinalWeights:
         run.parts.buffers.share()  # rank 0's weights are those of the file
         self._of_training, self._state = before, run.parts.state
         self._state.finalized = True
-        run.final.append(self)
+        run.services.final.append(self)
         if not run.state.requeue:
             self._measure(run, *(restored_by(callbacks, steps) if by_callback else ("use_ema", None)))
 
-    def _measure(self, run: Any, by: str, step: int | None) -> None:
+    def _measure(self, run: Run, by: str, step: int | None) -> None:
         state = run.state
-        state.metrics_at = state.cursor.step if step is None else step
+        state.findings.metrics_at = state.cursor.step if step is None else step
         whose = f"weights of step {step}, which {by} has restored" if step is not None else \
             "moving average of the weights (use_ema)" if by else "weights that a Keras callback has set in on_train_end"
         if run.eval_feed is not None:

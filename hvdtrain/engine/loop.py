@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.checkpoint.run_directory import release, starting
-from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.events import Event
 from hvdtrain.core.protocols import Done
@@ -36,8 +34,8 @@ if TYPE_CHECKING:
 
 def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
-    leave_final(run)
-    run.unsaved = None
+    leave_final(run.services.final)
+    run.state.findings.unsaved = None
     with active(run.timeline), joined(run):
         try:
             with span("start", "start"):
@@ -63,7 +61,7 @@ def joined(run: Run) -> Iterator[None]:
 
 
 def _start(run: Run) -> None:
-    run.watched, run.starts = watched(run), True
+    run.services.changes.watched, run.services.changes.starts = watched(run), True
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
@@ -85,10 +83,10 @@ def _fit(run: Run) -> None:
         run.emit(Event.EPOCH_END)
         run.settle()
     # Of the last step, or since the copies met last, there is no vote to tell it.
-    if run.control.agree(run.parts.optimizer.skipped() or state.poisoned):
-        state.bad_ranks, state.bad_where = list(range(run.control.size)), {}
+    if run.control.agree(run.parts.optimizer.skipped() or state.outcome.poisoned):
+        state.outcome.bad_ranks, state.outcome.bad_where = list(range(run.control.size)), {}
         run.emit(Event.NON_FINITE)
-    if state.metrics_at != state.cursor.step and not state.requeue:
+    if state.findings.metrics_at != state.cursor.step and not state.requeue:
         evaluate(run)
     _checkpoint_due(run)  # asked for outside of a step
     run.emit(Event.FIT_END)
@@ -99,31 +97,24 @@ def _epoch(run: Run) -> None:
     """Every step that is left of the current epoch."""
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
         while not run.stopping():
-            begin = time.perf_counter()
-            pulse.at("data")
-            with span("data", "input"):
+            with run.phases.data:
                 batch = next(batches, None)
-            run.phases.add("data", time.perf_counter() - begin)
             if batch is None:
                 return
             train_step(run, batch)
 
 
 def train_step(run: Run, batch: StepBatch) -> None:
-    """One global batch: compute, exchange, vote, update; again where a rank ran out of memory over it."""
-    run.batch, run.timeline.step = batch, run.state.cursor.step
+    """Train on one global batch: compute, exchange, agree, update; again where a rank ran out of memory over it."""
+    state = run.state
+    run.batch, run.timeline.step = batch, state.cursor.step
     run.emit(Event.STEP_START)
     follow(run)
-    state = run.state
-    # Without samples where none could be read; without weight where no label counts, and so no update is due.
-    if not (batch.n_global and batch.weight):
-        state.loss = math.nan
-        _skipped(run)
-        run.settle()
-        state.save_due = run.control.agree(state.wants_save) or state.save_due
-        state.wants_save = False
-    while batch.n_global and batch.weight and not _stepped(run, batch):
-        run.emit_told()
+    if batch.n_global and batch.weight:
+        while not _computed_and_updated(run, batch):
+            run.emit_told()
+    else:
+        _without_update(run)
     state.cursor = batch.cursor_after
     _stop_at_max_steps(run)
     run.emit_told()
@@ -131,63 +122,77 @@ def train_step(run: Run, batch: StepBatch) -> None:
     _checkpoint_due(run)
 
 
-def _stepped(run: Run, batch: StepBatch) -> bool:
-    """Whether the step is over; False where all is as before it, to be repeated."""
-    parts, dp, state = run.parts, run.dp, run.state
+def _computed_and_updated(run: Run, batch: StepBatch) -> bool:
+    """Return whether the step is over; False where all is as before it, to be repeated."""
+    dp, phases, step = run.dp, run.phases, run.state.cursor.step
     run.batch = batch = run.recovery.cut(batch)
-    begin = time.perf_counter()
-    pulse.at("backward and exchange", state.cursor.step)
-    # The bound covers backward too: a wire inside TensorFlow's graph waits for the other ranks in there.
-    what = f"backward and gradient exchange of step {state.cursor.step}"
-    with deadline(run.config.control_timeout_s, what), span("gradients", "compute"):
-        dp.begin(state.cursor.step)
+    with phases.gradients:
+        dp.begin(step)
         done = run.schedule.gradients(batch, dp.scale(batch), dp)
-    computed = time.perf_counter()
-    pulse.at("vote")
-    meets = dp.meets(state.cursor.step)
-    if done.lost is not None:
-        tell(run, done.lost, meets)
-    with span("vote", "compute"):  # looks at the gradient, and waits for a device's loss
-        run.written.look(run)
-        bad = _vote(run, batch, done) if meets else _by_myself(run, done)
-    run.written.hear(run)
+    meets = dp.meets(step)
+    with phases.vote:
+        bad = _judge(run, batch, done, meets)
     if bad and (repeats(run) if meets else done.lost is not None):
         _undo(run)
-        run.phases.lose(time.perf_counter() - begin)
         return False
-    state.poisoned = state.poisoned and not meets
-    voted = time.perf_counter()
-    pulse.at("update")
     if not bad:
-        with run.recovery.once("the update"), span("update", "update"):
-            unused = run.unused.agreed if meets else parts.stage.unused
-            run.unused.check(unused)
-            run.written.combine(run, meets)  # the update starts from what forward passes have written to parameters
-            finite, norm = dp.update(state.cursor.step, done.grads, unused)
-            run.unused.updated(unused)
-        bad = [] if finite else list(range(run.control.size))
-        state.grad_norm = state.grad_norm if math.isnan(norm) else norm
-    updated = time.perf_counter()
-    device_s = parts.stage.device_s()  # where the host's clock cannot tell computing from waiting
-    compute_s = computed - begin - done.waited_s if device_s is None else min(device_s, voted - begin)
-    run.phases.add("compute", compute_s)
-    run.phases.add("wait", voted - begin - compute_s)
-    run.phases.add("update", updated - voted)
-    run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
-    run.updated = run.pending_updated = not bad
+        with phases.update:
+            bad = _update(run, done, meets)
+    phases.finish(batch, done.waited_s, run.parts.stage.device_s())
+    _conclude(run, batch, bad, meets)
+    return True
+
+
+def _judge(run: Run, batch: StepBatch, done: Done, meets: bool) -> list[int]:
+    """Return the ranks whose loss or gradient forbids an update; collective where the replicas synchronize."""
+    if done.lost is not None:
+        tell(run, done.lost, meets)
+    run.written.look(run)
+    bad = _vote(run, batch, done) if meets else _by_myself(run, done)
+    run.written.hear(run)
+    return bad
+
+
+def _update(run: Run, done: Done, meets: bool) -> list[int]:
+    """Clip and update; return all ranks where the update itself found gradients that are not finite, else []."""
+    state = run.state
+    with run.recovery.once("the update"):
+        unused = run.unused.agreed if meets else run.parts.stage.unused
+        run.unused.check(unused)
+        run.written.combine(run, meets)  # the update starts from what forward passes have written to parameters
+        finite, norm = run.dp.update(state.cursor.step, done.grads, unused)
+        run.unused.updated(unused)
+    state.grad_norm = state.grad_norm if math.isnan(norm) else norm
+    return [] if finite else list(range(run.control.size))
+
+
+def _conclude(run: Run, batch: StepBatch, bad: list[int], meets: bool) -> None:
+    """Keep what the step has come to; ``bad``: the ranks for which it made no update."""
+    state, parts = run.state, run.parts
+    run.updated = run.state.outcome.pending_updated = not bad
     # The same on every rank where they have voted. What overflows on one stage shows in the loss of its copy.
     overflowed = parts.scale.update([rank for r in bad for rank in run.mesh.copies[run.mesh.copy_of(r)]])
     if bad:
         parts.buffers.discard()
-        dp.discard()
+        run.dp.discard()
         _skipped(run)
-    state.last_loss = state.last_loss if math.isnan(state.loss) else state.loss
+    state.outcome.last_loss = state.outcome.last_loss if math.isnan(state.loss) else state.loss
+    state.outcome.poisoned = state.outcome.poisoned and not meets
     if bad and not overflowed:
         if meets:
             _tell_not_finite(run, batch, bad)
-        state.poisoned = not meets  # told at the next vote (law 6)
-    state.met = meets and (not bad or state.met)
-    return True
+        state.outcome.poisoned = not meets  # told at the next vote (law 6)
+    state.outcome.met = meets and (not bad or state.outcome.met)
+
+
+def _without_update(run: Run) -> None:
+    """Agree on a step that trains nothing: no sample could be read, or no label counts (W = 0)."""
+    state = run.state
+    state.loss = math.nan
+    _skipped(run)
+    run.settle()
+    state.save_due = run.control.agree(state.wishes.save) or state.save_due
+    state.wishes.save = False
 
 
 def _skipped(run: Run) -> None:
@@ -207,13 +212,14 @@ def _undo(run: Run) -> None:
     run.parts.stage.rewind()
     for take_back in run.recovery.taken_back:
         take_back()
-    run.unread_loss()
+    run.state.outcome.unread_loss()
+    run.phases.lose()
 
 
 def _checkpoint_due(run: Run) -> None:
     if run.state.save_due:
         run.state.save_due = False
-        with span("checkpoint", "checkpoint"):
+        with run.phases.checkpoint:
             run.emit(Event.CHECKPOINT)
     run.batch = None
 
@@ -224,12 +230,12 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
     On an asynchronous device the step that it came with has been left behind by now.
     """
     state = run.state
-    state.bad_ranks, state.bad_where = bad, {}
+    state.outcome.bad_ranks, state.outcome.bad_where = bad, {}
     if not run.parts.stage.asynchronous:
         origin = getattr(run.schedule, "origin", None)  # of a model that is cut over ranks
         again = None if origin is None else partial(origin, batch, run.dp.scale(batch), run.dp)
-        state.bad_where = blame(run.parts, batch, bad, run.control, run.recovery, again)
-        state.bad_ranks = sorted(state.bad_where) or bad
+        state.outcome.bad_where = blame(run.parts, batch, bad, run.control, run.recovery, again)
+        state.outcome.bad_ranks = sorted(state.outcome.bad_where) or bad
     run.emit(Event.NON_FINITE)
 
 
@@ -246,14 +252,14 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     """
     state, parts = run.state, run.parts
     asynchronous = parts.stage.asynchronous
-    loss_sum, weight = run.local_loss(done.totals)
+    loss_sum, weight = state.outcome.local_loss(done.totals, asynchronous)
     # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
     late = asynchronous and (run.config.nan_guard == "skip" or parts.scale.on)
-    state.poisoned = parts.optimizer.skipped() or state.poisoned  # still so where the step is repeated
+    state.outcome.poisoned = parts.optimizer.skipped() or state.outcome.poisoned  # still so where the step is repeated
     lost = done.lost is not None
-    bad = (not math.isfinite(loss_sum) and not late) or state.poisoned or lost
+    bad = (not math.isfinite(loss_sum) and not late) or state.outcome.poisoned or lost
     squares = math.nan if lost else run.dp.squares(done.grads)
-    wishes = [bool(state.wants_stop), state.wants_save, bool(state.words)]
+    wishes = [bool(state.wishes.stop), state.wishes.save, bool(state.wishes.words)]
     changed = not lost and run.unused.changed(parts.stage.unused)
     unfrozen = "" if parts.facts is None else parts.facts.late()
     mine = [0.0 if bad else loss_sum, weight, bad, *wishes, changed, bool(unfrozen), squares]
@@ -262,12 +268,13 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     pulse.heard(state.cursor.step)
     if not asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
-    counts = not n_bad and (run.pending_read or not asynchronous)  # a late loss may be of a step that was skipped
+    # A late loss may be of a step that was skipped.
+    counts = not n_bad and (state.outcome.pending_read or not asynchronous)
     state.loss = float(loss / total) if total and counts else math.nan
     state.save_due = state.save_due or n_save > 0
-    state.wants_save = False
+    state.wishes.save = False
     if n_stop:
-        state.stop = next(reason for reason in run.control.gather(state.wants_stop) if reason)
+        state.stop = next(reason for reason in run.control.gather(state.wishes.stop) if reason)
     if n_words:
         run.hear()
     if n_changed:
@@ -287,7 +294,7 @@ def _by_myself(run: Run, done: Done) -> list[int]:
 
     Returns this rank, if its loss or gradient is not finite.
     """
-    loss_sum, weight = run.local_loss(done.totals)
+    loss_sum, weight = run.state.outcome.local_loss(done.totals, run.parts.stage.asynchronous)
     run.state.loss = loss_sum / weight if weight else math.nan
     finite = done.lost is None and math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))
     return [] if finite else [run.control.rank]
@@ -296,13 +303,13 @@ def _by_myself(run: Run, done: Done) -> list[int]:
 def evaluate(run: Run) -> None:
     """Measure the evaluation data, if there is any, and tell the callbacks. Collective."""
     if run.eval_feed is not None:
-        run.state.metrics, run.state.metrics_at = measure(run, run.eval_feed), run.state.cursor.step
+        run.state.metrics, run.state.findings.metrics_at = measure(run, run.eval_feed), run.state.cursor.step
         run.emit(Event.EVAL_END)
 
 
 def measure(run: Run, feed: Feed) -> dict[str, float]:
     """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
-    with span("evaluation", "evaluation"), averaged(run.average):
+    with run.phases.evaluation, averaged(run.average):
         found = _measured(run, feed)
         feed.compare(run.state.cursor.epoch)
     doubt = f"ledger: the evaluation is not verified: {feed.unlike}"
@@ -315,7 +322,6 @@ def measure(run: Run, feed: Feed) -> dict[str, float]:
 
 def _measured(run: Run, feed: Feed) -> dict[str, float]:
     evaluator = run.parts.evaluator
-    pulse.at("evaluation", run.state.cursor.step)
     run.written.sync(run)
     run.written.evaluating(run)
     again, samples = True, 0

@@ -27,14 +27,14 @@ def watched(run: Run) -> bool:
 
 
 def follow(run: Run) -> None:
-    """Go along with what callbacks changed of the model since the step before; collective where ``run.watched``.
+    """Go along with what callbacks changed of the model since the step before; collective where ``watched``.
 
-    Before a fit's first step (``run.starts``) it looks in any case, for what changed since the run was assembled.
+    Before a fit's first step (``starts``) it looks in any case, for what changed since the run was assembled.
     Errors: `UserError` on every rank for changes on some ranks only, and for changes that the run cannot follow.
     """
-    facts = run.parts.facts
-    starts, run.starts = run.starts, False
-    if facts is None or not (run.watched or starts):
+    facts, looks = run.parts.facts, run.services.changes
+    starts, looks.starts = looks.starts, False
+    if facts is None or not (looks.watched or starts):
         return
     changes = facts.changes()
     if not run.control.agree(bool(changes)):

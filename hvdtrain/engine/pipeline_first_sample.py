@@ -19,6 +19,7 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import Batch, Cargo, Control, PipelineStage
+from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 
 
@@ -47,9 +48,10 @@ class Walk:
     ``agreeing``: any exception is a `UserError` on every rank.
     """
 
-    def __init__(self, run: Any, backend: Any, batch: Batch, training: bool, agreeing: bool = False) -> None:
+    def __init__(self, run: Run, backend: Any, batch: Batch, training: bool, agreeing: bool = False) -> None:
         self._run, self._backend, self._batch, self._training = run, backend, batch, training
         self._agreeing = agreeing
+        assert run.parts.layout is not None
         self._layout: Layout = run.parts.layout
         self._came: Cargo | None = None
         self._over = False
@@ -111,7 +113,7 @@ class Walk:
             self._came = Cargo(tuple(arrays), tuple(dtypes), form)
 
 
-def walked(run: Any, backend: Any, batches: Sequence[Batch], training: bool) -> list[str]:
+def walked(run: Run, backend: Any, batches: Sequence[Batch], training: bool) -> list[str]:
     """Try ``batches`` one after the other and leave everything as it was; collective.
 
     Copies may have unlike many: the others wait. Returns what was written to here, by name.
@@ -135,7 +137,7 @@ def walked(run: Any, backend: Any, batches: Sequence[Batch], training: bool) -> 
 
 
 @contextmanager
-def evaluating(run: Any, backend: Any, pool: Batch) -> Iterator[Evaluate]:
+def evaluating(run: Run, backend: Any, pool: Batch) -> Iterator[Evaluate]:
     """Yield a function that evaluates the loss of samples of ``pool``, in evaluation mode; leave everything as it was.
 
     Every rank calls it alike, and gets the same value; collective. ``pool`` is the same on all ranks. Random generators

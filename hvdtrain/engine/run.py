@@ -1,28 +1,25 @@
-"""What a run is made of and where it stands: the object that the loop drives and callbacks see.
+"""A run: the object that the loop drives and callbacks see.
 
-Owns state, phase times and the delivery of events. Is built by `hvdtrain.engine.assemble`, driven by
-`hvdtrain.engine.loop`.
+Owns the delivery of events and what ranks ask of each other between agreements. Its state is in
+`hvdtrain.engine.run_parts`; `hvdtrain.engine.assemble` builds it, `hvdtrain.engine.loop` drives it.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from hvdtrain.backends.model_spec import Spec
+from hvdtrain.checkpoint.run_directory import RunOutput
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config
-from hvdtrain.core.cursor import Cursor
-from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
-from hvdtrain.core.group import Group
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Callback, ChangesTransport, Collectives, Control, DataParallel, Schedule
 from hvdtrain.core.protocols.state import RunSaver
@@ -31,200 +28,90 @@ from hvdtrain.core.records.stream import Stream
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
+from hvdtrain.engine.phases import RunPhases
+from hvdtrain.engine.run_parts import RunSetup, RunState, Services
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import Parts
 from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.planning.batch.line import Line
 
 if TYPE_CHECKING:
     from hvdtrain.comm.wires import Wires
     from hvdtrain.engine.average import Average
 
 
-@dataclass
-class State:
-    """Where the run stands; equal on all ranks but for the two wishes, ``words`` (to tell at the next vote) and
-    ``poisoned``: a step in which the copies did not meet was not finite on this rank. ``met``: after the latest step
-    the copies of the model are one model, since they met in it and were updated. ``loss``: of the latest step, on an
-    asynchronous device of the one before; NaN where that step made no update. ``last_loss``: of the last one that did.
-    """
-
-    cursor: Cursor = field(default_factory=Cursor)
-    loss: float = math.nan
-    last_loss: float = math.nan
-    grad_norm: float = math.nan
-    samples_per_s: float = math.nan
-    metrics: dict[str, float] = field(default_factory=dict)
-    metrics_at: int = -1
-    bad_ranks: list[int] = field(default_factory=list)
-    bad_where: dict[int, str] = field(default_factory=dict)
-    stop: str = ""
-    save_due: bool = False
-    wants_stop: str = ""
-    wants_save: bool = False
-    poisoned: bool = False
-    met: bool = True
-    words: list[Word] = field(default_factory=list)
-    requeue: bool = False
-    """Whether the ranks have agreed to save and to end before the last step, for a later run to resume."""
-    interrupted: bool = False
-    """Whether they have agreed to that because of a SIGINT: the status is 130 then, else 75."""
-    told: list[Word] = field(default_factory=list)
-    """What the ranks told each other at the latest vote, by rank, while TOLD is emitted; else empty."""
+def _of(path: str) -> Any:
+    """Return a property that reads and sets ``path``, an attribute of one of a run's parts."""
+    part, _, name = path.rpartition(".")
+    owner = attrgetter(part)
+    return property(attrgetter(path), lambda run, value: setattr(owner(run), name, value))
 
 
-class Phases:
-    """Seconds of this rank by phase: data, compute, wait (for gradients and votes, and steps repeated), update."""
-
-    NAMES = ("data", "compute", "wait", "update")
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(self.NAMES, 0.0)
-        self.steps = 0
-        self.samples = 0
-        self.own_samples = 0
-        self.own_micros = 0
-        self.step_s = 0.0
-        self.first_s = 0.0
-        self.first_samples = 0
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add to one phase."""
-        self.seconds[name] += max(0.0, seconds)
-
-    def lose(self, seconds: float) -> None:
-        """Add what a step took that is to be repeated, on every rank: nobody computes slower for it."""
-        self.add("wait", seconds)
-        self.step_s += seconds
-
-    def step(self, seconds: float, samples: int, own: int = 0, micros: int = 0) -> None:
-        """Count one step of all ranks' ``samples``, of which this rank had ``own`` in ``micros`` micro-batches."""
-        if not self.steps:
-            self.first_s, self.first_samples = seconds, samples
-        self.steps += 1
-        self.samples += samples
-        self.own_samples += own
-        self.own_micros += micros
-        self.step_s += seconds
-
-    def samples_per_s(self) -> float:
-        """Global samples per second of step time and data time, without the first step (warm-up, tracing)."""
-        seconds = self.step_s - self.first_s + self.seconds["data"]
-        return (self.samples - self.first_samples) / seconds if self.steps > 1 and seconds > 0 else math.nan
-
-
-@dataclass
 class Run:
-    """A run, assembled."""
+    """A run in three parts: what it is (``setup``), where it stands (``state``), what it uses (``services``).
 
-    config: Config
-    control: Control
-    group: Group
-    topology: Topology
-    collectives: Collectives
-    spec: Spec
-    parts: Parts
-    schedule: Schedule
-    feed: Feed
-    eval_feed: Feed | None
-    spelled: Config = field(default_factory=Config)
-    """``config`` with a value per rank in place of names of hosts and devices (`hvdtrain.config.placed`)."""
-    devices: list[DeviceFacts] = field(default_factory=list)
-    """What each rank computes on."""
-    mesh: Mesh = field(default_factory=lambda: Mesh.of([1], 0))
-    """The copies of the model, each a list of ranks."""
-    wires: Wires | None = None
-    """What opens other wires; None where ``collectives`` was given."""
-    dp: DataParallel = field(init=False)
-    """How the copies of the model stay one; `hvdtrain.engine.assemble` sets it when the first sample has gone
-    through."""
-    starts: bool = False
-    """Whether the next step is the first of a fit."""
-    watched: bool = False
-    """Whether a fit looks before each step for what callbacks have changed of the model, the same on every rank."""
-    unused: UnusedParameters = field(init=False)
-    """The parameters that no rank has used in the latest step."""
-    written: WrittenState = field(default_factory=WrittenState)
-    """The buffers that forward passes write to."""
-    records: Stream = field(default_factory=Stream)
-    """What has happened; on rank 0 reports read it."""
-    timeline: Timeline = field(default_factory=Timeline)
-    """Where this rank's seconds go, since its process began."""
-    solo_lines: list[Line] = field(default_factory=list)
-    """How long each rank takes over a micro-batch, where balance knows it."""
-    out: Path = Path()
-    """The run's directory once `hvdtrain.checkpoint.run_directory.ensure_out` has made it; before that the current
-    directory."""
-    made: list[Path] = field(default_factory=list)
-    """Directories that were made for ``out``, innermost first."""
-    average: Average | None = None
-    """The moving average of the weights, where the configuration asks for one."""
-    final: list[Any] = field(default_factory=list)
-    """What has put the final weights in the place of those of training: its ``release`` and ``hold`` exchange them."""
-    batch: StepBatch | None = None
-    """This rank's part of the step under way, from STEP_START to CHECKPOINT."""
-    updated: bool = True
-    """Whether the latest step made its update; on an asynchronous device the step before, where the loss decides."""
-    pending_updated: bool = True
-    """The same of the latest step that computed: on an asynchronous device its loss is still to be read."""
-    pending_read: bool = True
-    """Whether the step whose loss `local_loss` read last on an asynchronous device made its update."""
-    idle: frozenset[str] = frozenset()
-    """Keys that have no effect as the run is set up (`hvdtrain.config.unused`)."""
-    ledger: dict[str, Any] = field(default_factory=dict)
-    """What `hvdtrain.engine.callbacks.ledger` has found so far."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """What `hvdtrain.engine.callbacks.memory` has reckoned and measured, by rank."""
-    lock: int = -1
-    """Descriptor by which rank 0 keeps other jobs out of ``out`` while it trains; -1: none."""
-    begun: bool = False
-    """Whether a fit has begun to write into ``out``; not while it may still be refused
-    (`hvdtrain.checkpoint.run_directory.begin`)."""
-    recovery: Recovery = field(default_factory=lambda: Recovery(lambda error: False, shrinks=False))
-    """What this rank does when it runs out of memory."""
-    shortages: list[dict[str, Any]] = field(default_factory=list)
-    """Each time that a rank ran out of memory: ``rank`` and the fields of `hvdtrain.core.protocols.shortage.Shortage`.
+    Callbacks, trackers and reports read the names below; each is an attribute of a part.
     """
-    unsaved: UserError | None = None
-    """Why the last checkpoint of the latest fit was not written; the final model is written all the same."""
-    saver: RunSaver | None = None
-    """Saves the run; made with the first save."""
-    callbacks: list[Callback] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    state: State = field(default_factory=State)
-    phases: Phases = field(default_factory=Phases)
-    _pending: Any = None
-    _read: Any = None
-    _joined: bool = False
+
+    config: Config = _of("setup.config")
+    spelled: Config = _of("setup.spelled")
+    spec: Spec = _of("setup.spec")
+    topology: Topology = _of("setup.topology")
+    devices: list[DeviceFacts] = _of("setup.devices")
+    mesh: Mesh = _of("setup.mesh")
+    parts: Parts = _of("setup.parts")
+    schedule: Schedule = _of("setup.schedule")
+    feed: Feed = _of("setup.feed")
+    eval_feed: Feed | None = _of("setup.eval_feed")
+    average: Average | None = _of("setup.average")
+    dp: DataParallel = _of("setup.dp")
+    control: Control = _of("services.control")
+    collectives: Collectives = _of("services.collectives")
+    wires: Wires = _of("services.wires")
+    directory: RunOutput = _of("services.directory")
+    out: Path = _of("services.directory.out")
+    begun: bool = _of("services.directory.begun")
+    records: Stream = _of("services.records")
+    timeline: Timeline = _of("services.timeline")
+    phases: RunPhases = _of("services.phases")
+    recovery: Recovery = _of("services.recovery")
+    written: WrittenState = _of("services.written")
+    unused: UnusedParameters = _of("services.unused")
+    saver: RunSaver | None = _of("services.saver")
+    batch: StepBatch | None = _of("state.batch")
+    updated: bool = _of("state.outcome.updated")
+    notes: list[str] = _of("state.findings.notes")
+    ledger: dict[str, Any] = _of("state.findings.ledger")
+    memory: dict[str, Any] = _of("state.findings.memory")
+    shortages: list[dict[str, Any]] = _of("state.findings.shortages")
+
+    def __init__(self, setup: RunSetup, services: Services, state: RunState | None = None) -> None:
+        self.setup, self.services, self.state = setup, services, RunState() if state is None else state
+        self.callbacks: list[Callback[Run]] = []
+        self._joined = False
+        services.phases = RunPhases(services.timeline, self.state, setup.config.control_timeout_s)
 
     def emit(self, event: Event) -> None:
-        """Tell every callback; root-only ones only on rank 0."""
-        method, watched = event.value, self.timeline.watched
-        for callback in self.callbacks:
-            if callback.where == "all" or self.control.rank == 0:
-                name = f"{method} of {type(callback).__name__}" if hasattr(callback, method) else ""
-                if name:
-                    pulse.at(name, self.state.cursor.step)
-                if name and watched:  # else nobody would see it, and there are twenty a step
-                    with span(name):
-                        callback.on(event, self)
-                else:
-                    callback.on(event, self)
-
-    def local_loss(self, totals: list[tuple[Any, Any]]) -> tuple[float, float]:
-        """This rank's (loss_sum, weight) of the step.
-
-        On an asynchronous device those of the step before, which are there without waiting for the device.
+        """Call every callback, those with ``where`` "root" on rank 0 only; the contracts are in `hvdtrain.core.events`.
         """
-        if self.parts.stage.asynchronous:
-            self._read, self.pending_read = self._pending, self.pending_updated
-            totals, self._pending = self._pending or [], totals
-        return sum(float(loss) for loss, _ in totals), sum(float(weight) for _, weight in totals)
-
-    def unread_loss(self) -> None:
-        """Undo `local_loss` of a step that is to be repeated: the step before is to be read then."""
-        self._pending = self._read
+        method, state, timeline, control = event.value, self.state, self.timeline, self.control
+        watched, on_root, several = timeline.watched, control.rank == 0, control.size > 1
+        outer, state._event, outer_alone = state._event, event, timeline.alone
+        try:
+            for callback in self.callbacks:
+                everywhere = callback.where == "all"
+                if everywhere or on_root:
+                    name = f"{method} of {type(callback).__name__}" if hasattr(callback, method) else ""
+                    if name:
+                        pulse.at(name, state.cursor.step)
+                    timeline.alone = name if several and not everywhere else ""
+                    if name and watched:  # else nobody would see it, and there are twenty a step
+                        with span(name):
+                            callback.on(event, self)
+                    else:
+                        callback.on(event, self)
+        finally:
+            state._event, timeline.alone = outer, outer_alone
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
@@ -237,11 +124,6 @@ class Run:
         """Tell the reports of rank 0 what has happened (`hvdtrain.core.records.schema`); enters no collective."""
         if self.control.rank == 0:
             self.records.write(self, event, values)
-
-    def tell(self) -> None:
-        """Print the remarks made before there was a run; on rank 0."""
-        for text in self.notes if self.control.rank == 0 and self.config.progress != "off" else ():
-            say(f"note: {text}")
 
     def use_compressor(self, name: str) -> None:
         """Exchange gradients by another compressor from the next step on; every rank calls it between two steps."""
@@ -273,24 +155,24 @@ class Run:
 
     def want_stop(self, reason: str) -> None:
         """Ask that all ranks stop; takes effect when the ranks agree, at the next vote."""
-        self.state.wants_stop = self.state.wants_stop or reason
+        self.state.wishes.stop = self.state.wishes.stop or reason
 
     def want_save(self) -> None:
         """Ask for a checkpoint after the next vote."""
-        self.state.wants_save = True
+        self.state.wishes.save = True
 
     def tell_all(self, topic: str, text: str) -> None:
         """Have every rank hear ``text`` at the next vote, as a `Word` in ``state.told`` when TOLD is emitted."""
-        self.state.words.append(Word(self.control.rank, topic, text))
+        self.state.wishes.words.append(Word(self.control.rank, topic, text))
 
     def hear(self) -> None:
         """Exchange what the ranks have to tell each other; collective, entered where a vote says that one has."""
-        own, self.state.words = self.state.words, []
+        own, self.state.wishes.words = self.state.wishes.words, []
         self.state.told = [word for words in self.control.gather(own) for word in words]
 
     def hear_last(self) -> None:
         """Tell each other what no vote has told, at the end of a fit; collective."""
-        if self.control.agree(bool(self.state.words)):
+        if self.control.agree(bool(self.state.wishes.words)):
             self.hear()
             self.emit_told()
 
@@ -311,9 +193,10 @@ class Run:
 
     def settle(self) -> None:
         """Settle outside a step what a vote settles in it: wishes to stop, and what ranks have to tell; collective."""
-        n_stop, n_words = self.control.sum(np.array([bool(self.state.wants_stop), bool(self.state.words)], np.float64))
+        wishes = self.state.wishes
+        n_stop, n_words = self.control.sum(np.array([bool(wishes.stop), bool(wishes.words)], np.float64))
         if n_stop:
-            self.state.stop = next(r for r in self.control.gather(self.state.wants_stop) if r)
+            self.state.stop = next(r for r in self.control.gather(wishes.stop) if r)
         if n_words:
             self.hear()
         self.emit_told()

@@ -8,6 +8,7 @@ from typing import IO, Any, cast
 from hvdtrain.core.errors import count
 from hvdtrain.core.terminal import Stdout, say
 from hvdtrain.core.units import shown
+from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline import words
 
 
@@ -18,9 +19,9 @@ WORDS = {"slowest": "waiting for the slowest", "wire": "wire", "input": "input",
          "idle": "stages waiting for each other", "channel": "messages between stages"}
 
 
-def record(run: Any) -> dict[str, Any]:
+def record(run: Run) -> dict[str, Any]:
     """JSON-able facts of a finished run. Phase times are rank 0's, in milliseconds a step."""
-    s, phases = run.state, run.phases
+    s, phases = run.state, run.timeline.totals
     steps = max(1, phases.steps)
     return {
         "framework": run.spec.framework,
@@ -34,9 +35,9 @@ def record(run: Any) -> dict[str, Any]:
         "steps": s.cursor.step,
         "epochs": s.cursor.epoch,
         "samples_per_s": _number(phases.samples_per_s()),
-        "loss": _number(s.last_loss),
+        "loss": _number(s.outcome.last_loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
-        "metrics_at": s.metrics_at,
+        "metrics_at": s.findings.metrics_at,
         "test_unread": run.eval_feed.unread if run.eval_feed is not None else 0,
         "meter": _meter(run),
         "zero": _zero(run.dp),
@@ -52,7 +53,7 @@ def record(run: Any) -> dict[str, Any]:
     }
 
 
-def rows(run: Any) -> list[tuple[str, str]]:
+def rows(run: Run) -> list[tuple[str, str]]:
     """What the table shows, in order."""
     r = record(run)
     per_rank = f"{r['ranks']} on {r['hosts']}"
@@ -83,7 +84,7 @@ def rows(run: Any) -> list[tuple[str, str]]:
     return table + [("note", note) for note in r["notes"]]
 
 
-def _meter(run: Any) -> dict[str, Any] | None:
+def _meter(run: Run) -> dict[str, Any] | None:
     """The meter's reading over the run, JSON-able; None where there was none."""
     if "meter" not in run.records.latest:
         return None
@@ -139,7 +140,7 @@ def _measured(found: dict[str, Any], rank: int) -> str:
     return "" if None in kinds else f" ({shown(sum(n for n in kinds if n is not None))} found)"
 
 
-def _mfu(run: Any) -> dict[str, Any] | None:
+def _mfu(run: Run) -> dict[str, Any] | None:
     """The utilisation of the ranks' devices over the run; None where no device's peak is known."""
     if "system" not in run.records.latest:
         return None
@@ -173,7 +174,7 @@ def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [("out of memory", "; ".join([count(found["times"], "time"), *smaller]))]
 
 
-def _saves(run: Any) -> dict[str, Any] | None:
+def _saves(run: Run) -> dict[str, Any] | None:
     """What the saves have cost rank 0, in seconds; None without any."""
     if run.saver is None or not run.saver.spent.saves:
         return None
@@ -200,7 +201,7 @@ def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
     return rows + ([("", f"and {count(more, 'more rank')}")] if more > 0 else []) + [("advice", found["advice"])]
 
 
-def show(run: Any) -> None:
+def show(run: Run) -> None:
     """Print the table; on rank 0."""
     from rich import box
     from rich.console import Console

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from hvdtrain.core.protocols import Report
+    from hvdtrain.config import Config
+    from hvdtrain.core.protocols import RecordedRun, Report
+
+    class ReportedRun(RecordedRun, Protocol):
+        """A run from which reports are made."""
+
+        config: Config
 
 
-def make(run: Any, launched: bool) -> list[Report]:
+def make(run: ReportedRun, launched: bool) -> list[Report]:
     """Return the reports that ``run.config`` asks for: log.jsonl, progress, trackers. ``launched``: by an MPI launcher.
     """
     # Imported here: processes without site-packages, such as the one that outlives rank 0, import modules below.

@@ -11,12 +11,15 @@ import math
 import os
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.files import write_all
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols import Record
+
+if TYPE_CHECKING:
+    from hvdtrain.reports import ReportedRun
 
 MOST_WAITING = 1000
 """Records kept while they cannot be written; beyond these the oldest are lost."""
@@ -27,7 +30,7 @@ class Jsonl:
 
     at_once = False
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: ReportedRun) -> None:
         self.every = f"{run.config.log_every} step"
         self._run = run
         self._waiting: deque[bytes] = deque()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 
 F = np.float32
 
@@ -112,6 +113,13 @@ def check_bitcast_of_a_part(ops):
     part = ops.reshape(ops.from_host(whole)[:, :8], (-1,))
     same(ops, ops.bitcast(part, "float32"), np.ascontiguousarray(whole[:, :8]).view(F).reshape(-1), "float32")
     same(ops, ops.bitcast(ops.from_host(whole)[0, 12:], "int32"), whole[0, 12:].view(np.int32), "int32")
+
+
+def check_bitcast_of_memory_between_elements(ops):
+    x = ops.from_host(np.arange(16, dtype=np.int8))[2:14]
+    if not type(x).__module__.startswith("tensorflow"):  # whose slices may be copies
+        with pytest.raises((ValueError, RuntimeError)):
+            ops.bitcast(x, "float32")
 
 
 def check_topk(ops):

@@ -177,7 +177,7 @@ def callbacks_resumed():
     own = model()
     _, rest = train(own, "cut", more=more(), **{**settings, "max_steps": 0, "resume": "auto"})
     loss = float(keras.ops.mean(CE(Y, own(X, training=False))))
-    return {"whole": whole, "rest": rest, "loss": loss, "at": trainer.run.state.metrics_at}
+    return {"whole": whole, "rest": rest, "loss": loss, "at": trainer.run.state.findings.metrics_at}
 
 
 def exported():

@@ -88,8 +88,8 @@ def test_the_slow_rank_gets_less_and_the_curve_stays(control, framework, out):
                       rebalance=Rebalance(probe_s=0.1, probe_cache=False))
     run = run_of(settings, framework, samples(N))
     assert any(note.startswith("balance auto: ") for note in run.notes)
-    own = control.gather(run.phases.own_samples)
-    assert sum(own) == run.phases.samples
+    own = control.gather(run.timeline.totals.own_samples)
+    assert sum(own) == run.timeline.totals.samples
     assert own[0] < max(own)
     reading = next(c for c in run.callbacks if isinstance(c, Meter)).reading
     assert len(reading.rows) == control.size and 0 < reading.percent and reading.sentence

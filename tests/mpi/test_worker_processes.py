@@ -16,7 +16,8 @@ from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, Data
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop, summary
-from hvdtrain.engine.assemble import assemble, eval_feed
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.feeds import eval_feed
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 N, BATCH = 107, 53

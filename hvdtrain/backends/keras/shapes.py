@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from hvdtrain.backends.misfit import out_of_memory
+from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 
 OF_CLASSES = ("ctc", "circle", "categoricalgeneralizedcrossentropy")
@@ -169,7 +170,7 @@ def _fit(y: Any, outputs: Any) -> bool:
     return len(longer) == len(shorter) and all(a == b or None in (a, b) for a, b in zip(longer, shorter))
 
 
-def check_stateful(model: Any, config: Any, backend: str) -> None:
+def check_stateful(model: Any, config: Config, backend: str) -> None:
     """Raise `UserError` for a stateful RNN (``stateful=True``) whose state would meet other samples than it came from.
 
     A state belongs to the rows of a batch. With one micro-batch of the same rows in every step each rank's own state is

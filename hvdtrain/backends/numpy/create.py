@@ -14,14 +14,14 @@ from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.core.protocols import Collectives
+from hvdtrain.core.protocols import Collectives, Control
 from hvdtrain.parallel.parts import Parts, replicas_of
 from hvdtrain.parallel.pipeline.plan import agree, measured_samples
 from hvdtrain.parallel.precision.policy import FP32, Precision
 from hvdtrain.parallel.precision.scaler import LossScale
 
 
-def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps_per_epoch: int,
+def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
                precision: Precision = FP32, sample: Any = None, data: Any = None, mesh: Mesh | None = None) -> Parts:
     """Parts over ``spec.model``, trained with SGD; `UserError` for what only frameworks can do."""
     if config.model_parallel > 1:

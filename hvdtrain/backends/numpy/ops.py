@@ -66,7 +66,10 @@ class Ops:
 
     def bitcast(self, x: np.ndarray, dtype: str) -> np.ndarray:
         """The bits of a vector read as another dtype: (n,) -> (n * itemsize / itemsize of ``dtype``,)."""
-        return np.ascontiguousarray(x).view(dtype)
+        bits = np.ascontiguousarray(x).view(dtype)
+        if not bits.flags.aligned:  # PyTorch raises too; numpy alone would read such memory, slowly
+            raise ValueError(f"bitcast to {dtype} of a vector that begins between two elements of that type")
+        return bits
 
     def topk(self, flat_N: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k entries of largest magnitude, by index: (values (k,), indices int64 (k,)).

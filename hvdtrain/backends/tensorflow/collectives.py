@@ -26,7 +26,7 @@ from hvdtrain.cluster.liveness import pulse
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.group import Group
-from hvdtrain.core.protocols import Collectives
+from hvdtrain.core.protocols import Collectives, Control
 from hvdtrain.core.protocols.wire import Counts
 from hvdtrain.core.timeline import blocked
 
@@ -236,7 +236,7 @@ class peer_failures:
             raise PeerFailed(f"Horovod could not complete a collective: {said.strip()}") from error
 
 
-def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any],
+def collectives(kind: str, control: Control, exchange: Any, start_horovod: Callable[..., Any],
                 over_host: bool = False) -> HorovodCollectives | None:
     """Horovod's collectives for TensorFlow, started; None for a kind the core provides.
 
@@ -268,6 +268,6 @@ def start_again(hvd: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) 
     return sets
 
 
-def stage(wire: Collectives, control: Any) -> Collectives:
+def stage(wire: Collectives, control: Control) -> Collectives:
     """The wire itself: what leaves a graph for a wire of host memory is there already."""
     return wire

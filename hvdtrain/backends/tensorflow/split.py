@@ -21,6 +21,7 @@ from hvdtrain.backends.tensorflow.moving import move, move_slots
 from hvdtrain.backends.tensorflow.pipeline import Pipeline
 from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
 from hvdtrain.config import Config
+from hvdtrain.core.protocols import Control
 from hvdtrain.parallel.pipeline.devices import Measured, Plan, micros_of, part_samples, parts_of
 from hvdtrain.parallel.recovery.attempt import attempt_halving
 from hvdtrain.planning.pipeline.blocks import Block, Needs
@@ -32,7 +33,7 @@ KEPT = 32
 WARM = 2
 
 
-def measured(chain: Chain, optimizer: Any, config: Config, control: Any,
+def measured(chain: Chain, optimizer: Any, config: Config, control: Control,
              sample: Callable[[int], Sequence[Any]]) -> Measured:
     """What this rank finds out for a plan, with ``sample(n)`` giving n samples as numpy arrays; nothing remains of it.
 

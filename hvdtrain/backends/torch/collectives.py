@@ -19,7 +19,7 @@ from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.group import Group
-from hvdtrain.core.protocols import Collectives, Handle
+from hvdtrain.core.protocols import Collectives, Control, Handle
 from hvdtrain.core.timeline import blocked
 
 
@@ -135,7 +135,7 @@ class HorovodCollectives(WithoutMemory):
         return _Pending(self._hvd, handle, (self.timeout_s, f"Horovod's {kind} {name!r}"), name, shape)
 
 
-def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any],
+def collectives(kind: str, control: Control, exchange: Any, start_horovod: Callable[..., Any],
                 over_host: bool = False) -> HorovodCollectives | StagedCollectives | None:
     """Horovod's collectives for PyTorch, started; None for a kind the core provides.
 
@@ -147,6 +147,6 @@ def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[
     return stage(wire, control) if over_host else wire
 
 
-def stage(wire: Collectives, control: Any) -> StagedCollectives:
+def stage(wire: Collectives, control: Control) -> StagedCollectives:
     """A wire of host memory, for tensors of a GPU: pinned, and overlapping what computes."""
     return StagedCollectives(wire, timeout_s=control.timeout_s)

@@ -17,7 +17,7 @@ from hvdtrain.cluster.launchers.spec import Host
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch.recut import options, recut
 from hvdtrain.commands.launch.supervisor import refit
-from hvdtrain.config import schema
+from hvdtrain.config import Config, schema
 from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
 from hvdtrain.core.errors import UserError
 
@@ -36,7 +36,7 @@ class Job:
 
     words: tuple[str, ...]
     out: Path
-    config: Any = None
+    config: Config | None = None
     first: tuple[Host, ...] = ()
     resume: str = field(default="")
 
@@ -57,6 +57,7 @@ class Job:
         if not self.first or not hosts or hosts == self.first:
             return []
         ranks = sum(host.slots for host in self.first)
+        assert self.config is not None
         lists = schema.per_rank(self.config)
         more: list[str] = []
         if cut_over_ranks(self.config):
@@ -142,7 +143,7 @@ def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tupl
     return Job(program, folder_of(config).absolute(), config, hosts, config.resume)
 
 
-def folder_of(config: Any) -> Path:
+def folder_of(config: Config) -> Path:
     """The folder of a run, made: the config's, the newest of its model with ``resume auto``, or a new one."""
     from hvdtrain import backends
     from hvdtrain.checkpoint import run_directory as outdir

@@ -10,7 +10,7 @@ from hvdtrain.core.protocols.model_state import (
     BlockCost, Buffers, Compile, Evaluator, ModelFacts, ModelState, Remat, Transform, Writable)
 from hvdtrain.core.protocols.ops import Cell, Compressor, Ops
 from hvdtrain.core.protocols.params import Optimizer, Params
-from hvdtrain.core.protocols.report import Callback, Launcher, Record, Report, Tracker
+from hvdtrain.core.protocols.report import Callback, Launcher, Record, RecordedRun, Report, Tracker
 from hvdtrain.core.protocols.stage import Cargo, Done, GradientSink, ModelSpec, PipelineStage, Schedule, Stage
 from hvdtrain.core.protocols.types import Array, Batch, Pair, ParamSpec
 from hvdtrain.core.protocols.wire import (
@@ -20,4 +20,5 @@ __all__ = ["AllGather", "AllReduce", "AllToAll", "AllToAllV", "Array", "Batch", 
            "Cargo", "Carrier", "Cell", "ChangesTransport", "Channel", "Collectives", "Coming", "Compile", "Compressor",
            "Control", "DataParallel", "Done", "Evaluator", "Exchange", "GradientSink", "Handle", "Launcher",
            "ModelFacts", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "PipelineStage",
-           "Record", "Remat", "Report", "Request", "Schedule", "Stage", "Tracker", "Transform", "Writable"]
+           "Record", "RecordedRun", "Remat", "Report", "Request", "Schedule", "Stage", "Tracker", "Transform",
+           "Writable"]

@@ -11,7 +11,7 @@ from hvdtrain.core.protocols.stage import GradientSink
 from hvdtrain.core.protocols.types import Array
 
 if TYPE_CHECKING:
-    from hvdtrain.core.protocols.ops import Compressor
+    from hvdtrain.core.protocols.ops import Compressor, Ops
     from hvdtrain.core.protocols.types import ParamSpec, StepBatch
     from hvdtrain.core.protocols.wire import Collectives
 
@@ -36,6 +36,11 @@ class DataParallel(GradientSink, Protocol):
     @property
     def compression(self) -> str:
         """The name of the compressor in use, "none" without one."""
+        ...
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor in use."""
         ...
 
     def describe(self) -> str:
@@ -100,6 +105,11 @@ class DataParallel(GradientSink, Protocol):
 
 class ChangesTransport(DataParallel, Protocol):
     """A way whose exchange may be changed between two steps, by all ranks at once; the stage is connected again."""
+
+    @property
+    def ops(self) -> Ops:
+        """The operations on the arrays that it exchanges."""
+        ...
 
     def use(self, compressor: Compressor) -> None:
         """Exchange by another compressor, with fresh state, from the next step on."""

@@ -69,7 +69,11 @@ class Ops(Protocol):
         ...
 
     def bitcast(self, x: Array, dtype: str) -> Array:
-        """The bits of a vector read as another dtype: (n,) -> (n * itemsize / itemsize of ``dtype``,)."""
+        """The bits of a vector read as another dtype: (n,) -> (n * itemsize / itemsize of ``dtype``,).
+
+        ``x`` fills whole elements of ``dtype``, and where it is a slice it begins at a multiple of that type's bytes:
+        pad what precedes it. numpy and PyTorch raise where it does not; TensorFlow may copy such a slice.
+        """
         ...
 
     def topk(self, flat_N: Array, k: int) -> tuple[Array, Array]:

@@ -3,10 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from hvdtrain.core.cursor import Cursor
 
 if TYPE_CHECKING:
     from hvdtrain.core.events import Event
+
+RunT = TypeVar("RunT", contravariant=True)
+
+
+class Position(Protocol):
+    """The state of a run, as reports see it."""
+
+    cursor: Cursor
+
+
+class StepsLeft(Protocol):
+    """The data of a run, as reports see them."""
+
+    def steps_left(self, cursor: Cursor) -> int | None:
+        """Return the steps from ``cursor`` to the end of its epoch; None where that is unknown."""
+        ...
+
+
+class RecordedRun(Protocol):
+    """A run as its records and reports see it: below `hvdtrain.engine`, nothing knows more of one.
+
+    ``begun``: it writes into ``out``, its directory, and cannot be refused any more.
+    """
+
+    out: Path
+    begun: bool
+
+    @property
+    def state(self) -> Position:
+        """Where it stands."""
+        ...
+
+    @property
+    def feed(self) -> StepsLeft:
+        """Its training data."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Keep a remark for the summary and the log, and print it on rank 0 now."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +104,7 @@ class Tracker(Protocol):
         ...
 
 
-class Callback(Protocol):
+class Callback(Protocol[RunT]):
     """Observes a run: a method per `Event` it cares for, called with the run.
 
     ``where``: "root" (rank 0 only; gets no group, so it cannot enter a collective) or "all".
@@ -71,11 +114,11 @@ class Callback(Protocol):
     where: str
     every: str
 
-    def on(self, event: Event, run: Any) -> None:
+    def on(self, event: Event, run: RunT) -> None:
         """See one moment."""
         ...
 
-    def saving(self, run: Any) -> None:
+    def saving(self, run: RunT) -> None:
         """Bring together what `state_dict` will tell, before each save; collective with ``where`` "all"."""
         ...
 
@@ -87,7 +130,7 @@ class Callback(Protocol):
         """Undo `state_dict`."""
         ...
 
-    def restored(self, run: Any) -> None:
+    def restored(self, run: RunT) -> None:
         """See the run between `load_state_dict` and the return of what each rank owns, such as compressor state."""
         ...
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdtrain.core.protocols import Record, Report
+from hvdtrain.core.protocols import Record, RecordedRun, Report
 from hvdtrain.core.turns import Turns
 
 MOST_HELD = 1000
@@ -43,14 +43,14 @@ class Stream:
             self._reports = [(report, Turns(report.every, f"{type(report).__name__}.every is {report.every!r}"))
                              for report in [*self._make(), *self._also]]
 
-    def wanted(self, run: Any) -> bool:
+    def wanted(self, run: RecordedRun) -> bool:
         """Return whether the "step" record of the step that has just ended is any report's turn; ask once a step."""
         due = False
         for _, turns in self._reports:
             due = turns.ask(run) or due
         return due
 
-    def write(self, run: Any, event: str, values: dict[str, Any]) -> None:
+    def write(self, run: RecordedRun, event: str, values: dict[str, Any]) -> None:
         """Make a record and hand it on."""
         record = Record(event, run.state.cursor.step, time.time(), values)
         for check in checks:
@@ -65,7 +65,7 @@ class Stream:
             if (event != "step" or turns.due) and (run.begun or report.at_once):
                 self._give(run, report, record)
 
-    def flush(self, run: Any) -> None:
+    def flush(self, run: RecordedRun) -> None:
         """Hand over what has waited for the run to begin, if it has."""
         while run.begun and self._held:
             record = self._held.popleft()
@@ -73,7 +73,7 @@ class Stream:
                 if not report.at_once:
                     self._give(run, report, record)
 
-    def close(self, run: Any) -> None:
+    def close(self, run: RecordedRun) -> None:
         """End every report; what has waited for a run that did not begin is forgotten."""
         self.flush(run)
         self._held.clear()
@@ -84,7 +84,7 @@ class Stream:
             except Exception as error:  # noqa: BLE001  (whatever a tracker's library raises)
                 self._failed(run, report, error)
 
-    def _give(self, run: Any, report: Report, record: Record) -> None:
+    def _give(self, run: RecordedRun, report: Report, record: Record) -> None:
         if all(other is not report for other, _ in self._reports):
             return  # it failed over the note that another has failed, and that was said
         try:
@@ -94,6 +94,6 @@ class Stream:
             self._failed(run, report, error)
 
     @staticmethod
-    def _failed(run: Any, report: Report, error: Exception) -> None:
+    def _failed(run: RecordedRun, report: Report, error: Exception) -> None:
         name = getattr(report, "name", type(report).__name__)
         run.note(f"{name} fails ({type(error).__name__}: {error}); training goes on without it")

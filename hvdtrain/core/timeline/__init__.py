@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.core.timeline import birth
-from hvdtrain.core.timeline.clock import CAUSES, Clock
+from hvdtrain.core.timeline.clock import CAUSES, Clock, StepTotals
 from hvdtrain.core.timeline.stood import Blocked, Stood
 
 __all__ = ["CAUSES", "Blocked", "Taker", "Timeline", "active", "blocked", "current", "idle", "span", "stamped"]
@@ -38,7 +39,9 @@ class Timeline:
     """One rank's: ``clock`` gives its seconds to causes, ``taker`` takes spans while a trace is being taken.
 
     ``idle_s``: rank -> seconds that it waited for that stage of a pipeline. ``stood``: the exchanges in which it stood.
-    ``step``: the one at work, or the latest. ``closely``: what can tell a trace more, at a cost, is to do so.
+    ``totals``: sums over its steps. ``step``: the one at work, or the latest. ``closely``: what can tell a trace more,
+    at a cost, is to do so. ``alone``: what this rank does without the others, so that an exchange would hang; "" if
+    nothing.
     ``marks``: begin and end a range in the eyes of a device's profiler, called around each span of the run's own
     thread. A new one gives all that has passed since its process began to "start", and goes on so until `begin`.
     """
@@ -47,11 +50,13 @@ class Timeline:
         self.clock = Clock()
         self.clock.add("start", birth.unclaimed_s())
         self.clock.base("start")
+        self.totals = StepTotals()
         self.taker: Taker | None = None
         self.closely = False
         self.marks: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
         self.stood = Stood()
         self.idle_s: dict[int, float] = {}
+        self.alone = ""
         self.step = 0
 
     @property
@@ -164,6 +169,10 @@ class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))
                 self._marks[0](self.name)
             self._counts = lane.main and not lane.blocked
             if self._counts:
+                if lane.timeline.alone:
+                    raise UserError(f"{lane.timeline.alone} entered the exchange {self.name!r}, on rank 0 alone",
+                                    "no exchange in a callback with where = 'root': the other ranks do not come",
+                                    "set where = 'all' in the callback")
                 lane.blocked = True
                 lane.timeline.clock.push("wait")
             self._begin = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -62,3 +63,46 @@ class Clock:
         now = self._now()
         self._seconds[self._stack[-1]] += now - self._since
         self._since = now
+
+
+class StepTotals:
+    """Sums over this rank's steps: seconds by phase, steps, samples. `hvdtrain.engine.phases` adds to them.
+
+    "wait": for gradients and agreements, and steps that are repeated. Finer causes are `Clock`'s.
+    """
+
+    NAMES = ("data", "compute", "wait", "update")
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(self.NAMES, 0.0)
+        self.steps = 0
+        self.samples = 0
+        self.own_samples = 0
+        self.own_micros = 0
+        self.step_s = 0.0
+        self.first_s = 0.0
+        self.first_samples = 0
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to one phase."""
+        self.seconds[name] += max(0.0, seconds)
+
+    def lose(self, seconds: float) -> None:
+        """Count a discarded step's time as waiting, so that speed estimates ignore it."""
+        self.add("wait", seconds)
+        self.step_s += seconds
+
+    def step(self, seconds: float, samples: int, own: int = 0, micros: int = 0) -> None:
+        """Count one step of all ranks' ``samples``, of which this rank had ``own`` in ``micros`` micro-batches."""
+        if not self.steps:
+            self.first_s, self.first_samples = seconds, samples
+        self.steps += 1
+        self.samples += samples
+        self.own_samples += own
+        self.own_micros += micros
+        self.step_s += seconds
+
+    def samples_per_s(self) -> float:
+        """Global samples per second of step time and data time, without the first step (warm-up, tracing)."""
+        seconds = self.step_s - self.first_s + self.seconds["data"]
+        return (self.samples - self.first_samples) / seconds if self.steps > 1 and seconds > 0 else math.nan

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.engine.run import Run
+
 LARGEST = 65536
 """Bytes of a file that is read at all."""
 
@@ -23,7 +25,7 @@ MORE_ROOM = 0.05
 """Part by which a rank's room may have grown without its old ceiling being forgotten."""
 
 
-def key(run: Any, sample: Any) -> str:
+def key(run: Run, sample: Any) -> str:
     """A checksum of what a time depends on: model, samples, device and its place, versions, threads, precision.
 
     ``sample``: arrays (1, ...).

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
@@ -18,6 +18,8 @@ from hvdtrain.config.pipeline import micro_batches
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.balance.probe import LEAST_REPEATS, sizes_of
+from hvdtrain.engine.run import Run
+from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned
 from hvdtrain.planning.batch.line import Speed, fit, least
 from hvdtrain.planning.batch.plan import COLUMNS, Label
@@ -36,7 +38,7 @@ def columns(mesh: Mesh) -> tuple[str, ...]:
     return (called(mesh), *COLUMNS[1:])
 
 
-def labels(run: Any) -> list[Label]:
+def labels(run: Run) -> list[Label]:
     """Return what the table calls each copy."""
     found = []
     for ranks in run.mesh.copies:
@@ -51,7 +53,7 @@ def _once(names: Sequence[str]) -> str:
     return " + ".join(dict.fromkeys(names))
 
 
-def hosts(run: Any) -> list[tuple[str, tuple[int, ...]]]:
+def hosts(run: Run) -> list[tuple[str, tuple[int, ...]]]:
     """Return (host, its copies); [] where a copy reaches over hosts, since then none can be left out by itself."""
     where: dict[str, list[int]] = {}
     for copy, ranks in enumerate(run.mesh.copies):
@@ -62,7 +64,7 @@ def hosts(run: Any) -> list[tuple[str, tuple[int, ...]]]:
     return [(host.node, tuple(where[host.node])) for host in run.topology.hosts if host.node in where]
 
 
-def least_parts(run: Any) -> int | list[int]:
+def least_parts(run: Run) -> int | list[int]:
     """Return the micro-batches of a step that each copy computes at least."""
     if run.mesh.deepest == 1:
         return int(run.config.accumulate)
@@ -74,10 +76,10 @@ def lowest(mesh: Mesh, by_rank: dict[int, int]) -> list[int]:
     return [least(*(by_rank.get(rank, 0) for rank in ranks)) for ranks in mesh.copies]
 
 
-def probe(run: Any) -> list[Speed]:
+def probe(run: Run) -> list[Speed]:
     """Time the pipelines of all copies at the same time, as they will compute; collective. Their speeds by copy."""
     config, control, mesh = run.config, run.control, run.mesh
-    given = run.spelled.rebalance.max_micro_batch
+    given = cast(Sequence[int], run.spelled.rebalance.max_micro_batch)
     limit = least(config.micro_batch_limit, lowest(mesh, dict(enumerate(given)))[mesh.copy],
                   _ceiling(run.parts.layout, mesh.copy))
     micros = micro_batches(config, mesh.depth)
@@ -107,7 +109,7 @@ def probe(run: Any) -> list[Speed]:
     return speeds
 
 
-def _time(run: Any, micros: list[Any], slot_s: float) -> tuple[float, str]:
+def _time(run: Run, micros: list[Any], slot_s: float) -> tuple[float, str]:
     """(mean seconds that this rank's copy takes over ``micros``, over about ``slot_s`` of the slowest copy, "");
     (0, why) where memory lacked on a rank of this copy. Collective.
     """
@@ -129,10 +131,11 @@ def _time(run: Any, micros: list[Any], slot_s: float) -> tuple[float, str]:
     return spent_s / max(1, repeats), whys.get(run.mesh.copy, "")
 
 
-def _trial(run: Any, micros: list[Any]) -> tuple[float, str]:
+def _trial(run: Run, micros: list[Any]) -> tuple[float, str]:
     """(seconds of one trial, why memory did not suffice for it or "")."""
     begin = time.perf_counter()
-    _, why = run.recovery.attempt(lambda: run.schedule.trial(micros), out_of_memory=lambda error: isinstance(
+    schedule = cast(OverRanks, run.schedule)
+    _, why = run.recovery.attempt(lambda: schedule.trial(micros), out_of_memory=lambda error: isinstance(
         error, MemoryError) or run.recovery.out_of_memory(error))
     return time.perf_counter() - begin, why
 

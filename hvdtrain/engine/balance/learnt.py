@@ -7,10 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.cluster.machine import memory
+from hvdtrain.config import Config
 from hvdtrain.engine.balance import cache
+from hvdtrain.engine.run import Run
 
 
-def ceiling(run: Any, sample: Any) -> int:
+def ceiling(run: Run, sample: Any) -> int:
     """Return the largest micro-batch that an earlier run of the same went on with on this rank; 0: none ran out.
 
     ``sample``: arrays (1, ...).
@@ -18,18 +20,18 @@ def ceiling(run: Any, sample: Any) -> int:
     return cache.ceiling(cache.key(run, sample), _holds(run), _room(run)) if remembers(run.config) else 0
 
 
-def keep(run: Any, sample: Any, micro_batch: int) -> None:
+def keep(run: Run, sample: Any, micro_batch: int) -> None:
     """Remember that this rank goes on with ``micro_batch`` samples after it ran out of memory."""
     if remembers(run.config):
         cache.save_ceiling(cache.key(run, sample), _holds(run), _room(run), micro_batch)
 
 
-def remembers(config: Any) -> bool:
+def remembers(config: Config) -> bool:
     """Return whether sizes are found by measurement in this run, and are to be remembered."""
     return bool(config.rebalance.probe_cache and (config.balance != "off" or config.micro_batch == "auto"))
 
 
-def _holds(run: Any) -> str:
+def _holds(run: Run) -> str:
     """What takes memory beside what the cache's key names."""
     config, remat = run.config, run.parts.remat
     return json.dumps([asdict(config.optimizer), asdict(config.data_parallel), config.compression,
@@ -37,7 +39,7 @@ def _holds(run: Any) -> str:
                        list(remat.chosen) if remat is not None else []], default=repr)
 
 
-def _room(run: Any) -> int:
+def _room(run: Run) -> int:
     """Bytes that this rank may hold; 0 where nobody knows."""
     rank = run.control.rank
     device = run.devices[rank]

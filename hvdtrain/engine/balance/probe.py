@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
@@ -19,6 +19,7 @@ from hvdtrain.cluster.machine import memory
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
 from hvdtrain.engine.balance import cache, learnt
+from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 from hvdtrain.planning.batch.line import Speed, fit, least
 
@@ -45,7 +46,7 @@ class Tools:
     peak_bytes: Callable[[Callable[[], None]], int]
 
 
-def probe(run: Any, backend: Any) -> list[Speed]:
+def probe(run: Run, backend: Any) -> list[Speed]:
     """Every rank's speed, by rank; collective.
 
     Memory is looked at anew each time. Times that were measured before on the same device with the same model are taken
@@ -55,7 +56,7 @@ def probe(run: Any, backend: Any) -> list[Speed]:
     cursor = run.state.cursor
     tools = Tools(run.parts.stage.trial, lambda n: run.feed.sample(n, cursor), backend.out_of_memory,
                   backend.free_cached, backend.peak_bytes)
-    given = run.spelled.rebalance.max_micro_batch
+    given = cast(Sequence[int], run.spelled.rebalance.max_micro_batch)
     remembers = config.rebalance.probe_cache
     with deadline(config.control_timeout_s, "the probe of balance"):
         ran_out = agreed(control, lambda: learnt.ceiling(run, tools.sample(1)) if remembers else 0, "probe")
@@ -84,7 +85,7 @@ def sizes_of(share: int, n: int, limit: int) -> list[int]:
     return sorted({min(max(2, b), most) for b in (share // 2, share, 2 * share)})
 
 
-def verified(run: Any, backend: Any, micro_batch: int, tried: int) -> int:
+def verified(run: Run, backend: Any, micro_batch: int, tried: int) -> int:
     """The largest micro-batch up to ``micro_batch`` that this rank's device really holds; not collective.
 
     ``tried``: what is known to work. On an out-of-memory a fifth is taken off, on this rank alone, until it works.
@@ -110,7 +111,7 @@ class _Held:
     ceiling: int
 
 
-def _held(run: Any, tools: Tools, limit: int) -> _Held:
+def _held(run: Run, tools: Tools, limit: int) -> _Held:
     """Run the sizes once, which also traces, tunes and allocates what later runs reuse; find the ceiling.
 
     Where memory lacks for the smallest size, a half and a quarter are tried, down to one sample.
@@ -177,7 +178,7 @@ def _peak(kind: str, tools: Tools, batch: Any) -> int:
     return memory.host_peak_bytes(work) if kind == "cpu" else tools.peak_bytes(work)
 
 
-def _measured(run: Any, held: _Held, tools: Tools) -> Speed:
+def _measured(run: Run, held: _Held, tools: Tools) -> Speed:
     """Time every size; one that memory does not suffice for by now, and larger ones, are left out."""
     slot_s = run.config.rebalance.probe_s / len(held.batches)
     seconds: dict[int, float] = {}

@@ -21,6 +21,7 @@ from hvdtrain.engine.guards.fingerprint import vectors_of
 from hvdtrain.engine.guards.kinds import kinds
 from hvdtrain.engine.guards.miscomputed import Miscomputed, clearly_farther, resolution, tell
 from hvdtrain.engine.guards.recompute import Case, Recomputed, bystander, case_of, deliver
+from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch.line import least
 
 CONFIRM = 3
@@ -40,12 +41,12 @@ class Audit(Callback):
     before = ("Checkpoint",)  # so that what was computed wrongly is not saved
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """Where several replicas train one unpartitioned model."""
         return bool(run.config.audit) and several_replicas(run) and run.parts.layout is None
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Take the settings of the run."""
         return cls(run.config.audit)
 
@@ -59,7 +60,7 @@ class Audit(Callback):
         self._doubts: dict[Pair, list[bool]] = {}
         self._most: dict[int, int] = {}  # by rank that ran out of memory in an audit: samples of its next ones
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Learn which ranks compute alike."""
         self._ops = backends.load(run.spec.framework).Ops()
         types = run.parts.precision.names
@@ -75,10 +76,10 @@ class Audit(Callback):
         self._last = run.state.cursor.step // self._every
         self._begin_s = time.monotonic()
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Audit where it is time to, and where the copies of the model are one."""
         turn = run.state.cursor.step // self._every
-        if self._ops is None or self._off or run.batch is None or not run.state.met:
+        if self._ops is None or self._off or run.batch is None or not run.state.outcome.met:
             return
         if turn == self._last and not self._doubts:
             return
@@ -89,7 +90,7 @@ class Audit(Callback):
             self.audits += new
         self._own_s += time.perf_counter() - began_s
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Say what was audited and what it took."""
         if self.audits:
             part = 100 * self._own_s / max(1e-9, time.monotonic() - self._begin_s)
@@ -103,8 +104,9 @@ class Audit(Callback):
 
     # --- one audit ---------------------------------------------------------------------------------------------------
 
-    def _audit(self, run: Any, plan: list[Pair]) -> bool:
+    def _audit(self, run: Run, plan: list[Pair]) -> bool:
         """Have both ranks of each pair compute one case; return whether any had one that can travel. Collective."""
+        assert run.batch is not None
         control, rank = run.control, run.control.rank
         mine = next((pair for pair in plan if rank in pair), None)
         limit = 0 if mine is None else least(*(self._most.get(r, 0) for r in mine),
@@ -128,10 +130,10 @@ class Audit(Callback):
                 self._look(run, pair, turned[pair], exact, case, own)
         return bool(plan)
 
-    def _agreed(self, run: Any, pair: Pair) -> None:
+    def _agreed(self, run: Run, pair: Pair) -> None:
         self.good |= dict.fromkeys(pair, run.state.cursor.step)
 
-    def _look(self, run: Any, pair: Pair, turned: Pair, exact: bool, case: Case | None, own: Recomputed | None) -> None:
+    def _look(self, run: Run, pair: Pair, turned: Pair, exact: bool, case: Case | None, own: Recomputed | None) -> None:
         """Compare the two results closely, and end the run if one is wrong; collective."""
         control, (source, target) = run.control, turned
         involved = control.rank in pair
@@ -174,7 +176,7 @@ class Audit(Callback):
             del self._doubts[pair]
         return pair in self._doubts
 
-    def _third(self, run: Any, pair: Pair, case: Case | None,
+    def _third(self, run: Run, pair: Pair, case: Case | None,
                own: Recomputed | None) -> tuple[tuple[int, ...], int | None]:
         """Have a third rank compute the case, of the pair's kind if there is one: (who is at fault, the third rank).
 
@@ -203,7 +205,7 @@ class Audit(Callback):
         worse = clearly_farther(fars[0], fars[1], max(self._eps[r] for r in (*pair, third)))
         return (pair if worse is None else (pair[worse],)), third
 
-    def _compute(self, run: Any, case: Case | None, ranks: Sequence[int]) -> tuple[Recomputed | None, set[int]]:
+    def _compute(self, run: Run, case: Case | None, ranks: Sequence[int]) -> tuple[Recomputed | None, set[int]]:
         """Compute the case on ``ranks``; return (this rank's result, the ranks on which memory lacked); collective.
 
         Later audits of such a rank take half the samples; one that has no smaller number is left out.
@@ -226,17 +228,17 @@ class Audit(Callback):
                                             why).spelled()) for rank, n, why in rows])
         return own, {rank for rank, _, _ in rows}
 
-    def _distance(self, run: Any, own: Recomputed | None, turned: Pair) -> tuple[float, int]:
+    def _distance(self, run: Run, own: Recomputed | None, turned: Pair) -> tuple[float, int]:
         """How far ``turned``'s results are apart, and in which parameter, on the second of them; collective."""
         if own is not None and run.control.rank in turned:
             return own.compared(run.control, *turned)
         return bystander(run.control, self._vectors(run), *turned)
 
-    def _vectors(self, run: Any) -> int:
+    def _vectors(self, run: Run) -> int:
         """Vectors that a rank's gradients are compared in, the same on every rank."""
         return len(vectors_of(run.parts.params.specs, run.config.model_parallel > 1))
 
-    def _found(self, run: Any, pair: Pair, guilty: tuple[int, ...], third: int | None, place: int, far: float,
+    def _found(self, run: Run, pair: Pair, guilty: tuple[int, ...], third: int | None, place: int, far: float,
                unsteady: bool) -> Miscomputed:
         """What ends the run; the same on every rank."""
         hosts = {r: f"rank {r} on host {run.topology.host_of(r).node} ({run.devices[r].name})" for r in pair}

@@ -26,7 +26,7 @@ class AutoCompile(Callback):
     state_key = "AutoCompile"
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """With ``compile: auto``."""
         return bool(run.config.compile == "auto")
 

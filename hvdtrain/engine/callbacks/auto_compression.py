@@ -10,13 +10,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.comm.measure import sweep
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 from hvdtrain.parallel.data_parallel.attach import unlike_threads
+from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.planning.exchange import choice
 from hvdtrain.planning.exchange.choice import Baseline, Choice
 from hvdtrain.planning.exchange.link import Link
@@ -40,16 +42,14 @@ class AutoCompression(Callback):
 
     where = "all"
     state_key = "AutoCompression"
-    compares_steps = True
-    """While it has not settled, steps are compared, so that shares must not change."""
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """With ``compression: auto``."""
         return bool(run.config.compression == "auto")
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Any]) -> AutoCompression:
+    def make(cls, run: Run, earlier: Mapping[str, Any]) -> AutoCompression:
         """Compare compressors over the other wires too, where there are any."""
         made = cls()
         if "AutoWire" in earlier:
@@ -65,13 +65,13 @@ class AutoCompression(Callback):
         self._decision: Choice | None = None
         self._watch = StepWatch(WARM_STEPS)
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Measure links and compressors; a run that goes on in the world it was decided for keeps its choice."""
         if self.settled and self._world == _world(run):
             return
         self.anew(run)
 
-    def anew(self, run: Any) -> None:
+    def anew(self, run: Run) -> None:
         """Measure and decide, whatever was decided before; between two steps."""
         self.choice, self.settled, self._world = "none", False, _world(run)
         self._base = self._decision = None
@@ -83,7 +83,8 @@ class AutoCompression(Callback):
         run.use_compressor("none")
         # Each call is bounded by the collectives' own limit where they have one; this bounds the sweep as a whole.
         with deadline(run.config.control_timeout_s, "the sweep of compression auto"):
-            found = sweep.measure(run.collectives, run.dp.reducer.ops, run.control, run.dp.buckets, run.config)
+            dp = cast(Replicate, run.dp)
+            found = sweep.measure(run.collectives, dp.reducer.ops, run.control, dp.buckets, run.config)
         unlike = unlike_threads(run.config, run.control, run.topology)
         if unlike:
             found = replace(found, costs=tuple(c for c in found.costs if c.name != "powersgd"),
@@ -93,13 +94,13 @@ class AutoCompression(Callback):
         self._watch = StepWatch(WARM_STEPS)
         self._watch.begin(run)
 
-    def restored(self, run: Any) -> None:
+    def restored(self, run: Run) -> None:
         """Take up a settled choice before its state returns."""
         if self.settled and self._world == _world(run) and run.dp.compression != self.choice:
             run.use_compressor(self.choice)
             run.note(f"compression auto: {self.choice}, as it was decided before")
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Watch a step; at the end of a window, decide or check."""
         if self.settled or not self._watch.full(run):
             return
@@ -109,14 +110,14 @@ class AutoCompression(Callback):
         else:
             self._check(run, measured.step_s)
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Say so where the run was too short."""
         if self.settled:
             return
         what = "decide" if self._base is None else f"check the choice of {self.choice}"
         run.note(f"compression auto: the run was too short to {what}")
 
-    def _decide(self, run: Any, base: Baseline) -> None:
+    def _decide(self, run: Run, base: Baseline) -> None:
         """Predict every compressor's step and use the best, or none."""
         assert self._sweep is not None
         config, wire, found = run.config, run.collectives, self._sweep
@@ -141,10 +142,10 @@ class AutoCompression(Callback):
         self._decision, self.choice = decision, decision.name
         run.use_compressor(decision.name)
         # A warm-up sends more than what was predicted: the check comes after it.
-        self._watch = StepWatch(WARM_STEPS + run.dp.reducer.compressor.warmup_steps)
+        self._watch = StepWatch(WARM_STEPS + run.dp.compressor.warmup_steps)
         self._watch.begin(run)
 
-    def _check(self, run: Any, measured_s: float) -> None:
+    def _check(self, run: Run, measured_s: float) -> None:
         """Keep the choice if its steps are shorter than those without, else go back to none."""
         assert self._decision is not None and self._base is not None
         keep, reason = run.control.bcast(choice.verdict(self._decision, self._base, measured_s))
@@ -156,7 +157,7 @@ class AutoCompression(Callback):
         run.record("compression", stage="checked", choice=self.choice, reason=reason, measured_s=measured_s)
         self._settle(run, reason)
 
-    def _settle(self, run: Any, reason: str) -> None:
+    def _settle(self, run: Run, reason: str) -> None:
         self.settled = True
         run.note(f"compression auto: {reason}")
 
@@ -177,22 +178,22 @@ class StepWatch:
         self._rows: list[tuple[float, float]] = []
         self._before = (0.0, 0.0)
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: Run) -> None:
         """Count from here."""
         self._before = _clock(run)
 
-    def full(self, run: Any) -> bool:
+    def full(self, run: Run) -> bool:
         """Count the step that has ended; True once the window is full, at the same step on every rank."""
         self.count(run)
         return len(self._rows) >= self._skip + WINDOW_STEPS
 
-    def count(self, run: Any) -> None:
+    def count(self, run: Run) -> None:
         """Count the step that has ended."""
         now = _clock(run)
         self._rows.append((now[0] - self._before[0], now[1] - self._before[1]))
         self._before = now
 
-    def measured(self, run: Any) -> Baseline:
+    def measured(self, run: Run) -> Baseline:
         """Step and wait of the window; collective, the same on every rank.
 
         Of each step the slowest rank's time, and the wait of the rank that waited least: the others' wait is also for
@@ -204,12 +205,12 @@ class StepWatch:
                                           middle(min(wait_s for _, wait_s in rows) for rows in zip(*ranks))))
 
 
-def _clock(run: Any) -> tuple[float, float]:
+def _clock(run: Run) -> tuple[float, float]:
     """(seconds of steps and their data, seconds of waiting) of this rank so far."""
-    return run.phases.step_s + run.phases.seconds["data"], run.phases.seconds["wait"]
+    return run.timeline.totals.step_s + run.timeline.totals.seconds["data"], run.timeline.totals.seconds["wait"]
 
 
-def _world(run: Any) -> str:
+def _world(run: Run) -> str:
     """What a choice depends on, in words."""
-    names = run.wires.names if run.wires is not None else []
+    names = run.wires.names
     return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(names) or run.collectives.name}"

@@ -13,14 +13,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.comm.measure import sweep, wire_sweep
 from hvdtrain.config import run_length
+from hvdtrain.core.protocols import ChangesTransport
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression, OtherWire, StepWatch
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 from hvdtrain.planning.exchange import wire_choice
 from hvdtrain.planning.exchange.choice import Baseline
 from hvdtrain.planning.exchange.wire_choice import Row, WireChoice
@@ -49,10 +51,9 @@ class AutoWire(Callback):
     where = "all"
     before = ("AutoCompression",)  # which compares compressors over the wires that it opens
     state_key = "AutoWire"
-    compares_steps = True
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """Where there are several wires to choose from."""
         return bool(run.wires is not None and run.wires.names)
 
@@ -72,7 +73,7 @@ class AutoWire(Callback):
         """Choose together with ``compression``, which compares its compressors over the other wires too."""
         self._compression, compression.others = compression, self.others
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Choose; a run that goes on in the world it was decided for keeps its choice."""
         why = self._by_rule(run)
         if not why and self.settled and self._world == _world(run):
@@ -87,7 +88,7 @@ class AutoWire(Callback):
         else:
             self._decide(run)
 
-    def _by_rule(self, run: Any) -> str:
+    def _by_rule(self, run: Run) -> str:
         """Why nothing is measured, in words, or "". Pure."""
         updates = run_length.updates(run.spelled, run.feed.steps_per_epoch)
         left = updates - run.state.cursor.step
@@ -99,7 +100,7 @@ class AutoWire(Callback):
             return f"{run.wires.why}; measuring is left out in a run of {left} updates"
         return ""
 
-    def restored(self, run: Any) -> None:
+    def restored(self, run: Run) -> None:
         """Take up a settled choice before the state of ranks returns."""
         if not self.settled or self._world != _world(run) or run.collectives.name == self.choice:
             return
@@ -110,7 +111,7 @@ class AutoWire(Callback):
         else:
             run.note(f"collectives auto: {self.choice}, as it was decided before")
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Watch a step; at the end of a window, check."""
         if self._compression is not None and not self._compression.settled:
             self._begin(run)  # these steps are of several compressors
@@ -126,22 +127,23 @@ class AutoWire(Callback):
         elif self._watch.full(run):
             self._check(run, self._watch.measured(run))
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Say so where the run was too short."""
         if not self.settled:
             run.note(f"collectives auto: the run was too short to check {self.choice}")
 
-    def _decide(self, run: Any) -> None:
+    def _decide(self, run: Run) -> None:
         """Measure all candidates and take the best."""
         begin, control, wires = time.perf_counter(), run.control, run.wires
-        nbytes = sum(b.nbytes for b in run.dp.buckets)
-        nbytes *= 1.0 if run.config.compression == "auto" else run.dp.reducer.compressor.bytes_share
+        share = 1.0 if run.config.compression == "auto" else run.dp.compressor.bytes_share
+        nbytes = sum(b.nbytes for b in run.dp.buckets) * share
         with deadline(run.config.control_timeout_s, "the sweep of collectives auto"):
             found = {name: wires.get(name) for name in wires.names}
             left_out = {**wires.left_out, **{name: why for name, (wire, why) in found.items() if wire is None}}
             opened_s = max(control.gather(time.perf_counter() - begin))
             measured = wire_sweep.measure({name: wire for name, (wire, _) in found.items() if wire is not None},
-                                          run.dp.reducer.ops, control, nbytes, max(LEAST_S, BUDGET_S - opened_s))
+                                          cast(ChangesTransport, run.dp).ops, control, nbytes,
+                                          max(LEAST_S, BUDGET_S - opened_s))
         self._in_graph = {name: wire.in_graph for name, (wire, _) in found.items() if wire is not None}
         threads = max(control.gather(run.topology.cores_of(control.rank) if not run.config.threads
                                      else run.config.threads))
@@ -162,7 +164,7 @@ class AutoWire(Callback):
         self._base, self._watch = None, StepWatch(WARM_STEPS)
         self._watch.begin(run)
 
-    def others(self, run: Any, kinds: Sequence[str]) -> dict[str, OtherWire]:
+    def others(self, run: Run, kinds: Sequence[str]) -> dict[str, OtherWire]:
         """Measure the wires that are not in use for ``kinds`` of calls; collective. Those that training can change to.
 
         Not a wire in TensorFlow's graph in place of one outside of it, nor the other way round: of that a sweep says
@@ -175,12 +177,12 @@ class AutoWire(Callback):
                 continue
             wire, _ = run.wires.get(name)
             if wire is not None and wire.in_graph == run.collectives.in_graph:
-                ops = run.dp.reducer.ops
+                ops = cast(ChangesTransport, run.dp).ops
                 found[name] = sweep.measure_links(wire, ops, run.control, kinds, OTHERS_S / len(names)), wire.overlaps
             run.wires.give_back(name)
         return found
 
-    def _check(self, run: Any, measured: Baseline) -> None:
+    def _check(self, run: Run, measured: Baseline) -> None:
         """Keep the choice where its steps wait as reckoned; else try the next best, and keep the better of the two."""
         assert self._decision is not None
         if self._base is not None:
@@ -207,13 +209,13 @@ class AutoWire(Callback):
         self._watch = StepWatch(WARM_STEPS)
         self._watch.begin(run)
 
-    def _take(self, run: Any, name: str) -> str:
+    def _take(self, run: Run, name: str) -> str:
         """Go over to a wire, or return why it cannot be had."""
         lacking = "" if name == run.collectives.name else str(run.wires.use(run, name))
         self.choice = run.collectives.name
         return lacking
 
-    def _settle(self, run: Any, reason: str, stage: str, base: Baseline | None = None) -> None:
+    def _settle(self, run: Run, reason: str, stage: str, base: Baseline | None = None) -> None:
         self.settled = True
         values = {} if base is None else asdict(base)
         run.record("wire", stage=stage, choice=self.choice, reason=reason, refused=run.wires.left_out,
@@ -229,12 +231,12 @@ class AutoWire(Callback):
 
     # --- whether the link stays as it is -----------------------------------------------------------------------------
 
-    def _begin(self, run: Any) -> None:
+    def _begin(self, run: Run) -> None:
         """Count steps from here."""
         self._windows, self._watch = [], StepWatch(0 if self.settled else WARM_STEPS)
         self._watch.begin(run)
 
-    def _look(self, run: Any) -> None:
+    def _look(self, run: Run) -> None:
         """Every `LOOK_STEPS` steps compare the wait with what it was; decide anew where it is another one for good."""
         if self._times >= MOST_TIMES:
             return
@@ -271,12 +273,12 @@ class AutoWire(Callback):
         self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
 
 
-def _world(run: Any) -> str:
+def _world(run: Run) -> str:
     """What a choice depends on, in words."""
     return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(run.wires.names)}"
 
 
-def _hosts(run: Any) -> list[dict[str, Any]]:
+def _hosts(run: Run) -> list[dict[str, Any]]:
     """Ranks and cores of each host, and the NUMA nodes of this one."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None
     here = run.topology.host_of(run.control.rank).node

@@ -16,8 +16,11 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.balance import copies
 from hvdtrain.engine.balance.probe import probe, verified
+from hvdtrain.engine.callbacks.auto_compression import AutoCompression
+from hvdtrain.engine.callbacks.auto_wire import AutoWire
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter, meter_of
+from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch import plan as plans
 from hvdtrain.planning.batch.line import Line, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
@@ -35,15 +38,15 @@ class Balance(Callback):
     state_key = "Balance"
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """With ``balance: static`` or ``auto``."""
         return bool(run.config.balance != "off")
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Wait for those that compare steps with the shares in force, which are made later."""
         return cls(meter_of(run, earlier), lambda: any(
-            getattr(one, "compares_steps", False) and not one.settled for one in run.callbacks))
+            isinstance(one, (AutoCompression, AutoWire)) and not one.settled for one in run.callbacks))
 
     def __init__(self, meter: Meter, holds: Callable[[], bool] = lambda: False) -> None:
         self._meter, self._holds = meter, holds
@@ -53,7 +56,7 @@ class Balance(Callback):
         self._advised = False
         self._in_force_from = 0
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Probe and plan; a run that goes on in the world that its plan was made for keeps it."""
         if len(run.mesh.copies) == 1:
             run.note(f"balance {run.config.balance}: there is one {copies.called(run.mesh)}, which takes all")
@@ -66,7 +69,7 @@ class Balance(Callback):
             return
         self.plan(run)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """At the end of a window: advise, and in auto plan anew where that is worth it."""
         window, rebalancer = self._meter.window, self._rebalancer
         if rebalancer is None or self._lowered(run) or window is None:
@@ -78,7 +81,7 @@ class Balance(Callback):
         if self._holds():
             return
         new = rebalancer.observe(window.own_s_P, window.samples_P, window.micros_P, window.latest_s_P)
-        run.solo_lines = rebalancer.lines_P
+        run.state.findings.solo_lines = rebalancer.lines_P
         if new is None:
             if rebalancer.closer:
                 self._meter.look_closer()
@@ -99,7 +102,7 @@ class Balance(Callback):
         """Keep it for `fit_start`."""
         self._kept = state
 
-    def plan(self, run: Any) -> None:
+    def plan(self, run: Run) -> None:
         """Probe, plan, cut by the plan from here on, and tell; collective, also for a rank alone."""
         kept = run.parts.state.rank_state()  # datasets and models draw random numbers
         try:
@@ -113,10 +116,10 @@ class Balance(Callback):
     # --- plans -----------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _probed(run: Any) -> list[Speed]:
+    def _probed(run: Run) -> list[Speed]:
         return copies.probe(run) if run.mesh.deepest > 1 else probe(run, backends.load(run.spec.framework))
 
-    def _planned(self, run: Any, speeds: list[Speed]) -> tuple[Rebalancer, list[Speed]]:
+    def _planned(self, run: Run, speeds: list[Speed]) -> tuple[Rebalancer, list[Speed]]:
         """The best plan that every device's memory really holds."""
         own = run.control.rank
         lines = [s.line for s in speeds]
@@ -143,7 +146,7 @@ class Balance(Callback):
         found = [Speed(s.line, c, s.sizes, s.seconds, s.remembered) for s, c in zip(speeds, ceilings)]
         return _controller(run, lines, ceilings, made), found
 
-    def _lowered(self, run: Any) -> bool:
+    def _lowered(self, run: Run) -> bool:
         """Whether a rank ran out of memory below its ceiling: it is lowered, here and in the plan in force.
 
         Its share stays, until `balance: auto` finds that its micro-batches have become slow.
@@ -161,7 +164,7 @@ class Balance(Callback):
         self._log(run, "ceilings", from_step=at, ceilings=found)
         return True
 
-    def _follow(self, run: Any, made: plans.Plan, step: int) -> None:
+    def _follow(self, run: Run, made: plans.Plan, step: int) -> None:
         """Cut training and evaluation by ``made`` from step ``step`` on."""
         cut = cut_of(made)
         run.feed.recut(cut, step)
@@ -170,9 +173,9 @@ class Balance(Callback):
         assert self._rebalancer is not None
         self._meter.restart(step, self._rebalancer.closer)
         self._in_force_from = step
-        run.solo_lines = self._rebalancer.lines_P
+        run.state.findings.solo_lines = self._rebalancer.lines_P
 
-    def _resume(self, run: Any) -> bool:
+    def _resume(self, run: Run) -> bool:
         """Take up the plan of a checkpoint; False where it does not fit this job."""
         if self._kept["world"] != self._world:
             run.note("balance: the checkpoint's plan was made for other ranks, devices or limits; probing anew")
@@ -191,7 +194,7 @@ class Balance(Callback):
 
     # --- words -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, run: Any, speeds: list[Speed]) -> None:
+    def _tell(self, run: Run, speeds: list[Speed]) -> None:
         """The table of the plan, and what it wins over equal parts."""
         assert self._rebalancer is not None
         made, config = self._rebalancer.plan, run.config
@@ -207,7 +210,7 @@ class Balance(Callback):
         self._log(run, "plan", columns=heads, rows=rows,
                   lines=[[s.line.a_s, s.line.c_s] for s in speeds], equal_s=equal.step_s, plan_s=made.step_s)
 
-    def _advise(self, run: Any, wire_s: float) -> None:
+    def _advise(self, run: Run, wire_s: float) -> None:
         """Say once where a host costs more than it gives."""
         self._advised = True
         assert self._rebalancer is not None
@@ -217,18 +220,18 @@ class Balance(Callback):
         if words:
             run.note(f"balance: {words}")
 
-    def _log(self, run: Any, stage: str, **fields: Any) -> None:
+    def _log(self, run: Run, stage: str, **fields: Any) -> None:
         """Tell what was decided, and the plan in force."""
         assert self._rebalancer is not None
         run.record("balance", stage=stage, samples=self._rebalancer.plan.samples_P, **fields)
 
 
-def _work(run: Any, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, plans.Parts, bool]:
+def _work(run: Run, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, plans.Parts, bool]:
     """Return what `hvdtrain.planning.batch.plan.plan` takes after the lines."""
     return run.config.global_batch, ceilings_P, copies.least_parts(run), run.config.sync_batchnorm
 
 
-def _controller(run: Any, lines_P: list[Line], ceilings_P: list[int], made: plans.Plan) -> Rebalancer:
+def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plans.Plan) -> Rebalancer:
     """Make the controller that watches plan ``made``."""
     config = run.config
     return Rebalancer(lines_P, config.global_batch, ceilings_P or None, made, config.rebalance.margin,
@@ -248,7 +251,7 @@ def grid(heads: Any, rows: list[list[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
 
 
-def _those(run: Any) -> str:
+def _those(run: Run) -> str:
     return "ranks" if run.mesh.deepest == 1 else "copies"
 
 
@@ -259,12 +262,13 @@ def _spelled(samples_P: tuple[int, ...]) -> str:
     return f"{min(samples_P)} to {max(samples_P)}"
 
 
-def _world(run: Any) -> str:
+def _world(run: Run) -> str:
     """What a plan depends on, in words."""
     config = run.config
     devices = ", ".join(f"{d.kind} {d.name}" for d in run.devices)
-    keys = [run.spelled.precision, config.accumulate, config.micro_batch, run.spelled.rebalance.max_micro_batch,
-            config.sync_batchnorm, config.threads, config.emulate_speed]
-    if run.mesh.deepest > 1:
+    keys: list[object] = [run.spelled.precision, config.accumulate, config.micro_batch,
+                          run.spelled.rebalance.max_micro_batch, config.sync_batchnorm, config.threads,
+                          config.emulate_speed]
+    if run.parts.layout is not None:
         keys += [run.mesh.copies, run.parts.layout.starts, config.pipeline]
     return f"{run.control.size} ranks, {run.topology.describe()}, {devices}, {keys}"

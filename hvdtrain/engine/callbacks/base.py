@@ -7,9 +7,10 @@ from typing import Any
 
 from hvdtrain.core.events import Event
 from hvdtrain.core.turns import Turns
+from hvdtrain.engine.run import Run
 
 
-def several_replicas(run: Any) -> bool:
+def several_replicas(run: Run) -> bool:
     """Return whether several replicas train one model; over the transport "null" every rank trains its own."""
     return len(run.mesh.copies) > 1 and run.collectives.name != "null"
 
@@ -17,7 +18,8 @@ def several_replicas(run: Any) -> bool:
 class Callback:
     """Base of callbacks: define a method named like an event (``step_end(run)``) to see it.
 
-    ``where``: "root" runs on rank 0 only and must not enter a collective; "all" runs on every rank.
+    ``where``: "root" runs on rank 0 only and must not enter a collective; "all" runs on every rank. Which exchanges an
+    event allows, and where a checkpoint may be requested, is written at the events (`hvdtrain.core.events`).
     ``every`` thins out STEP_END: "50 step", "2 epoch", or "5 s" (root only, since clocks differ); "" is each time.
     """
 
@@ -37,22 +39,22 @@ class Callback:
             cls.state_key = cls.__name__
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """Return whether ``run`` gets this built-in callback; the same on all ranks with ``where`` "all"."""
         return True
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Return the callback for ``run``; ``earlier``: those made before it, by the names of their classes."""
         return cls()
 
-    def on(self, event: Event, run: Any) -> None:
+    def on(self, event: Event, run: Run) -> None:
         """Call the method of this event, if there is one and it is its turn."""
         method = getattr(self, event.value, None)
         if method is not None and (event is not Event.STEP_END or self._turn(run)):
             method(run)
 
-    def _turn(self, run: Any) -> bool:
+    def _turn(self, run: Run) -> bool:
         if not self.every:
             return True
         if self._turns is None:
@@ -60,7 +62,7 @@ class Callback:
                                 self.where == "root")
         return self._turns.ask(run)
 
-    def saving(self, run: Any) -> None:
+    def saving(self, run: Run) -> None:
         """Bring together what `state_dict` will tell, before each save; collective with ``where`` "all"."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,5 +72,5 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
 
-    def restored(self, run: Any) -> None:
+    def restored(self, run: Run) -> None:
         """See the run between `load_state_dict` and the return of what each rank owns, such as compressor state."""

@@ -89,7 +89,7 @@ class Checkpoint(Callback):
     def checkpoint(self, run: Run) -> None:
         """Save what the step left; training goes on meanwhile."""
         self._clock = time.monotonic()
-        run.state.wants_save = False  # wished for again between the vote and this save
+        run.state.wishes.save = False  # wished for again between the vote and this save
         begin(run)
 
     def told(self, run: Run) -> None:
@@ -153,7 +153,7 @@ class Checkpoint(Callback):
                 problem = _problem("the last checkpoint", error, "resume from the checkpoint before")
                 if run.state.requeue:  # no model is written then
                     raise problem
-                run.unsaved = problem
+                run.state.findings.unsaved = problem
         elif run.saver is not None:
             run.saver.end()
 

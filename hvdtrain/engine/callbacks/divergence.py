@@ -16,10 +16,12 @@ import numpy as np
 
 from hvdtrain import backends
 from hvdtrain.core.finite import spoken
+from hvdtrain.core.timeline.clock import StepTotals
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.guards.divergence import Bits, Diverged, Rows, judge
 from hvdtrain.engine.guards.fingerprint import Fingerprints, Prints
 from hvdtrain.engine.guards.kinds import kinds
+from hvdtrain.engine.run import Run
 
 EARLY = (2, 8)
 """Steps of a fit after which ranks compare besides every so many."""
@@ -44,12 +46,12 @@ class Divergence(Callback):
     before = ("Checkpoint",)  # so that weights that differ are not saved
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """Where there are several replicas to compare."""
         return bool(run.config.check_every) and several_replicas(run)
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Take the settings of the run."""
         return cls(run.config.check_every)
 
@@ -64,7 +66,7 @@ class Divergence(Callback):
         self._some: dict[tuple[int, ...], list[int]] = {}
         self._prints: dict[tuple[int, ...], Fingerprints] = {}
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Compare what the run begins with."""
         self._begin = run.state.cursor.step
         # A further fit goes on with what the ranks hold: roundings have added up since the first one began.
@@ -75,7 +77,7 @@ class Divergence(Callback):
         self._next = self._begin + (EVERY if self._every == "auto" else self._every)
         self._compare(run)
 
-    def _plan(self, run: Any) -> None:
+    def _plan(self, run: Run) -> None:
         """Find what is compared: the parameters that the run trains now."""
         ops, params = backends.load(run.spec.framework).Ops(), run.parts.params
         self._some = {replicas.group.ranks: replicas.params(params.specs) for replicas in run.parts.replicas}
@@ -87,23 +89,23 @@ class Divergence(Callback):
             self._prints = {everyone: Fingerprints(params.specs, params.flat, ops, run.config.model_parallel > 1)}
         self._n = len(params.specs)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Compare where it is time to."""
         if not self._prints:  # single steps outside of a fit
             return
         step = run.state.cursor.step
         # With zero each element comes from one rank, whatever the sums were.
-        self._exact = self._exact and (run.dp.divides_state or run.dp.reducer.compressor.same_bits)
+        self._exact = self._exact and (run.dp.divides_state or run.dp.compressor.same_bits)
         self._due = self._due or step >= self._next or step - self._begin in EARLY
-        if self._due and run.state.met:
+        if self._due and run.state.outcome.met:
             self._compare(run)
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Compare what the run ends with, before it is saved for the last time."""
-        if run.state.met and run.state.cursor.step > self._good:
+        if run.state.outcome.met and run.state.cursor.step > self._good:
             self._compare(run)
 
-    def _compare(self, run: Any) -> None:
+    def _compare(self, run: Run) -> None:
         """Gather the ranks' numbers and judge them; collective."""
         began_s = time.perf_counter()
         if self._n != len(run.parts.params.specs):  # parameters were unfrozen
@@ -112,7 +114,7 @@ class Divergence(Callback):
         close = len(set(self._kinds)) > 1 or not self._exact
         own = {ranks: prints.prints() if close else prints.digests() for ranks, prints in self._prints.items()}
         own_s = time.perf_counter() - began_s
-        rows = run.control.gather((own, own_s, self._gather_s, _step_s(run.phases)))
+        rows = run.control.gather((own, own_s, self._gather_s, _step_s(run.timeline.totals)))
         self._gather_s = time.perf_counter() - began_s - own_s
         found = [row[0] for row in rows]
         if not close and any(found[r][ranks] != of for each in found for ranks, of in each.items() for r in ranks):
@@ -123,7 +125,7 @@ class Divergence(Callback):
         if step >= self._next or self._every == "auto":
             self._next = step + (self._every if self._every != "auto" else stride(rows))
 
-    def _judge(self, run: Any, prints_P: list[dict[tuple[int, ...], Prints]]) -> None:
+    def _judge(self, run: Run, prints_P: list[dict[tuple[int, ...], Prints]]) -> None:
         """Raise what the fingerprints of all ranks tell, if they are apart; the same on every rank, so collective where
         a rank knows not all of the model."""
         told = next(filter(None, (self._verdict(run, ranks, [prints_P[rank][ranks] for rank in ranks])
@@ -133,7 +135,7 @@ class Divergence(Callback):
         if told is not None:
             raise told
 
-    def _verdict(self, run: Any, ranks: tuple[int, ...], prints_G: list[Prints]) -> Diverged | None:
+    def _verdict(self, run: Run, ranks: tuple[int, ...], prints_G: list[Prints]) -> Diverged | None:
         """What the fingerprints of ``ranks`` tell, which hold the same tensors."""
         specs, step = [run.parts.params.specs[i] for i in self._some[ranks]], run.state.cursor.step
         sums_GV, norms_GV = np.array([p.sums for p in prints_G]), np.array([p.norms for p in prints_G])
@@ -162,7 +164,7 @@ def stride(rows: list[tuple[Any, float, float, float]]) -> int:
     return max(EVERY, math.ceil(spent_s / (COST * step_s))) if step_s > 0 else EVERY
 
 
-def _step_s(phases: Any) -> float:
+def _step_s(phases: StepTotals) -> float:
     """Seconds of a step so far, without the first; 0 where there was none."""
     if phases.steps < 2:
         return 0.0

@@ -9,6 +9,7 @@ from typing import Any
 from hvdtrain.config import EarlyStop as Settings
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 
 
 class EarlyStop(Callback):
@@ -18,12 +19,12 @@ class EarlyStop(Callback):
     state_key = "EarlyStop"
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """With a metric to watch."""
         return bool(run.config.early_stop.metric)
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Take the settings of the run."""
         return cls(run.config.early_stop)
 
@@ -32,7 +33,7 @@ class EarlyStop(Callback):
         self.best: float | None = None
         self.waited = 0
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Refuse a run that evaluates nothing; a run that is resumed after it was stopped stays stopped."""
         if run.eval_feed is None:
             raise UserError("early_stop.metric is set and there is no evaluation data", "a test split",
@@ -41,7 +42,7 @@ class EarlyStop(Callback):
             run.want_stop(f"early stop: {self._settings.metric} had not got better for "
                           f"{count(self.waited, 'evaluation')}")
 
-    def eval_end(self, run: Any) -> None:
+    def eval_end(self, run: Run) -> None:
         """Compare the metric with the best so far."""
         s = self._settings
         if s.metric not in run.state.metrics:

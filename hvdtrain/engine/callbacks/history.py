@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 
 
 class History(Callback):
@@ -28,7 +29,7 @@ class History(Callback):
         self._late_n = 0
         self._evaluated: dict[str, float] = {}
 
-    def epoch_start(self, run: Any) -> None:
+    def epoch_start(self, run: Run) -> None:
         """Begin at nothing, at what a checkpoint inside this epoch holds, or continue what a requeue interrupted."""
         if self._begun and self.epoch == run.state.cursor.epoch:
             return
@@ -38,8 +39,9 @@ class History(Callback):
             _, self._sum, self._weight = self._resumed
         self._resumed, self._unfinished = [], True
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Add the step's loss, which is a mean over its samples; a skipped step has none."""
+        assert run.batch is not None
         n = run.batch.n_global if run.batch.weight else 0
         if run.parts.stage.asynchronous and n:
             n, self._late_n = self._late_n, n
@@ -47,16 +49,16 @@ class History(Callback):
             self._sum += run.state.loss * n
             self._weight += n
 
-    def eval_end(self, run: Any) -> None:
+    def eval_end(self, run: Run) -> None:
         """Keep what was measured."""
         self._evaluated = dict(run.state.metrics)
 
-    def epoch_end(self, run: Any) -> None:
+    def epoch_end(self, run: Run) -> None:
         """Close the epoch."""
         self._unfinished = False
         self._close(run)
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Close an epoch that a stop cut short."""
         if self._begun and self._weight and not run.state.requeue:
             self._close(run)
@@ -74,7 +76,7 @@ class History(Callback):
         """Undo `state_dict`."""
         self._resumed = list(state.get("mean", ()))
 
-    def _close(self, run: Any) -> None:
+    def _close(self, run: Run) -> None:
         self._begun = False
         logs = self.logs(run)
         closed = max((len(values) for values in self.history.values()), default=0)
@@ -84,9 +86,9 @@ class History(Callback):
             values.append(float(value))
         self.closed(run, logs)
 
-    def logs(self, run: Any) -> dict[str, float]:
+    def logs(self, run: Run) -> dict[str, float]:
         """The epoch in numbers, under Keras' names."""
         return {"loss": self.loss(), **{f"val_{name}": value for name, value in self._evaluated.items()}}
 
-    def closed(self, run: Any, logs: dict[str, float]) -> None:
+    def closed(self, run: Run, logs: dict[str, float]) -> None:
         """For those who tell others."""

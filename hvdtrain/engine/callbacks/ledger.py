@@ -17,6 +17,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.data import ledger as books
 from hvdtrain.data.ledger import Book, Sums
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch.sampler import epoch_order
 
 
@@ -47,7 +48,7 @@ class Ledger(Callback):
 
     # --- while a run trains ------------------------------------------------------------------------------------------
 
-    def epoch_start(self, run: Any) -> None:
+    def epoch_start(self, run: Run) -> None:
         """Go on where the sums stand, or find that nothing is known of the samples before."""
         cursor = run.state.cursor
         if (cursor.epoch, cursor.samples) != self._at:
@@ -59,9 +60,10 @@ class Ledger(Callback):
         if self._unknown:
             self._doubt(run, self._unknown)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Count the samples of a step that was finished."""
         batch = run.batch
+        assert batch is not None
         cursor = batch.cursor_after
         self._at = (cursor.epoch, cursor.samples)
         self._skipped += 0 if run.updated else batch.n_global
@@ -71,7 +73,7 @@ class Ledger(Callback):
         if run.feed.unlike:
             self._doubt(run, run.feed.unlike)
 
-    def _doubt(self, run: Any, reason: str) -> None:
+    def _doubt(self, run: Run, reason: str) -> None:
         """Take the epoch under way as not verified, for a ``reason`` that all ranks have."""
         epoch = self._at[0]
         self._unknown = self._unknown or reason
@@ -82,7 +84,7 @@ class Ledger(Callback):
             run.note(f"ledger: epoch {epoch} is not verified: {reason}")
         self._reason = reason
 
-    def _left_out(self, run: Any, batch: Any) -> None:
+    def _left_out(self, run: Run, batch: Any) -> None:
         """Account for samples that could not be read: a rank has seen its own; each is named once."""
         if batch.own_unread:
             self._book.add(np.array([number for number, _, _ in batch.own_unread], np.int64))
@@ -90,13 +92,13 @@ class Ledger(Callback):
         for text in run.feed.left_out():
             run.note(text)
 
-    def eval_end(self, run: Any) -> None:
+    def eval_end(self, run: Run) -> None:
         """Keep why the evaluation data is not verified."""
-        if run.eval_feed.unlike:
+        if run.eval_feed is not None and run.eval_feed.unlike:
             self._evaluation = run.eval_feed.unlike
             self._record(run, self._at[0], False, words=f"the evaluation is not verified: {self._evaluation}")
 
-    def epoch_end(self, run: Any) -> None:
+    def epoch_end(self, run: Run) -> None:
         """Compare the epoch that has ended with what it must hold; `UserError` on every rank. Collective."""
         epoch, consumed = self._at
         self._compare_head(run)
@@ -112,7 +114,7 @@ class Ledger(Callback):
         self._begin(epoch + 1, 0, "")
         run.ledger = self._facts()
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Compare the part of an epoch that a fit has ended in; `UserError` on every rank. Collective."""
         epoch, consumed = self._at
         partial = 0
@@ -132,7 +134,7 @@ class Ledger(Callback):
 
     # --- over resumptions --------------------------------------------------------------------------------------------
 
-    def saving(self, run: Any) -> None:
+    def saving(self, run: Run) -> None:
         """Bring the ranks' sums together for `state_dict`. Collective."""
         sums = books.from_limbs(voices(run.control, run.mesh).sum(books.to_limbs(self._book.sums())))
         epoch, samples = self._at
@@ -153,7 +155,7 @@ class Ledger(Callback):
         """Keep it for `restored`."""
         self._kept = dict(state)
 
-    def restored(self, run: Any) -> None:
+    def restored(self, run: Run) -> None:
         """Go on from the sums of a checkpoint, which rank 0 takes over whatever ranks they come from."""
         kept = self._kept
         unknown = kept["unknown"]
@@ -176,7 +178,7 @@ class Ledger(Callback):
         self._at, self._unknown, self._skipped, self._unread = (epoch, samples), unknown, 0, 0
         self._head = None
 
-    def _compare_head(self, run: Any) -> None:
+    def _compare_head(self, run: Run) -> None:
         """Doubt an epoch whose stream began otherwise before the resumption; collective after one."""
         if not self._resumed:
             return
@@ -185,7 +187,7 @@ class Ledger(Callback):
         if voices(run.control, run.mesh).sum(np.array([float(differs)]))[0]:
             self._doubt(run, "the stream's order is another than before the resumption")
 
-    def _compare_rows(self, run: Any) -> None:
+    def _compare_rows(self, run: Run) -> None:
         """Compare a few rows of a source across ranks, which may have come to differ; collective."""
         if self._unknown:
             return
@@ -193,7 +195,7 @@ class Ledger(Callback):
         if run.feed.unlike:
             self._doubt(run, run.feed.unlike)
 
-    def _compare(self, run: Any, samples: int, order_n: np.ndarray | None) -> None:
+    def _compare(self, run: Run, samples: int, order_n: np.ndarray | None) -> None:
         """Raise `UserError` on every rank unless the ranks together had the first ``samples`` of ``order_n`` once each.
 
         ``order_n``: int64[N], or None where it does not matter: all numbers below ``samples``. Each rank adds up its
@@ -223,7 +225,7 @@ class Ledger(Callback):
                 **({"reason": self._reason} if self._unchecked else {}),
                 **({"evaluation": self._evaluation} if self._evaluation else {})}
 
-    def _record(self, run: Any, epoch: int, whole: bool, **more: Any) -> None:
+    def _record(self, run: Run, epoch: int, whole: bool, **more: Any) -> None:
         """Tell what was counted of an epoch."""
         run.record("ledger", epoch=epoch, whole=whole, skipped=self._skipped, unread=self._unread,
                    ledger={"epochs": self._epochs}, **more)

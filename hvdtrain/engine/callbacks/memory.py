@@ -7,7 +7,6 @@ what they take is seen after the first steps, and `python -m hvdtrain plan --mem
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.cluster.control import agreed
@@ -16,6 +15,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.machine import reading
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory import plan as plans
+from hvdtrain.engine.run import Run
 
 LOOK_AFTER = 2
 """Steps after which what is held is what will be."""
@@ -33,7 +33,7 @@ class Memory(Callback):
         self._steps = 0
         self._free: int | None = None
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Count, and say so where even that comes close to the limit. Collective."""
         self._steps = 0
         scene = survey.scene_of(run, backends.load(run.spec.framework))
@@ -47,7 +47,7 @@ class Memory(Callback):
         if said:
             run.note(f"{said} (activations not counted: see python -m hvdtrain plan --memory)")
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Tell once, when the first steps are over, what comes close to the limit."""
         self._steps += 1
         if self._steps != LOOK_AFTER or not self._free:
@@ -57,13 +57,13 @@ class Memory(Callback):
             run.tell_all("memory", f"has held {shown(peak)} of the {shown(self._free)} that it may take; python -m "
                          "hvdtrain plan --memory with the same options tells what would take less")
 
-    def told(self, run: Any) -> None:
+    def told(self, run: Run) -> None:
         """Say what ranks have told."""
         for word in run.state.told:
             if word.topic == "memory":
                 run.note(f"memory: rank {word.rank} {word.text}")
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Bring the ranks' peaks together, and what they hold by kind. Collective."""
         backend = backends.load(run.spec.framework)
         rows = run.control.gather((reading.peak_bytes(run), reading.memory(run, backend, backend.allocators())))

@@ -24,6 +24,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.settle import Own, Settling, reckoned
 from hvdtrain.engine.out_of_memory import advice
+from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import T
 from hvdtrain.planning.batch.line import least
 
@@ -42,7 +43,7 @@ class MemoryFit(Callback):
         self._state: dict[str, Any] = {}
         self._learnt = 0
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Measure, decide and cut; once. Collective."""
         config = run.config
         self._learnt = 0
@@ -62,7 +63,7 @@ class MemoryFit(Callback):
         run.memory = {**run.memory, "fit": [own.to_dict() for own in owns_P]}
         self._tell(run, owns_P, micro, remat)
 
-    def told(self, run: Any) -> None:
+    def told(self, run: Run) -> None:
         """Remember the sizes that ranks go on with which ran out of memory."""
         found = run.recovery.ceilings
         if "micro" in self._state:
@@ -80,7 +81,7 @@ class MemoryFit(Callback):
         """Keep it for `fit_start`."""
         self._kept = state
 
-    def _settled(self, run: Any, micro: bool, remat: bool) -> list[Own]:
+    def _settled(self, run: Run, micro: bool, remat: bool) -> list[Own]:
         """What each rank does, by rank; chosen by now."""
         control = run.control
         scene = survey.scene_of(run, backends.load(run.spec.framework))
@@ -102,11 +103,11 @@ class MemoryFit(Callback):
         found: list[Own] = control.gather(own)
         return found
 
-    def _settling(self, run: Any, scene: Any, micro: bool, remat: bool) -> Settling:
+    def _settling(self, run: Run, scene: Any, micro: bool, remat: bool) -> Settling:
         cap = least(run.config.micro_batch_limit, learnt.ceiling(run, scene.sample(1)) if micro else 0)
         return _least(run, lambda: Settling(scene, survey.way_of(scene, run.dp), micro, remat, cap))
 
-    def _reckon(self, run: Any) -> None:
+    def _reckon(self, run: Run) -> None:
         """Find out what a step takes where the kernel would end a process that takes too much; collective."""
         if not run.control.agree(run.recovery.guard is not None and memory.limited()):
             return
@@ -121,7 +122,7 @@ class MemoryFit(Callback):
         if run.recovery.guard is not None:
             run.recovery.guard.reckoned = found
 
-    def _parts_before(self, run: Any, settling: Settling, micro: bool) -> int:
+    def _parts_before(self, run: Run, settling: Settling, micro: bool) -> int:
         """The number of micro-batches that this rank had before the run was saved, where it still fits; else 0."""
         rank = run.control.rank
         alike = run.control.gather(settling.samples) == self._kept.get("samples")
@@ -130,7 +131,7 @@ class MemoryFit(Callback):
             return 0
         return int(-(-settling.samples // before))
 
-    def _cut(self, run: Any, owns_P: list[Own]) -> None:
+    def _cut(self, run: Run, owns_P: list[Own]) -> None:
         """Cut training and evaluation into the ranks' micro-batches; balance cuts by ceilings of its own."""
         if run.config.balance != "off" and run.control.size > 1:
             return
@@ -143,7 +144,7 @@ class MemoryFit(Callback):
         if run.eval_feed is not None:
             run.eval_feed.recut(cut, 0)
 
-    def _tell(self, run: Any, owns_P: list[Own], micro: bool, remat: bool) -> None:
+    def _tell(self, run: Run, owns_P: list[Own], micro: bool, remat: bool) -> None:
         """A sentence for each rank that differs, and the table of the one that recomputes most."""
         keys = " and ".join([*(["micro_batch auto"] if micro else []), *(["remat auto"] if remat else [])])
         equal = alike(owns_P)
@@ -159,7 +160,7 @@ class MemoryFit(Callback):
         run.record("memory_fit", ranks=[own.to_dict() for own in owns_P])
 
 
-def _least(run: Any, settle: Callable[[], T]) -> T:
+def _least(run: Run, settle: Callable[[], T]) -> T:
     """What it returns; `UserError` where memory lacks even for the one sample that is tried last."""
     def caught(error: Exception) -> None:
         shortage = Shortage(run.state.cursor.step, "training", 1, -1, first_line(error))
@@ -169,7 +170,7 @@ def _least(run: Any, settle: Callable[[], T]) -> T:
     return cast(T, found)
 
 
-def _looked(run: Any, look: Callable[[], Reckoned]) -> Reckoned:
+def _looked(run: Run, look: Callable[[], Reckoned]) -> Reckoned:
     """What it returns; None where memory lacks for the look itself: the first step then finds its own size."""
     if run.recovery.guard is None:
         return None

@@ -10,10 +10,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain.cluster.topology import Host
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
+from hvdtrain.parallel.pipeline.over_ranks import OverRanks
+from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.meter import Reading, Row, read
 
 SKIPPED_STEPS = 2
@@ -79,12 +82,12 @@ class Meter(Callback):
     before = ("Balance", "Recorder")  # they read the window that ends with the step
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """Where there are several ranks to compare."""
         return bool(run.control.size > 1)
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Take the settings of the run."""
         return cls(run.config.rebalance.every_steps)
 
@@ -100,11 +103,11 @@ class Meter(Callback):
         self._counted = 0
         self._before: tuple[Any, ...] = (0.0, dict.fromkeys(PHASES, 0.0), 0, 0, 0)
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Count from here."""
         self._mark(run)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Take down the step; compare at the end of a window."""
         step = self._since_mark(run)
         self._mark(run)
@@ -119,7 +122,7 @@ class Meter(Callback):
         if len(self._steps) >= self._parts * self._part_steps:
             self._close(run)
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Count what is left of a window."""
         if self._steps:
             self._close(run)
@@ -132,17 +135,17 @@ class Meter(Callback):
         """Let the next window end early; every rank calls it alike, at the end of a window."""
         self._parts = min(CLOSER, self._every)
 
-    def _mark(self, run: Any) -> None:
-        p = run.phases
+    def _mark(self, run: Run) -> None:
+        p = run.timeline.totals
         self._before = (p.step_s, _seconds(run), p.samples, p.own_samples, p.own_micros)
 
-    def _since_mark(self, run: Any) -> _Step:
-        p, (step_s, seconds, samples, own, micros) = run.phases, self._before
+    def _since_mark(self, run: Run) -> _Step:
+        p, (step_s, seconds, samples, own, micros) = run.timeline.totals, self._before
         spent = {name: so_far - seconds[name] for name, so_far in _seconds(run).items()}
         return _Step(p.step_s - step_s + spent["data"], spent, p.own_samples - own, p.own_micros - micros,
                      p.samples - samples == min(run.config.global_batch, run.feed.samples or math.inf))
 
-    def _close(self, run: Any) -> None:
+    def _close(self, run: Run) -> None:
         """Exchange the window's numbers and read them; collective."""
         steps, full = self._steps, [s for s in self._steps if s.full]
         self._steps, self._parts = [], self._every
@@ -166,11 +169,11 @@ class Meter(Callback):
             self._part_steps = max(1, math.ceil(LEAST_WINDOW_S / (self._every * longest_s)))
 
 
-def _seconds(run: Any) -> dict[str, float]:
+def _seconds(run: Run) -> dict[str, float]:
     """This rank's seconds so far by phase."""
-    cut = run.mesh.deepest > 1
-    return {**run.phases.seconds, "idle": run.schedule.idle_s if cut else 0.0,
-            "channel": run.schedule.channel_s if cut else 0.0}
+    cut, schedule = run.mesh.deepest > 1, cast(OverRanks, run.schedule)
+    return {**run.timeline.totals.seconds, "idle": schedule.idle_s if cut else 0.0,
+            "channel": schedule.channel_s if cut else 0.0}
 
 
 def _row(ranks: Sequence[Row], idle_s: Sequence[float]) -> Row:
@@ -186,7 +189,7 @@ def _row(ranks: Sequence[Row], idle_s: Sequence[float]) -> Row:
                max(row.update_s for row in ranks))
 
 
-def _reading(run: Any, sums_P: Sequence[Sequence[float]], steps: int) -> Reading:
+def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading:
     """Read what came of ``steps`` steps; each rank's sums: step, busy with samples, samples, seconds by phase."""
     by_rank = [Row(samples / steps, *(seconds / steps for seconds in phases[:4])) for _, _, samples, *phases in sums_P]
     idle_s_P = [sums[-2] / steps for sums in sums_P]
@@ -197,7 +200,7 @@ def _reading(run: Any, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
     if cut:
         labels = [f"copy {c} (ranks {', '.join(map(str, sorted(ranks)))})" for c, ranks in enumerate(copies)]
     share = -(-run.config.global_batch // len(rows))
-    lines = run.solo_lines or [None] * len(rows)
+    lines: Sequence[Line | None] = run.state.findings.solo_lines or [None] * len(rows)
     busy_s = [max(sums_P[r][1] for r in ranks) for ranks in copies]
     solo = [sums_P[ranks[0]][2] / own_s if own_s > 0 else share / line.seconds(share, 1) if line else 0.0
             for ranks, own_s, line in zip(copies, busy_s, lines)]
@@ -215,7 +218,7 @@ def _crowded(hosts: Sequence[Host]) -> str:
     return f"{len(full[0].ranks)} ranks share {full[0].cores} cores on {full[0].node}" if full else ""
 
 
-def meter_of(run: Any, earlier: Mapping[str, Callback]) -> Meter:
+def meter_of(run: Run, earlier: Mapping[str, Callback]) -> Meter:
     """Return the meter among ``earlier``; for a single rank, which has nothing to compare, one that stays empty."""
     found = earlier.get("Meter")
     return found if isinstance(found, Meter) else Meter(run.config.rebalance.every_steps)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 
 
 ALONE_FINITE = "; each rank's own gradient is finite: the loss is not, or their sum, its norm or compression overflows"
@@ -23,7 +24,7 @@ class NanGuard(Callback):
     state_key = "NanGuard"
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Take the settings of the run."""
         return cls(run.config.nan_guard, run.config.max_skipped)
 
@@ -33,14 +34,14 @@ class NanGuard(Callback):
         self.skipped = 0
         self._last = -2
 
-    def non_finite(self, run: Any) -> None:
+    def non_finite(self, run: Run) -> None:
         """Stop, or count a skipped step."""
         step = run.state.cursor.step
         self.in_a_row = self.in_a_row + 1 if step == self._last + 1 else 1
         self._last = step
         self.skipped += 1
-        ranks = ", ".join(str(r) for r in run.state.bad_ranks)
-        where = _where(run.state.bad_where) or ("" if run.parts.stage.asynchronous else ALONE_FINITE)
+        ranks = ", ".join(str(r) for r in run.state.outcome.bad_ranks)
+        where = _where(run.state.outcome.bad_where) or ("" if run.parts.stage.asynchronous else ALONE_FINITE)
         if self._mode == "stop" or self.in_a_row > self._max:
             many = f" ({self.in_a_row} steps in a row)" if self.in_a_row > 1 else ""
             seen = "seen one step late" if run.parts.stage.asynchronous else "that step's update was not made"

@@ -1,4 +1,26 @@
-"""The callbacks of a run, in the order in which they see an event."""
+"""The callbacks of a run, in the order in which they see an event.
+
+Each line says why its callbacks come before those of the lines below.
+
+- AutoCompile: what follows measures a model that is compiled.
+- Supervised, Preempt: signals and the supervisor are heard before anything at FIT_START takes long.
+- NanGuard: a step that ends the run is not reported as one that trained.
+- Throughput, Ledger: speed and samples of a step are counted before anybody reports or saves them.
+- Memory, OutOfMemory, MemoryFit: Memory starts the findings that MemoryFit adds to, which reads what OutOfMemory has
+  heard. All precede Balance, which probes with micro-batches that fit.
+- Meter, Stages: the window that ends with a step is closed before Balance decides by it and Recorder writes it.
+- Ema: the average follows the update before anybody evaluates or saves.
+- Balance: shares are planned at FIT_START before the transports are measured; it waits for these in later steps.
+- EarlyStop: a stop is asked for before EVAL_END is reported.
+- AutoWire: opens the transports over which AutoCompression compares compressors.
+- UnusedReport, then those of the key `callbacks`: they may change the model, which reports are to show.
+- Trace, System, WhatIf: their records precede the "end" that Recorder writes.
+- Recorder: has recorded the event before the caller's callbacks, such as History and Keras' own, print or raise.
+- Those of the caller (``more``): the last that may change weights.
+- Divergence, Audit: weights that differ or were computed wrongly are not saved.
+- Checkpoint: holds the state of all callbacks above.
+- Seconds: what the others do at the end of a fit is counted too.
+"""
 
 from __future__ import annotations
 

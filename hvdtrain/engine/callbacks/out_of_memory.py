@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.out_of_memory.advice import heard
+from hvdtrain.engine.run import Run
 
 
 class OutOfMemory(Callback):
@@ -17,7 +16,7 @@ class OutOfMemory(Callback):
     def __init__(self) -> None:
         self._bends_told = False
 
-    def told(self, run: Any) -> None:
+    def told(self, run: Run) -> None:
         """Note what ranks have just told; the first time that one takes smaller micro-batches also what that bends."""
         for rank, shortage in heard(run):
             run.shortages.append({"rank": rank, **shortage._asdict()})

@@ -22,6 +22,7 @@ from hvdtrain.cluster.liveness import causes
 from hvdtrain.config.texts import reserve_s
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 
 TOPIC = "requeue"
 
@@ -74,14 +75,14 @@ class Preempt(Callback):
     where = "all"
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Take the settings of the run."""
         return cls(run.config.time_limit_s())
 
     def __init__(self, limit_s: float = 0.0, clock: Callable[[], float] = time.time) -> None:
         self._limit_s, self._clock = limit_s, clock
         self._asked = self._over = False
-        self._run: Any = None
+        self._run: Run | None = None
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
         self._interrupted_at = -math.inf
@@ -89,36 +90,36 @@ class Preempt(Callback):
         self._step_at = self._save_at = self._longest_step_s = self._longest_save_s = 0.0
         self._ends_at = _ends_at(limit_s)
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Listen from here on, and see what was wished for while the run was assembled."""
         self._run, self._over = run, False
         self._install()
         self._step_at = self._clock()
         self._look(run)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Note the step, and look whether the run is to end."""
         now = self._clock()
         self._longest_step_s = max(self._longest_step_s, now - self._step_at)
         self._step_at = now
         self._look(run)
 
-    def checkpoint(self, run: Any) -> None:
+    def checkpoint(self, run: Run) -> None:
         """Begin to measure the save, whose own callback comes after this one."""
         self._save_at = self._clock()
 
-    def step_start(self, run: Any) -> None:
+    def step_start(self, run: Run) -> None:
         """End the measurement of a save; steps are counted without it."""
         if self._save_at:
             self._longest_save_s = max(self._longest_save_s, self._clock() - self._save_at)
             self._save_at, self._step_at = 0.0, self._clock()
 
-    def epoch_end(self, run: Any) -> None:
+    def epoch_end(self, run: Run) -> None:
         """Look here too: an evaluation may have taken long."""
         self._step_at = self._clock()
         self._look(run)
 
-    def told(self, run: Any) -> None:
+    def told(self, run: Run) -> None:
         """Agree to save and to end where a rank asked for it."""
         words = [word for word in run.state.told if word.topic == TOPIC]
         if words and not run.state.requeue and not self._over:
@@ -132,25 +133,25 @@ class Preempt(Callback):
                 say(f"{word.text} (rank {word.rank}): the run saves after this step and ends; --resume auto continues "
                     "it")
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Agree for the last time, before others write that the run has ended. Collective."""
         run.hear_last()
         self._over = True
 
-    def continued(self, run: Any) -> None:
+    def continued(self, run: Run) -> None:
         """Forget the signal that ended the fit before; a wall limit and the supervisor's request still hold."""
         self._asked, self._interrupted_at = False, -math.inf
         self._look_at = 0.0
         _early.clear()
 
-    def close(self, run: Any) -> None:
+    def close(self, run: Run) -> None:
         """Give the signals back to their owners before the fit, but for one that has got another handler since."""
         for number, before in self._before.items():
             if signal.getsignal(number) == self._heard:
                 signal.signal(number, before)
         self._before = {}
         self._asked, self._interrupted_at = False, -math.inf  # another fit listens anew, also after an exception
-        run.state.words = [word for word in run.state.words if word.topic != TOPIC]
+        run.state.wishes.words = [word for word in run.state.wishes.words if word.topic != TOPIC]
 
     def _install(self) -> None:
         if self._before or threading.current_thread() is not threading.main_thread():
@@ -189,12 +190,12 @@ class Preempt(Callback):
             sys.stderr.flush()
         return False
 
-    def _ask(self, run: Any, why: str) -> None:
+    def _ask(self, run: Run, why: str) -> None:
         """Tell all ranks, once, that the run is to end: those of a step under way at its own agreement."""
         self._asked = True
         run.tell_all(TOPIC, why)
 
-    def _look(self, run: Any) -> None:
+    def _look(self, run: Run) -> None:
         """Look for reasons that no handler has told of."""
         if self._asked:
             return
@@ -206,7 +207,7 @@ class Preempt(Callback):
         if why:
             self._ask(run, why)
 
-    def _late(self, run: Any, now: float) -> str:
+    def _late(self, run: Run, now: float) -> str:
         """Why the wall limit asks for the end, "" while it does not. Rank 0's clock counts."""
         if not self._ends_at or run.control.rank != 0:
             return ""

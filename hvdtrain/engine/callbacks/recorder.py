@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from hvdtrain.core.records import schema
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter, meter_of
+from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.words import facts
 from hvdtrain.planning.batch.meter import Reading
 
@@ -20,14 +20,14 @@ class Recorder(Callback):
     """Makes the records that every run has; ``meter``: what compares the ranks, where there are several."""
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Read the meter of the run."""
         return cls(meter_of(run, earlier))
 
     def __init__(self, meter: Meter | None = None) -> None:
         self._meter = meter
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Configuration, world and notes."""
         per_epoch = run.feed.steps_per_epoch
         run.record("start", schema=schema.VERSION, world_size=run.control.size, hosts=run.topology.describe(),
@@ -36,33 +36,35 @@ class Recorder(Callback):
                    memory=run.memory, config=run.config.to_dict(), epochs=run.config.epochs,
                    steps=_steps(per_epoch, run.config.epochs, run.config.max_steps), pid=os.getpid())
 
-    def epoch_start(self, run: Any) -> None:
+    def epoch_start(self, run: Run) -> None:
         """Hand over what has waited for the run to begin."""
         run.records.flush(run)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Loss, rate, speed and phase seconds so far, where a report wants this step."""
         if not run.records.wanted(run) or not run.updated:  # each step asks whose turn it is
             return
         s, reading = run.state, self._reading()
         run.record("step", epoch=s.cursor.epoch, samples=s.cursor.samples, loss=s.loss, grad_norm=s.grad_norm,
                    lr=run.parts.optimizer.learning_rate(), samples_per_s=s.samples_per_s,
-                   phases_s=dict(run.phases.seconds), percent_of_solo=None if reading is None else reading.percent)
+                   phases_s=dict(run.timeline.totals.seconds),
+                   percent_of_solo=None if reading is None else reading.percent)
 
-    def non_finite(self, run: Any) -> None:
+    def non_finite(self, run: Run) -> None:
         """A step without an update."""
-        run.record("non_finite", ranks=list(run.state.bad_ranks))
+        run.record("non_finite", ranks=list(run.state.outcome.bad_ranks))
 
-    def eval_end(self, run: Any) -> None:
+    def eval_end(self, run: Run) -> None:
         """Metrics."""
+        assert run.eval_feed is not None
         run.record("eval", epoch=run.state.cursor.epoch, metrics=dict(run.state.metrics),
                    samples_per_s=run.state.samples_per_s, unread=run.eval_feed.unread)
 
-    def checkpoint(self, run: Any) -> None:
+    def checkpoint(self, run: Run) -> None:
         """A checkpoint was due here."""
         run.record("checkpoint")
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Where the time went, why and where it ended."""
         reading = self._reading()
         if reading is not None:

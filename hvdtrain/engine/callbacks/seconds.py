@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from hvdtrain.core.timeline import whom
 from hvdtrain.core.timeline.clock import CAUSES
 from hvdtrain.core.timeline.stood import Packed, packed
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 
 EVERY_S = 5.0
 
@@ -47,38 +47,38 @@ class Seconds(Callback):
         self._last = time.monotonic()
         self._asked = False
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Compare the machines' clocks."""
         self._from_step = run.state.cursor.step
         run.timeline.stood.among(run.control.size)
         self._compare_clocks(run)
         self._record_clocks(run)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Ask all ranks to compare, where it is time."""
         if run.control.rank == 0 and not self._asked and time.monotonic() - self._last >= self._every_s:
             self._asked = True
             run.tell_all(TOPIC, "")
 
-    def told(self, run: Any) -> None:
+    def told(self, run: Run) -> None:
         """Compare, where all have heard that it is time."""
         if any(word.topic == TOPIC for word in run.state.told):
             self._close(run)
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Compare for the last time."""
         if any(clock.within_s for clock in self.clocks):
             self._compare_clocks(run)
             self._record_clocks(run)
         self._close(run)
 
-    def _compare_clocks(self, run: Any, n_rounds: int = clocks.ROUNDS) -> None:
+    def _compare_clocks(self, run: Run, n_rounds: int = clocks.ROUNDS) -> None:
         self.clocks = clocks.compared(run.control, n_rounds=n_rounds)
 
-    def _record_clocks(self, run: Any) -> None:
+    def _record_clocks(self, run: Run) -> None:
         run.record("clocks", ranks=[clock._asdict() for clock in self.clocks])
 
-    def _close(self, run: Any) -> None:
+    def _close(self, run: Run) -> None:
         """Bring the ranks' seconds and exchanges together; collective."""
         timeline = run.timeline
         if any(clock.within_s for clock in self.clocks):
@@ -92,7 +92,7 @@ class Seconds(Callback):
             self._record(run, *map(list, zip(*rows_P)))
         self._from_step = run.state.cursor.step
 
-    def _record(self, run: Any, spent_P: list[dict[str, float]], stood_P: Sequence[Packed],
+    def _record(self, run: Run, spent_P: list[dict[str, float]], stood_P: Sequence[Packed],
                 idle_P: Sequence[dict[int, float]]) -> None:
         waits = whom.compare(stood_P, [spent["wait"] for spent in spent_P], [c.offset_s for c in self.clocks],
                              max(c.within_s for c in self.clocks))

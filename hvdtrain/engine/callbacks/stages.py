@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
+from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned, measured_text, record, rows
+from typing import cast
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""
@@ -65,7 +67,7 @@ class Stages(Callback):
     where = "all"
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """For a model that is cut over ranks."""
         return run.parts.layout is not None
 
@@ -75,14 +77,14 @@ class Stages(Callback):
         self._steps, self._skip = 0, SKIPPED_STEPS
         self._before: tuple[float, ...] = ()
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Record what is planned."""
         layout = run.parts.layout
         if isinstance(layout, Planned):
             run.record("pipeline", stage="planned", steps=None, **record(layout))
         self._before = _so_far(run)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Add a full step to the sums."""
         before, self._before = self._before, _so_far(run)
         spent = [now - then for now, then in zip(self._before, before)]
@@ -96,7 +98,7 @@ class Stages(Callback):
         for name, seconds in zip(self._sums, (data_s + step_s, compute_s, idle_s, wait_s - idle_s)):
             self._sums[name] += seconds
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Bring the ranks' seconds together, record and print; collective."""
         if not self._steps:
             return
@@ -113,14 +115,14 @@ class Stages(Callback):
             say(measured_text(layout, [spent.compute_s for spent in seen.ranks], seen.passes_s, seen.idle_share))
 
 
-def _in_force(run: Any, layout: Planned) -> Planned:
+def _in_force(run: Run, layout: Planned) -> Planned:
     """What is predicted for the parts of the batch that the copies took last, which `balance` may have changed."""
     parts, n = run.feed.cut_at(max(0, run.state.cursor.step - 1)), run.config.global_batch
     micros = [len(parts.bounds(n, copy)) for copy in range(len(layout.plans))]
     return layout.foreseen(np.diff(parts.offsets(n)).tolist(), micros)
 
 
-def _so_far(run: Any) -> tuple[float, ...]:
+def _so_far(run: Run) -> tuple[float, ...]:
     """Samples, and seconds of input, steps, computing, waiting, and waiting for stages of the copy."""
-    p = run.phases
-    return (p.samples, p.seconds["data"], p.step_s, p.seconds["compute"], p.seconds["wait"], run.schedule.idle_s)
+    p, schedule = run.timeline.totals, cast(OverRanks, run.schedule)
+    return (p.samples, p.seconds["data"], p.step_s, p.seconds["compute"], p.seconds["wait"], schedule.idle_s)

@@ -3,10 +3,9 @@ one."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 
 
 class Supervised(Callback):
@@ -15,19 +14,19 @@ class Supervised(Callback):
     where = "all"
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """Under a supervisor."""
         return bool(causes.folder())
 
     def __init__(self) -> None:
         self._first = True
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Say where the run begins."""
         causes.mark("fit", run.state.cursor.step)
         causes.progress(run.state.cursor.step, False)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Count the step."""
         causes.progress(run.state.cursor.step, run.control.rank == 0)
         if self._first:

@@ -12,6 +12,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.machine import flops
 from hvdtrain.engine.machine.environment import environment, host_facts
 from hvdtrain.engine.machine.reading import Reader
+from hvdtrain.engine.run import Run
 
 EVERY_S = 5.0
 """Seconds between two readings; one takes less than a millisecond, and the ranks two small exchanges."""
@@ -30,7 +31,7 @@ class System(Callback):
         self._usage: flops.Usage | None = None
         self._due_at = 0.0
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Record where the run runs. Collective."""
         facts_P = run.control.gather(host_facts(run.devices[run.control.rank].kind == "cuda"))
         run.record("environment", **environment(run, facts_P))
@@ -38,7 +39,7 @@ class System(Callback):
         self._usage = flops.Usage(run, lambda n: run.feed.sample(n, run.state.cursor))
         self._due_at = self._clock() + EVERY_S
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Ask all ranks for a reading when it is time, on rank 0; leave the first steps out of the utilisation."""
         if self._usage is None:  # steps outside of a fit
             return
@@ -47,17 +48,17 @@ class System(Callback):
             self._due_at = self._clock() + EVERY_S
             run.tell_all(TOPIC, "")
 
-    def told(self, run: Any) -> None:
+    def told(self, run: Run) -> None:
         """Read where rank 0 has asked; collective, since every rank hears it at the same vote."""
         if self._reader is not None and any(word.topic == TOPIC for word in run.state.told):
             self._read(run)
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Read for the last time; collective."""
         self._read(run, over_all=True)
         self._reader = None
 
-    def _read(self, run: Any, over_all: bool = False) -> None:
+    def _read(self, run: Run, over_all: bool = False) -> None:
         usage = self._usage
         assert self._reader is not None and usage is not None
         own = (self._reader.reading(run), usage.latest(run, over_all), usage.flops, usage.peak_flops, usage.source,

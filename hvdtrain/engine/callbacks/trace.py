@@ -17,6 +17,7 @@ from hvdtrain.config.texts import window_of
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.timeline.profiler import Span, Taken, longest
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run import Run
 from hvdtrain.reports.trace import chrome, gather, summary
 from hvdtrain.reports.trace.align import Alignment, Measured
 
@@ -27,12 +28,12 @@ class Trace(Callback):
     where = "all"
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """With a window of steps."""
         return bool(run.config.trace.steps)
 
     @classmethod
-    def make(cls, run: Any, earlier: Mapping[str, Callback]) -> Callback:
+    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Take the settings of the run."""
         return cls(run.config.trace)
 
@@ -49,12 +50,12 @@ class Trace(Callback):
         self._profiler: Any = None
         self._problem, self._profiler_within_s = "", 0.0
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Refuse a window that this run does not reach; ask all ranks which clock they read."""
         steps = run.feed.steps_left(run.state.cursor)
         if steps is not None:
             left = run.config.epochs - run.state.cursor.epoch - 1
-            total = run.state.cursor.step + (steps + left * run.feed.steps_per_epoch if left >= 0 else 0)
+            total = run.state.cursor.step + (steps + left * (run.feed.steps_per_epoch or 0) if left >= 0 else 0)
             total = min(total, run.config.max_steps or total)
             if self.window.first >= total > run.state.cursor.step:
                 raise UserError(f"trace.steps is {self.window.first}:{self.window.last}, and the run has "
@@ -62,7 +63,7 @@ class Trace(Callback):
                                 "a window within the run", f"for example trace.steps: {total // 2}:{total // 2 + 10}")
         self._clock_names = run.control.gather(gather.clock_name())
 
-    def step_start(self, run: Any) -> None:
+    def step_start(self, run: Run) -> None:
         """Begin here where no step has ended before: the run starts, or goes on, within the window.
 
         A step before it what is traced for the window alone (TensorFlow's graphs) is made ready.
@@ -72,7 +73,7 @@ class Trace(Callback):
         if self._taken is None and not self._done and self.window.first <= run.state.cursor.step < self.window.last:
             self._start(run)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Begin or end the window, and mark the step."""
         step = run.state.cursor.step
         if self._taken is not None:
@@ -84,14 +85,14 @@ class Trace(Callback):
         elif step == self.window.first and not self._done:
             self._start(run)
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Write what there is of a window that the run ends in; say where it was not reached."""
         if self._taken is not None:
             self._finish(run)
         elif not self._done:
             run.note(f"no trace: steps {self.window.first} to {self.window.last} are not among those of this fit")
 
-    def close(self, run: Any) -> None:
+    def close(self, run: Run) -> None:
         """Take no more, after an error too."""
         run.timeline.taker, run.timeline.closely, self._taken = None, False, None
         if self._profiler is not None:
@@ -99,7 +100,7 @@ class Trace(Callback):
                 self._profiler.stop()
             self._profiler = None
 
-    def _start(self, run: Any) -> None:
+    def _start(self, run: Run) -> None:
         self._begin, self._problem = run.state.cursor.step, ""
         self._before = gather.clocks(run.control, self._clock_names)
         if self._profiled:
@@ -113,7 +114,7 @@ class Trace(Callback):
         self._step_began_s = time.perf_counter()
         run.timeline.taker, run.timeline.closely = self._taken, True
 
-    def _finish(self, run: Any) -> None:
+    def _finish(self, run: Run) -> None:
         """Bring all together on rank 0, and write it there; collective."""
         taken, self._taken, self._done = self._taken, None, True
         assert taken is not None
@@ -145,7 +146,7 @@ class Trace(Callback):
             return []
         return found
 
-    def _write(self, run: Any, ranks: list[chrome.RankTrace]) -> None:
+    def _write(self, run: Run, ranks: list[chrome.RankTrace]) -> None:
         steps, path = [self._begin, run.state.cursor.step], run.out / chrome.NAME
         courses = [summary.course_of(trace) for trace in ranks]
         zero_s = min((t.alignment.shared_s(s.begin_s) for t in ranks for s in t.spans), default=0.0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
+from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch.line import Line, fit
 from hvdtrain.planning.batch.whatif import Forecast, Steps, Work, forecast
 
@@ -36,7 +37,7 @@ class WhatIf(Callback):
     where = "all"
 
     @classmethod
-    def wanted(cls, run: Any) -> bool:
+    def wanted(cls, run: Run) -> bool:
         """Where several replicas train one unpartitioned model."""
         return several_replicas(run) and run.parts.layout is None
 
@@ -45,32 +46,33 @@ class WhatIf(Callback):
         self._look_at, self._begin = 0, 0.0
         self._micro: Any = None
 
-    def fit_start(self, run: Any) -> None:
+    def fit_start(self, run: Run) -> None:
         """Count from here."""
         kept = max(LEAST_KEPT, min(MOST_STEPS, MOST_NUMBERS // run.control.size))
         self._rows = deque(maxlen=kept + 1)
         self._look_at, self._begin = run.state.cursor.step + FIRST, time.perf_counter()
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Keep what the step took; look where it is time to."""
-        seconds = run.phases.seconds
+        seconds = run.timeline.totals.seconds
         self._rows.append((time.perf_counter(), seconds["data"] + seconds["compute"], seconds["wait"],
-                           run.phases.own_samples))
+                           run.timeline.totals.own_samples))
         if 0 < self._look_at <= run.state.cursor.step:  # 0: no fit has begun
             self._look_at += self._look_at
             self._tell(run, self.look(run))
         if run.batch is not None and run.batch.micros:
             self._micro = run.batch.micros[0]
 
-    def fit_end(self, run: Any) -> None:
+    def fit_end(self, run: Run) -> None:
         """Look for the last time."""
-        costs_s = 2.5 * (TRIES + 1) * (run.phases.step_s / max(1, run.phases.steps)) + run.phases.first_s
+        totals = run.timeline.totals
+        costs_s = 2.5 * (TRIES + 1) * (totals.step_s / max(1, totals.steps)) + totals.first_s
         self._tell(run, self.look(run, costs_s < COSTS * (time.perf_counter() - self._begin)))
         self._micro = None
 
-    def look(self, run: Any, measures: bool = False) -> Forecast | None:
+    def look(self, run: Run, measures: bool = False) -> Forecast | None:
         """Reckon from the steps that are kept; ``measures``: with this rank's line measured now. Collective."""
-        own = self._measured(run) if measures and not run.solo_lines else None
+        own = self._measured(run) if measures and not run.state.findings.solo_lines else None
         rows_P = run.control.gather((list(self._rows), own and (own.a_s, own.c_s)))
         config = run.config
         if run.dp.divides_state or min(len(rows) for rows, _ in rows_P) < 2:  # ranks wait in ZeRO's update too
@@ -78,13 +80,14 @@ class WhatIf(Callback):
         table = np.diff(np.array([rows for rows, _ in rows_P], np.float64), axis=1).transpose(2, 1, 0)  # 4 of [N, P]
         wall, work_s, wait, samples = table
         lines: list[Line | None] = [Line(*line) if line else None for _, line in rows_P]
-        planned = config.balance != "off" and bool(run.solo_lines)
-        shares = None if planned else list(run.spelled.shares) or [1.0] * run.control.size
+        planned = config.balance != "off" and bool(run.state.findings.solo_lines)
+        shares = None if planned else list(cast(Sequence[float], run.spelled.shares)) or [1.0] * run.control.size
         ceilings = [config.micro_batch_limit] * run.control.size if config.micro_batch_limit else None
         work = Work(config.global_batch, shares, ceilings, config.accumulate, config.sync_batchnorm)
-        return forecast(Steps(wall, work_s, wait, samples.astype(np.int64)), work, run.solo_lines or lines)
+        steps = Steps(wall, work_s, wait, samples.astype(np.int64))
+        return forecast(steps, work, run.state.findings.solo_lines or lines)
 
-    def _measured(self, run: Any) -> Line | None:
+    def _measured(self, run: Run) -> Line | None:
         """This rank's line, from its micro-batch and one as large as it would be, or half; None where it is not to be
         had here.
         """
@@ -108,7 +111,7 @@ class WhatIf(Callback):
         return fit(sizes, [statistics.median(times) for times in zip(*seconds)])
 
     @staticmethod
-    def _tell(run: Any, found: Forecast | None) -> None:
+    def _tell(run: Run, found: Forecast | None) -> None:
         if found is not None:
             run.record("whatif", ranks=list(found.percent_P), step_s=found.step_s, without_s=list(found.without_s_P))
 

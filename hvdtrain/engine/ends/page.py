@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core import ROOT
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import Record
 from hvdtrain.core.terminal import say
+from hvdtrain.engine.run import Run
 from hvdtrain.reports.ends import survivor, words
 
 AFTER_S = 2.0
@@ -39,7 +39,7 @@ class Survivor:
     """No step is its turn: some other record comes every few seconds."""
     at_once = False
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._child: subprocess.Popen[bytes] | None = None
         self._since = time.monotonic()
@@ -79,7 +79,7 @@ def started(out: Path) -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def told(run: Any) -> Iterator[None]:
+def told(run: Run) -> Iterator[None]:
     """Enclose a fit, from its first step to its completion record: at its end, good or bad, the page is written."""
     if run.control.rank != 0:
         yield
@@ -97,7 +97,7 @@ def told(run: Any) -> Iterator[None]:
     beside.tell(survivor.QUIT)
 
 
-def _failed(run: Any, beside: Survivor, error: BaseException) -> None:
+def _failed(run: Run, beside: Survivor, error: BaseException) -> None:
     """Note an error, where its records do not, and have the page written."""
     if not run.begun:
         return

@@ -16,6 +16,7 @@ from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.machine.nvml import Gpus
 from hvdtrain.config import Config
 from hvdtrain.core.launcher import launch_facts
+from hvdtrain.engine.run import Run
 
 PACKAGES = {"hvdtrain": "hvdtrain", "numpy": "numpy", "torch": "torch", "tensorflow": "tensorflow", "keras": "keras",
             "horovod": "horovod", "mpi4py": "mpi4py", "safetensors": "safetensors"}
@@ -69,7 +70,7 @@ def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def environment(run: Any, facts_P: list[dict[str, Any]]) -> dict[str, Any]:
+def environment(run: Run, facts_P: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the values of the record "environment"; ``facts_P``: `host_facts` by rank."""
     hosts = [{"node": host.node, "ranks": list(host.ranks), "cores": host.cores, **facts_P[host.ranks[0]]}
              for host in run.topology.hosts]

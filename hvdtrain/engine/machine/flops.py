@@ -7,10 +7,11 @@ does not count (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). How they 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from hvdtrain import backends
+from hvdtrain.engine.run import Run
 
 SAMPLES = 2
 """Samples of the pass that is counted: operations grow in proportion."""
@@ -49,9 +50,9 @@ def utilisation(samples: float, flops: float | None, peak_flops: float | None, s
 class Usage:
     """This rank's utilisation; made before the first step."""
 
-    def __init__(self, run: Any, sample: Callable[[int], Any]) -> None:
+    def __init__(self, run: Run, sample: Callable[[int], Any]) -> None:
         self._backend = backends.load(run.spec.framework)
-        rank, given = run.control.rank, run.spelled.peak_tflops
+        rank, given = run.control.rank, cast(Sequence[float], run.spelled.peak_tflops)
         device = run.devices[rank]
         devices = run.config.model_parallel if device.kind != "cpu" else 1
         self.peak_flops, self.source = peak(device, self._backend.product_type(run.parts), given[rank] if given else 0,
@@ -61,7 +62,7 @@ class Usage:
         self._begin = self._last = self._now(run)
         self._begun = False
 
-    def _before(self, run: Any, sample: Callable[[int], Any]) -> Count:
+    def _before(self, run: Run, sample: Callable[[int], Any]) -> Count:
         """Count by a pass, where the framework is counted so; it leaves nothing behind. Never raises."""
         if self._part:
             return None, "operations of a model that is cut over ranks are not counted"
@@ -74,13 +75,13 @@ class Usage:
         finally:
             run.parts.state.load_rank(kept)
 
-    def step_end(self, run: Any) -> None:
+    def step_end(self, run: Run) -> None:
         """Leave the first steps out of the whole run."""
-        if not self._begun and run.phases.steps >= WARM_UP:
+        if not self._begun and run.timeline.totals.steps >= WARM_UP:
             self._begun = True
             self._begin = self._last = self._now(run)
 
-    def latest(self, run: Any, over_all: bool = False) -> float | None:
+    def latest(self, run: Run, over_all: bool = False) -> float | None:
         """Return the utilisation since the call before, or with ``over_all`` since the first steps."""
         if self.flops is None and self.peak_flops and not self._part:
             self.flops, self.why = self._after(run)
@@ -88,7 +89,7 @@ class Usage:
         self._last = now
         return utilisation(now[0] - before[0], self.flops, self.peak_flops, now[1] - before[1])
 
-    def _after(self, run: Any) -> Count:
+    def _after(self, run: Run) -> Count:
         """Count in graphs of training, where the framework is counted so; what a pass has told stays."""
         try:
             found, why = self._backend.flops_of_graphs(run.parts, run.dp)
@@ -97,9 +98,9 @@ class Usage:
         return found, why or self.why
 
     @staticmethod
-    def _now(run: Any) -> tuple[int, float]:
+    def _now(run: Run) -> tuple[int, float]:
         """(samples of this rank, seconds of training and of waiting for data) so far."""
-        return run.phases.own_samples, run.phases.step_s + run.phases.seconds["data"]
+        return run.timeline.totals.own_samples, run.timeline.totals.step_s + run.timeline.totals.seconds["data"]
 
 
 TYPES = ("bf16", "fp16", "tf32", "fp32")

@@ -12,17 +12,18 @@ from hvdtrain.cluster.machine import imported, process
 from hvdtrain.cluster.machine.memory import peak_resident_bytes
 from hvdtrain.cluster.machine.nvml import Gpus
 from hvdtrain.core.units import KINDS
+from hvdtrain.engine.run import Run
 
 
 class Reader:
     """Reads this rank of ``run``; made when its parts are there."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Run) -> None:
         self._backend = backends.load(run.spec.framework)
         self._process = process.Process()
         self._gpus = Gpus() if run.devices[run.control.rank].kind == "cuda" else None
 
-    def reading(self, run: Any) -> dict[str, Any]:
+    def reading(self, run: Run) -> dict[str, Any]:
         """Return this rank's part of the record "system" (`hvdtrain.core.records.schema`)."""
         gpus = self._backend.allocators()
         found = {**self._process.reading(), "memory": memory(run, self._backend, gpus)}
@@ -32,7 +33,7 @@ class Reader:
         return {**found, **(gpus[0] if gpus else {}), **({"more_gpus": gpus[1:]} if len(gpus) > 1 else {})}
 
 
-def memory(run: Any, backend: Any, gpus: list[dict[str, Any]]) -> dict[str, int | None]:
+def memory(run: Run, backend: Any, gpus: list[dict[str, Any]]) -> dict[str, int | None]:
     """Return bytes of this rank by kind (`hvdtrain.core.units`), as they lie there between two steps.
 
     ``activations``: on GPUs the most that was allocated beyond that; None on a CPU, whose heap does not tell.
@@ -56,7 +57,7 @@ def memory(run: Any, backend: Any, gpus: list[dict[str, Any]]) -> dict[str, int 
     return found
 
 
-def peak_bytes(run: Any) -> int:
+def peak_bytes(run: Run) -> int:
     """Return the most bytes so far: of a device what its allocator tells, of a host what is above the imports; or 0."""
     if run.devices[run.control.rank].kind != "cpu":
         return int(backends.load(run.spec.framework).peak_so_far())

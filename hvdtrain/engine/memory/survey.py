@@ -13,12 +13,14 @@ import numpy as np
 
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.machine import imported, memory
+from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.cursor import Cursor
-from hvdtrain.core.protocols import Batch, BlockCost
+from hvdtrain.core.protocols import Batch, BlockCost, Control
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
+from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 from hvdtrain.planning.memory.facts import Facts, Measured, Model, Rank, Way
 from hvdtrain.planning.memory.pass_trace import Line, Trace, first_copies, line
@@ -39,8 +41,8 @@ class Scene:
     ``cursor``: where the run stands. ``average``: that of its weights, where it keeps one (`hvdtrain.engine.average`).
     """
 
-    config: Any
-    control: Any
+    config: Config
+    control: Control
     topology: Any
     wire: Any
     parts: Any
@@ -71,7 +73,7 @@ class Scene:
         return len(self.topology.host_of(self.control.rank).ranks)
 
 
-def scene_of(run: Any, backend: Any) -> Scene:
+def scene_of(run: Run, backend: Any) -> Scene:
     """Return the scene of an assembled run."""
     return Scene(run.spelled, run.control, run.topology, run.collectives, run.parts, backend, run.feed,
                  run.devices[run.control.rank], run.state.cursor, run.average)
@@ -89,7 +91,7 @@ def rank_of(scene: Scene) -> Rank:
                 prefetch + 2 if prefetch else 1, saves)
 
 
-def _cut(feed: Feed, config: Any) -> tuple[int, int, int]:
+def _cut(feed: Feed, config: Config) -> tuple[int, int, int]:
     """(samples of this rank's largest micro-batch, micro-batches of a step, samples of a step)."""
     n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
     cut = feed.cut_at(0)

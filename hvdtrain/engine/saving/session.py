@@ -56,7 +56,7 @@ def begin(run: Run) -> None:
     What comes of it is told by `finish` or, on the rank that has met an error, by ``run.saver.settled()``.
     """
     ensure_out(run)
-    run.made = []  # it is to stay, also where a fit is refused later
+    run.directory.made = []  # it is to stay, also where a fit is refused later
     if run.saver is None:
         run.saver = Saving(run)
     run.saver.begin()
@@ -154,7 +154,7 @@ def restore(run: Run, kept: Kept | None) -> None:
 
     unfit = agreed(run.control, load, "restore")
     run.state.cursor = cursor
-    run.state.stop, run.state.wants_stop, run.state.wants_save, run.state.metrics_at = "", "", False, -1
+    run.state.stop, run.state.wishes.stop, run.state.wishes.save, run.state.findings.metrics_at = "", "", False, -1
     if not alike:
         run.note(f"resumed a run of {ranks_of(copies)} on {unlike}: random generators start anew "
                  "from the seed" + ("" if run.config.compression == "none" else ", compressor state from nothing"))
@@ -304,7 +304,7 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
     steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
-    quiet = schema.affecting(type(run.config), "nothing") | run.idle | set(optimizer.overruled)
+    quiet = schema.affecting(type(run.config), "nothing") | run.setup.idle | set(optimizer.overruled)
     # How a batch is cut matters only to what depends on the number of ranks too.
     quiet |= set() if run.parts.caveats() else schema.affecting(type(run.config), "split")
     # What is measured changes the result where something steers the run by it.
@@ -338,3 +338,28 @@ def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) 
     what = f"schedule {now['name']}" if Schedule(now["name"]).on else "a constant rate"
     run.note(f"resumed with {what}{' of ' * bool(args)}{args}, as if from the start of the run: the next update's rate "
              f"is {run.parts.optimizer.learning_rate():.4g}")
+
+
+def resume(run: Run) -> None:
+    """Load what ``config.resume`` names; collective. Only reads: the run's directory is made when a fit starts."""
+    resume = run.config.resume
+    if not resume:
+        return
+    found: list[Any] = [None]
+
+    def look() -> Path:
+        out = find_out(run.config, run.spec.name) if resume == "auto" and run.control.rank == 0 else None
+        if run.control.rank == 0:
+            found[0] = find(resume, out, run.note)
+        if resume == "auto" and out is not None and found[0] is None and (out / RunDirectory.COMPLETED).exists():
+            raise UserError(f"resume auto: {out} holds a run that is complete and has no checkpoint to go on from",
+                            "a checkpoint, or a directory without a finished run",
+                            "leave out --resume, in another --out, to start anew")
+        return out or Path()
+
+    run.out = run.control.bcast(agreed(run.control, look, "resume"))
+    if not run.control.bcast(found[0] is not None):
+        run.note("resume auto: no checkpoint yet, starting anew")
+        return
+    restore(run, found[0])
+    run.note(f"resumed at step {run.state.cursor.step}, epoch {run.state.cursor.epoch}")

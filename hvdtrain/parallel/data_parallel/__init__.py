@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from hvdtrain.cluster.topology import Topology
+from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.group import Group
-from hvdtrain.core.protocols import Collectives, Control, DataParallel, Ops, ParamSpec
+from hvdtrain.core.protocols import Collectives, Compressor, Control, DataParallel, Ops, ParamSpec
+from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.slots import completed, load_slot
 from hvdtrain.parallel.data_parallel.alone import Alone
-from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.parallel.parts import Parts
 
 OWN = ("replicate", "zero")
@@ -91,6 +92,7 @@ class Undeclared:
     """Capabilities of a way of a user's own that declares none: nobody relies on what it does not say."""
 
     divides_state = copies_equal = can_change_transport = overlaps = False
+    compressor: Compressor = cast(Compressor, NoCompression())
     buckets: Sequence[Bucket] = ()
 
     def remembered_bytes(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.reducer.compressor_state import OTHER
 from hvdtrain.comm.reducer.squares import sum_squares
-from hvdtrain.core.protocols import Array, Control, Ops, Optimizer, ParamSpec
+from hvdtrain.core.protocols import Array, Compressor, Control, Ops, Optimizer, ParamSpec
 from hvdtrain.data.weighting import loss_scale
 from hvdtrain.parallel.data_parallel.whole import Whole
 
@@ -33,6 +34,7 @@ class Alone:
     waited_s = 0.0
     in_graph = True
     compression = "none"
+    compressor: Compressor = cast(Compressor, NoCompression())
     looks = True
     """False only in the bench that tells what looking at gradients costs."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.core.buckets import more_buckets
-from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.protocols import Compressor, Ops, ParamSpec
 from hvdtrain.data.weighting import loss_scale
 
 if TYPE_CHECKING:
@@ -48,6 +48,16 @@ class Reducing:
     def compression(self) -> str:
         """The compressor's name."""
         return self.reducer.compressor.name
+
+    @property
+    def compressor(self) -> Compressor:
+        """The reducer's."""
+        return self.reducer.compressor
+
+    @property
+    def ops(self) -> Ops:
+        """The reducer's."""
+        return self.reducer.ops
 
     def describe(self) -> str:
         """The compressor with its settings."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
 from hvdtrain.core.terminal import say
 from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs, shown
 from hvdtrain.planning.pipeline.devices.cut import Cut, min_max_cut
@@ -98,7 +99,7 @@ def part_samples(config: Config, rank: int, size: int) -> int:
     return max(1, -(-int(-(-micro // 1)) // micros_of(config)))
 
 
-def agree(measured: Measured, config: Config, control: Any) -> Plan:
+def agree(measured: Measured, config: Config, control: Control) -> Plan:
     """The plan of all ranks: each block costs what it costs the slowest rank; collective. Rank 0 prints its table.
 
     So it is told what will be where before anything is allocated on the devices.

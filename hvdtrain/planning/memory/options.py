@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from hvdtrain.config import Config
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.units import Footprint, shown
@@ -57,7 +57,7 @@ class Change:
     apply: Callable[[Facts], Facts]
 
 
-def changes(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Sequence[float],
+def changes(facts: Facts, config: Config, buckets: Sequence[Bucket], parts_P: Sequence[float],
             has_blocks: bool = False, device: str = "cpu") -> Iterator[Change]:
     """Yield what could be tried, the same on every rank. ``buckets``, ``parts_P``: that ZeRO would have.
 
@@ -79,7 +79,7 @@ def changes(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Seque
                      "each step", _split)
 
 
-def _remat(facts: Facts, config: Any) -> Iterator[Change]:
+def _remat(facts: Facts, config: Config) -> Iterator[Change]:
     """Blocks that are computed once more: the cheapest that fit; all, where this rank fits without."""
     blocks = facts.measured.blocks
     if config.remat != "off" or not any(cost.saved_bytes > 0 for cost in blocks):
@@ -95,7 +95,7 @@ def _remat(facts: Facts, config: Any) -> Iterator[Change]:
                      "micro-batch", lambda f: spared(f, choice(f, 0)))
 
 
-def _zero(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Iterator[Change]:
+def _zero(facts: Facts, config: Config, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Iterator[Change]:
     """The stages of ZeRO beyond the one that is on."""
     elementwise, size = facts.model.elementwise, facts.rank.size
     if size < 2 or not elementwise or config.data_parallel.name not in ("replicate", "zero"):

@@ -17,8 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core.errors import UserError
 from hvdtrain.reports import launch_history as history
 from hvdtrain.reports.html.attempts import Attempt, find

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import Any
 
+from hvdtrain.config import Config
 from hvdtrain.core.protocols import Record, Report
 from hvdtrain.core.terminal import say
 from hvdtrain.reports.progress import silence
@@ -23,7 +24,7 @@ OVER_S = 60.0
 """The time that is left is reckoned from the speed of so many seconds, evaluations and saves with it."""
 
 
-def make(config: Any, launched: bool) -> list[Report]:
+def make(config: Config, launched: bool) -> list[Report]:
     """Return the progress reports for config ``progress``.
 
     ``auto`` draws a line on a terminal: this process' own, or under a launcher (``launched``) the launcher's, since

@@ -18,12 +18,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.protocols import Report, Tracker
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.reports.beside import CLOSE_S, Beside
+
+if TYPE_CHECKING:
+    from hvdtrain.reports import ReportedRun
 
 
 def choices() -> list[str]:
@@ -59,7 +62,7 @@ def check_installed(entries: Sequence[str]) -> None:
                             f"run `pip install {needs.PACKAGE}`")
 
 
-def make(run: Any) -> list[Report]:
+def make(run: ReportedRun) -> list[Report]:
     """Return the trackers that ``run.config`` names, each beside training in a thread of its own."""
     return [_beside(run, text) for text in run.config.trackers]
 
@@ -71,7 +74,7 @@ def kept(path: Path, make: Callable[[], str]) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _beside(run: Any, text: str) -> Report:
+def _beside(run: ReportedRun, text: str) -> Report:
     name, _, argument = text.partition(":")
     if name in choices():
         factory, apart_s = partial(getattr(_module(name), name.title()), run, argument), _module(name).APART_S
@@ -82,7 +85,7 @@ def _beside(run: Any, text: str) -> Report:
     return Beside(f"tracker {text}", factory, f"{run.config.log_every} step", close_s, apart_s)
 
 
-def _own(run: Any, text: str) -> Tracker:
+def _own(run: ReportedRun, text: str) -> Tracker:
     """A tracker of the user's."""
     made: Any = load_callable(text, "trackers")(run)
     if not (callable(getattr(made, "write", None)) and callable(getattr(made, "close", None))):

@@ -9,7 +9,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.core.protocols import Record
+from hvdtrain.core.protocols import Record, RecordedRun
 from hvdtrain.core.records.numbers import numbers, settings
 
 MODULE = PACKAGE = ARGUMENT = MEANS = ""
@@ -19,7 +19,7 @@ APART_S = 0.0  # a step costs 31 us of CPU
 class Csv:
     """Appends a row for each record to the table of its kind."""
 
-    def __init__(self, run: Any, argument: str) -> None:
+    def __init__(self, run: RecordedRun, argument: str) -> None:
         self._run = run
         self._columns: dict[Path, list[str]] = {}
 

@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any
 
-from hvdtrain.core.protocols import Record
+from hvdtrain.core.protocols import Record, RecordedRun
 from hvdtrain.core.records.numbers import numbers, settings
 from hvdtrain.reports.trackers import kept
 
@@ -21,7 +21,7 @@ APART_S = 1.0  # a step costs 400 us of CPU, a request to a server more
 class Mlflow:
     """Logs to one run of an MLflow experiment."""
 
-    def __init__(self, run: Any, uri: str) -> None:
+    def __init__(self, run: RecordedRun, uri: str) -> None:
         for switch in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_ALLOW_FILE_STORE"):  # else it wants a data base
             os.environ.setdefault(switch, "true")
         from mlflow import MlflowClient, entities

@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from hvdtrain.core.protocols import Record
+from hvdtrain.core.protocols import Record, RecordedRun
 from hvdtrain.core.records.numbers import numbers, settings
 from hvdtrain.reports.gauges import Gauges, Server
 
@@ -22,7 +21,7 @@ APART_S = 1.0  # a step costs 150 us of CPU and 600 us with the disk
 class Prometheus:
     """Keeps the last value of each number, the ranks' under the label rank."""
 
-    def __init__(self, run: Any, argument: str) -> None:
+    def __init__(self, run: RecordedRun, argument: str) -> None:
         self._gauges, self._text = Gauges(run=run.out.name), ""
         self._path = Path(argument or run.out / "metrics.prom")
         self._server = Server(int(argument), lambda: self._text) if argument.isdigit() else None

@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Any
 
-from hvdtrain.core.protocols import Record
+from hvdtrain.core.protocols import Record, RecordedRun
 from hvdtrain.core.records.numbers import numbers, settings
 
 MODULE = PACKAGE = "tensorboard"
@@ -22,7 +22,7 @@ APART_S = 0.0  # a step costs 34 us of CPU
 class Tensorboard:
     """Appends scalars and hyperparameters to a file of events; each record is on disk when `write` returns."""
 
-    def __init__(self, run: Any, argument: str) -> None:
+    def __init__(self, run: RecordedRun, argument: str) -> None:
         # Not EventFileWriter: it asks for TensorFlow's file systems, and so imports TensorFlow where that is installed.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb

@@ -11,7 +11,7 @@ import os
 import uuid
 from typing import Any
 
-from hvdtrain.core.protocols import Record
+from hvdtrain.core.protocols import Record, RecordedRun
 from hvdtrain.core.records.numbers import numbers, settings
 from hvdtrain.reports.beside import CLOSE_S
 from hvdtrain.reports.trackers import kept
@@ -24,7 +24,7 @@ APART_S = 1.0  # a step costs 160 us of CPU here, more in the process of W&B
 class Wandb:
     """Logs to one W&B run."""
 
-    def __init__(self, run: Any, project: str) -> None:
+    def __init__(self, run: RecordedRun, project: str) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it calls its makers, offline too
         import wandb
 

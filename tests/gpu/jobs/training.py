@@ -132,7 +132,7 @@ def checkpoint(control: Control) -> dict[str, Any]:
     resumed = net()
     path = control.bcast(str(saved.run.out))
     run = kit.fitted(kit.config(control, resume=path, **settings), resumed, data).run
-    assert run is not None and run.phases.steps == 2, "the run did not go on from step 3"
+    assert run is not None and run.timeline.totals.steps == 2, "the run did not go on from step 3"
     far = max(control.gather(kit.apart(resumed, whole)))
     assert far == 0, f"weights differ by {far:.1e} after 2 more steps from a checkpoint"
     assert kit.apart(whole, net()) > 1e-3

@@ -61,7 +61,7 @@ def test_max_steps_holds_for_a_run_that_is_resumed(tmp_path):
     loop.fit(first)
     again = solo(replace(settings, resume="auto"), make_model("numpy"), samples(40))
     loop.fit(again)
-    assert (first.state.cursor.step, again.state.cursor.step, again.phases.steps) == (3, 3, 0)
+    assert (first.state.cursor.step, again.state.cursor.step, again.timeline.totals.steps) == (3, 3, 0)
 
 
 def test_a_model_that_is_not_finite_is_not_exported(tmp_path):

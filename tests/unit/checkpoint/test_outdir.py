@@ -19,7 +19,8 @@ from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, Data, Named
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine.run import Run, State
+from hvdtrain.engine.run import Run
+from hvdtrain.engine.run_parts import RunSetup, RunState, Services
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,8 @@ def in_an_empty_directory(tmp_path, monkeypatch):
 def make_run(config=Config(), name="torch_models.cnn:build", control=None, step=0):
     """A run of this configuration and model that has nothing but what a directory needs."""
     control = control or SoloControl("here")
-    return Run(config, control, None, None, None, SimpleNamespace(name=name), None, None, None, None,
-               state=State(cursor=Cursor(step=step)))
+    return Run(RunSetup(config, None, None, SimpleNamespace(name=name), None, None, None), Services(control, None),
+               RunState(cursor=Cursor(step=step)))
 
 
 def choose(*args, **kwargs):

@@ -143,7 +143,7 @@ def test_a_run_is_cut_by_names_and_keeps_them_in_its_records(tmp_path):
 
     def work(run):
         loop.fit(run)
-        return run.feed.cut_at(0).shares_P, run.phases.own_samples, run.config.shares
+        return run.feed.cut_at(0).shares_P, run.timeline.totals.own_samples, run.config.shares
 
     seen = lockstep(3, settings, lambda rank: make_model("numpy"), samples(24), work)
     assert [shares for shares, _, _ in seen] == [(2.0, 2.0, 2.0)] * 3 and sum(own for _, own, _ in seen) == 24

@@ -35,7 +35,7 @@ class Rates(Callback):
 
     def step_end(self, run):
         if self._stop == run.state.cursor.step:
-            run.state.wants_stop = "the test says so"
+            run.state.wishes.stop = "the test says so"
 
 
 def rates(framework, settings, stop_after=0):

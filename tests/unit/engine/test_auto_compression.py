@@ -60,9 +60,9 @@ class Script:
 
     def steps(self, *step_ms, wait_ms=80.0):
         for ms in step_ms:
-            self.run.phases.add("wait", wait_ms / 1e3)
-            self.run.phases.add("data", 0.001)
-            self.run.phases.step(ms / 1e3 - 0.001, 8)
+            self.run.timeline.totals.add("wait", wait_ms / 1e3)
+            self.run.timeline.totals.add("data", 0.001)
+            self.run.timeline.totals.step(ms / 1e3 - 0.001, 8)
             self.auto.on(Event.STEP_END, self.run)
 
     def same(self, ms, n=STEPS):

@@ -70,8 +70,8 @@ class Script:
 
     def steps(self, n, ms, wait_ms):
         for _ in range(n):
-            self.run.phases.add("wait", wait_ms / 1e3)
-            self.run.phases.step(ms / 1e3, 8)
+            self.run.timeline.totals.add("wait", wait_ms / 1e3)
+            self.run.timeline.totals.step(ms / 1e3, 8)
             self.run.state.cursor = self.run.state.cursor.advance(8)
             self.auto.on(Event.STEP_END, self.run)
 

@@ -16,6 +16,7 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks import balance as room
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.run_parts import RunState
 from hvdtrain.planning.batch.line import Line, Speed
 
 BATCH, STEPS = 48, 60
@@ -31,7 +32,7 @@ class Clock(Callback):
         self.line_at, self.total, self.own, self.micros = line_at, 0.0, 0, 0
 
     def step_end(self, run):
-        p = run.phases
+        p = run.timeline.totals
         line = self.line_at(run.control.rank, run.state.cursor.step)
         self.total += line.seconds(p.own_samples - self.own, p.own_micros - self.micros)
         self.own, self.micros = p.own_samples, p.own_micros
@@ -55,8 +56,8 @@ def balanced(monkeypatch, size, tmp_path, lines, line_at, **changes):
             self.before, self.taken = 0, []
 
         def step_end(self, run):
-            self.taken.append(run.phases.own_samples - self.before)
-            self.before = run.phases.own_samples
+            self.taken.append(run.timeline.totals.own_samples - self.before)
+            self.before = run.timeline.totals.own_samples
 
     def work(run):
         parts = Parts()
@@ -119,7 +120,7 @@ def test_memory_is_honoured_by_accumulating_on_that_rank_alone(monkeypatch, tmp_
 
     def work(run):
         fitted(run)
-        return weights(run), run.phases.own_samples / STEPS, run.phases.own_micros / STEPS
+        return weights(run), run.timeline.totals.own_samples / STEPS, run.timeline.totals.own_micros / STEPS
 
     first, second = lockstep(2, settings(tmp_path / "2", balance="static"), lambda rank: make_model("numpy"),
                              samples(BATCH * 4), work)
@@ -138,7 +139,7 @@ def test_a_plan_that_a_device_does_not_hold_is_never_followed(monkeypatch, tmp_p
     def work(run):
         run.devices = [DeviceFacts("cuda", "made up", "sm_80", 1000)] * 2
         fitted(run)
-        return run.phases.own_samples, run.phases.own_micros
+        return run.timeline.totals.own_samples, run.timeline.totals.own_micros
 
     rows = lockstep(2, settings(tmp_path, balance="static"), lambda rank: make_model("numpy"), samples(BATCH * 4), work)
     assert len(refused) == 2 * room.VERIFY_ROUNDS
@@ -156,7 +157,7 @@ def test_a_resumed_run_goes_on_with_its_plan(monkeypatch, tmp_path):
         def inner(run):
             run.callbacks.insert(0, Clock(line_at))
             fitted(run)
-            return run.phases.own_samples, run.phases.steps, run.notes, weights(run)
+            return run.timeline.totals.own_samples, run.timeline.totals.steps, run.notes, weights(run)
         return lockstep(2, replace(settings(out, balance="auto", resume=resume), max_steps=steps,
                                    checkpoint=Checkpoint(at_end=True)),
                         lambda rank: make_model("numpy"), samples(BATCH * 4), inner)
@@ -178,7 +179,7 @@ def test_a_resumed_run_with_less_memory_probes_anew(monkeypatch, tmp_path):
 
         def inner(run):
             fitted(run)
-            return run.phases.own_samples, run.phases.own_micros, run.notes
+            return run.timeline.totals.own_samples, run.timeline.totals.own_micros, run.notes
 
         return lockstep(2, kept, lambda rank: make_model("numpy"), samples(BATCH * 4), inner)
 
@@ -208,7 +209,7 @@ def test_windows_before_a_plan_is_in_force_are_not_judged(monkeypatch, tmp_path)
 
 def test_a_rank_with_samples_in_few_steps_counts_by_those(monkeypatch, tmp_path):
     place = SimpleNamespace(hosts=(), host_of=lambda rank: SimpleNamespace(node="here"))
-    run = SimpleNamespace(config=config(global_batch=100), solo_lines=[], topology=place,
+    run = SimpleNamespace(config=config(global_batch=100), state=RunState(), topology=place,
                           dp=SimpleNamespace(compression="none"), mesh=Mesh.of([1, 1], 0))
     # 200 steps of 0.1 s: rank 0 takes 99.5 samples each; rank 1 takes 10 in 10 of them, at 250 samples/s.
     sums = [[20.0, 20.0, 19900.0, 0.0, 20.0, 0.0, 0.0, 0.0],

@@ -1,5 +1,6 @@
 """Each callback that decides something, alone, driven by a made-up run."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -17,12 +18,14 @@ from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
 from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.core.timeline import active, blocked
+from hvdtrain.core.timeline.clock import StepTotals
 from hvdtrain.engine.callbacks import checkpoint as checkpoint_module
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.checkpoint import Checkpoint
 from hvdtrain.engine.callbacks.early_stop import EarlyStop
 from hvdtrain.engine.callbacks.nan_guard import NanGuard
-from hvdtrain.engine.run import Phases, State
+from hvdtrain.engine.run_parts import RunState
 
 
 @pytest.fixture
@@ -161,7 +164,7 @@ def test_root_callbacks_run_on_rank_0_only(tmp_path):
 
 def hit(guard, run, step, ranks=(1,)):
     run.state.cursor = Cursor(step=step, epoch_step=step)
-    run.state.bad_ranks = list(ranks)
+    run.state.outcome.bad_ranks = list(ranks)
     guard.on(Event.NON_FINITE, run)
 
 
@@ -194,7 +197,7 @@ def watch(run, values, **settings):
     for i, value in enumerate(values):
         run.state.metrics = {"loss": value, "accuracy": value}
         stop.on(Event.EVAL_END, run)
-        if run.state.wants_stop:
+        if run.state.wishes.stop:
             return i + 1
     return None
 
@@ -215,7 +218,7 @@ def test_early_stop(run, values, settings, after):
 
 def test_early_stop_only_wishes(run):
     watch(run, [1, 1], patience=1)
-    assert run.state.wants_stop == "early stop: loss not better than 1 for 1 evaluation" and not run.stopping()
+    assert run.state.wishes.stop == "early stop: loss not better than 1 for 1 evaluation" and not run.stopping()
     run.settle()
     assert run.stopping()
 
@@ -228,7 +231,7 @@ def test_early_stop_continues_after_a_resume(run):
     second = EarlyStop(EarlyStopSettings("loss", patience=2))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     second.on(Event.EVAL_END, run)
-    assert run.state.wants_stop and second.best == 1.0
+    assert run.state.wishes.stop and second.best == 1.0
 
 
 def test_early_stop_on_an_unknown_metric(run):
@@ -281,11 +284,11 @@ def drive(run, callback):
     """What the loop does with a due checkpoint and with what ranks have to tell: on the vote's outcome."""
     run.callbacks = [callback]
     for _ in walk(run, callback):
-        if run.state.words:
+        if run.state.wishes.words:
             run.hear()
             run.emit_told()
-        due, run.state.save_due = run.state.save_due or run.state.wants_save, False
-        run.state.wants_save = False
+        due, run.state.save_due = run.state.save_due or run.state.wishes.save, False
+        run.state.wishes.save = False
         if due:
             callback.on(Event.CHECKPOINT, run)
 
@@ -308,8 +311,8 @@ def test_checkpoints_by_rank_0s_clock(tmp_path, saved, monkeypatch, rank, steps)
         run.state.cursor = Cursor(step=step, epoch_step=step)
         clock[0] += 1.0
         callback.on(Event.STEP_END, run)
-        if run.state.wants_save:
-            run.state.wants_save = False
+        if run.state.wishes.save:
+            run.state.wishes.save = False
             callback.on(Event.CHECKPOINT, run)
     assert saved.steps == steps
 
@@ -318,7 +321,8 @@ def test_a_checkpoint_that_fails_is_told_and_the_last_one_is_an_error(run, saved
     saved.error = "disk full"
     callback = Checkpoint(CheckpointSettings(every_steps=4))
     drive(run, callback)
-    assert str(run.unsaved).startswith("the last checkpoint could not be written: disk full")  # the trainer raises it
+    unsaved = str(run.state.findings.unsaved)  # the trainer raises it
+    assert unsaved.startswith("the last checkpoint could not be written: disk full")
     said = capsys.readouterr().out
     assert "step 4: checkpoint not written (disk full)" in said and saved.steps == [4, 8, 10]
     assert said.count("not written (") == 1 and "2 checkpoints could not be written, the last 2 in a row" in said
@@ -349,8 +353,8 @@ def by_the_clock(run, monkeypatch, callback, saver, seconds, **cost):
         run.state.cursor = Cursor(step=step, epoch_step=step)
         clock[0] += 1.0
         callback.on(Event.STEP_END, run)
-        if run.state.wants_save:
-            run.state.wants_save = False
+        if run.state.wishes.save:
+            run.state.wishes.save = False
             callback.on(Event.CHECKPOINT, run)
             saver.cost_s, saver.spent.last_took_s = cost["cost_s"], cost["took_s"]
             at.append(step)
@@ -381,7 +385,7 @@ def test_a_run_without_a_step_is_not_saved(run, saved):
 # --- the state that callbacks see ----------------------------------------------------------------------------------
 
 def test_phases_leave_the_first_step_out_of_the_speed():
-    phases = Phases()
+    phases = StepTotals()
     assert math.isnan(phases.samples_per_s())
     phases.step(100.0, 8)
     assert math.isnan(phases.samples_per_s())
@@ -397,9 +401,57 @@ def test_phases_leave_the_first_step_out_of_the_speed():
     }
 
 
+@pytest.mark.parametrize("event, refused", [
+    (event, event is not Event.STEP_END) for event in Event if event is not Event.TOLD])
+def test_a_checkpoint_is_requested_where_that_of_the_step_follows(run, event, refused):
+    class Saves(Callback):
+        where = "all"
+
+        def on(self, event, run):
+            run.state.save_due = True
+
+    run.callbacks = [Saves()]
+    with pytest.raises(UserError, match=f"save_due in {event.value}") if refused else contextlib.nullcontext():
+        run.emit(event)
+    assert run.state.save_due is not refused
+    run.state.save_due = True  # of the loop
+
+
+def test_what_ranks_announce_may_request_a_checkpoint_in_a_step_or_with_a_stop(run):
+    class Saves(Callback):
+        where = "all"
+
+        def told(self, run):
+            run.state.save_due = True
+
+    run.callbacks = [Saves()]
+    with pytest.raises(UserError, match="save_due in told"):
+        run.emit(Event.TOLD)
+    run.state.stop = "requeue: SIGTERM (rank 0)"
+    run.emit(Event.TOLD)
+    assert run.state.save_due
+
+
+@pytest.mark.parametrize("where, size", [("root", 2), ("root", 1), ("all", 2)])
+def test_a_callback_of_rank_0_alone_enters_no_exchange(run, where, size):
+    class Sums(Callback):
+        def step_end(self, run):
+            with blocked("sum"):
+                pass
+
+    callback, run.control.size = Sums(), size
+    callback.where, run.callbacks = where, [callback]
+    with active(run.timeline):
+        hangs = (where, size) == ("root", 2)
+        with pytest.raises(UserError, match="step_end of Sums entered") if hangs else contextlib.nullcontext():
+            run.emit(Event.STEP_END)
+        with blocked("sum"):  # of the loop
+            pass
+
+
 def test_the_first_reason_to_stop_counts(run):
     run.settle()
-    assert not run.stopping() and State().stop == ""
+    assert not run.stopping() and RunState().stop == ""
     run.want_stop("a")
     run.want_stop("b")
     run.settle()

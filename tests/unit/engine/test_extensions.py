@@ -244,7 +244,7 @@ def test_what_is_not_finite_between_two_meetings_is_told_at_the_next(mine, tmp_p
     def work(run):
         with contextlib.suppress(UserError):
             fitted(run)
-        told.append((run.state.cursor.step, list(run.state.bad_ranks), run.state.stop))
+        told.append((run.state.cursor.step, list(run.state.outcome.bad_ranks), run.state.stop))
 
     setting = config(global_batch=8, max_steps=6, out=str(tmp_path / "run"), data_parallel=f"{mine}:seldom",
                      data=Data(shuffle=False, prefetch=0))

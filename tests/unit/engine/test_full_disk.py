@@ -153,5 +153,5 @@ def test_the_next_fit_of_a_trainer_has_forgotten_it(disk):
     with pytest.raises(UserError, match="the last checkpoint"):
         trainer.fit(make_model("numpy"), samples(64), callbacks=[fills])
     fills.left = 1 << 30
-    assert trainer.fit().steps == 8 and trainer.run.unsaved is None
+    assert trainer.fit().steps == 8 and trainer.run.state.findings.unsaved is None
     assert (disk.root / "completed.json").exists() and disk.checkpoints() == ["step-00000008"]

@@ -42,7 +42,7 @@ class Clock(Callback):
         self.line_at, self.total, self.own, self.micros = line_at, 0.0, 0, 0
 
     def step_end(self, run: Any) -> None:
-        p = run.phases
+        p = run.timeline.totals
         line = self.line_at(run.mesh.copy, run.state.cursor.step)
         self.total += line.seconds(p.own_samples - self.own, p.own_micros - self.micros)
         self.own, self.micros = p.own_samples, p.own_micros
@@ -62,8 +62,8 @@ def balanced(monkeypatch: pytest.MonkeyPatch, line_at: Any, **changes: Any) -> l
             self.before, self.taken = 0, []
 
         def step_end(self, run: Any) -> None:
-            self.taken.append(run.phases.own_samples - self.before)
-            self.before = run.phases.own_samples
+            self.taken.append(run.timeline.totals.own_samples - self.before)
+            self.before = run.timeline.totals.own_samples
 
     def work(run: Any) -> tuple[Any, ...]:
         parts = Parts()

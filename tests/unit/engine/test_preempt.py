@@ -82,7 +82,7 @@ def test_one_rank_that_is_told_ends_all_saved(tmp_path, rank, name):
         assert run.state.requeue and run.state.interrupted == interrupted
         assert run.state.stop == f"{'interrupted' if interrupted else 'requeue'}: {name} (rank {rank})"
         assert run.state.cursor.step == 4, "the next vote"
-        assert record.saved_at == [4] and run.state.metrics_at == 2, "saved, not evaluated again"
+        assert record.saved_at == [4] and run.state.findings.metrics_at == 2, "saved, not evaluated again"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
 
 

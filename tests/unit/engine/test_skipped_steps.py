@@ -81,7 +81,8 @@ def test_nothing_is_averaged_or_logged_of_it(framework, kind, tmp_path):
         assert updated == (not math.isnan(loss))
         assert updated or apart(mine, before[2]) == apart(average, before[3]) == 0.0
     losses, n = seen.losses().T
-    assert history.history["loss"] == [pytest.approx(losses @ n / n.sum())] and run.state.last_loss == losses[-1]
+    assert history.history["loss"] == [pytest.approx(losses @ n / n.sum())]
+    assert run.state.outcome.last_loss == losses[-1]
     steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     logged = [(row["step"], row["loss"]) for row in steps if row["event"] == "step"]
     assert logged == [(number, loss) for number, (updated, loss, *_) in enumerate(seen.rows, 1) if updated]

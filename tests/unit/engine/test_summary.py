@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvdtrain.checkpoint.run_directory import RunOutput
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Config
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.engine import summary
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.run_parts import RunSetup, Services
 
 
 @pytest.fixture
@@ -19,26 +21,22 @@ def run():
     """A run of 40 steps over 64 samples each, 10 ms a step."""
     words = {"optimizer": "SGD, lr 0.1", "warm-up": "linear over 5 steps"}
     parts = SimpleNamespace(layout=None, describe=lambda: words)
-    made = Run(
+    made = Run(RunSetup(
         config=Config(global_batch=64),
-        control=SoloControl("here"),
         group=None,
         topology=SimpleNamespace(describe=lambda: "1 host: here (rank 0, 2 cores)"),
-        collectives=SimpleNamespace(name="horovod"),
         spec=SimpleNamespace(framework="torch", name="torch_models.cnn:build"),
         parts=parts,
         schedule=None,
         feed=None,
-        eval_feed=None,
-        out=Path("runs/cnn-001"),
-    )
+    ), Services(SoloControl("here"), SimpleNamespace(name="horovod"), RunOutput(Path("runs/cnn-001"))))
     made.dp = SimpleNamespace(divides_state=False, describe=lambda: "powersgd rank 4")
     for _ in range(40):
-        made.phases.step(0.01, 64)
+        made.timeline.totals.step(0.01, 64)
     for name, seconds in (("data", 0.04), ("compute", 0.2), ("wait", 0.1), ("update", 0.1)):
-        made.phases.add(name, seconds)
+        made.timeline.totals.add(name, seconds)
     made.state.cursor = Cursor(epoch=2, step=40)
-    made.state.loss = made.state.last_loss = 0.25
+    made.state.loss = made.state.outcome.last_loss = 0.25
     made.state.metrics = {"loss": 0.5, "accuracy": 0.97}
     return made
 
@@ -93,12 +91,12 @@ def test_the_table_says_what_the_issue_asks_for(run, capsys):
 
 
 def test_a_run_that_went_wrong_or_nowhere_has_a_table_too(run, capsys):
-    run.state.last_loss, run.state.metrics, run.state.stop = (
+    run.state.outcome.last_loss, run.state.metrics, run.state.stop = (
         math.nan,
         {"loss": math.inf},
         "early stop: [bold]loss[/x] not better",
     )
-    run.phases.steps, run.phases.samples = 0, 0
+    run.timeline.totals.steps, run.timeline.totals.samples = 0, 0
     record = summary.record(run)
     assert record["loss"] is None and record["metrics"] == {"loss": None} and record["samples_per_s"] is None
     json.dumps(record, allow_nan=False)

@@ -256,7 +256,7 @@ def test_what_happened_is_in_notes_log_and_summary(tmp_path):
     assert summary.record(run)["out_of_memory"]["times"] == 2 and run.recovery.ceilings == {1: 6}
     assert ("out of memory", "2 times; rank 1 takes at most 6 in a micro-batch") in summary.rows(run)
     assert "step 2: rank 1 ran out of memory in training with micro-batches of 12; it goes on with 6" in run.notes
-    assert run.ledger["samples"] == 96 and run.phases.samples == 6 * 24  # each sample counts once
+    assert run.ledger["samples"] == 96 and run.timeline.totals.samples == 6 * 24  # each sample counts once
 
 
 def test_the_step_before_is_read_again_where_a_device_tells_late():
@@ -265,11 +265,11 @@ def test_the_step_before_is_read_again_where_a_device_tells_late():
 
     run = lockstep(1, SETTINGS, lambda r: make_model("numpy"), DATA, lambda run: run)[0]
     run.parts.stage = Late()
-    assert run.local_loss([(1.0, 2.0)]) == (0, 0)
-    assert run.local_loss([(30.0, 3.0)]) == (1.0, 2.0)  # of a step that is to be repeated
-    run.unread_loss()
-    assert run.local_loss([(3.0, 3.0)]) == (1.0, 2.0)
-    assert run.local_loss([]) == (3.0, 3.0)
+    assert run.state.outcome.local_loss([(1.0, 2.0)], True) == (0, 0)
+    assert run.state.outcome.local_loss([(30.0, 3.0)], True) == (1.0, 2.0)  # of a step that is to be repeated
+    run.state.outcome.unread_loss()
+    assert run.state.outcome.local_loss([(3.0, 3.0)], True) == (1.0, 2.0)
+    assert run.state.outcome.local_loss([], True) == (3.0, 3.0)
 
 
 def test_what_the_failed_pass_held_is_free_before_anything_is_asked_for_anew():

@@ -241,7 +241,7 @@ def test_the_rank_is_named_where_a_number_first_was_not_finite(rank: int, what: 
     runs = trained(4, settings, work=breaking(rank, 3, what))
     whole(runs)
     for run in runs:
-        assert list(run.state.bad_where) == [named[0]] and named[1] in run.state.bad_where[named[0]]
+        assert list(run.state.outcome.bad_where) == [named[0]] and named[1] in run.state.outcome.bad_where[named[0]]
         assert [n for n in run.notes if "update skipped" in n and f"on rank {named[0]}," in n]
     (alone,) = trained(1, replace(settings, pipeline=Pipeline(), max_steps=4))
     assert all(run.state.loss != alone.state.loss for run in runs)
@@ -259,7 +259,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_a_compressor() -> None:
     settings = replace(MOMENTUM, pipeline=Pipeline(depths=[1, 2]), nan_guard="skip", compression="int8", max_steps=6)
     broken = trained(3, settings, "float32", work=breaking(1, 3, "forward"))
     for run in broken:
-        assert len(run.state.bad_where) == 1 and run.dp.reducer.state.steps == 5
+        assert len(run.state.outcome.bad_where) == 1 and run.dp.reducer.state.steps == 5
     whole(broken)
 
 
@@ -276,9 +276,9 @@ def test_an_overflow_on_one_stage_halves_the_scale_of_all() -> None:
 
     settings = replace(MOMENTUM, pipeline=Pipeline(2), nan_guard="skip", max_steps=4)
     runs = trained(4, settings, work=work(1))
-    assert [(run.parts.scale.value, run.state.bad_where) for run in runs] == [(4.0, {})] * 4
+    assert [(run.parts.scale.value, run.state.outcome.bad_where) for run in runs] == [(4.0, {})] * 4
     runs = trained(4, settings, work=work(3))
-    assert [(run.parts.scale.value, list(run.state.bad_where)) for run in runs] == [(8.0, [3])] * 4
+    assert [(run.parts.scale.value, list(run.state.outcome.bad_where)) for run in runs] == [(8.0, [3])] * 4
 
 
 # --- compression -----------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_time_that_backward_waits_for_other_ranks_is_no_computing(tmp_path):
 
     def waited(run):
         fitted(run)
-        return run.phases.seconds["compute"], run.phases.seconds["wait"]
+        return run.timeline.totals.seconds["compute"], run.timeline.totals.seconds["wait"]
 
     (fast_s, wait_s), (slow_s, _) = lockstep(2, replace(settings, out=str(tmp_path / "run")),
                                              lambda rank: make_model("numpy"), DATA, waited)

@@ -9,7 +9,10 @@ from graphlib import CycleError, TopologicalSorter
 import grimp
 import pytest
 
+from hvdtrain.checkpoint.run_directory import RunOutput
 from hvdtrain.core import ROOT
+from hvdtrain.engine.run import Run
+from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services, StepOutcome
 
 PACKAGES = {"backends", "checkpoint", "cluster", "comm", "commands", "config", "core", "data", "engine", "keras",
             "parallel", "planning", "reports", "tensorflow", "torch"}
@@ -54,3 +57,21 @@ def test_files_that_the_design_names_are_there():
     paths = [path for span in spans if not span.startswith("path/") for path in named(span)]
     assert len(paths) > 60
     assert not [path for path in paths if not any(ROOT.rglob(path)) and not any(ROOT.parent.glob(path))]
+
+
+def test_no_run_config_or_control_is_typed_any():
+    typed = re.compile(r"\b_?(run|config|control): Any\b")
+    found = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")
+                   if typed.search(path.read_text(encoding="utf-8")))
+    assert found == ["cluster/boot.py", "config/schema.py"]  # notes of its own; any section of the configuration
+
+
+def test_the_parts_of_a_run_are_small_and_joined_by_its_own_names():
+    parts = {"setup": RunSetup, "state": RunState, "services": Services, "state.outcome": StepOutcome,
+             "state.findings": Findings, "services.directory": RunOutput}
+    for part in parts.values():
+        assert len([name for name in part.__annotations__ if not name.startswith("_")]) < 15
+    declared = re.findall(r"^    (\w+): (.+) = _of\(\"([\w.]+)\.(\w+)\"\)$", (ROOT / "engine/run.py").read_text(), re.M)
+    assert len(declared) > 25
+    for name, kind, part, field in declared:
+        assert parts[part].__annotations__[field] == kind == Run.__annotations__[name], name

@@ -17,10 +17,10 @@ from small_runs import FRAMEWORKS, config, make_model, samples
 from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.terminal import say
+from hvdtrain.core.timeline.clock import StepTotals
 from hvdtrain.engine import summary
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.throughput import Throughput
-from hvdtrain.engine.run import Phases
 from hvdtrain.reports.jsonl import Jsonl
 from hvdtrain.reports.progress import report as progress
 from hvdtrain.reports.progress.line import Line
@@ -41,7 +41,7 @@ def test_jsonl(run, tmp_path):
     losses = [math.nan if step == 4 else 1.0 / step for step in range(1, 11)]
     for step in walk(run, log, losses=losses):
         if step == 4:
-            run.state.bad_ranks = [2]
+            run.state.outcome.bad_ranks = [2]
             log.on(Event.NON_FINITE, run)
     records = [
         json.loads(line, parse_constant=pytest.fail)
@@ -53,7 +53,7 @@ def test_jsonl(run, tmp_path):
     assert (
         records[1]["loss"] is None
         and records[4]["loss"] == 1 / 8
-        and set(records[4]["phases_s"]) == set(Phases.NAMES)
+        and set(records[4]["phases_s"]) == set(StepTotals.NAMES)
     )
     assert records[2]["ranks"] == [2] and records[3]["metrics"] == {"loss": 0.5, "accuracy": 0.75}
     assert all(r["time"] > 1e9 for r in records)
@@ -200,14 +200,14 @@ def test_throughput_is_that_of_a_window(run, monkeypatch):
     meter.on(Event.EPOCH_START, run)
     for step_s in (1.0, 1.0, 4.0, 4.0, 4.0):
         clock[0] += step_s
-        run.phases.step(step_s, 8)
+        run.timeline.totals.step(step_s, 8)
         meter.on(Event.STEP_END, run)
         seen.append(run.state.samples_per_s)
     assert seen == [8.0, 8.0, 16 / 5, 2.0, 2.0]
     clock[0] += 1000  # an evaluation is not training
     meter.on(Event.EPOCH_START, run)
     clock[0] += 1.0
-    run.phases.step(1.0, 8)
+    run.timeline.totals.step(1.0, 8)
     meter.on(Event.STEP_END, run)
     assert run.state.samples_per_s == 8.0
 

@@ -75,7 +75,8 @@ def test_settings_are_the_configuration_and_the_world():
 # --- which there are -----------------------------------------------------------------------------------------------
 
 def test_each_is_one_short_file():
-    assert [path.stem for path in FILES] == trackers.choices() == ["csv", "mlflow", "prometheus", "tensorboard", "wandb"]
+    names = ["csv", "mlflow", "prometheus", "tensorboard", "wandb"]
+    assert [path.stem for path in FILES] == trackers.choices() == names
     assert max(path.read_text().count("\n") for path in FILES) <= 60
 
 

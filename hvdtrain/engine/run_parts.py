@@ -1,0 +1,210 @@
+"""The three parts of a run: what it is (`RunSetup`), where it stands (`RunState`), what it uses (`Services`).
+
+Owns their fields only. `hvdtrain.engine.run.Run` joins the parts; functions that need one part take that part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.backends.model_spec import Spec
+from hvdtrain.checkpoint.run_directory import RunOutput
+from hvdtrain.cluster.devices import DeviceFacts
+from hvdtrain.cluster.topology import Topology
+from hvdtrain.config import Config
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.events import Event
+from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.protocols import Collectives, Control, DataParallel, Schedule
+from hvdtrain.core.protocols.state import RunSaver
+from hvdtrain.core.protocols.types import StepBatch, Word
+from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.timeline import Timeline
+from hvdtrain.data.feed import Feed
+from hvdtrain.engine.phases import RunPhases
+from hvdtrain.engine.written_state import WrittenState
+from hvdtrain.parallel.data_parallel.unused import UnusedParameters
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.recovery.recovery import Recovery
+from hvdtrain.planning.batch.line import Line
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.wires import Wires
+    from hvdtrain.engine.average import Average, Final
+
+
+@dataclass
+class RunSetup:
+    """What a run is, from its assembly on: settings, ranks, model and data.
+
+    ``spelled``: ``config`` with a value per rank in place of names of hosts and devices (`hvdtrain.config.placed`).
+    ``devices``: what each rank computes on. ``mesh``: the replicas of the model, each a list of ranks. ``dp``: how the
+    replicas stay one; set when the first sample has gone through. ``average``: the moving average of the weights, where
+    the configuration asks for one. ``idle``: keys that have no effect as the run is set up (`hvdtrain.config.unused`).
+    """
+
+    config: Config
+    group: Group
+    topology: Topology
+    spec: Spec
+    parts: Parts
+    schedule: Schedule
+    feed: Feed
+    eval_feed: Feed | None = None
+    spelled: Config = field(default_factory=Config)
+    devices: list[DeviceFacts] = field(default_factory=list)
+    mesh: Mesh = field(default_factory=lambda: Mesh.of([1], 0))
+    idle: frozenset[str] = frozenset()
+    average: Average | None = None
+    dp: DataParallel = field(init=False)
+
+
+@dataclass
+class RankWishes:
+    """What this rank wants the next agreement to decide: to stop, to save, and ``words`` to announce to all."""
+
+    stop: str = ""
+    save: bool = False
+    words: list[Word] = field(default_factory=list)
+
+
+@dataclass
+class StepOutcome:
+    """What came of the latest step, the same on all ranks but for ``poisoned``.
+
+    ``updated``: it made its update; on an asynchronous device the step before, where the loss decides. ``met``: the
+    replicas of the model are one model, since they synchronized in it and were updated. ``poisoned``: a step in which
+    they did not synchronize was not finite on this rank. ``bad_ranks``: who brought in what was not finite;
+    ``bad_where``: in which parameter. ``last_loss``: of the last step that made its update.
+    """
+
+    updated: bool = True
+    met: bool = True
+    poisoned: bool = False
+    bad_ranks: list[int] = field(default_factory=list)
+    bad_where: dict[int, str] = field(default_factory=dict)
+    last_loss: float = math.nan
+    pending_updated: bool = True
+    """``updated`` of the latest step that computed: on an asynchronous device its loss is still to be read."""
+    pending_read: bool = True
+    """Whether the step whose loss `local_loss` read last on an asynchronous device made its update."""
+    _pending: list[tuple[Any, Any]] = field(default_factory=list)
+    _read: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def local_loss(self, totals: list[tuple[Any, Any]], asynchronous: bool) -> tuple[float, float]:
+        """Return this rank's (loss_sum, weight) of the step.
+
+        On an asynchronous device those of the step before, which are there without waiting for the device.
+        """
+        if asynchronous:
+            self._read, self.pending_read = self._pending, self.pending_updated
+            totals, self._pending = self._pending, totals
+        return sum(float(loss) for loss, _ in totals), sum(float(weight) for _, weight in totals)
+
+    def unread_loss(self) -> None:
+        """Undo `local_loss` of a step that is to be repeated: the step before is to be read then."""
+        self._pending = self._read
+
+
+@dataclass
+class Findings:
+    """What the run has found so far, for its summary and report.
+
+    ``ledger``: of `hvdtrain.engine.callbacks.ledger`. ``memory``: estimated and measured bytes by rank, of
+    `hvdtrain.engine.callbacks.memory`. ``shortages``: each time that a rank ran out of memory, with ``rank`` and the
+    fields of `hvdtrain.core.protocols.shortage.Shortage`. ``solo_lines``: how long each rank takes over a micro-batch,
+    where balance knows it. ``metrics_at``: the step that ``RunState.metrics`` are of. ``unsaved``: why the last
+    checkpoint of the latest fit was not written; the final model is written all the same.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    ledger: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    shortages: list[dict[str, Any]] = field(default_factory=list)
+    solo_lines: list[Line] = field(default_factory=list)
+    metrics_at: int = -1
+    unsaved: UserError | None = None
+
+
+@dataclass
+class RunState:
+    """Where a run stands; equal on all ranks but for ``wishes``, and where `StepOutcome` says so.
+
+    ``batch``: this rank's share of the step under way, from STEP_START to CHECKPOINT. ``loss``: of the latest step, on
+    an asynchronous device of the one before; NaN where that step made no update. ``requeue``: the ranks have agreed to
+    save and to end before the last step, for a later run to resume; ``interrupted``: because of a SIGINT, so that the
+    status is 130 and not 75. ``told``: what the ranks announced in the latest agreement, while TOLD is emitted.
+    """
+
+    cursor: Cursor = field(default_factory=Cursor)
+    batch: StepBatch | None = None
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    samples_per_s: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    stop: str = ""
+    requeue: bool = False
+    interrupted: bool = False
+    told: list[Word] = field(default_factory=list)
+    wishes: RankWishes = field(default_factory=RankWishes)
+    outcome: StepOutcome = field(default_factory=StepOutcome)
+    findings: Findings = field(default_factory=Findings)
+    _save_due: bool = False
+    _event: Event | None = None
+    """Emitted at this moment (`hvdtrain.engine.run.Run.emit`)."""
+
+    @property
+    def save_due(self) -> bool:
+        """Whether a checkpoint follows the step at hand; where callbacks may set it is in `hvdtrain.core.events`."""
+        return self._save_due
+
+    @save_due.setter
+    def save_due(self, due: bool) -> None:
+        event = self._event
+        in_step = event is Event.STEP_END or event is Event.TOLD and bool(self.batch is not None or self.stop)
+        if due and event is not None and not in_step:
+            raise UserError(f"a callback set run.state.save_due in {event.value}", "step_end, which the checkpoint of "
+                            "the same step follows: later ones hold the weights of another step",
+                            "set it in step_end, or call run.want_save()")
+        self._save_due = due
+
+
+@dataclass
+class ModelChanges:
+    """Whether `hvdtrain.engine.model_changes` looks for changes of the model, the same on every rank.
+
+    ``starts``: the next step is the first of a fit. ``watched``: a fit looks before each step.
+    """
+
+    starts: bool = False
+    watched: bool = False
+
+
+@dataclass
+class Services:
+    """What a run uses: the planes that connect ranks, records and times, and the parts of the loop that keep state.
+
+    ``wires``: what opens other transports. ``records``: what has happened; on rank 0 reports read them. ``timeline``:
+    where this rank's seconds go, since its process began. ``phases``: of a step, each a context manager. ``recovery``:
+    what this rank does when it runs out of memory. ``unused``: the parameters that no rank used in the latest step.
+    ``written``: the buffers that forward passes write to. ``saver``: saves the run; made with the first save.
+    ``changes``: of the model by callbacks. ``final``: what has put the final weights in the place of those of training.
+    """
+
+    control: Control
+    collectives: Collectives
+    directory: RunOutput = field(default_factory=RunOutput)
+    records: Stream = field(default_factory=Stream)
+    timeline: Timeline = field(default_factory=Timeline)
+    recovery: Recovery = field(default_factory=lambda: Recovery(lambda error: False, shrinks=False))
+    written: WrittenState = field(default_factory=WrittenState)
+    changes: ModelChanges = field(default_factory=ModelChanges)
+    final: list[Final] = field(default_factory=list)
+    saver: RunSaver | None = None
+    wires: Wires = field(init=False)
+    unused: UnusedParameters = field(init=False)
+    phases: RunPhases = field(init=False)

@@ -1,7 +1,7 @@
 """Settings of ranks by the name of their host or device, so that they hold whatever ranks there are.
 
 Owns the text form ``fast=3,old=1``, what a name means, and the way from names to one value per rank; pure. Used for
-``shares``, ``precision``, ``rebalance.max_micro_batch`` and ``peak_tflops``.
+keys whose type is a mapping of names (`hvdtrain.config.schema.by_name`).
 
 A name means a rank, the first of these that fits it counts: its host, by full or short name; its device's whole name;
 words of that name in a row, such as H200 in NVIDIA H200; its device's kind (cpu, cuda, rocm; gpu for either of the

@@ -95,9 +95,10 @@ def _fit(run: Run) -> None:
 
 def _epoch(run: Run) -> None:
     """Every step that is left of the current epoch."""
+    phases = run.phases
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
         while not run.stopping():
-            with run.phases.data:
+            with phases.data:
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -107,7 +108,7 @@ def _epoch(run: Run) -> None:
 def train_step(run: Run, batch: StepBatch) -> None:
     """Train on one global batch: compute, exchange, agree, update; again where a rank ran out of memory over it."""
     state = run.state
-    run.batch, run.timeline.step = batch, state.cursor.step
+    state.batch, run.services.timeline.step = batch, state.cursor.step
     run.emit(Event.STEP_START)
     follow(run)
     if batch.n_global and batch.weight:
@@ -124,11 +125,12 @@ def train_step(run: Run, batch: StepBatch) -> None:
 
 def _computed_and_updated(run: Run, batch: StepBatch) -> bool:
     """Return whether the step is over; False where all is as before it, to be repeated."""
-    dp, phases, step = run.dp, run.phases, run.state.cursor.step
-    run.batch = batch = run.recovery.cut(batch)
+    setup, phases, step = run.setup, run.services.phases, run.state.cursor.step
+    run.state.batch = batch = run.services.recovery.cut(batch)
+    dp = setup.dp
     with phases.gradients:
         dp.begin(step)
-        done = run.schedule.gradients(batch, dp.scale(batch), dp)
+        done = setup.schedule.gradients(batch, dp.scale(batch), dp)
     meets = dp.meets(step)
     with phases.vote:
         bad = _judge(run, batch, done, meets)
@@ -138,7 +140,7 @@ def _computed_and_updated(run: Run, batch: StepBatch) -> bool:
     if not bad:
         with phases.update:
             bad = _update(run, done, meets)
-    phases.finish(batch, done.waited_s, run.parts.stage.device_s())
+    phases.finish(batch, done.waited_s, setup.parts.stage.device_s())
     _conclude(run, batch, bad, meets)
     return True
 
@@ -147,42 +149,44 @@ def _judge(run: Run, batch: StepBatch, done: Done, meets: bool) -> list[int]:
     """Return the ranks whose loss or gradient forbids an update; collective where the replicas synchronize."""
     if done.lost is not None:
         tell(run, done.lost, meets)
-    run.written.look(run)
+    written = run.services.written
+    written.look(run)
     bad = _vote(run, batch, done) if meets else _by_myself(run, done)
-    run.written.hear(run)
+    written.hear(run)
     return bad
 
 
 def _update(run: Run, done: Done, meets: bool) -> list[int]:
     """Clip and update; return all ranks where the update itself found gradients that are not finite, else []."""
-    state = run.state
-    with run.recovery.once("the update"):
-        unused = run.unused.agreed if meets else run.parts.stage.unused
-        run.unused.check(unused)
-        run.written.combine(run, meets)  # the update starts from what forward passes have written to parameters
-        finite, norm = run.dp.update(state.cursor.step, done.grads, unused)
-        run.unused.updated(unused)
+    state, setup, services = run.state, run.setup, run.services
+    with services.recovery.once("the update"):
+        unused = services.unused.agreed if meets else setup.parts.stage.unused
+        services.unused.check(unused)
+        services.written.combine(run, meets)  # the update starts from what forward passes have written to parameters
+        finite, norm = setup.dp.update(state.cursor.step, done.grads, unused)
+        services.unused.updated(unused)
     state.grad_norm = state.grad_norm if math.isnan(norm) else norm
     return [] if finite else list(range(run.control.size))
 
 
 def _conclude(run: Run, batch: StepBatch, bad: list[int], meets: bool) -> None:
     """Keep what the step has come to; ``bad``: the ranks for which it made no update."""
-    state, parts = run.state, run.parts
-    run.updated = run.state.outcome.pending_updated = not bad
+    state, outcome, parts = run.state, run.state.outcome, run.setup.parts
+    outcome.updated = outcome.pending_updated = not bad
     # The same on every rank where they have voted. What overflows on one stage shows in the loss of its copy.
-    overflowed = parts.scale.update([rank for r in bad for rank in run.mesh.copies[run.mesh.copy_of(r)]])
+    mesh = run.setup.mesh
+    overflowed = parts.scale.update([rank for r in bad for rank in mesh.copies[mesh.copy_of(r)]])
     if bad:
         parts.buffers.discard()
         run.dp.discard()
         _skipped(run)
-    state.outcome.last_loss = state.outcome.last_loss if math.isnan(state.loss) else state.loss
-    state.outcome.poisoned = state.outcome.poisoned and not meets
+    outcome.last_loss = outcome.last_loss if math.isnan(state.loss) else state.loss
+    outcome.poisoned = outcome.poisoned and not meets
     if bad and not overflowed:
         if meets:
             _tell_not_finite(run, batch, bad)
-        state.outcome.poisoned = not meets  # told at the next vote (law 6)
-    state.outcome.met = meets and (not bad or state.outcome.met)
+        outcome.poisoned = not meets  # told at the next vote (law 6)
+    outcome.met = meets and (not bad or outcome.met)
 
 
 def _without_update(run: Run) -> None:
@@ -250,31 +254,33 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
 
     Returns the ranks whose loss is not finite; all, where the sum of gradients is not; none: [].
     """
-    state, parts = run.state, run.parts
+    state, setup, services = run.state, run.setup, run.services
+    parts, outcome, wants = setup.parts, state.outcome, state.wishes
     asynchronous = parts.stage.asynchronous
-    loss_sum, weight = state.outcome.local_loss(done.totals, asynchronous)
+    loss_sum, weight = outcome.local_loss(done.totals, asynchronous)
     # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
-    late = asynchronous and (run.config.nan_guard == "skip" or parts.scale.on)
-    state.outcome.poisoned = parts.optimizer.skipped() or state.outcome.poisoned  # still so where the step is repeated
+    late = asynchronous and (setup.config.nan_guard == "skip" or parts.scale.on)
+    outcome.poisoned = parts.optimizer.skipped() or outcome.poisoned  # still so where the step is repeated
     lost = done.lost is not None
-    bad = (not math.isfinite(loss_sum) and not late) or state.outcome.poisoned or lost
-    squares = math.nan if lost else run.dp.squares(done.grads)
-    wishes = [bool(state.wishes.stop), state.wishes.save, bool(state.wishes.words)]
-    changed = not lost and run.unused.changed(parts.stage.unused)
+    bad = (not math.isfinite(loss_sum) and not late) or outcome.poisoned or lost
+    squares = math.nan if lost else setup.dp.squares(done.grads)
+    wishes = [bool(wants.stop), wants.save, bool(wants.words)]
+    changed = not lost and services.unused.changed(parts.stage.unused)
     unfrozen = "" if parts.facts is None else parts.facts.late()
     mine = [0.0 if bad else loss_sum, weight, bad, *wishes, changed, bool(unfrozen), squares]
-    sums = run.control.sum(np.array(mine, dtype=np.float64))
+    sums = services.control.sum(np.array(mine, dtype=np.float64))
     loss, total, n_bad, n_stop, n_save, n_words, n_changed, n_late, squares = sums
     pulse.heard(state.cursor.step)
     if not asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
     # A late loss may be of a step that was skipped.
-    counts = not n_bad and (state.outcome.pending_read or not asynchronous)
+    counts = not n_bad and (outcome.pending_read or not asynchronous)
     state.loss = float(loss / total) if total and counts else math.nan
-    state.save_due = state.save_due or n_save > 0
-    state.wishes.save = False
+    if n_save:
+        state.save_due = True
+    wants.save = False
     if n_stop:
-        state.stop = next(reason for reason in run.control.gather(state.wishes.stop) if reason)
+        state.stop = next(reason for reason in run.control.gather(wants.stop) if reason)
     if n_words:
         run.hear()
     if n_changed:

@@ -6,7 +6,7 @@ Owns what a phase feeds: the heartbeat, the time breakdown and traces, the bound
 
 from __future__ import annotations
 
-import time
+from time import perf_counter
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
@@ -34,21 +34,21 @@ class StepPhase(span):
         self._bound = deadline(bound_s, bounded) if bounded else None
 
     def __enter__(self) -> StepPhase:
-        step = None if self._at is None else self._at.cursor.step
-        self.begin_s = time.perf_counter()
+        at, bound = self._at, self._bound
+        step = None if at is None else at.cursor.step
+        self.begin_s = perf_counter()
         pulse.at(self._beat, step)
-        if self._bound is not None:
-            self._bound.what = f"{self._bounded} of step {step}"
-            self._bound.__enter__()
-        self._begin, self._marks = 0.0, None  # of the step before
-        super().__enter__()
+        if bound is not None:
+            bound.what = f"{self._bounded} of step {step}"
+            bound.__enter__()
+        span.__enter__(self)  # super() takes longer, in each phase of each step
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        span.__exit__(self)
         if self._bound is not None:
             self._bound.__exit__()
-        self.end_s = time.perf_counter()
+        self.end_s = perf_counter()
         if self._totals is not None:
             self._totals.add(self.name, self.end_s - self.begin_s)
 
@@ -81,4 +81,4 @@ class RunPhases:
 
     def lose(self) -> None:
         """Count a step that is to be repeated."""
-        self._totals.lose(time.perf_counter() - self.gradients.begin_s)
+        self._totals.lose(perf_counter() - self.gradients.begin_s)

@@ -94,8 +94,8 @@ class Run:
     def emit(self, event: Event) -> None:
         """Call every callback, those with ``where`` "root" on rank 0 only; the contracts are in `hvdtrain.core.events`.
         """
-        method, state, timeline, control = event.value, self.state, self.timeline, self.control
-        watched, on_root, several = timeline.watched, control.rank == 0, control.size > 1
+        state, timeline, control = self.state, self.services.timeline, self.services.control
+        method, watched, on_root, several = event.value, timeline.watched, control.rank == 0, control.size > 1
         outer, state._event, outer_alone = state._event, event, timeline.alone
         try:
             for callback in self.callbacks:
@@ -104,7 +104,8 @@ class Run:
                     name = f"{method} of {type(callback).__name__}" if hasattr(callback, method) else ""
                     if name:
                         pulse.at(name, state.cursor.step)
-                    timeline.alone = name if several and not everywhere else ""
+                    if several:
+                        timeline.alone = "" if everywhere else name
                     if name and watched:  # else nobody would see it, and there are twenty a step
                         with span(name):
                             callback.on(event, self)

@@ -112,12 +112,13 @@ class span:  # noqa: N801  (read as a statement: with span("update"))
     def __enter__(self) -> span:
         lane = self._lane = getattr(_local, "lane", None)
         if lane is not None:
-            if lane.timeline.marks is not None and lane.main:
-                self._marks = lane.timeline.marks
+            timeline = lane.timeline
+            if timeline.marks is not None and lane.main:
+                self._marks = timeline.marks
                 self._marks[0](self.name)
             if self.cause and lane.main:
-                lane.timeline.clock.push(self.cause)
-            if lane.timeline.taker is not None:
+                timeline.clock.push(self.cause)
+            if timeline.taker is not None:
                 self._begin = time.perf_counter()
         return self
 
@@ -125,13 +126,16 @@ class span:  # noqa: N801  (read as a statement: with span("update"))
         lane = self._lane
         if lane is None:
             return
+        timeline = lane.timeline
         if self.cause and lane.main:
-            lane.timeline.clock.pop()
-        taker = lane.timeline.taker
-        if taker is not None and self._begin:
-            taker.take(self.name, lane.name, self._begin, time.perf_counter(), self.args, self.cause)
+            timeline.clock.pop()
+        if self._begin:
+            if timeline.taker is not None:
+                timeline.taker.take(self.name, lane.name, self._begin, time.perf_counter(), self.args, self.cause)
+            self._begin = 0.0  # a span may be entered again
         if self._marks is not None:
             self._marks[1]()
+            self._marks = None
 
 
 @contextlib.contextmanager

@@ -53,6 +53,13 @@ def test_it_gives_the_unsharded_run_s_model(control, wire, trained, stage):
     assert "tensorflow" in imported()
 
 
+@pytest.mark.parametrize("wire", ["horovod"], indirect=True)
+def test_shards_of_compressed_gradients_have_the_bits_of_the_whole(control, wire, trained):
+    more = {"max_steps": 2, "compression": "topk", "exchange": Exchange(bucket_mb=0.0005, topk_ratio=0.2)}
+    own = bits(trained("zero", 2, list(range(control.size)), **more))
+    assert set(control.gather(own)) == {own} and own == bits(trained(**more))
+
+
 @pytest.mark.parametrize("wire", ["shared"], indirect=True)
 def test_a_run_goes_on_with_other_parts_and_unsharded(control, wire, trained):
     whole, kept = trained(), Checkpoint(at_end=True)

@@ -56,6 +56,18 @@ def test_shared_memory_keeps_the_bits_of_the_unsharded_run(control, out):
     assert len({text for run in found for text in control.gather(bits(run))}) == 1
 
 
+@pytest.mark.parametrize("wire, stage, name", [("horovod", 2, "topk"), ("mpi", 1, "topk"), ("mpi", 2, "int8"),
+                                               ("shared", 2, "bf16")])
+def test_shards_of_compressed_gradients_have_the_bits_of_the_whole(control, out, wire, stage, name):
+    usable(wire)
+    settings = replace(BASE, collectives=wire, compression=name, max_steps=3,
+                       exchange=Exchange(bucket_mb=0.0005, topk_ratio=0.2))
+    ways = (DataParallel(), DataParallel("zero", stage, [0, *range(1, control.size)]))
+    found = [fitted(assemble(replace(settings, out=f"{out}/{i}", data_parallel=way), make_model("torch"), DATA))
+             for i, way in enumerate(ways)]
+    assert len({text for run in found for text in control.gather(bits(run))}) == 1
+
+
 @pytest.mark.parametrize("stage", (1, 2))
 def test_over_memory_of_several_hosts(control, comm, out, stage):
     """Buckets share one vector of the wire's there: one at a time, while others may go on beside backward."""

@@ -19,7 +19,7 @@ import numpy as np
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.progress import Operation, Progress
-from hvdtrain.comm.collectives.parts import Scratch, begins
+from hvdtrain.comm.collectives.parts import Scratch, WithoutMemory, begins
 from hvdtrain.comm.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
 from hvdtrain.core.group import Group, spans
 from hvdtrain.core.protocols import AllGather, AllReduce, AllToAllV, Exchange, Request
@@ -102,7 +102,7 @@ class _Loans:
         self._lent[place] = self._lent[place][0], handle
 
 
-class MpiCollectives:
+class MpiCollectives(WithoutMemory):
     """Collectives over an mpi4py communicator, of which it makes a duplicate: collective to make.
 
     Calls are made in the same order on every rank. They go on in a thread where MPI lets two threads in (``overlaps``),
@@ -117,6 +117,7 @@ class MpiCollectives:
     dtypes = frozenset({"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
     in_graph = False
     host = True
+    moves_parts = False
     looks = True
     """Whether sums are squared while they are made (`looked`)."""
 
@@ -140,18 +141,6 @@ class MpiCollectives:
     def _comm_of(self, group: Group) -> Any:
         with deadline(self.timeout_s, f"making a communicator of the ranks {spans(group.ranks)}"):
             return self._comm.Create_group(self._comm.Get_group().Incl(list(group.ranks)))
-
-    def buffer(self, n: int, dtype: str) -> np.ndarray | None:
-        """No memory of its own."""
-        return None
-
-    def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
-        """None."""
-        return []
-
-    def flight(self, n: int, dtype: str) -> np.ndarray | None:
-        """No memory of its own."""
-        return None
 
     def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Any:
         """Sum over ranks: (N,) -> (N,); in place where the memory allows it.

@@ -79,15 +79,17 @@ class WithoutMemory:
         """As all else."""
         return self.overlaps
 
-    def buffer(self, n: int, dtype: str) -> None:
+    def buffer(self, n: int, dtype: str) -> np.ndarray | None:
         """None."""
+        return None
 
     def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
         """[]."""
         return []
 
-    def flight(self, n: int, dtype: str) -> None:
+    def flight(self, n: int, dtype: str) -> np.ndarray | None:
         """None."""
+        return None
 
     def looked(self) -> tuple[int, float]:
         """Nothing."""

@@ -161,7 +161,7 @@ def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: S
         same = [(round_, nbytes) for k, round_, nbytes in wire.asked if (k, round_ > 0) == (kind, later)]
         starts = len({round_ for round_, _ in same}) if collectives.overlaps else calls * len(same)
         traffic.append(Traffic(kind, later, starts, sum(n for _, n in same) * (sent / sampled if sampled else 1.0)))
-    return Cost(compressor.name, 0.0 if compressor.name == "none" else part * codec_s, tuple(traffic), sent,
+    return Cost(compressor.name, 0.0 if compressor.in_place else part * codec_s, tuple(traffic), sent,
                 compressor.numerics)
 
 
@@ -172,7 +172,7 @@ def _codec_seconds(reducer: Reducer, wire: _Listening, grads: Sequence[Array]) -
     because a step copies what does not arrive in its own buckets.
     """
     ops = reducer.ops
-    exact, in_graph = reducer.compressor.name == "none", _in_graph(wire, ops)
+    exact, in_graph = reducer.compressor.in_place, _in_graph(wire, ops)
 
     def once(flats: Sequence[Array]) -> list[Array]:
         wire.asked.clear()

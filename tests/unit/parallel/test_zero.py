@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import CUTS, bits, config, fitted, lockstep, make_model, samples, weights
+from small_runs import CLASSES, CUTS, FEATURES, HIDDEN, bits, config, fitted, lockstep, make_model, samples, weights
 
+from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.collectives.lockstep import LockstepCollectives
 from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.core.errors import UserError
@@ -18,8 +19,9 @@ MOMENTUM = config(global_batch=24, max_steps=6, optimizer=Named("SGD", {"momentu
 DATA = samples(96)
 
 
-def trained(size, settings, out):
-    return lockstep(size, replace(settings, out=str(out)), lambda rank: make_model("numpy"), DATA, fitted)
+def trained(size, settings, out, dtype="float64"):
+    return lockstep(size, replace(settings, out=str(out)), lambda rank: Model((FEATURES, HIDDEN, CLASSES), 0, dtype),
+                    DATA, fitted)
 
 
 @pytest.mark.slow
@@ -61,9 +63,12 @@ def test_accumulated_gradients_keep_their_bits(tmp_path):
 
 
 @pytest.mark.parametrize("stage, most", [(1, None), (2, 2)])
-def test_stage_2_has_two_buckets_under_way_where_the_wire_works_beside_backward(stage, most, tmp_path, monkeypatch):
+@pytest.mark.parametrize("compression, kind", [("none", "reducescatterv"), ("bf16", "alltoallv")])
+def test_stage_2_has_two_buckets_under_way_where_the_wire_works_beside_backward(
+        compression, kind, stage, most, tmp_path, monkeypatch):
     """Such a wire holds a bucket's memory until its sum is taken."""
-    begin, open_, found = LockstepCollectives.reducescatterv, [set(), set()], []
+    begin, open_, found = getattr(LockstepCollectives, kind), [set(), set()], []
+    settings = replace(MOMENTUM, compression=compression, exchange=Exchange(bucket_mb=0.0001))
 
     class Handle:
         def __init__(self, wire, handle):
@@ -76,11 +81,11 @@ def test_stage_2_has_two_buckets_under_way_where_the_wire_works_beside_backward(
             return self.handle.wait()
 
     monkeypatch.setattr(LockstepCollectives, "overlaps", True)
-    monkeypatch.setattr(LockstepCollectives, "reducescatterv", lambda wire, *of: Handle(wire, begin(wire, *of)))
-    runs = trained(2, replace(MOMENTUM, data_parallel=DataParallel("zero", stage)), tmp_path / "run")
+    monkeypatch.setattr(LockstepCollectives, kind, lambda wire, *of: Handle(wire, begin(wire, *of)))
+    runs = trained(2, replace(settings, data_parallel=DataParallel("zero", stage)), tmp_path / "run", "float32")
     n = len(runs[0].dp.buckets)
     assert n > 3 and max(found) == (n if most is None else most + 1)  # one more while it is handed over
-    assert {bits(run) for run in runs} == {bits(trained(2, MOMENTUM, tmp_path / "whole")[0])}
+    assert {bits(run) for run in runs} == {bits(trained(2, settings, tmp_path / "whole", "float32")[0])}
 
 
 def test_what_cannot_be_is_refused(tmp_path):

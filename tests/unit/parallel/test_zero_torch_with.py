@@ -80,10 +80,11 @@ def watched(run):
     return bits(run), record.non_finite_at, record.losses, run.parts.scale.value, run.parts.optimizer.updates
 
 
-def test_a_step_that_is_left_out_is_left_out_by_every_owner(tmp_path):
+@pytest.mark.parametrize("compression", ["none", "topk"])
+def test_a_step_that_is_left_out_is_left_out_by_every_owner(compression, tmp_path):
     x, y = (array.copy() for array in DATA)
     x[[7, 40]] = np.nan
-    settings = replace(ADAM, nan_guard="skip", max_skipped=9)
+    settings = replace(ADAM, nan_guard="skip", max_skipped=9, compression=compression)
     runs = both(tmp_path, settings, model=lambda rank: hiding_model("torch"), data=(x, y), work=watched)
     assert len({(found[0], tuple(found[1]), found[4]) for each in runs for found in each}) == 1
     assert runs[0][0][1] and 0 < runs[0][0][4] < 8

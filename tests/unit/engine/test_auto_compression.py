@@ -56,7 +56,7 @@ class Script:
         if name != self.run.dp.compression:
             self.used.append(name)
             self.run.dp.compression = name
-            self.run.dp.reducer.compressor = create(name, self.run.config)
+            self.run.dp.compressor = create(name, self.run.config)
 
     def steps(self, *step_ms, wait_ms=80.0):
         for ms in step_ms:

@@ -69,7 +69,7 @@ REPORTS: tuple[type[Callback], ...] = (Trace, System, WhatIf, Recorder)
 """Built-in callbacks that report; those of the caller follow."""
 LAST: tuple[type[Callback], ...] = (Divergence, Audit, Checkpoint, Seconds)
 """Built-in callbacks that compare and save what all others have made."""
-# Each class says by `before` and `after` what its place has to keep; tests/unit/engine/test_callback_order.py checks it.
+# Each class says by `before` and `after` what its place has to keep; `tests/unit/engine/test_callback_order.py` checks.
 
 
 def in_order(run: Run, more: Callable[[Run], Sequence[protocols.Callback]] | None) -> list[protocols.Callback]:

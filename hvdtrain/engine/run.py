@@ -88,31 +88,44 @@ class Run:
     def __init__(self, setup: RunSetup, services: Services, state: RunState | None = None) -> None:
         self.setup, self.services, self.state = setup, services, RunState() if state is None else state
         self.callbacks: list[Callback[Run]] = []
+        self._heard: dict[Event, tuple[list[Callback[Run]], list[tuple[Callback[Run], str, bool]]]] = {}
         self._joined = False
         services.phases = RunPhases(services.timeline, self.state, setup.config.control_timeout_s)
 
     def emit(self, event: Event) -> None:
         """Call every callback, those with ``where`` "root" on rank 0 only; the contracts are in `hvdtrain.core.events`.
         """
-        state, timeline, control = self.state, self.services.timeline, self.services.control
-        method, watched, on_root, several = event.value, timeline.watched, control.rank == 0, control.size > 1
-        outer, state._event, outer_alone = state._event, event, timeline.alone
+        state, timeline, several = self.state, self.services.timeline, self.services.control.size > 1
+        watched, outer, outer_alone = timeline.watched, state._event, timeline.alone
+        state._event = event
         try:
-            for callback in self.callbacks:
-                everywhere = callback.where == "all"
-                if everywhere or on_root:
-                    name = f"{method} of {type(callback).__name__}" if hasattr(callback, method) else ""
-                    if name:
-                        pulse.at(name, state.cursor.step)
-                    if several:
-                        timeline.alone = "" if everywhere else name
-                    if name and watched:  # else nobody would see it, and there are twenty a step
-                        with span(name):
-                            callback.on(event, self)
-                    else:
+            for callback, name, everywhere in self._listeners(event):
+                if name:
+                    pulse.at(name, state.cursor.step)
+                if several:
+                    timeline.alone = "" if everywhere else name
+                if name and watched:  # else nobody would see it, and there are twenty a step
+                    with span(name):
                         callback.on(event, self)
+                else:
+                    callback.on(event, self)
         finally:
             state._event, timeline.alone = outer, outer_alone
+
+    def _listeners(self, event: Event) -> list[tuple[Callback[Run], str, bool]]:
+        """Return the callbacks that see ``event`` here, what the heartbeat shows, and whether all ranks call each.
+
+        Kept until the list of callbacks changes: most of two dozen callbacks see one or two events.
+        """
+        known = self._heard.get(event)
+        if known is not None and known[0] == self.callbacks:
+            return known[1]
+        method, on_root = event.value, self.services.control.rank == 0
+        found = [(one, f"{method} of {type(one).__name__}" if hasattr(one, method) else "", one.where == "all")
+                 for one in self.callbacks if (one.where == "all" or on_root)
+                 and (not hasattr(one, "hears") or one.hears(event))]
+        self._heard[event] = (list(self.callbacks), found)
+        return found
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""

@@ -48,6 +48,10 @@ class Callback:
         """Return the callback for ``run``; ``earlier``: those made before it, by the names of their classes."""
         return cls()
 
+    def hears(self, event: Event) -> bool:
+        """Return whether `on` does anything at ``event``; asked once, so that a run leaves the others out."""
+        return type(self).on is not Callback.on or hasattr(self, event.value)
+
     def on(self, event: Event, run: Run) -> None:
         """Call the method of this event, if there is one and it is its turn."""
         method = getattr(self, event.value, None)

@@ -32,14 +32,16 @@ Order. After a step's update come STEP_END and CHECKPOINT; after the last CHECKP
 The loop changes no weights from STEP_END to the next STEP_START: checkpoint and evaluation have those of STEP_END.
 
 Checkpoints. Set ``run.state.save_due`` in STEP_END, on every rank: the checkpoint of that step follows. TOLD within a
-step is as good; outside of a step only when the run stops too. Elsewhere setting it raises `UserError`, since the next
+step is as good; outside of a step it is a wish for the next. Elsewhere setting it raises `UserError`, since the next
 checkpoint holds the weights of the next step. A rank by itself calls ``run.want_save()``, in any event: the next
 agreement decides for all.
 
 Exchanges. A callback with ``where = "all"`` may enter collectives of ``run.control`` in every event, the same ones in
 the same order on every rank, for reasons that all ranks know (laws 5 and 6). Collectives of gradients are free in
 FIT_START and STEP_END, when those of the step are complete. A callback with ``where = "root"`` enters none: where there
-are other ranks, which would not come, that raises `UserError`.
+are other ranks, which would not come, that raises `UserError`; inside of a TensorFlow graph nobody notices.
+
+A callback that is added to ``run.callbacks`` during an event sees the next one.
 """
 
 from __future__ import annotations

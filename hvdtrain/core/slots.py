@@ -40,8 +40,16 @@ def completed(made: Any, defaults: type) -> Any:
     """Give ``made``, which code of a user's made, the public members of ``defaults`` that it does not declare."""
     for name, value in vars(defaults).items():
         if not name.startswith("_") and not hasattr(made, name):
-            setattr(made, name, value.__get__(made) if callable(value) else value)
+            give(made, name, value)
     return made
+
+
+def give(made: Any, name: str, value: Any) -> None:
+    """Set ``name`` of ``made`` to ``value`` of a class, or of its class where ``made`` is frozen or has slots."""
+    try:
+        setattr(made, name, value.__get__(made) if callable(value) else value)
+    except AttributeError:  # FrozenInstanceError is one
+        setattr(type(made), name, value)
 
 
 def ask(package: str, function: str, *values: Any) -> Any:

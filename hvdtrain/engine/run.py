@@ -6,7 +6,7 @@ Owns the delivery of events and what ranks ask of each other between agreements.
 
 from __future__ import annotations
 
-from operator import attrgetter
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -97,20 +97,21 @@ class Run:
         """
         state, timeline, several = self.state, self.services.timeline, self.services.control.size > 1
         watched, outer, outer_alone = timeline.watched, state._event, timeline.alone
-        state._event = event
+        state._event, root_alone = event, state._alone
         try:
             for callback, name, everywhere in self._listeners(event):
                 if name:
                     pulse.at(name, state.cursor.step)
                 if several:
-                    timeline.alone = "" if everywhere else name
+                    state._alone = not everywhere
+                    timeline.alone = "" if everywhere else name or type(callback).__name__
                 if name and watched:  # else nobody would see it, and there are twenty a step
                     with span(name):
                         callback.on(event, self)
                 else:
                     callback.on(event, self)
         finally:
-            state._event, timeline.alone = outer, outer_alone
+            state._event, state._alone, timeline.alone = outer, root_alone, outer_alone
 
     def _listeners(self, event: Event) -> list[tuple[Callback[Run], str, bool]]:
         """Return the callbacks that see ``event`` here, what the heartbeat shows, and whether all ranks call each.
@@ -118,7 +119,7 @@ class Run:
         Kept until the list of callbacks changes: most of two dozen callbacks see one or two events.
         """
         known = self._heard.get(event)
-        if known is not None and known[0] == self.callbacks:
+        if known is not None and len(known[0]) == len(self.callbacks) and all(map(is_, known[0], self.callbacks)):
             return known[1]
         method, on_root = event.value, self.services.control.rank == 0
         found = [(one, f"{method} of {type(one).__name__}" if hasattr(one, method) else "", one.where == "all")

@@ -130,7 +130,7 @@ class Findings:
     unsaved: UserError | None = None
 
 
-@dataclass
+@dataclass(slots=True)  # so that a name that has moved is no new attribute, which nobody reads
 class RunState:
     """Where a run stands; equal on all ranks but for ``wishes``, and where `StepOutcome` says so.
 
@@ -156,6 +156,8 @@ class RunState:
     _save_due: bool = False
     _event: Event | None = None
     """Emitted at this moment (`hvdtrain.engine.run.Run.emit`)."""
+    _alone: bool = False
+    """Whether the callback that sees it is called on rank 0 alone, where there are others."""
 
     @property
     def save_due(self) -> bool:
@@ -165,12 +167,21 @@ class RunState:
     @save_due.setter
     def save_due(self, due: bool) -> None:
         event = self._event
-        in_step = event is Event.STEP_END or event is Event.TOLD and bool(self.batch is not None or self.stop)
-        if due and event is not None and not in_step:
+        if not due or self._save_due or event is None:
+            self._save_due = due
+            return
+        if self._alone:
+            raise UserError(f"a callback of rank 0 alone set run.state.save_due in {event.value}",
+                            "a callback with where = \"all\": the other ranks would not come to that checkpoint",
+                            "call run.want_save()")
+        if event is Event.TOLD and self.batch is None and not self.stop:
+            self.wishes.save = True  # no step whose weights these are: the next agreement decides
+        elif event is Event.STEP_END or event is Event.TOLD:
+            self._save_due = True
+        else:
             raise UserError(f"a callback set run.state.save_due in {event.value}", "step_end, which the checkpoint of "
                             "the same step follows: later ones hold the weights of another step",
                             "set it in step_end, or call run.want_save()")
-        self._save_due = due
 
 
 @dataclass

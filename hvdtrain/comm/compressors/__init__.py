@@ -10,7 +10,7 @@ from __future__ import annotations
 from hvdtrain.comm.compressors.base import Stateless
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Compressor
-from hvdtrain.core.slots import completed, in_slot, load_slot
+from hvdtrain.core.slots import completed, give, in_slot, load_slot
 
 
 def names() -> tuple[str, ...]:
@@ -28,4 +28,19 @@ def choices() -> tuple[str, ...]:
 def create(name: str, config: Config) -> Compressor:
     """Return the compressor ``name`` with the settings of ``config.exchange``; `UserError` for a name that is none."""
     made: Compressor = completed(load_slot(__name__, name, "compression", "make")(config.exchange), Stateless)
+    _check_inherited(made)
     return made
+
+
+def _check_inherited(made: Compressor) -> None:
+    """Take from a class of a user's own what it inherits of a compressor whose ``exchange`` it has replaced.
+
+    Its ``scatter`` would sum otherwise than its ``exchange``, and its facts are another's.
+    """
+    kinds = type(made).__mro__
+    place = {name: next((i for i, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+             for name in ("exchange", "scatter", "in_place", "same_bits")}
+    for name in ("scatter", "in_place", "same_bits"):
+        if name not in vars(made) and place["exchange"] < place[name] < kinds.index(object):
+            value = vars(Stateless)[name]
+            give(made, name, value)

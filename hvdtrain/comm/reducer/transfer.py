@@ -119,7 +119,8 @@ class Driven:
 
     def __init__(self, wire: Transport, exchanges: Sequence[Exchange], name: str, full_N: Array,
                  watched: Watched | None = None) -> None:
-        self._wire, self._exchanges, self._name, self._full_N = wire, exchanges, name, full_N
+        self._wire, self._exchanges, self._name = wire, exchanges, name
+        self._full_N = full_N if len(exchanges) > 1 else None  # else its memory is needed no longer than its exchange
         self._watched = watched
         self._handles: list[Any] = []
         self.done = self.asked = False

@@ -5,6 +5,7 @@ Owns pure data only; the contracts of what computes with it are the files beside
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Shards:
     sizes: tuple[int, ...]
     rank: int
 
-    @property
+    @functools.cached_property
     def ends(self) -> tuple[int, ...]:
         """Where each shard ends."""
         return tuple(itertools.accumulate(self.sizes))

@@ -94,6 +94,8 @@ class Undeclared:
     divides_state = copies_equal = can_change_transport = overlaps = False
     compressor: Compressor = cast(Compressor, NoCompression())
     buckets: Sequence[Bucket] = ()
+    stage, gathers, gathered_s = 0, 0, 0.0
+    sizes_BP: Sequence[Sequence[int]] = ()
 
     def remembered_bytes(self) -> int:
         """0."""

@@ -24,7 +24,7 @@ class Reducing:
 
     caveats: tuple[str, ...] = ()
     divides_state = False
-    copies_equal = True
+    copies_equal = False  # whoever exchanges in every step says so
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer

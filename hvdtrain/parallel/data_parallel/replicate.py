@@ -57,7 +57,7 @@ class Replicate(Reducing):
     plane of all ranks, where this one has a part of the model alone.
     """
 
-    retains = True
+    copies_equal = retains = True
     waited_s = 0.0
     plan: Callable[[Collectives], list[Bucket]] | None = None
     """Gives the buckets of a wire; None where it was made without a run."""

@@ -118,7 +118,7 @@ class Zero(Reducing):
     update took to bring the parameters together; ``gathered_s``: those of all ``gathers`` so far.
     """
 
-    divides_state = True
+    divides_state = copies_equal = True
     look_first = False
 
     def __init__(self, stage: int, reducer: Reducer, setup: Setup, sizes_BP: Sequence[Sequence[int]]) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors import bf16, create, fp16, int8, names, twoshot
+from hvdtrain.comm.compressors.base import Stateless
 from hvdtrain.comm.compressors.candidates import SAMPLE, sample
 from hvdtrain.comm.compressors.powersgd import Matrix, PowerSGD, matrices, split, start
 from hvdtrain.comm.compressors.topk import TopK
@@ -197,3 +198,42 @@ def test_int8_is_within_half_a_unit_and_says_what_is_lost(rows, n, seed, scale):
     off_B = np.abs(back_RK - x_RK).reshape(len(absmax_B1), -1)
     assert (off_B <= absmax_B1 * (1 / 254 + 1e-5)).all()
     np.testing.assert_allclose(lost_RK, x_RK - back_RK, atol=1e-6 * scale)
+
+
+OWN = '''
+from dataclasses import dataclass
+from hvdtrain.comm.compressors.fp16 import Fp16
+from hvdtrain.comm.compressors.none import NoCompression
+
+class Half(Fp16):
+    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
+        return (yield from super().exchange(ops, flat_N, state, bucket, size, stage))
+
+class Renamed(Fp16):
+    name = "renamed"
+
+class Scaled(NoCompression):
+    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
+        return (yield from super().exchange(ops, flat_N, state, bucket, size, stage))
+
+@dataclass(frozen=True)
+class Frozen:
+    name: str = "frozen"
+    dtypes: None = None
+
+def half(exchange): return Half()
+def renamed(exchange): return Renamed()
+def scaled(exchange): return Scaled()
+def frozen(exchange): return Frozen()
+'''
+
+
+def test_a_subclass_with_an_exchange_of_its_own_inherits_no_scatter(tmp_path):
+    """Under ZeRO the inherited one would sum without it."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    made = {name: create(f"{path}:{name}", Config()) for name in ("half", "renamed", "scaled", "frozen")}
+    assert {name: one.scatter.__func__ is Stateless.scatter for name, one in made.items()} == {
+        "half": True, "renamed": False, "scaled": True, "frozen": True}
+    assert not made["scaled"].in_place and not made["scaled"].same_bits and made["renamed"].same_bits
+    assert made["frozen"].reductions == frozenset() and not made["frozen"].in_place

@@ -425,11 +425,35 @@ def test_what_ranks_announce_may_request_a_checkpoint_in_a_step_or_with_a_stop(r
             run.state.save_due = True
 
     run.callbacks = [Saves()]
-    with pytest.raises(UserError, match="save_due in told"):
-        run.emit(Event.TOLD)
+    run.emit(Event.TOLD)
+    assert not run.state.save_due and run.state.wishes.save, "between two steps it is a wish for the next"
     run.state.stop = "requeue: SIGTERM (rank 0)"
     run.emit(Event.TOLD)
     assert run.state.save_due
+
+
+def test_a_callback_of_rank_0_alone_requests_no_checkpoint(run):
+    class Saves(Callback):
+        def step_end(self, run):
+            run.state.save_due = True
+
+    run.callbacks, run.control.size = [Saves()], 2
+    with pytest.raises(UserError, match="rank 0 alone set run.state.save_due in step_end"):
+        run.emit(Event.STEP_END)
+
+
+def test_a_users_callback_may_get_a_method_later(run):
+    class Grows(Callback):
+        where = "all"
+
+        def epoch_start(self, run):
+            self.step_end = seen.append
+
+    seen = []
+    run.callbacks = [Grows()]
+    for event in (Event.STEP_END, Event.EPOCH_START, Event.STEP_END):
+        run.emit(event)
+    assert seen == [run]
 
 
 @pytest.mark.parametrize("where, size", [("root", 2), ("root", 1), ("all", 2)])

@@ -111,7 +111,7 @@ def test_a_mark_is_the_median_of_the_rank_where_it_is_largest():
 def test_the_first_bucket_of_each_step_is_stamped_and_all_are_put():
     put, seconds = [], {"compute": 0.0, "update": 0.0}
     run = types.SimpleNamespace(dp=types.SimpleNamespace(in_graph=False, put=lambda index, x: put.append(index)),
-                                phases=types.SimpleNamespace(seconds=seconds))
+                                timeline=types.SimpleNamespace(totals=types.SimpleNamespace(seconds=seconds)))
     marks = _Marks(run)
     for step in range(3):
         marks.begin()
@@ -131,7 +131,7 @@ def test_the_first_bucket_of_each_step_is_stamped_and_all_are_put():
 def test_a_bucket_that_is_put_while_a_graph_is_traced_is_no_mark():
     put = print
     run = types.SimpleNamespace(dp=types.SimpleNamespace(in_graph=True, put=put),
-                                phases=types.SimpleNamespace(seconds={"compute": 0.0, "update": 0.0}))
+                                timeline=types.SimpleNamespace(totals=types.SimpleNamespace(seconds={"compute": 0.0, "update": 0.0})))
     marks = _Marks(run)
     marks.begin()
     marks.end()

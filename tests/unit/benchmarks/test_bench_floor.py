@@ -131,7 +131,8 @@ def test_the_first_bucket_of_each_step_is_stamped_and_all_are_put():
 def test_a_bucket_that_is_put_while_a_graph_is_traced_is_no_mark():
     put = print
     run = types.SimpleNamespace(dp=types.SimpleNamespace(in_graph=True, put=put),
-                                timeline=types.SimpleNamespace(totals=types.SimpleNamespace(seconds={"compute": 0.0, "update": 0.0})))
+                                timeline=types.SimpleNamespace(totals=types.SimpleNamespace(
+                                    seconds={"compute": 0.0, "update": 0.0})))
     marks = _Marks(run)
     marks.begin()
     marks.end()

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.comm.collectives.mpi import MpiCollectives
+from hvdtrain.comm.collectives.parts import WithoutMemory
 
 FOLD: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "product": np.multiply}
 
@@ -29,7 +30,7 @@ class _Result:
         return self._value
 
 
-class PlainMpi:
+class PlainMpi(WithoutMemory):
     """`hvdtrain.core.protocols.Collectives` for graphs, with the three of `HorovodCollectives` that cut rows over
     ranks.
 
@@ -37,7 +38,6 @@ class PlainMpi:
     """
 
     name = "plain MPI"
-    overlaps = False
     in_graph = True
     host = False
     hierarchical = False
@@ -47,10 +47,6 @@ class PlainMpi:
     def __init__(self, inner: MpiCollectives, world_rank_of: list[int]) -> None:
         self.rank, self.size, self.dtypes = inner.rank, inner.size, inner.dtypes
         self._inner, self._ranks = inner, world_rank_of
-
-    def buffer(self, n: int, dtype: str) -> None:
-        """No memory of its own."""
-        return None
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> _Result:
         """Combine over ranks; any shape."""

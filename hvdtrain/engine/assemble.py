@@ -52,7 +52,7 @@ from hvdtrain.engine.saving import session
 from hvdtrain.parallel import data_parallel
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import Parts
-from hvdtrain.parallel.pipeline import over_ranks, words
+from hvdtrain.parallel.pipeline import over_ranks, plan
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
 from hvdtrain.parallel.precision import policy
 from hvdtrain.parallel.precision.policy import Precision
@@ -124,7 +124,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     recovery = _recovery(config, backend, control, notes)
     if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast
         recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
-    pulse.role(words.role(parts.layout))
+    pulse.role(plan.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
     run = Run(RunSetup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
                        mesh if parts.layout is None else parts.layout.mesh, unused.idle(setup)),

@@ -9,8 +9,7 @@ from hvdtrain.backends.numpy.stage import Stage
 from hvdtrain.backends.numpy.state import Evaluator
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import Batch, Cargo, GradientSink, Pair
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.measured import Measured
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 
 FLOPS = 2e10
@@ -100,7 +99,7 @@ def keep_own(model: Model, layout: Layout) -> None:
     model.params = {name: p for name, p in model.params.items() if name in own}
 
 
-def reckoned(model: Model, samples: int, slots: int) -> Measured:
+def reckoned(model: Model, samples: int, slots: int) -> DeviceProfile:
     """What a rank would measure of the layers over ``samples``, reckoned from their products."""
     blocks, width = [], np.dtype(model.dtype).itemsize
     for i in range(model.layers):
@@ -109,4 +108,4 @@ def reckoned(model: Model, samples: int, slots: int) -> Measured:
         size = model.params[f"w{i}"].nbytes + model.params[f"b{i}"].nbytes
         blocks.append(Block(f"layer{i}", 3 * forward_s, size, samples * (n_in + n_out) * width, forward_s,
                             samples * n_out * width))
-    return Measured(tuple(blocks), samples, 0, Needs(1.0, float(slots)), "numpy")
+    return DeviceProfile(tuple(blocks), samples, 0, Needs(1.0, float(slots)), "numpy")

@@ -16,7 +16,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control
 from hvdtrain.parallel.parts import Parts, replicas_of
-from hvdtrain.parallel.pipeline.plan import agree, measured_samples
+from hvdtrain.parallel.pipeline.partition import agree, measured_samples
 from hvdtrain.parallel.precision.policy import FP32, Precision
 from hvdtrain.parallel.precision.scaler import LossScale
 

@@ -44,7 +44,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, ModelSpec
 from hvdtrain.parallel.parts import Parts
-from hvdtrain.parallel.pipeline import devices as plan
+from hvdtrain.parallel.pipeline.partition import agree_devices
 from hvdtrain.parallel.precision.policy import FP32, Precision
 from hvdtrain.parallel.precision.scaler import LossScale
 
@@ -87,7 +87,7 @@ def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collecti
             return measured(chain, own, config, control, samples)
 
     found = agreed(control, measure, "split")
-    return making.parts(Split(chain, plan.agree(found, config, control), own))
+    return making.parts(Split(chain, agree_devices(found, config, control), own))
 
 
 class _Making:

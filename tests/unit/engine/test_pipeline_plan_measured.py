@@ -14,9 +14,8 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.balance.emulate import Slowed
 from hvdtrain.engine.callbacks.stages import Seen, Spent, Stages
 from hvdtrain.parallel.pipeline import link
-from hvdtrain.parallel.pipeline.plan import planned
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.measured import Measured
+from hvdtrain.parallel.pipeline.partition import planned
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 
 def test_idle_is_what_is_neither_computing_nor_exchange() -> None:
@@ -80,7 +79,7 @@ def test_links_are_those_of_the_slowest_neighbours_of_copies_alike() -> None:
 
 
 def test_messages_make_the_predicted_step_longer() -> None:
-    rows = [Measured(tuple(Block(f"b{i}", 1.0, 0, 0, 0.0, 100) for i in range(4)), 1, 0, Needs(), "cpu")] * 2
+    rows = [DeviceProfile(tuple(Block(f"b{i}", 1.0, 0, 0, 0.0, 100) for i in range(4)), 1, 0, Needs(), "cpu")] * 2
     settings = config(global_batch=8, pipeline=Pipeline(2))
     quick = planned(rows, settings, Mesh.of([2], 0))
     slow = planned(rows, settings, Mesh.of([2], 0), (), [link.Link(0.5, 0.01)])

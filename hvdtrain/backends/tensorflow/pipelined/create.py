@@ -38,10 +38,10 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control, ModelSpec
 from hvdtrain.parallel.parts import Parts, replicas_of
-from hvdtrain.parallel.pipeline.plan import agree
+from hvdtrain.parallel.pipeline.partition import agree
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.precision.scaler import LossScale
-from hvdtrain.planning.pipeline.measured import Measured
+from hvdtrain.planning.pipeline.blocks import DeviceProfile
 
 Sample = Callable[[int], Batch]
 
@@ -54,7 +54,7 @@ def cut_parts(spec: ModelSpec, config: Config, control: Control, wire: Collectiv
     chain = agreed(control, lambda: making.built(sample, steps_per_epoch), "model")
     samples = sample or spec.example
 
-    def find() -> Measured:
+    def find() -> DeviceProfile:
         if samples is None:
             raise UserError("a pipeline without samples to measure blocks with", "data, or example(B) in the model "
                             "file", "give the model file an example(B)")

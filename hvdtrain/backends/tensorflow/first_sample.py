@@ -17,10 +17,10 @@ import tensorflow as tf
 from hvdtrain.backends.keras.seeds import generator_kept
 from hvdtrain.core import rng
 from hvdtrain.core.protocols import Batch
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 
-def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
+def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
     """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises.
 
     Returns the variables that this wrote to, BatchNorm's statistics aside.
@@ -39,7 +39,7 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
+def untouched(parts: ModelParts, batch: Batch) -> Iterator[None]:
     """Put everything back after the body as it was: for `hvdtrain.engine.pipeline_first_sample`."""
     stage: Any = parts.stage
     evaluator: Any = parts.evaluator

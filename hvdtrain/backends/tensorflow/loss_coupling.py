@@ -14,10 +14,10 @@ from hvdtrain.backends.keras.seeds import generator_kept
 from hvdtrain.backends.loss_coupling import Evaluate, LossValue, per_row
 from hvdtrain.backends.tensorflow.first_sample import _untouched
 from hvdtrain.core.protocols import Batch
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 
-def loss_evaluator(parts: Parts, pool: Batch) -> contextlib.AbstractContextManager[Evaluate]:
+def loss_evaluator(parts: ModelParts, pool: Batch) -> contextlib.AbstractContextManager[Evaluate]:
     """Return a context that gives what evaluates the loss of samples of ``pool``, and leaves everything as it was."""
     stage: Any = parts.stage
 

@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.footprint import nbytes, state_now
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 
-def held(parts: Parts) -> dict[str, int | None]:
+def held(parts: ModelParts) -> dict[str, int | None]:
     """Return the bytes of the model's variables and of optimizer state of this rank.
 
     Gradients are None: they live within a graph, or in the memory of their buckets.

@@ -22,7 +22,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.partition import agree_devices
 from hvdtrain.parallel.pipeline.plan import DevicePlan
 from hvdtrain.parallel.precision.policy import FP32, Precision
@@ -31,7 +31,7 @@ from hvdtrain.planning.pipeline.blocks import DeviceProfile
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
                precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None,
-               mesh: Mesh | None = None) -> Parts:
+               mesh: Mesh | None = None) -> ModelParts:
     """Parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
 
     ``sample``: so many samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras
@@ -63,7 +63,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
         with told(spec.model, source(2) if source else ()):
             return maker.placement.measure(maker.task, sample, control, maker.precision, maker.given)
 
-    def finish(plan: DevicePlan) -> Parts:
+    def finish(plan: DevicePlan) -> ModelParts:
         maker.placement.split(plan)
         return maker.parts()
 

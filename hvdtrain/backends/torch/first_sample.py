@@ -1,7 +1,7 @@
 """Runs samples through a PyTorch model and its loss or metrics, and puts everything back as it was.
 
 Owns what has to be put back: parameters, buffers, attributes, gradients, modes, random generators, metrics.
-Exchanges nothing: it comes before `Stage.connect` and `Parts.install`, so that there are no hooks and no joint
+Exchanges nothing: it comes before `Stage.connect` and `ModelParts.install`, so that there are no hooks and no joint
 statistics yet.
 """
 
@@ -20,7 +20,7 @@ from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
 from hvdtrain.backends.torch.stage import check_loss
 from hvdtrain.core.protocols import Batch
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 COPIED_BYTES = 1 << 28
 """Frozen parameters of more bytes in all are not copied: nothing but a model's own assignment can change them."""
@@ -28,7 +28,7 @@ COPIED_BYTES = 1 << 28
 _DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", RuntimeError)
 
 
-def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
+def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
     """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises.
 
     Returns the buffers and parameters that this wrote to, BatchNorm's statistics aside.
@@ -45,7 +45,7 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
+def untouched(parts: ModelParts, batch: Batch) -> Iterator[None]:
     """Put everything back after the body as it was: for `hvdtrain.engine.pipeline_first_sample`."""
     stage: Any = parts.stage
     with _uncompiled(), _untouched(parts):
@@ -61,7 +61,7 @@ def _uncompiled() -> Any:
 
 
 @contextlib.contextmanager
-def _untouched(parts: Parts) -> Iterator[list[str]]:
+def _untouched(parts: ModelParts) -> Iterator[list[str]]:
     """Give a list that holds, afterwards, the names of what was put back."""
     written: list[str] = []
     stage: Any = parts.stage

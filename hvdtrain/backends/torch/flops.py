@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.core.protocols import Batch
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 _CONVOLUTIONS = (torch.nn.modules.conv._ConvNd,)
 _PRODUCTS = re.compile(r"rnn|lstm|gru|attention|conv(?!ert)|matmul|(^|_)(add|badd)?b?mm(_|$)|(^|mkldnn_)linear")
@@ -36,7 +36,7 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def product_type(parts: Parts) -> str:
+def product_type(parts: ModelParts) -> str:
     """Return what most products are made in: "bf16", "fp16", "tf32" or "fp32"; "" for another type."""
     if parts.precision.own != "fp32":
         return parts.precision.own
@@ -54,7 +54,7 @@ def product_type(parts: Parts) -> str:
     return "tf32" if rounds else "fp32"
 
 
-def flops_of_pass(parts: Parts, batch: Batch) -> tuple[float | None, str]:
+def flops_of_pass(parts: ModelParts, batch: Batch) -> tuple[float | None, str]:
     """Return (operations of one sample's forward and backward, "") or (None, why); all is as before then.
 
     Nothing is recomputed and nothing compiled meanwhile: that adds to a model's operations, and hides them. Attention
@@ -77,7 +77,7 @@ def flops_of_pass(parts: Parts, batch: Batch) -> tuple[float | None, str]:
     return (total / len(batch[0]), "") if total else (None, "PyTorch counts no operation")
 
 
-def _off(parts: Parts) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _off(parts: ModelParts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Compute plainly; return (blocks that were recomputed, ways of compiling that were used)."""
     recomputed = parts.remat.chosen if parts.remat is not None else ()
     compiled = tuple(getattr(parts.compile, "chosen", ())) if parts.compile is not None else ()
@@ -88,6 +88,6 @@ def _off(parts: Parts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return recomputed, compiled
 
 
-def flops_of_graphs(parts: Parts, dp: object) -> tuple[float | None, str]:
+def flops_of_graphs(parts: ModelParts, dp: object) -> tuple[float | None, str]:
     """Return nothing: a pass tells."""
     return None, ""

@@ -20,14 +20,14 @@ from hvdtrain.backends.torch.first_sample import untouched
 from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.backends.torch.trial import out_of_memory
 from hvdtrain.core.protocols import Batch
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 _NEUTRAL = (_BatchNorm, _DropoutNd, torch.nn.RNNBase, torch.nn.MultiheadAttention)
 """Layers that differ in training by drawing random numbers, or by taking statistics over a batch."""
 
 
 @contextlib.contextmanager
-def loss_evaluator(parts: Parts, pool: Batch) -> Iterator[Evaluate]:
+def loss_evaluator(parts: ModelParts, pool: Batch) -> Iterator[Evaluate]:
     """Yield a function that evaluates the loss of samples of ``pool``; leave everything as it was."""
     stage: Any = parts.stage
     floating = [p.dtype for p in parts.model.parameters() if p.is_floating_point()]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch.footprint import state_now
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 
-def held(parts: Parts) -> dict[str, int | None]:
+def held(parts: ModelParts) -> dict[str, int | None]:
     """Return the bytes of parameters (and buffers), gradients and optimizer state of this rank, on all its devices.
 
     Tensors that share memory, such as gradients in the flat memory of their buckets, count once. Between two steps.

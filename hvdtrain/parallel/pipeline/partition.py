@@ -19,7 +19,7 @@ from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.terminal import say
 from hvdtrain.parallel.pipeline import link
-from hvdtrain.parallel.pipeline.link import Link
+from hvdtrain.parallel.pipeline.link import MessageTime
 from hvdtrain.parallel.pipeline.plan import CopyPlan, DevicePlan, Planned, span, text
 from hvdtrain.planning.batch.sampler import cut
 from hvdtrain.planning.batch.sampler import micro_batches as bounds_of
@@ -32,7 +32,7 @@ MORE_STAGES = 8
 
 
 def agree(measured: DeviceProfile, config: Config, control: Control, mesh: Mesh,
-          links: Sequence[Link] | None = None) -> Planned:
+          links: Sequence[MessageTime] | None = None) -> Planned:
     """Return the one layout of all ranks, from what each found; collective. Rank 0 prints its table.
 
     So it is told what will be where before a rank drops what it does not keep. ``links``: what messages take within
@@ -59,7 +59,7 @@ def agree(measured: DeviceProfile, config: Config, control: Control, mesh: Mesh,
 
 
 def planned(rows: Sequence[DeviceProfile], config: Config, mesh: Mesh, hosts: Sequence[str] = (),
-            links: Sequence[Link] = ()) -> Planned:
+            links: Sequence[MessageTime] = ()) -> Planned:
     """Return the layout for what the ranks have found; ``links``: of each copy. Pure."""
     names = rows[0].names
     _check_same(rows)
@@ -69,7 +69,7 @@ def planned(rows: Sequence[DeviceProfile], config: Config, mesh: Mesh, hosts: Se
     for number, copy in enumerate(mesh.copies):
         ranks = sorted(copy)
         task = _task(config, number, len(mesh.copies), kinds, [kind_of[r] for r in ranks], names,
-                     links[number] if links else Link(0.0, 0.0))
+                     links[number] if links else MessageTime(0.0, 0.0))
         again = _as_before(mesh, number, task, kind_of, names)
         if again is not None:
             plans.append(again)
@@ -156,7 +156,7 @@ def _as_before(mesh: Mesh, copy: int, task: Task, kind_of: Sequence[int], names:
 
 
 def _task(config: Config, copy: int, copies: int, kinds: Sequence[DeviceProfile], kind_of: Sequence[int],
-          names: Sequence[str], between: Link) -> Task:
+          names: Sequence[str], between: MessageTime) -> Task:
     depth = len(kind_of)
     chunks = config.pipeline.chunks if config.pipeline.order == "interleaved" and depth > 1 else 1
     if depth * chunks > len(names):

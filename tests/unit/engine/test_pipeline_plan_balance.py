@@ -20,7 +20,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.parallel.pipeline.partition import planned
 from hvdtrain.planning.batch.line import Line, Speed
 from hvdtrain.planning.batch.plan import plan
-from hvdtrain.planning.batch.sampler import Cut
+from hvdtrain.planning.batch.sampler import BatchShares
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)
@@ -181,7 +181,7 @@ def test_plan_takes_a_least_number_of_micro_batches_of_each() -> None:
     made = plan([FAST, FAST], 40, None, [1, 8])
     assert [part.accumulate for part in made.parts] == [1, 8]
     assert made.samples_P[0] > made.samples_P[1]
-    assert Cut.of([1, 1], [1, 8]).accumulate_P == (1, 8)
+    assert BatchShares.of([1, 1], [1, 8]).accumulate_P == (1, 8)
 
 
 def test_balance_of_copies_is_told_by_copy() -> None:

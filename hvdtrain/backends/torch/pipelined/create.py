@@ -39,7 +39,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control
 from hvdtrain.core.terminal import say
-from hvdtrain.parallel.parts import Parts, Replicas, replicas_of
+from hvdtrain.parallel.parts import ModelParts, ReplicaGroup, replicas_of
 from hvdtrain.parallel.pipeline.partition import agree, measured_samples
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.recovery.attempt import attempt_halving
@@ -55,7 +55,7 @@ UNCERTAIN = (UserError, RuntimeError, NotImplementedError, TypeError, ValueError
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
-               precision: Precision, sample: Sample | None, mesh: Mesh) -> Parts:
+               precision: Precision, sample: Sample | None, mesh: Mesh) -> ModelParts:
     """Return the parts of this rank's blocks of ``spec.model``; collective.
 
     All ranks measure at once where none needs the whole model for it: in training, too, those of a host share its
@@ -160,7 +160,7 @@ class PartMaker(Maker):
 
     whole = False
     layout: Layout
-    replicas: Sequence[Replicas]
+    replicas: Sequence[ReplicaGroup]
 
     def __init__(self, spec: Any, config: Config, mesh: Mesh, wire: Collectives, steps_per_epoch: int,
                  precision: Precision, sample: Sample | None, source: Source | None = None) -> None:
@@ -258,7 +258,7 @@ class PartMaker(Maker):
         """Layers of the whole model whose result depends on how a batch is cut."""
         return self._caveats
 
-    def parts(self) -> Parts:
+    def parts(self) -> ModelParts:
         """Make them."""
         parts = super().parts()
         parts.layout, parts.replicas = self.layout, self.replicas

@@ -273,8 +273,8 @@ def _compare(plan: Plan, found: Mapping[str, Mapping[str, Any]]) -> None:
     ours = {c.cuts: c.name for c in reversed(plan.contenders) if not c.peer and c.name in found}
     if len(ours) == 2:
         cut, whole = (found[ours[cuts]]["median_ms"] for cuts in (True, False))
-        table.note(f"measured: {estimates.PIPELINE if cut < whole else estimates.DATA_PARALLEL}: {cut:.0f} ms a step cut over "
-                   f"the ranks, {whole:.0f} ms with whole copies")
+        faster = estimates.PIPELINE if cut < whole else estimates.DATA_PARALLEL
+        table.note(f"measured: {faster}: {cut:.0f} ms a step cut over the ranks, {whole:.0f} ms with whole copies")
 
 
 def how(course: Course) -> str:

@@ -22,7 +22,8 @@ from hvdtrain.parallel.precision.scaler import LossScale
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
-               precision: Precision = FP32, sample: Any = None, data: Any = None, mesh: Mesh | None = None) -> ModelParts:
+               precision: Precision = FP32, sample: Any = None, data: Any = None,
+               mesh: Mesh | None = None) -> ModelParts:
     """Parts over ``spec.model``, trained with SGD; `UserError` for what only frameworks can do."""
     if config.model_parallel > 1:
         raise UserError(f"model_parallel {config.model_parallel} with the numpy backend", "a PyTorch or Keras model",
@@ -45,7 +46,8 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     optimizer = params.optimizer(params.tensors)
     stage = Stage(model) if layout is None else Chunks(model, layout, evaluator)
     wires = [Transport(r.wire, Ops()) for r in replicas] or [Transport(wire, Ops())]
-    return ModelParts(model, [], stage, params, optimizer, Buffers(model, wires, [r.blocks for r in replicas]), evaluator,
+    return ModelParts(model, [], stage, params, optimizer, Buffers(model, wires, [r.blocks for r in replicas]),
+                      evaluator,
                  State(model, optimizer), [], precision, LossScale(), layout=layout, replicas=replicas)
 
 

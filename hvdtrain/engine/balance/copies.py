@@ -45,7 +45,8 @@ def labels(run: Run) -> list[RankLabel]:
         hosts = [run.topology.host_of(rank).node for rank in ranks]
         devices = [run.devices[rank].name for rank in ranks]
         counted = [f"{devices.count(name)} x {name}" if devices.count(name) > 1 else name for name in devices]
-        found.append(RankLabel(_once(hosts), _once(counted), _once([run.parts.precision.names[rank] for rank in ranks])))
+        found.append(RankLabel(_once(hosts), _once(counted),
+                               _once([run.parts.precision.names[rank] for rank in ranks])))
     return found
 
 

@@ -240,7 +240,8 @@ def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plan
 
 def cut_of(made: plans.BatchPlan) -> BatchShares:
     """The plan as the feed cuts by it."""
-    return BatchShares(tuple(float(part.samples) for part in made.parts), tuple(max(1, p.accumulate) for p in made.parts),
+    return BatchShares(tuple(float(part.samples) for part in made.parts),
+                       tuple(max(1, p.accumulate) for p in made.parts),
                tuple(part.micro_batch for part in made.parts))
 
 

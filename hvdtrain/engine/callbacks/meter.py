@@ -191,7 +191,8 @@ def _row(ranks: Sequence[AverageStep], idle_s: Sequence[float]) -> AverageStep:
 
 def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading:
     """Read what came of ``steps`` steps; each rank's sums: step, busy with samples, samples, seconds by phase."""
-    by_rank = [AverageStep(samples / steps, *(seconds / steps for seconds in phases[:4])) for _, _, samples, *phases in sums_P]
+    by_rank = [AverageStep(samples / steps, *(seconds / steps for seconds in phases[:4])) for _, _, samples,
+               *phases in sums_P]
     idle_s_P = [sums[-2] / steps for sums in sums_P]
     copies = run.mesh.copies
     cut = len(copies) < len(by_rank)

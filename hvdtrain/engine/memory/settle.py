@@ -76,7 +76,8 @@ class Settling:
             measured = survey.measure(scene, facts.model, way, self._remat is not None)
             self._facts = replace(facts, measured=measured)
         timed = micro and self._remat is not None and self.samples > 0
-        self._room = MemoryRoom(self.need, facts.rank.free_bytes, self._costs, self._line() if timed else Line(0.0, 1e-9))
+        self._room = MemoryRoom(self.need, facts.rank.free_bytes, self._costs, self._line()
+                                if timed else Line(0.0, 1e-9))
 
     def need(self, micro_batch: int) -> int:
         """Return the bytes that this rank holds in all with nothing recomputed."""

@@ -121,7 +121,8 @@ class Zero(Reducing):
     divides_state = copies_equal = True
     look_first = False
 
-    def __init__(self, stage: int, reducer: Reducer, setup: DataParallelSetup, sizes_BP: Sequence[Sequence[int]]) -> None:
+    def __init__(self, stage: int, reducer: Reducer, setup: DataParallelSetup,
+                 sizes_BP: Sequence[Sequence[int]]) -> None:
         super().__init__(reducer)
         self.stage, self.wire, self.retains = stage, setup.collectives, stage == 1
         self.clip_norm = setup.config.clip_norm

@@ -317,5 +317,6 @@ def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery
     assert layout is not None
     recovery.copy = layout.mesh.ranks
     if layout.mesh.depth > 1:
-        parts.evaluator = PipelineEvaluator(parts.evaluator, stage, layout, Post(carrier, control.node, AHEAD), recovery)
+        parts.evaluator = PipelineEvaluator(parts.evaluator, stage, layout, Post(carrier, control.node, AHEAD),
+                                            recovery)
     return OverRanks(stage, layout, order_of(config.pipeline.order), Post(carrier, control.node), recovery)

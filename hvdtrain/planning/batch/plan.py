@@ -193,7 +193,8 @@ def _vectors(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings) -> tuple[np.
             np.array(ceilings, np.int64))
 
 
-def _made(lines_P: Sequence[Line], samples_P: Sequence[int] | np.ndarray, parts_P: Sequence[int] | np.ndarray) -> BatchPlan:
+def _made(lines_P: Sequence[Line], samples_P: Sequence[int] | np.ndarray,
+          parts_P: Sequence[int] | np.ndarray) -> BatchPlan:
     """The plan of these samples and micro-batches, with the times that the lines predict."""
     parts = []
     for line, samples, count in zip(lines_P, map(int, samples_P), map(int, parts_P)):

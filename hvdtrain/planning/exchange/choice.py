@@ -87,7 +87,8 @@ class CompressorChoice:
 
 
 def predict(costs: Sequence[CompressorCost], links: Mapping[str, Link], base: Baseline, overlaps: bool,
-            in_graph: bool = False, wire: str = "", in_use: Mapping[str, Link] | None = None) -> list[CompressorPrediction]:
+            in_graph: bool = False, wire: str = "",
+            in_use: Mapping[str, Link] | None = None) -> list[CompressorPrediction]:
     """A row for each of ``costs``, of which "none" must be one; see the formula above.
 
     ``overlaps``: the wire works beside backward. ``in_graph``: requests are issued by a graph, not after backward.
@@ -103,7 +104,8 @@ def predict(costs: Sequence[CompressorCost], links: Mapping[str, Link], base: Ba
     for cost in costs:
         first_s, later_s = wires[cost.name]
         step_s = rest_s + cost.codec_s + shown * first_s + (1.0 if overlaps and not in_graph else shown) * later_s
-        rows.append(CompressorPrediction(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire, cost.numerics))
+        rows.append(CompressorPrediction(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire,
+                                         cost.numerics))
     return rows
 
 
@@ -139,7 +141,8 @@ def decide(rows: Sequence[CompressorPrediction], margin: float) -> CompressorCho
                       f"gradients are no longer exact ({best.numerics})", best.wire)
     short = f"saves {saved:.1%}" if saved > 0 else "saves nothing"
     moves = f"; uncompressed, over {none.wire} from here on" if none.wire else ""
-    return CompressorChoice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}", none.wire)
+    return CompressorChoice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}",
+                            none.wire)
 
 
 def verdict(choice: CompressorChoice, base: Baseline, measured_s: float) -> tuple[bool, str]:
@@ -153,7 +156,8 @@ def verdict(choice: CompressorChoice, base: Baseline, measured_s: float) -> tupl
     return True, f"{choice.name} stays: it took {numbers}{remark}"
 
 
-def table(rows: Sequence[CompressorPrediction], refused: Mapping[str, str], chosen: str, size: int, wire: str = "") -> list[str]:
+def table(rows: Sequence[CompressorPrediction], refused: Mapping[str, str], chosen: str, size: int,
+          wire: str = "") -> list[str]:
     """Lines for people: what a rank of ``size`` sends and how long it takes; the chosen row is marked."""
     lines = [f"compression auto: a step on each of {size} ranks, predicted", f"  {'choice':<9} {'numerics':<24} "
              f"{'MB sent':>9} {'codec ms':>9} {'wire ms':>9} {'step ms':>9}"]

@@ -113,7 +113,8 @@ def _zero(facts: MemoryFacts, config: Config, buckets: Sequence[Bucket], parts_P
             stage, buckets, parts_P))
 
 
-def _with_stage(stage: int, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Callable[[MemoryFacts], MemoryFacts]:
+def _with_stage(stage: int, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Callable[[MemoryFacts],
+                                                                                             MemoryFacts]:
     def apply(facts: MemoryFacts) -> MemoryFacts:
         return replace(facts, way=replace(facts.way, stage=stage, buckets=buckets, parts_P=parts_P, sizes_BP=()))
     return apply

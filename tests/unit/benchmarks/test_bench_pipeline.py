@@ -189,7 +189,8 @@ def test_the_sentence_says_the_bytes_and_the_idle_share():
 
 def test_without_a_link_to_wait_for_the_idle_share_is_that_of_the_order():
     free = StepWork(4, 1.0, 1e6, 0.0, 16, 1e9)
-    assert estimates.idle_share(free) == pytest.approx(3 / 19) and estimates.data_parallel_s(free)[0] == pytest.approx(0.25)
+    assert estimates.idle_share(free) == pytest.approx(3 / 19)
+    assert estimates.data_parallel_s(free)[0] == pytest.approx(0.25)
 
 
 def test_the_slowest_stage_and_the_busiest_link_set_the_pace():
@@ -229,7 +230,8 @@ def test_a_peer_that_is_told_no_cut_takes_about_as_many_blocks_for_each_stage():
             ] == [["a"], ["b", "c"], ["d", "e"]]
 
 
-@pytest.mark.parametrize("work", [StepWork(2, 0.2, 37.8e6, 262144, 4, 125e6), StepWork(2, 1.0, 9.7e6, 131072, 8, 1.25e9)])
+@pytest.mark.parametrize("work",
+                         [StepWork(2, 0.2, 37.8e6, 262144, 4, 125e6), StepWork(2, 1.0, 9.7e6, 131072, 8, 1.25e9)])
 def test_the_sentences_of_the_page_are_those_that_are_reckoned(work):
     page = ROOT.parent / "docs" / "pipeline.md"
     assert f"> {estimates.sentence(work)}\n" in page.read_text(encoding="utf-8")

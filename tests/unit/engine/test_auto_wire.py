@@ -19,7 +19,8 @@ from hvdtrain.planning.exchange.wire_choice import MeasuredTransport
 
 STEPS = WARM_STEPS + WINDOW_STEPS
 TWO = Topology((Host("a", (0,), 2), Host("b", (1,), 2)))
-FOUND = [MeasuredTransport("mpi", Link(0.0, 1e-8), 0.5, 0.0), MeasuredTransport("horovod", Link(0.0, 1.2e-8), 1.0, 0.02)]
+FOUND = [MeasuredTransport("mpi", Link(0.0, 1e-8), 0.5, 0.0),
+         MeasuredTransport("horovod", Link(0.0, 1.2e-8), 1.0, 0.02)]
 NEAR = [FOUND[0], MeasuredTransport("horovod", Link(0.0, 1.1e-8), 1.0, 0.02)]
 """Of 4 MB: mpi 40 ms, Horovod 48 ms; one of two cores computes, so that they are not short."""
 

@@ -30,7 +30,8 @@ def test_the_predicted_win_keeps_the_wire():
 
 
 def test_ideal_balance_has_nothing_to_do():
-    got = read([AverageStep(32, 0.0, 0.1, 0.002, 0.001), AverageStep(13, 0.0, 0.1, 0.002, 0.001)], 0.103, TWO, "auto", "none")
+    got = read([AverageStep(32, 0.0, 0.1, 0.002, 0.001), AverageStep(13, 0.0, 0.1, 0.002, 0.001)], 0.103, TWO, "auto",
+               "none")
     assert got.percent == pytest.approx(100 * 0.101 / 0.103)
     assert got.sentence == "nothing to do: the ranks reach 98 % of the sum of their solo speeds"
 
@@ -41,12 +42,14 @@ def test_stage_that_waits_for_the_input_of_the_one_before_counts_it_once():
 
 
 @pytest.mark.parametrize("row, compression, cause, words", [
-    (AverageStep(8, 0.0, 0.05, 0.05, 0.0), "none", "wire", "50 % of the ranks' time goes to the exchange of gradients: try "
+    (AverageStep(8, 0.0, 0.05, 0.05, 0.0), "none", "wire",
+     "50 % of the ranks' time goes to the exchange of gradients: try "
                                                    "--compression auto, a larger global_batch or fewer hosts"),
     (AverageStep(8, 0.0, 0.05, 0.05, 0.0), "int8", "wire", "try a larger global_batch or fewer hosts"),
     (AverageStep(8, 0.04, 0.05, 0.01, 0.0), "none", "input", "40 % of the ranks' time goes to waiting for data: raise "
                                                      "data.prefetch or give a faster source"),
-    (AverageStep(8, 0.0, 0.05, 0.01, 0.04), "none", "update", "40 % of the ranks' time goes to the optimizer's update: a "
+    (AverageStep(8, 0.0, 0.05, 0.01, 0.04), "none", "update",
+     "40 % of the ranks' time goes to the optimizer's update: a "
                                                       "larger global_batch needs fewer of them")])
 def test_what_all_ranks_lose_alike(row, compression, cause, words):
     got = read([row, row], 0.1, TWO, "off", compression)
@@ -58,7 +61,8 @@ def test_what_all_ranks_lose_alike(row, compression, cause, words):
     ((0.06, 0.02), "30 % of the ranks' time goes to stages that wait for each other: more pipeline.micro_batches"),
     ((0.02, 0.06), "30 % of the ranks' time goes to messages between stages: fewer stages, or a pipeline.cut")])
 def test_what_stages_of_one_copy_lose(stages_s, words):
-    got = read([AverageStep(32, 0.0, 0.1, 0.0, 0.0)], 0.1, ["copy 0 (ranks 0, 1)"], "off", "none", stages_s=stages_s, ranks=2)
+    got = read([AverageStep(32, 0.0, 0.1, 0.0, 0.0)], 0.1, ["copy 0 (ranks 0, 1)"], "off", "none", stages_s=stages_s,
+               ranks=2)
     assert got.lost == lost(idle=500 * stages_s[0], channel=500 * stages_s[1]) and words in got.sentence
 
 
@@ -84,7 +88,8 @@ def test_why_the_slowest_is_waited_for(rows, balance, words):
 @pytest.mark.parametrize("idle, words", [
     (1, "c would only hold the others up and got no samples"), (2, "2 ranks would only hold the others up")])
 def test_ranks_without_samples(idle, words):
-    rows = [AverageStep(32, 0.0, 0.1, 0.001, 0.0), AverageStep(33, 0.0, 0.101, 0.0, 0.0)] + [AverageStep(0, 0.0, 0.0, 0.101, 0.0)] * idle
+    rows = [AverageStep(32, 0.0, 0.1, 0.001, 0.0),
+            AverageStep(33, 0.0, 0.101, 0.0, 0.0)] + [AverageStep(0, 0.0, 0.0, 0.101, 0.0)] * idle
     labels = ["a", "b", "c", "d"][:2 + idle]
     got = read(rows, 0.101, labels, "auto", "none")
     assert words in got.sentence and got.percent == pytest.approx(99.5, abs=0.5)
@@ -98,7 +103,8 @@ def test_one_rank_waits_for_nobody():
 
 
 @pytest.mark.parametrize("rows, step_s", [([], 0.0), ([], 1.0), ([AverageStep(0, 0, 0, 0, 0)] * 2, 0.0),
-                                          ([AverageStep(0, 0, 0, 0.1, 0)] * 2, 0.1), ([AverageStep(8, 0, 0.1, 0, 0)] * 2, 0.0)])
+                                          ([AverageStep(0, 0, 0, 0.1, 0)] * 2, 0.1),
+                                          ([AverageStep(8, 0, 0.1, 0, 0)] * 2, 0.0)])
 def test_a_window_without_steps(rows, step_s):
     got = read(rows, step_s, TWO[:len(rows)], "off", "none")
     assert got.percent == 0.0 and got.sentence == "nothing to do: no step was measured"

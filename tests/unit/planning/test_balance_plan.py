@@ -232,7 +232,8 @@ def test_same_parts_can_make_a_host_costly_that_gets_no_samples():
 
 def test_the_table():
     labels = [RankLabel("a", "A100", "bf16"), RankLabel("b", "V100", "fp16"), RankLabel("b", "CPU", "fp32")]
-    got = table(BatchPlan((RankShare(48, 48, 1, 0.1), RankShare(40, 14, 3, 0.09876), RankShare(0, 0, 0, 0.0)), 0.1), labels, [0, 16, None])
+    got = table(BatchPlan((RankShare(48, 48, 1, 0.1), RankShare(40, 14, 3, 0.09876), RankShare(0, 0, 0, 0.0)), 0.1),
+                labels, [0, 16, None])
     assert got == [["0", "a", "A100", "bf16", "48", "1 x 48", "none", "100"],
                    ["1", "b", "V100", "fp16", "40", "3 x 14", "16", "98.76"],
                    ["2", "b", "CPU", "fp32", "0", "-", "none", "0"]]

@@ -5,7 +5,8 @@ import pytest
 from hvdtrain.comm.compressors import choices, create, names
 from hvdtrain.config import Config
 from hvdtrain.planning.exchange.choice import (
-    BUCKET_TIE, TIE, Baseline, CompressorChoice, CompressorCost, CompressorPrediction, best_wires, decide, pick_bucket, predict, table, verdict)
+    BUCKET_TIE, TIE, Baseline, CompressorChoice, CompressorCost, CompressorPrediction, best_wires, decide, pick_bucket,
+    predict, table, verdict)
 from hvdtrain.planning.exchange.link import Link, Traffic
 
 LINKS = {"allreduce float32": Link(0.0, 1e-8), "allgather": Link(0.0, 2e-8)}
@@ -124,5 +125,6 @@ def test_wire_and_compressor_are_chosen_from_one_table():
 
 
 def test_the_wire_at_hand_stays_where_another_saves_little():
-    rows = [CompressorPrediction("none", 8, 0.0, 0.08, 0.100), CompressorPrediction("none", 8, 0.0, 0.077, 0.097, "shared")]
+    rows = [CompressorPrediction("none", 8, 0.0, 0.08, 0.100),
+            CompressorPrediction("none", 8, 0.0, 0.077, 0.097, "shared")]
     assert [r.wire for r in best_wires(rows)] == [""]

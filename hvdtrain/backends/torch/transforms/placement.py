@@ -60,7 +60,7 @@ class Placement:
 
     def measure(self, task: Callable[..., Any], sample: Callable[[int], Batch] | None, control: Control,
                 precision: MixedPrecision, given: Given | None = None) -> list[DeviceProfile]:
-        """Return a profile of each device; nothing stays there. Errors: `UserError` for a model that cannot be split."""
+        """Return a profile of each device. Errors: `UserError` for a model that cannot be split."""
         model, named = self._spec.model, blocks.chain(self._spec)
         source = sample or self._spec.example
         if source is None:

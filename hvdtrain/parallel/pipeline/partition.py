@@ -18,13 +18,14 @@ from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.terminal import say
+from hvdtrain.core.units import format_bytes
 from hvdtrain.parallel.pipeline import link
 from hvdtrain.parallel.pipeline.link import MessageTime
 from hvdtrain.parallel.pipeline.plan import CopyPlan, DevicePlan, Planned, span, text
 from hvdtrain.planning.batch.sampler import cut
 from hvdtrain.planning.batch.sampler import micro_batches as bounds_of
 from hvdtrain.planning.pipeline.blocks import (
-    Block, DeviceProfile, Needs, evened, micro_samples, shown, slowest, split_micros)
+    Block, DeviceProfile, Needs, evened, micro_samples, slowest, split_micros)
 from hvdtrain.planning.pipeline.search import Partition, Task, fullness, search, spread
 
 MORE_STAGES = 8
@@ -113,8 +114,9 @@ def agree_devices(profiles: Sequence[DeviceProfile], config: Config, control: Co
         held = [plan.choice.holds(task, stage) for stage in range(n)]
         total, most = math.fsum(h.total for h in held), kinds[0].together_bytes
         if most and total > most:
-            raise UserError(f"training needs {shown(total)} and the devices share {shown(most)}", "a model that fits "
-                            "the memory they share", "use a smaller model or micro_batch, or fewer ranks on each host")
+            raise UserError(f"training needs {format_bytes(total)} and the devices share {format_bytes(most)}",
+                            "a model that fits the memory they share",
+                            "use a smaller model or micro_batch, or fewer ranks on each host")
         return plan
 
     plan = agreed(control, made, "split")
@@ -208,8 +210,8 @@ def _too_large(task: Task, config: Config) -> UserError:
     place = max(range(task.depth), key=lambda i: full[i])
     kind, held = task.kinds[choice.places[place]], choice.holds(task, place)
     blocks = ", ".join(span(kind.names, chunk) for chunk in choice.chunks(task, place))
-    return UserError(f"stage {place} of {task.depth} ({blocks}) needs {shown(held.total)} and {kind.device} has "
-                     f"{shown(kind.capacity_bytes)} ({held.words()}), in the cut that spreads memory best",
+    return UserError(f"stage {place} of {task.depth} ({blocks}) needs {format_bytes(held.total)} and {kind.device} has "
+                     f"{format_bytes(kind.capacity_bytes)} ({held.words()}), in the cut that spreads memory best",
                      "a cut that fits the memory of the ranks", _remedy(task, config))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from hvdtrain.config import Config
 from hvdtrain.core.errors import count
 from hvdtrain.core.mesh import Layout
-from hvdtrain.planning.pipeline.blocks import MIB
+from hvdtrain.core.table import as_text
+from hvdtrain.core.units import MIB
 from hvdtrain.planning.pipeline.orders import Step
 from hvdtrain.planning.pipeline.search import Partition, Task
 
@@ -28,8 +29,6 @@ OVER_RANKS = ("copy", "rank", "host")
 
 MOST_SHOWN = 3
 """Different partitions that the summary names."""
-
-LEFT = ("host", "device", "blocks")
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ class DevicePlan(CopyPlan):
         """Format the stages as a table."""
         return "\n".join([f"model split over {self.task.depth} devices, a micro-batch in {self.micros} parts "
                           "(predicted; ms of a micro-batch, memory in MiB)",
-                          *_table([{**row, "device": name} for row, name in zip(self.rows(), self.devices)],
-                                  [key for key in COLUMNS if key not in OVER_RANKS]),
+                          _table([{**row, "device": name} for row, name in zip(self.rows(), self.devices)],
+                                 [key for key in COLUMNS if key not in OVER_RANKS]),
                           f"  bubble: {self.step.idle_share:.1%} predicted"])
 
 
@@ -135,10 +134,10 @@ def record(layout: Planned) -> dict[str, Any]:
 def text(layout: Planned) -> str:
     """Return the table with a title and the predictions below."""
     return "\n".join([f"model cut over ranks, {layout.plans[0].task.order} (predicted; ms of a step, memory in MiB)",
-                      *_table(rows(layout), list(COLUMNS)), *("  " + line for line in foretold(layout))])
+                      _table(rows(layout), list(COLUMNS)), *("  " + line for line in foretold(layout))])
 
 
-def _table(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
+def _table(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> str:
     """Format rows of stages in columns ``keys``."""
     def cell(row: dict[str, Any], key: str) -> str:
         if key == "total_bytes":
@@ -151,14 +150,7 @@ def _table(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
             return f"{1e3 * value:.2f}"
         return f"{value / MIB:.2f}" if key.endswith("_bytes") else str(value)
 
-    return columns([[COLUMNS[key] for key in keys], *([cell(row, key) for key in keys] for row in rows)])
-
-
-def columns(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Align cells under their heads, the first line; text to the left, numbers to the right."""
-    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
-    return ["  " + "  ".join(cell.ljust(w) if head in LEFT else cell.rjust(w)
-                             for cell, head, w in zip(line, lines[0], widths)).rstrip() for line in lines]
+    return as_text([COLUMNS[key] for key in keys], [[cell(row, key) for key in keys] for row in rows], "  ")
 
 
 def foretold(layout: Planned) -> list[str]:
@@ -177,12 +169,12 @@ def foretold(layout: Planned) -> list[str]:
 
 def measured_text(layout: Planned, busy_s: Sequence[float], step_s: float, idle_share: float) -> str:
     """Return the stages' planned and measured times of a step side by side; ``busy_s``: measured, by rank."""
-    lines: list[tuple[str, ...]] = [("copy", "stage", "rank", "host", "device", "blocks", "ms planned", "ms measured")]
-    for row in rows(layout):
-        lines.append((*(str(row[name]) for name in ("copy", "stage", "rank", "host", "device", "blocks")),
-                      f"{1e3 * row['busy_s']:.2f}", f"{1e3 * busy_s[row['rank']]:.2f}"))
+    head = ("copy", "stage", "rank", "host", "device", "blocks")
+    lines = [(*(str(row[name]) for name in head), f"{1e3 * row['busy_s']:.2f}",
+              f"{1e3 * busy_s[row['rank']]:.2f}") for row in rows(layout)]
     return "\n".join([
-        "model cut over ranks, planned and measured (of a step)", *columns(lines),
+        "model cut over ranks, planned and measured (of a step)",
+        as_text((*head, "ms planned", "ms measured"), lines, "  "),
         f"  forwards and backwards: {1e3 * layout.step_s:.2f} ms planned, {1e3 * step_s:.2f} ms measured",
         f"  idle: {layout.idle_share:.1%} planned, {idle_share:.1%} measured"])
 

@@ -75,6 +75,10 @@ class RankLabel:
     dtype: str
 
 
+Plan = BatchPlan
+"""The name in earlier releases, to which `hvdtrain.balance.plan` leads."""
+
+
 def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
          same_parts: bool = False) -> BatchPlan:
     """The plan for exactly ``n`` samples whose slowest rank is predicted to be the fastest possible.

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.config import Config
-
-MIB = 1 << 20
-GIB = 1 << 30
+from hvdtrain.core.units import format_bytes
 
 LEAST_S = 1e-9
 """Lower bound of a block's seconds, so that ratios are defined."""
@@ -68,8 +66,8 @@ class Holds:
 
     def words(self) -> str:
         """Format for an error."""
-        return (f"parameters {shown(self.parameters)}, gradients {shown(self.gradients)}, optimizer "
-                f"{shown(self.slots)}, activations {shown(self.activations)}")
+        return (f"parameters {format_bytes(self.parameters)}, gradients {format_bytes(self.gradients)}, optimizer "
+                f"{format_bytes(self.slots)}, activations {format_bytes(self.activations)}")
 
 
 @dataclass(frozen=True)
@@ -127,11 +125,6 @@ class DeviceProfile:
         """Return the profile of a device of ``speed`` times the speed."""
         blocks = (replace(b, cost_s=b.cost_s / speed, forward_s=b.forward_s / speed) for b in self.blocks)
         return replace(self, blocks=tuple(blocks))
-
-
-def shown(n_bytes: float) -> str:
-    """Format bytes in MiB, or GiB from 1000 MiB."""
-    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= 1000 * MIB else f"{n_bytes / MIB:.2f} MiB"
 
 
 def forward_s(block: Block) -> float:

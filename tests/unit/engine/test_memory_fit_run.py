@@ -18,7 +18,7 @@ from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks import balance
 from hvdtrain.engine.memory import settle, survey
 from hvdtrain.planning.batch.line import Speed
-from hvdtrain.planning.batch.line import MemoryLine as Seconds
+from hvdtrain.planning.batch.line import Line as Seconds
 from hvdtrain.planning.memory.facts import MeasuredMemory
 from hvdtrain.planning.memory.pass_trace import MemoryLine
 

@@ -16,11 +16,12 @@ import tensorflow as tf
 
 from hvdtrain.comm.collectives.mpi import MpiCollectives
 from hvdtrain.comm.collectives.parts import WithoutMemory
+from hvdtrain.core.protocols import Handle
 
 FOLD: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "product": np.multiply}
 
 
-class _Result:
+class _Result(Handle):
     """A collective's result."""
 
     def __init__(self, value: Any) -> None:
@@ -41,7 +42,7 @@ class PlainMpi(WithoutMemory):
     in_graph = True
     host = False
     hierarchical = False
-    compares_roots = False
+    compares_roots = halves = has_each = False
     reductions = frozenset(FOLD)
 
     def __init__(self, inner: MpiCollectives, world_rank_of: list[int]) -> None:

@@ -26,7 +26,7 @@ from hvdtrain.cluster.liveness import pulse
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.group import Group
-from hvdtrain.core.protocols import Collectives, Control
+from hvdtrain.core.protocols import Collectives, Control, Handle
 from hvdtrain.core.protocols.wire import Counts
 from hvdtrain.core.timeline import blocked
 
@@ -37,7 +37,7 @@ MOST_DIMENSIONS = 200
 """Of a tensor; TensorFlow has 254."""
 
 
-class _Result:
+class _Result(Handle):
     """A collective's result: symbolic inside a graph, complete outside."""
 
     def __init__(self, value: tf.Tensor) -> None:
@@ -61,7 +61,7 @@ class HorovodCollectives(WithoutMemory):
     overlaps = True
     in_graph = True
     host = False
-    compares_roots = True
+    compares_roots = has_each = True
 
     def __init__(self, hvd: Any, device: str = "", process_set: Any = None, timeout_s: float = 600.0) -> None:
         assert device in ("", "cpu"), device

@@ -48,7 +48,7 @@ class _Pending:
         return bool(self._hvd.poll(self._handle))
 
 
-class _Parts:
+class _Parts(Handle):
     """Every rank's rows of this one's part, on their way; summed in the order of the ranks once they are here."""
 
     def __init__(self, pending: _Pending, rank: int, size: int, k: int) -> None:

@@ -245,6 +245,9 @@ class _Own:
         found = self._handle.wait()
         return found if isinstance(found, torch.Tensor) else found.copy()
 
+    def done(self) -> bool:
+        return self._handle.done()
+
 
 class StagedCollectives(WithoutMemory):
     """`hvdtrain.core.protocols.Collectives` for tensors of a GPU, over ``inner`` collectives of host memory.

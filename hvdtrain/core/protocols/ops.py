@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from hvdtrain.core.protocols.types import Array, Bucket, Shards
-from hvdtrain.core.protocols.wire import Collectives, Exchange
+from hvdtrain.core.protocols.wire import Collectives, Exchange, Spread
 
 
 class Cell(Protocol):
@@ -174,6 +174,10 @@ class Compressor(Protocol):
     warmup_steps: int
     own_key: str
     in_place: bool
+    approximates: bool
+    same_threads: bool
+    own_momentum: str
+    pairs_ranks: bool
 
     def describe(self) -> str:
         """Name and settings in short, for the summary; equal texts mean equal compression."""
@@ -200,6 +204,13 @@ class Compressor(Protocol):
         """As `exchange`, but return ``(this rank's shard of sum_N, new state)``: the same bits, for fewer bytes sent.
 
         A shard that is not finite need not be so on other ranks: whoever updates asks all of them.
+        """
+        ...
+
+    def spread(self, ops: Ops, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """Gather the sums of 1/P of the bucket that each rank made and encoded: the second shot of an `exchange`.
+
+        ``sum_K``: this rank's, K elements of the encoding for at least N / P of the sum. Returns the sum (N,).
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from hvdtrain.core.protocols.types import Array, Bucket, ParamSpec
@@ -18,6 +18,8 @@ class Optimizer(Protocol):
     ``needs_all``: what of it needs the gradients of all tensors of the model together, in words, or "".
     ``overruled``: keys of the configuration that the schedule, or the model file's optimizer, leaves without effect.
     ``changes``: settings of an optimizer that the model file or `compile` gives, as they differ from the checkpoint's.
+    ``traced``: adds the update to the graph that is being traced, from (gradients, summed loss, clip_norm), and returns
+    (squares of the gradients, 1 if updated else 0); None where there is no graph, or it may not hold the update.
     """
 
     elementwise: bool
@@ -25,6 +27,11 @@ class Optimizer(Protocol):
     needs_all: str
     overruled: frozenset[str]
     changes: list[str]
+
+    @property
+    def traced(self) -> Callable[[Sequence[Array], Array, float], Array] | None:
+        """See above."""
+        ...
 
     def step(self, grads: Sequence[Array], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:

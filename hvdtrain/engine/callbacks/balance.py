@@ -35,6 +35,7 @@ class Balance(Callback):
     which a new plan would change."""
 
     where = "all"
+    doing = "measuring each rank's speed"
     state_key = "Balance"
 
     @classmethod

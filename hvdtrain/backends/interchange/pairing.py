@@ -1,8 +1,6 @@
-"""Which layer of a PyTorch model is which layer of its Keras twin, and all their weights carried over.
+"""Pairs of layers of a PyTorch model and its Keras twin, and all their weights carried over.
 
-Owns the matching of layers: as the user says, by names where all are equal, else by kind and order. What a pair's
-weights look like is in `hvdtrain.backends.interchange.layouts`. A wrong match with fitting shapes is found by the check
-of outputs.
+A wrong match with fitting shapes is found by the check of outputs.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.backends.interchange import layouts
-from hvdtrain.backends.interchange.layers import Layer, Model, Shape, Weight
-from hvdtrain.backends.interchange.layouts import Ends, Move
+from hvdtrain.backends.interchange import layers
+from hvdtrain.backends.interchange.layers import Ends, Layer, Model, Move, Shape, Weight
 from hvdtrain.core.errors import UserError, nearest
 
 UNSUPPORTED = "unsupported: "
@@ -31,7 +28,7 @@ class Pairs:
     def moves(self) -> Iterator[tuple[Ends, Move, list[Weight]]]:
         """Every move with its pair, and the weights that it concerns on both sides."""
         for ends in self.ends:
-            for move in layouts.moves(ends):
+            for move in layers.moves(ends):
                 yield ends, move, [*(ends.torch.weights[r] for r in move.torch),
                                    *(ends.keras.weights[r] for r in move.keras)]
 
@@ -62,12 +59,12 @@ def pair(torch: Model, keras: Model, said: Mapping[str, str] | None = None,
             if layer.kind.startswith(UNSUPPORTED):
                 why = layer.kind.removeprefix(UNSUPPORTED)
                 raise UserError(f"{layer.said} {layer.name} is not converted: {why}",
-                                f"layers of these kinds: {', '.join(sorted(layouts.KINDS))}",
+                                f"layers of these kinds: {', '.join(sorted(layers.KINDS))}",
                                 "convert such a layer by hand, or build both twins without it")
     matched, how = _match(torch, keras, said)
     ends = tuple(Ends(a, b, _flat(a, flats)) for a, b in matched)
     for one in ends:
-        layouts.moves(one)
+        layers.moves(one)
     return Pairs(ends, how)
 
 
@@ -80,9 +77,9 @@ def carry(pairs: Pairs, arrays: Mapping[str, np.ndarray], to: str) -> dict[str, 
     for ends, move, weights in pairs.moves():
         dtypes = {weight.dtype for weight in weights}
         if len(dtypes) > 1:
-            raise UserError(f"{layouts.in_words(ends)} are of different types: {', '.join(sorted(dtypes))}",
+            raise UserError(f"{layers.in_words(ends)} are of different types: {', '.join(sorted(dtypes))}",
                             "the same dtype on both sides", "build both twins in the same type")
-        out |= layouts.apply(move, ends, dict(arrays), to)
+        out |= layers.apply(move, ends, dict(arrays), to)
     return out
 
 
@@ -97,19 +94,19 @@ def carry_moments(pairs: Pairs, moments: Mapping[str, np.ndarray], to: str) -> d
         if trained == {False}:
             continue
         if trained != {True}:
-            raise UserError(f"{layouts.in_words(ends)}: part of it is trained and part is not",
+            raise UserError(f"{layers.in_words(ends)}: part of it is trained and part is not",
                             "the same weights trained in both twins", "freeze the same layers in both")
         if not move.exact:
-            raise UserError(f"{layouts.in_words(ends)}: {move.words}, which an update moves otherwise",
+            raise UserError(f"{layers.in_words(ends)}: {move.words}, which an update moves otherwise",
                             "weights whose entries have counterparts, for optimizer state",
                             "convert the weights alone: give a file as TARGET")
-        out |= layouts.apply(move, ends, dict(moments), to)
+        out |= layers.apply(move, ends, dict(moments), to)
     return out
 
 
 def hints(pairs: Pairs) -> list[str]:
     """What may be wrong where the outputs differ although all shapes fit, in words."""
-    found = [text for ends in pairs.ends for text in layouts.remark(ends)]
+    found = [text for ends in pairs.ends for text in layers.remark(ends)]
     channels = 0
     for ends in pairs.ends:
         weight = ends.torch.weights.get("weight")
@@ -146,7 +143,7 @@ def _match(torch: Model, keras: Model, said: Mapping[str, str]) -> tuple[list[tu
         found |= _in_order(left, right)
     for a in torch.layers:
         if found[a.name].kind != _kind_there(a, [found[a.name]]):
-            raise UserError(f"{layouts.in_words(Ends(a, found[a.name]))}: {a.kind} and {found[a.name].kind}",
+            raise UserError(f"{layers.in_words(Ends(a, found[a.name]))}: {a.kind} and {found[a.name].kind}",
                             "layers of the same kind where names are equal",
                             "build both twins with the same layers, or say which belong together with --pair")
     return [(a, found[a.name]) for a in torch.layers], how + (" and --pair" if said else "")

@@ -1,6 +1,6 @@
 """The readable reference of `hvdtrain.core.protocols.Ops`, in numpy.
 
-Owns what each operation means; the other backends' ops must pass the same cases (tests/conformance/ops_cases.py).
+The other backends' ops must pass the same cases (tests/conformance/ops_cases.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ class Ops:
     writes = True
 
     def zeros(self, n: int, dtype: str) -> np.ndarray:
-        """A vector of ``n`` zeros."""
         return np.zeros(n, dtype)
 
     def buffer(self, n: int, dtype: str, own: np.ndarray | None = None) -> np.ndarray:
-        """``own``, or zeros."""
         return self.zeros(n, dtype) if own is None else own
 
     def cast(self, x: np.ndarray, dtype: str) -> np.ndarray:
@@ -35,15 +33,12 @@ class Ops:
             return x.astype(dtype)
 
     def reshape(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """The same elements in row-major order; one entry of ``shape`` may be -1."""
         return x.reshape(tuple(shape))
 
     def pack(self, xs: Sequence[np.ndarray]) -> np.ndarray:
-        """Flatten and join: arrays of any shape and one dtype -> (N,)."""
         return np.concatenate([x.reshape(-1) for x in xs])
 
     def unpack(self, flat_N: np.ndarray, shapes: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Undo `pack`."""
         sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
         assert sum(sizes) == flat_N.size, f"{flat_N.size} elements for shapes {list(map(tuple, shapes))}"
         ends = np.cumsum(sizes)
@@ -61,7 +56,6 @@ class Ops:
         return np.where(np.isnan(x), quiet, rounded).astype(np.uint16).view(np.int16)
 
     def from_bits16(self, bits: np.ndarray) -> np.ndarray:
-        """Undo `bits16`: int16 -> float32."""
         return (np.ascontiguousarray(bits, np.int16).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
     def bitcast(self, x: np.ndarray, dtype: str) -> np.ndarray:
@@ -88,7 +82,6 @@ class Ops:
         return flat_N[index_k], index_k
 
     def take(self, flat_N: np.ndarray, index_k: np.ndarray) -> np.ndarray:
-        """The entries at ``index_k``: (k,)."""
         return flat_N[index_k]
 
     def drop(self, flat_N: np.ndarray, index_k: np.ndarray) -> np.ndarray:
@@ -112,19 +105,15 @@ class Ops:
         return result_N
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """(m, k) x (k, n) -> (m, n)."""
         return a @ b
 
     def transpose(self, a: np.ndarray) -> np.ndarray:
-        """(m, n) -> (n, m)."""
         return a.T
 
     def plus(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """``x + y``."""
         return x + y
 
     def minus_scaled(self, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
-        """``x - scale * y``."""
         return x - scale * y
 
     def orthogonalize(self, m_NR: np.ndarray) -> np.ndarray:
@@ -155,45 +144,36 @@ class Ops:
         return np.maximum(x_BK.max(axis=1), -x_BK.min(axis=1))
 
     def round(self, x: np.ndarray) -> np.ndarray:
-        """To the nearest integer, ties to even; keeps the dtype."""
         return np.rint(x)
 
     def overwrite(self, x: np.ndarray, by: np.ndarray) -> np.ndarray:
-        """``x``, which is ``by`` from now on: the one operation that changes an argument."""
         np.copyto(x, by)
         return x
 
     def all_finite(self, x: np.ndarray) -> np.ndarray:
-        """Scalar boolean array: no NaN and no infinity in ``x``; True of nothing."""
         return np.asarray(np.isfinite(x).all())
 
     def select(self, which: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """``x`` where the scalar ``which`` is true, else ``y``."""
         return x if which else y
 
     def cell(self, value: np.ndarray) -> Held:
-        """A cell that holds ``value``."""
         return Held(value)
 
     def during_backward(self, wire: Collectives) -> Collectives:
-        """The wire itself."""
         return wire
 
     def free_bytes(self) -> None:
-        """Host memory."""
         return None
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
-        """``x`` itself."""
         return np.asarray(x)
 
     def from_host(self, x: np.ndarray) -> np.ndarray:
-        """``x`` itself."""
         return np.asarray(x)
 
 
 def _largest(magnitude_C: np.ndarray, k: int) -> np.ndarray:
-    """Where the k largest are, in order: (k,). The k-th largest is the bar; of those at the bar the first are in."""
+    """Return the indices of the k largest in order: (k,). Of those that equal the k-th largest the first are in."""
     if k == 0:
         return np.zeros(0, np.int64)
     magnitude_C = np.where(np.isnan(magnitude_C), np.inf, magnitude_C)

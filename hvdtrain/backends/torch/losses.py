@@ -1,6 +1,6 @@
 """Losses of PyTorch by name, unreduced, and the weight by which torch's own mean of each divides.
 
-Owns names and arguments of losses. The sum over samples is taken in `hvdtrain.backends.torch.task`.
+The sum over samples is taken in `hvdtrain.backends.torch.task`.
 """
 
 from __future__ import annotations

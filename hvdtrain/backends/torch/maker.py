@@ -1,4 +1,7 @@
-"""What the parts of a PyTorch model are made of; of a model that is cut over ranks, or Keras' own, some are others."""
+"""Parts of a PyTorch model; a pipeline and Keras replace some of them.
+
+Measures nothing; `hvdtrain.backends.torch.create` calls it.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,17 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hvdtrain.backends.misfit import told
-from hvdtrain.backends.torch import audit
+from hvdtrain.backends.torch import modules
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.evaluator import TorchEvaluator
-from hvdtrain.backends.torch.facts import TorchFacts
 from hvdtrain.backends.torch.generators import Generators
-from hvdtrain.backends.torch.groups import given_by
-from hvdtrain.backends.torch.modes import modes_kept, set_modes
+from hvdtrain.backends.torch.modules import modes_kept, set_modes
 from hvdtrain.backends.torch.ops import Ops
+from hvdtrain.backends.torch.optim import given_by
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
-from hvdtrain.backends.torch.params import TorchParams, trainable
+from hvdtrain.backends.torch.params import TorchFacts, TorchParams, trainable
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.state import TorchState
-from hvdtrain.backends.torch.task import Metrics, make_task
+from hvdtrain.backends.torch.task import Metrics, TorchEvaluator, make_task
 from hvdtrain.backends.torch.transforms.compile import TorchCompile
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
@@ -53,7 +54,7 @@ class Maker:
         self.model: torch.nn.Module = spec.model
         self.given = given_by(spec, config)  # by name, while all parameters are there
         self.placement = self.place()
-        audit.check_model(self.model)
+        modules.check_model(self.model)
         self.transport = Transport(wire, Ops())
         self.sync = SyncBatchNorm(self.model, self.transport, config.in_parts) if config.sync_batchnorm else None
         set_modes(self.model, {m: False for m in self.model.modules() if self.model.training and not m.training})
@@ -133,7 +134,7 @@ class Maker:
 
     def caveats(self) -> list[str]:
         """Layers whose result depends on how a batch is cut."""
-        return audit.caveats(self.model, self.sync is not None)
+        return modules.caveats(self.model, self.sync is not None)
 
 
 def build_lazy(model: torch.nn.Module, spec: Any, sample: Callable[[int], Batch] | None) -> None:

@@ -1,4 +1,7 @@
-"""Forward and backward of a PyTorch model, whole or split over a rank's devices."""
+"""Forward and backward of a PyTorch model, whole or split over a rank's devices.
+
+Gradients travel by `hvdtrain.backends.torch.gradients`.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,11 @@ from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
-from hvdtrain.backends.torch.trial import first_not_finite, untouched
+from hvdtrain.backends.torch.trial import first_not_finite, restoring
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.core.timeline import span
 from hvdtrain.data.empty import StandIn
-from hvdtrain.parallel.data_parallel.unused import without_gradient
 
 
 class TorchStage:
@@ -168,7 +170,7 @@ class TorchStage:
         if self._sync and len(batch[0]) == 1:  # one rank's own statistics need more than one value
             batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
         alone = self._sync.local_statistics() if self._sync else contextlib.nullcontext()
-        with untouched(self._model, self._params.tensors, self.generators), alone:
+        with restoring(self._model, self._params.tensors, self.generators), alone:
             loss_sum, _ = self.loss_of(batch)
             if loss_sum.requires_grad:
                 (loss_sum * (factor / max(1, len(batch[0])))).backward()
@@ -187,16 +189,6 @@ class TorchStage:
     def caveats(self) -> list[str]:
         """Return the layers whose result depends on how a batch is cut (law 2)."""
         return self._caveats()
-
-
-def check_loss(model: torch.nn.Module, loss_sum: torch.Tensor) -> None:
-    """Raise `UserError` for a loss without a gradient, of samples that stand for all.
-
-    Of a rank's own samples of a step it is none: other samples of the global batch may use parameters.
-    """
-    if torch.is_grad_enabled() and not loss_sum.requires_grad and any(
-            p.requires_grad for p in model.parameters()):
-        raise without_gradient()
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """Keras 3 on its PyTorch backend: a `keras.Model` as a model of this project's PyTorch backend.
 
-Owns what Keras does otherwise than PyTorch: where variables are kept, how layers learn whether they train, the loss
-and metrics of ``model.compile``, its optimizer, its files. Everything else is `hvdtrain.backends.torch`. Importing
-this package imports nothing; `maker` imports keras, which the model has imported.
+Owns what Keras does otherwise than PyTorch. Importing this package imports nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -25,3 +26,21 @@ def maker(spec: Any, *args: Any, sample: Any = None, data: Any = None) -> Any:
 
     begin(spec.model, data)
     return KerasMaker(spec, *args, sample=sample)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def without_tensorflow() -> Iterator[None]:
+    """Hide TensorFlow from Keras within the body, unless this process has imported TensorFlow already (law 3).
+
+    Keras asks whether a model, a loss or a copy of one is TensorFlow's, and imports TensorFlow for the question.
+    """
+    from keras.src.utils import module_utils
+
+    lazy = module_utils.tensorflow
+    available = lazy._available
+    if "tensorflow" not in sys.modules:
+        lazy._available = False
+    try:
+        yield
+    finally:
+        lazy._available = available

@@ -1,7 +1,7 @@
 """The optimizer that a Keras model was compiled with, as an optimizer of PyTorch.
 
-Owns one class between the two: `hvdtrain.backends.torch.optimizer.TorchOptimizer` lays warm-up, scaling and schedules
-over its rate, and checkpoints read its state, as they do with any other; the update itself is Keras' own ``apply``.
+Warm-up, scaling and schedules are `hvdtrain.backends.torch.optimizer.TorchOptimizer`'s; the update is Keras' own
+``apply``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import keras
 import torch
 
 from hvdtrain.backends.keras.facts import apply_gradients
-from hvdtrain.backends.torch.keras.alone import without_tensorflow
+from hvdtrain.backends.torch.keras import without_tensorflow
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 

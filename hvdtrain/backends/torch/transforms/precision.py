@@ -1,7 +1,6 @@
-"""Computing in 16 bits with PyTorch: autocast around what the model does, float32 for the loss.
+"""Computing in 16 bits with PyTorch: autocast around the model, float32 for the loss, the scale of the loss.
 
-Owns where autocast begins and ends, the scale of the loss, and their words. Parameters stay float32, and autograd
-gives them float32 gradients.
+Parameters stay float32, and autograd gives them float32 gradients.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.backends.torch.recompute.frame import Tape
+from hvdtrain.backends.torch.recompute import Tape
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError
 

@@ -1,24 +1,22 @@
-"""One forward pass of a block that keeps nothing but its inputs, and that pass once more when backward needs the rest.
+"""One forward pass of a block that keeps its inputs only, that pass again in backward, and its costs.
 
-PyTorch lets a pass hand over the tensors that it saves for backward and asks for each when it is needed
-(`torch.autograd.graph.saved_tensors_hooks`). The graph of the first pass is the one that backward walks: the second
-fills in the same tensors, in the order in which they are saved, so gradients are made by the same operations in the
-same order. The second pass ends with the last tensor that is asked for.
+Which blocks those are is `hvdtrain.backends.torch.transforms.remat`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch.recompute.memory import Memory, Modules
-from hvdtrain.backends.torch.recompute.random import Generators
+from hvdtrain.backends.torch.snapshot import Generators, Memory, Modules
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import BlockCost
 
 LOCK = threading.RLock()
 """Held while a block is computed again: of a split model each device has a thread in backward, and the random
@@ -298,3 +296,78 @@ def tree_tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     tree_map(lambda t: found.append(t) or t, value)  # type: ignore[func-returns-value]
     return found
+
+
+OUTSIDE = ""
+"""Stands for what is no block."""
+
+
+class Storages:
+    """Whose memory is saved for backward: bytes of each storage, by block.
+
+    What is saved is held until this goes, so that an address stays that of one storage.
+    """
+
+    def __init__(self, lasting: Iterable[torch.Tensor]) -> None:
+        self._lasting = {t.untyped_storage().data_ptr() for t in lasting}
+        self._held: list[Any] = []
+        self._saved: dict[str, dict[int, int]] = {OUTSIDE: {}}
+        self._inputs: dict[str, dict[int, int]] = {}
+
+    def of(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the hook that notes what ``name`` saves."""
+        saved = self._saved.setdefault(name, {})
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            self._note(saved, tensor)
+            return tensor
+        return note
+
+    def given(self, name: str, inputs: Any) -> None:
+        """Note what a block is called with."""
+        for tensor in tree_tensors(inputs):
+            self._note(self._inputs.setdefault(name, {}), tensor)
+
+    def _note(self, into: dict[int, int], tensor: torch.Tensor) -> None:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            self._held.append(tensor.detach())
+            into[storage.data_ptr()] = storage.nbytes()
+
+    def inner_bytes(self, name: str) -> int:
+        """Return what only this block keeps from its forward pass to its backward, its inputs left out."""
+        return sum(n for key, n in self._saved.get(name, {}).items()
+                   if key not in self._inputs.get(name, {}) and not self._kept_by_others(name, key))
+
+    def extra_bytes(self, name: str) -> int:
+        """Return the block's inputs that nobody keeps unless it is recomputed."""
+        return sum(n for key, n in self._inputs.get(name, {}).items()
+                   if key not in self._saved.get(name, {}) and not self._kept_by_others(name, key))
+
+    def _kept_by_others(self, name: str, key: int) -> bool:
+        return key in self._lasting or any(key in saved for other, saved in self._saved.items() if other != name)
+
+
+class Seconds(Clock):
+    """How long each block takes to be computed again, over all its calls in one pass."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._synchronize = synchronize
+        self._begun = 0.0
+
+    def start(self) -> None:
+        """A block is about to be computed again."""
+        self._synchronize()
+        self._begun = time.perf_counter()
+
+    def stop(self, block: Block) -> None:
+        """It has been."""
+        self._synchronize()
+        self.seconds[block.name] = self.seconds.get(block.name, 0.0) + time.perf_counter() - self._begun
+
+
+def block_costs(names: Sequence[str], storages: Storages, rounds: Sequence[Seconds]) -> list[BlockCost]:
+    """Return the costs of the blocks ``names``; of several rounds the shortest seconds count."""
+    return [BlockCost(name, storages.inner_bytes(name) - storages.extra_bytes(name),
+                      min(r.seconds.get(name, 0.0) for r in rounds), storages.inner_bytes(name)) for name in names]

@@ -26,10 +26,10 @@ from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.protocols import Batch
 from hvdtrain.core.resolve import load_callable
 
-Batch = tuple[torch.Tensor, ...]
+Tensors = tuple[torch.Tensor, ...]
 
 
-def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, Batch], Pair]:
+def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, Tensors], Pair]:
     """Return ``task(model, batch) -> (loss_sum, weight)``; `UserError` for an unknown loss."""
     return ByName(config) if spec.task is None else _users(spec.task)
 
@@ -47,24 +47,24 @@ class ByName:
         self._named, self._loss = config.loss, Loss(config.loss, config.mixes_classes)
         self.batch_weight, self.ignored = self._loss.batch_weight, self._loss.ignored
 
-    def __call__(self, model: torch.nn.Module, batch: Batch) -> Pair:
+    def __call__(self, model: torch.nn.Module, batch: Tensors) -> Pair:
         """Run the model on a batch."""
         x, targets, extra = _parts(batch)
         return self.pair(precision.widened(model(x)), targets, extra)
 
-    def pair(self, outputs: torch.Tensor, targets: torch.Tensor, extra: Batch) -> Pair:
+    def pair(self, outputs: torch.Tensor, targets: torch.Tensor, extra: Tensors) -> Pair:
         """Return (loss_sum, weight) of what the model gave."""
         return loss_sum(self._loss, outputs, targets, extra, self._named), self._loss.weight(targets)
 
 
 def _users(task: Callable[..., Any]) -> Callable[..., Pair]:
     """Return a model file's task with its result checked."""
-    def checked(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
+    def checked(model: torch.nn.Module, batch: Tensors) -> Pair:
         return checked_pair(task(model, batch))
     return checked
 
 
-def _parts(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+def _parts(batch: Tensors) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
     """Return (x, targets, sample weights or nothing) of a batch of two or three arrays."""
     if len(batch) not in (2, 3):
         raise UserError(f"a sample has {len(batch)} arrays", "(x, y) or (x, y, sample_weight)",
@@ -73,7 +73,7 @@ def _parts(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def loss_sum(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], outputs: torch.Tensor, targets: torch.Tensor,
-             extra: tuple[torch.Tensor, ...], named: Named) -> torch.Tensor:
+             extra: Tensors, named: Named) -> torch.Tensor:
     """Sum over samples of the per-sample mean of an unreduced loss, times sample weights (B elements) if given.
 
     Of a loss with reduction ``batchmean`` the per-sample sum.
@@ -151,7 +151,7 @@ class Metrics:
         self._named = {name: _metric(name, config.loss.name, ignored) for name in names}
         self._totals = Totals()
 
-    def add(self, model: torch.nn.Module, batch: Batch) -> None:
+    def add(self, model: torch.nn.Module, batch: Tensors) -> None:
         """Add one batch; the model runs once, or once more for a model file that defines ``metrics``."""
         if self._by_name is None:
             self._totals.add(of_model_file(self._task, self._spec.metrics, model, batch))

@@ -44,7 +44,7 @@ class Layer:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def own(self) -> str:
-        """Its weights with their shapes, in words."""
+        """Return its weights with their shapes, for a message."""
         return ", ".join(f"{role} {weight.shape}" for role, weight in self.weights.items())
 
 
@@ -57,11 +57,10 @@ class Model:
     draws: bool = False
 
     def weights(self) -> dict[str, Weight]:
-        """Every weight by its name."""
         return {weight.name: weight for layer in self.layers for weight in layer.weights.values()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON."""
+        """Return plain data, fit for JSON."""
         return asdict(self)
 
     @classmethod
@@ -86,7 +85,6 @@ class Ends:
     flat: tuple[int, ...] = ()
 
     def keras_shape(self, role: str) -> tuple[int, ...]:
-        """Shape of a Keras weight of the pair."""
         return self.keras.weights[role].shape
 
 
@@ -95,9 +93,9 @@ Change = Callable[[Arrays, Ends], Arrays]
 
 @dataclass(frozen=True)
 class Move:
-    """Weights that become one another: their names in either layer, the way there and the way back, and words for it.
+    """Weights that become one another: their names in either layer, both directions, and a description.
 
-    ``exact``: whether every entry on one side is one entry of the other, so that optimizer state can follow.
+    ``exact``: every entry on one side is one entry of the other, so that optimizer state can follow.
     """
 
     torch: tuple[str, ...]
@@ -113,13 +111,16 @@ def _same(torch: str, keras: str) -> Move:
 
 
 def _axes(torch: str, keras: str, order: tuple[int, ...], words: str) -> Move:
-    """A transposition; ``order``: torch's axes in the order that Keras has them."""
+    """Return a transposition; ``order``: torch's axes in the order that Keras has them."""
     inverse = tuple(int(i) for i in np.argsort(order))
     return Move((torch,), (keras,), lambda a, _: [a[0].transpose(order)], lambda a, _: [a[0].transpose(inverse)], words)
 
 
 def _dense() -> list[Move]:
-    """(out, in) -> (in, out). Where torch flattened (C, ...) and Keras (..., C), ``ends.flat`` is that (C, ...)."""
+    """Move (out, in) -> (in, out).
+
+    Where torch flattened (C, ...) and Keras (..., C), ``ends.flat`` is that (C, ...).
+    """
     def forth(a: Arrays, ends: Ends) -> Arrays:
         kernel = a[0]
         if ends.flat:
@@ -140,7 +141,7 @@ _SPACE = {1: "W", 2: "H, W", 3: "D, H, W"}
 
 
 def _conv(rank: int, transposed: bool) -> list[Move]:
-    """(out, in, ...) -> (..., in, out); transposed convolutions have out and in the other way round in both."""
+    """Move (out, in, ...) -> (..., in, out); transposed convolutions have (in, out, ...) in torch."""
     order = (*range(2, rank + 2), 1, 0)
     a, b = ("in", "out") if transposed else ("out", "in")
     words = f"({a}, {b}, {_SPACE[rank]}) -> ({_SPACE[rank]}, {b}, {a})"
@@ -148,7 +149,7 @@ def _conv(rank: int, transposed: bool) -> list[Move]:
 
 
 def _depthwise(rank: int) -> list[Move]:
-    """(in x m, 1, ...) -> (..., in, m): output i * m + j of torch is the j-th of input i."""
+    """Move (in x m, 1, ...) -> (..., in, m): output i * m + j of torch is the j-th of input i."""
     def forth(a: Arrays, ends: Ends) -> Arrays:
         shape = ends.keras_shape("kernel")
         return [np.moveaxis(a[0].reshape(*shape[-2:], *a[0].shape[2:]), (0, 1), (-2, -1))]
@@ -162,7 +163,7 @@ def _depthwise(rank: int) -> list[Move]:
 
 
 def _attention() -> list[Move]:
-    """One matrix for query, key and value with the heads in its rows -> three kernels (in, heads, size)."""
+    """Move one matrix for query, key and value with the heads in its rows -> three kernels (in, heads, size)."""
     parts = ("query", "key", "value")
 
     def forth(a: Arrays, ends: Ends) -> Arrays:
@@ -192,7 +193,7 @@ def _attention() -> list[Move]:
 
 
 def _lstm() -> list[Move]:
-    """Gates i, f, g, o in both; torch has two biases that are added, Keras has one."""
+    """Move gates i, f, g, o in both; torch has two biases that are added, Keras has one."""
     transpose: Change = lambda a, _: [a[0].T]  # noqa: E731
     return [
         Move(("weight_ih_l0",), ("kernel",), transpose, transpose, "(4 x out, in) -> (in, 4 x out)"),
@@ -203,7 +204,7 @@ def _lstm() -> list[Move]:
 
 
 def _gru() -> list[Move]:
-    """Gates r, z, n in torch and z, r, n in Keras, which has both biases too (reset_after)."""
+    """Move gates r, z, n in torch to z, r, n in Keras, which has both biases too (reset_after)."""
     def swap(w: np.ndarray) -> np.ndarray:
         r, z, n = np.split(w, 3)
         return np.concatenate([z, r, n])
@@ -238,7 +239,7 @@ KINDS: dict[str, list[Move]] = {
 
 
 def moves(ends: Ends) -> list[Move]:
-    """The moves of a pair that concern weights it has; `UserError` where one side has a weight that the other lacks."""
+    """Return the moves of a pair; `UserError` where one side has a weight that the other lacks."""
     torch, keras = set(ends.torch.weights), set(ends.keras.weights)
     own = ends.keras.kind == "own"
     table = [_same(role, role) for role in sorted(torch | keras)] if own else KINDS[ends.keras.kind]
@@ -252,13 +253,13 @@ def moves(ends: Ends) -> list[Move]:
 
 
 def in_words(ends: Ends) -> str:
-    """A pair for a message: names, classes and shapes of both."""
+    """Return names, classes and shapes of a pair, for a message."""
     return (f"{ends.torch.said} {ends.torch.name} ({ends.torch.own()}) and "
             f"{ends.keras.said} {ends.keras.name} ({ends.keras.own()})")
 
 
 def apply(move: Move, ends: Ends, arrays: dict[str, np.ndarray], to: str) -> dict[str, np.ndarray]:
-    """The weights of one move in framework ``to`` ("torch" or "keras"), by name in the model.
+    """Return the weights of one move in framework ``to`` ("torch" or "keras"), by name in the model.
 
     ``arrays``: by name in the other model. Errors: `UserError` naming the pair where a shape does not come out.
     """
@@ -279,7 +280,7 @@ def apply(move: Move, ends: Ends, arrays: dict[str, np.ndarray], to: str) -> dic
 
 
 def remark(ends: Ends) -> list[str]:
-    """Settings of a pair that differ, or that mean something else in training, in words."""
+    """Return the settings of a pair that differ, or that mean something else in training."""
     ours: dict[str, Any] = ends.torch.facts
     theirs: dict[str, Any] = ends.keras.facts
     found = []

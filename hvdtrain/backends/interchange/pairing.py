@@ -20,20 +20,20 @@ UNSUPPORTED = "unsupported: "
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of layers in torch's order, and ``how`` they were found, in words."""
+    """The pairs of layers in torch's order, and ``how`` they were found."""
 
     ends: tuple[Ends, ...]
     how: str
 
     def moves(self) -> Iterator[tuple[Ends, Move, list[Weight]]]:
-        """Every move with its pair, and the weights that it concerns on both sides."""
+        """Yield every move with its pair, and the weights that it concerns on both sides."""
         for ends in self.ends:
             for move in layers.moves(ends):
                 yield ends, move, [*(ends.torch.weights[r] for r in move.torch),
                                    *(ends.keras.weights[r] for r in move.keras)]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(weight in torch, weight in Keras, what changes) of every move, for a table."""
+        """Return (weight in torch, weight in Keras, what changes) of every move, for a table."""
         return [(f"{ends.torch.name}: " + ", ".join(f"{r} {ends.torch.weights[r].shape}" for r in move.torch),
                  f"{ends.keras.name}: " + ", ".join(f"{r} {ends.keras.weights[r].shape}" for r in move.keras),
                  move.words + (f", flattened as {ends.flat}" if ends.flat and "kernel" in move.keras else ""))
@@ -69,7 +69,7 @@ def pair(torch: Model, keras: Model, said: Mapping[str, str] | None = None,
 
 
 def carry(pairs: Pairs, arrays: Mapping[str, np.ndarray], to: str) -> dict[str, np.ndarray]:
-    """All weights in framework ``to`` ("torch" or "keras") by name, from those of the other model.
+    """Return all weights in framework ``to`` ("torch" or "keras") by name, from those of the other model.
 
     Errors: `UserError` naming the first pair whose shapes or dtypes do not fit.
     """
@@ -84,7 +84,7 @@ def carry(pairs: Pairs, arrays: Mapping[str, np.ndarray], to: str) -> dict[str, 
 
 
 def carry_moments(pairs: Pairs, moments: Mapping[str, np.ndarray], to: str) -> dict[str, np.ndarray]:
-    """As `carry`, for what an optimizer keeps entry by entry of the trained weights; the others have none.
+    """Do `carry` for what an optimizer keeps entry by entry of the trained weights; the others have none.
 
     Errors: `UserError` where a weight is trained in one twin only, or where its entries have no counterparts.
     """
@@ -105,7 +105,7 @@ def carry_moments(pairs: Pairs, moments: Mapping[str, np.ndarray], to: str) -> d
 
 
 def hints(pairs: Pairs) -> list[str]:
-    """What may be wrong where the outputs differ although all shapes fit, in words."""
+    """Return what may be wrong where the outputs differ although all shapes fit."""
     found = [text for ends in pairs.ends for text in layers.remark(ends)]
     channels = 0
     for ends in pairs.ends:
@@ -130,7 +130,7 @@ _BY_NAME = "by name"
 
 
 def _match(torch: Model, keras: Model, said: Mapping[str, str]) -> tuple[list[tuple[Layer, Layer]], str]:
-    """Pairs of layers in torch's order, and how they were found."""
+    """Return pairs of layers in torch's order, and how they were found."""
     theirs = {b.name: b for b in keras.layers}
     found = {name: theirs[other] for name, other in said.items()}
     left = [a for a in torch.layers if a.name not in said]
@@ -150,7 +150,7 @@ def _match(torch: Model, keras: Model, said: Mapping[str, str]) -> tuple[list[tu
 
 
 def _in_order(left: list[Layer], right: list[Layer]) -> dict[str, Layer]:
-    """The k-th layer of a kind with the k-th of that kind; `UserError` naming the first that has no counterpart."""
+    """Pair the k-th layers of each kind; `UserError` naming the first that has no counterpart."""
     rest = list(right)
     found: dict[str, Layer] = {}
     for a in left:
@@ -165,7 +165,7 @@ def _in_order(left: list[Layer], right: list[Layer]) -> dict[str, Layer]:
 
 
 def _kind_there(layer: Layer, keras: list[Layer]) -> str:
-    """A torch layer's kind in Keras, which may say a depthwise convolution as one with groups too."""
+    """Return a torch layer's kind in Keras, which may have a depthwise convolution as one with groups."""
     known = {b.kind for b in keras}
     return layer.kind if layer.kind in known else layer.kind.removeprefix("depthwise ")
 
@@ -178,7 +178,7 @@ def _alone(layer: Layer, model: str, rest: list[Layer]) -> UserError:
 
 
 def _flat(layer: Layer, flats: Mapping[str, Shape]) -> Shape:
-    """The shape that ``--flatten`` gives a layer, checked."""
+    """Return the checked shape that ``--flatten`` gives a layer."""
     if layer.name not in flats:
         return ()
     shape, inputs = tuple(flats[layer.name]), layer.weights["weight"].shape[-1] if layer.kind == "dense" else 0

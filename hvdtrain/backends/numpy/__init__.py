@@ -90,7 +90,6 @@ def state_now(parts: Any) -> int:
 
 
 def held(parts: Any) -> dict[str, int | None]:
-    """Return the bytes of parameters and velocities; gradients lie in their buckets."""
     itself = sum(spec.n * itemsize(spec.dtype) for spec in parts.params.specs)
     return {"parameters": itself, "gradients": None, "state": state_now(parts)}
 

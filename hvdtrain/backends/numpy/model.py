@@ -120,7 +120,7 @@ class Sgd:
 
 
 class Params:
-    """`hvdtrain.core.protocols.Params` of a `Model`, in the order they were made."""
+    """Implements `hvdtrain.core.protocols.Params` of a `Model`, in the order they were made."""
 
     def __init__(self, model: Model, lr: float, momentum: float) -> None:
         self.specs = [ParamSpec(n, p.shape, p.dtype.name, block=int(n[1:])) for n, p in model.params.items()]

@@ -82,7 +82,7 @@ class Stage:
         return [grads[n] for n in self._model.params]
 
     def device_s(self) -> None:
-        """The host's clock tells."""
+        """Return None: the host's clock is used."""
 
     def describe(self) -> dict[str, str]:
         return {"device": "cpu"}

@@ -1,4 +1,4 @@
-"""PyTorch: how tensors, models and Horovod's collectives look there."""
+"""PyTorch backend: tensors, models and Horovod's collectives."""
 
 from hvdtrain.backends.torch.create import make_parts  # before the function `stage`, which has a module's name
 from hvdtrain.backends.torch.collectives import collectives, stage

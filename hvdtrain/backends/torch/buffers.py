@@ -316,7 +316,6 @@ class Buffers:
 
 
 def _print(buffers: dict[str, torch.Tensor]) -> int:
-    """Return a checksum of names, shapes and dtypes."""
     return zlib.crc32(repr([(n, tuple(b.shape), b.dtype) for n, b in buffers.items()]).encode())
 
 

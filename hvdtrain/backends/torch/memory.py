@@ -34,15 +34,15 @@ WIRES = re.compile(r"nccl|horovod|gloo|\bMPI_", re.IGNORECASE)
 
 
 def hold_bytes(n: int) -> torch.Tensor | None:
-    """Memory of the device that is taken as long as the result lives; None on a CPU."""
+    """Take memory of the device for as long as the result lives; None on a CPU."""
     return torch.empty(n, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() and n else None
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory of the device or the host did not suffice; frees what was cached.
+    """Return whether ``error`` means too little memory of device or host; frees what was cached.
 
-    Beside PyTorch's own class these are RuntimeErrors of the CPU's allocator and of libraries that make memory for
-    themselves (`LIBRARIES`). What a wire says of its own memory is none: its ranks are no longer at one place.
+    Beside PyTorch's own class these are RuntimeErrors of the CPU's allocator and of libraries that allocate themselves
+    (`LIBRARIES`). A shortage in a wire does not count: its ranks are no longer at one place.
     """
     found = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and bool(LIBRARIES.search(str(error))) and not WIRES.search(
@@ -53,13 +53,13 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def free_cached() -> None:
-    """Give memory back to the device that PyTorch keeps for tensors to come."""
+    """Return memory to the device that PyTorch caches for tensors to come."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def peak_bytes(work: Callable[[], None]) -> int:
-    """Most bytes that the device held at once while ``work`` ran, all there is of this process; 0 on a CPU."""
+    """Return the most bytes that the device held at once while ``work`` ran, with all of this process; 0 on a CPU."""
     if not torch.cuda.is_available():
         work()
         return 0
@@ -71,12 +71,12 @@ def peak_bytes(work: Callable[[], None]) -> int:
 
 
 def peak_so_far() -> int:
-    """Most bytes that the device has held at once in this process; 0 on a CPU."""
+    """Return the most bytes that the device has held at once in this process; 0 on a CPU."""
     return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
 
 
 def model_bytes(parts: Parts) -> Model:
-    """Return what is known of a model and its optimizer before the first step."""
+    """Return the sizes of a model and its optimizer before the first step."""
     params: Any = parts.params
     own = {id(t) for t in params.tensors}
     others = [t for t in (*parts.model.parameters(), *parts.model.buffers()) if id(t) not in own]
@@ -95,7 +95,7 @@ def state_now(parts: Parts) -> int:
 def slots_of(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> list[Slots]:
     """Return the state that ``optimizer``, or one of its kind, keeps of each of ``tensors``.
 
-    By one update of tensors of the same shapes that have no memory (PyTorch's meta device). A compiled Keras model's
+    Found by one update of tensors of the same shapes without memory (PyTorch's meta device). A compiled Keras model's
     optimizer has made its own.
     """
     if optimizer.adopted is not None:
@@ -108,9 +108,9 @@ def slots_of(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> list
 
 
 def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
-    """Stand-ins for ``tensors`` and their state after one update: on the meta device, or small where that fails.
+    """Return placeholders for ``tensors`` and their state after one update: on the meta device, else small ones.
 
-    An optimizer of which nothing can be found out counts as one without state.
+    An optimizer that fails on both counts as one without state.
     """
     for where in ("meta", "cpu"):
         try:
@@ -149,7 +149,7 @@ def traced(parts: Parts, batch: Batch) -> Trace:
 class _Live(TorchDispatchMode):
     """Counts the bytes of all storages that are made within it, as long as they live, beside gradients.
 
-    ``after``: bytes after each that was made. ``gradients``: (how many were made before, index) of each gradient.
+    ``after``: bytes after each allocation. ``gradients``: (allocations before, index) of each gradient.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,6 @@ class _Live(TorchDispatchMode):
         self._live = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and count the storages that it has made."""
         kwargs = kwargs or {}
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **kwargs)
@@ -208,12 +207,12 @@ def _storages(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def allocators() -> list[dict[str, Any]]:
-    """Return of each GPU of this process what PyTorch's allocator tells; [] without a GPU.
+    """Return the statistics of PyTorch's allocator for each GPU of this process; [] without a GPU.
 
     ``allocated_bytes``: in tensors; ``reserved_bytes``: taken from the device; ``peak_bytes``: most in tensors since
-    the start. ``fragmentation``: part of reserved that lies free between tensors in blocks that cannot be given back
-    (inactive_split_bytes of `torch.cuda.memory_stats`). ``retries``: times that the allocator had to give all it kept
-    back and ask again.
+    the start. ``fragmentation``: share of reserved that lies free between tensors in blocks that cannot be returned
+    (inactive_split_bytes of `torch.cuda.memory_stats`). ``retries``: times that the allocator had to return all it kept
+    and ask again.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return []

@@ -157,7 +157,7 @@ def drops(module: torch.nn.Module) -> bool:
 def check_loss(model: torch.nn.Module, loss_sum: torch.Tensor) -> None:
     """Raise `UserError` for a loss without a gradient, of samples that stand for all.
 
-    Of a rank's own samples of a step it is none: other samples of the global batch may use parameters.
+    Not for a rank's own samples of a step: other samples of the global batch may use parameters.
     """
     if torch.is_grad_enabled() and not loss_sum.requires_grad and any(
             p.requires_grad for p in model.parameters()):

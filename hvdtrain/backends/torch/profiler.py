@@ -40,7 +40,6 @@ class Profiler:
         self._marks.put()
 
     def stop(self) -> list[Span]:
-        """End, and return what was found."""
         self._marks.put()
         self._profile.stop()
         found = [(e.name, _lane(e), e.time_range.start, e.time_range.end, _cause(e)) for e in self._profile.events()]
@@ -51,7 +50,7 @@ class Profiler:
 
 
 def ranges() -> tuple[Callable[[str], Any], Callable[[], Any]]:
-    """Return what begins and ends an NVTX range, which Nsight Systems shows beside the kernels of a GPU."""
+    """Return functions that begin and end an NVTX range, which Nsight Systems shows beside the kernels of a GPU."""
     return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
 
 
@@ -79,7 +78,6 @@ class _Seen(TorchDispatchMode):
         self.uncounted: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``."""
         space, _, name = func.name().partition("::")
         if func._overloadpacket not in self._counted and (
                 space not in ("aten", "prim", "profiler") or _PRODUCTS.search(name.partition(".")[0])):
@@ -88,7 +86,7 @@ class _Seen(TorchDispatchMode):
 
 
 def product_type(parts: Parts) -> str:
-    """Return what most products are made in: "bf16", "fp16", "tf32" or "fp32"; "" for another type."""
+    """Return the type of most products: "bf16", "fp16", "tf32" or "fp32"; "" for another type."""
     if parts.precision.own != "fp32":
         return parts.precision.own
     params: Any = parts.params
@@ -106,10 +104,10 @@ def product_type(parts: Parts) -> str:
 
 
 def flops_of_pass(parts: Parts, batch: Batch) -> tuple[float | None, str]:
-    """Return (operations of one sample's forward and backward, "") or (None, why); all is as before then.
+    """Return (operations of one sample's forward and backward, "") or (None, why); restores everything.
 
-    Nothing is recomputed and nothing compiled meanwhile: that adds to a model's operations, and hides them. Attention
-    is computed by plain products, since its fused backward makes some of forward's again.
+    Blocks are neither recomputed nor compiled meanwhile: that adds to a model's operations, and hides them. Attention
+    is computed by plain products, since its fused backward repeats some of forward's.
     """
     recomputed, compiled = _off(parts)
     counter = FlopCounterMode(display=False)
@@ -129,7 +127,7 @@ def flops_of_pass(parts: Parts, batch: Batch) -> tuple[float | None, str]:
 
 
 def _off(parts: Parts) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Compute plainly; return (blocks that were recomputed, ways of compiling that were used)."""
+    """Switch recomputing and compiling off; return (blocks that were recomputed, options of compile in use)."""
     recomputed = parts.remat.chosen if parts.remat is not None else ()
     compiled = tuple(getattr(parts.compile, "chosen", ())) if parts.compile is not None else ()
     if recomputed and parts.remat is not None:
@@ -140,5 +138,5 @@ def _off(parts: Parts) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def flops_of_graphs(parts: Parts, dp: object) -> tuple[float | None, str]:
-    """Return nothing: a pass tells."""
+    """Return (None, ""): a pass is counted instead."""
     return None, ""

@@ -46,7 +46,7 @@ class Modules:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is an object of a class that is neither Python's nor a framework's, with attributes."""
+    """Return whether a value is an object with attributes of a class that is neither Python's nor a framework's."""
     home = type(value).__module__.partition(".")[0]
     others = home in sys.stdlib_module_names or home in ("torch", "numpy", "keras")
     return (hasattr(value, "__dict__") and not others
@@ -92,7 +92,7 @@ class Memory:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Within it, buffers and attributes are what they were; after it, what they are now."""
+        """Restore buffers and attributes of then for the body; after it, those of now."""
         buffers = [(holder, name, holder[name]) for _, holder, name, _, _, copy in self._buffers if copy is not None]
         attributes = [(own, {k: own.get(k, _GONE) for k in before}) for own, before in self._attributes]
         try:
@@ -111,9 +111,9 @@ class Memory:
 
 @contextlib.contextmanager
 def attributes_kept(modules: Modules) -> Iterator[None]:
-    """After it, attributes of ``modules`` are what they were before it, random generators and small tensors too.
+    """Restore attributes of ``modules`` after the body, random generators and small tensors too.
 
-    Of Keras' layers none is touched: what their first call makes belongs to them.
+    Keras' layers are left alone: what their first call makes belongs to them.
     """
     own = [vars(m) for _, m in modules.named if not of_keras(m)]
     before = [(values, {k: copied(v) for k, v in values.items() if k not in _OWN}) for values in own]
@@ -128,12 +128,11 @@ def attributes_kept(modules: Modules) -> Iterator[None]:
 
 
 def of_keras(module: Any) -> bool:
-    """Return whether a module is a layer or model of Keras."""
     return any(c.__module__.partition(".")[0] == "keras" for c in type(module).__mro__)
 
 
 def _way_back(value: Any) -> Callable[[], Any] | None:
-    """Return what gives a generator or a small tensor or array the state back that it has now; None for others."""
+    """Return what restores the state of now to a generator or a small tensor or array; None for others."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -162,7 +161,7 @@ def attributes(modules: Modules) -> dict[str, Any]:
 
 
 def _same(copy: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether a buffer is what it was; of a GPU nobody asks, as the answer would have to wait for it."""
+    """Return whether a buffer is unchanged; False on a GPU, where the answer would have to wait."""
     return copy.device.type == "cpu" and torch.equal(copy, buffer)
 
 
@@ -175,7 +174,7 @@ def _assign(own: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _changed(own: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``before`` that are others now, and those that were not there."""
+    """Return those of ``before`` that are others now, and those that were not there."""
     found = {k: v for k, v in before.items() if k not in own or not _alike(v, own[k])}
     if len(own) - len(before) + len(found) > 0:
         found |= {k: _GONE for k in own if k not in before and k not in _OWN}
@@ -192,7 +191,7 @@ def copied(value: Any) -> Any:
 
 
 def _alike(copy: Any, value: Any) -> bool:
-    """Whether ``value`` is what `copied` made ``copy`` of, unchanged."""
+    """Return whether ``value`` is what `copied` made ``copy`` of, unchanged."""
     if copy is value:
         return True
     if type(copy) is not type(value) or type(copy) not in _CONTAINERS or len(copy) != len(value):
@@ -209,7 +208,7 @@ _MT19937_BYTES = 4 * 624 + 4
 
 
 class Generators:
-    """Python's, numpy's and PyTorch's own generators, on the CPU and on ``devices``.
+    """Python's, numpy's and PyTorch's own generators, on the CPU and on ``devices``; no generator of a model's own.
 
     States are in the formats of each library: as arrays they would take ten times as long.
     """
@@ -226,7 +225,6 @@ class Generators:
         return found
 
     def put(self, states: States) -> None:
-        """Give these generators these states."""
         for name, state in states.items():
             if name == "python":
                 random.setstate(state)
@@ -261,12 +259,11 @@ class _Numpy:
         return self._state
 
     def put(self, state: Any) -> None:
-        """Undo `take`."""
         np.random.set_state(state)
         self._words = b""
 
     def _read(self) -> bytes:
-        """The words of the generator in their memory; none where it is of another kind."""
+        """Return the words of the generator in its memory; none where it is of another kind."""
         found = self._module.get_bit_generator()
         if type(found).__name__ != "MT19937":
             return b""

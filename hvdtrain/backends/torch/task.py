@@ -164,7 +164,6 @@ class Metrics:
         self._totals.add(pairs)
 
     def take(self) -> dict[str, np.ndarray]:
-        """Return float64[2] by name, and reset them."""
         return self._totals.take()
 
 
@@ -190,11 +189,10 @@ def _metric(name: str, loss: str, ignored: int | None) -> Callable[[torch.Tensor
 
 
 def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str, ignored: int | None = None) -> Pair:
-    """Right answers and answers: arg-max over dimension 1 (of targets too where they are shares of classes).
+    """Return (right answers, answers): arg-max over dimension 1 (of targets too where they are shares of classes).
 
-    Labels ``ignored`` are no answers.
-    Yes-or-no targets, known by a single output or by a ``loss`` of that kind, are right on their side of the
-    threshold: 0 for logits, 0.5 for probabilities.
+    Labels ``ignored`` are no answers. Yes-or-no targets, known by a single output or by a ``loss`` of that kind, are
+    right on their side of the threshold: 0 for logits, 0.5 for probabilities.
     """
     if targets.is_floating_point() and outputs.shape == targets.shape:
         yes_or_no = any(word in loss for word in ("binary", "bce", "multilabel"))

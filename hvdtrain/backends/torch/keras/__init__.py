@@ -12,14 +12,14 @@ from typing import Any
 
 
 def is_keras(model: Any) -> bool:
-    """Whether ``model`` is a `keras.Model`; imports nothing, as there is none where Keras was not imported."""
+    """Return whether ``model`` is a `keras.Model`; imports nothing."""
     return any((c.__module__, c.__name__) == ("keras.src.models.model", "Model") for c in type(model).__mro__)
 
 
 def maker(spec: Any, *args: Any, sample: Any = None, data: Any = None) -> Any:
-    """A `hvdtrain.backends.torch.keras.create.KerasMaker` of these arguments, which are `Maker`'s.
+    """Return a `hvdtrain.backends.torch.keras.create.KerasMaker` of these arguments, which are `Maker`'s.
 
-    ``data``: the run's, which knows how nested inputs lie; ``sample``: see `hvdtrain.backends.keras.compiled.build`.
+    ``data``: the run's, with the structure of nested inputs; ``sample``: see `hvdtrain.backends.keras.compiled.build`.
     """
     from hvdtrain.backends.keras.compiled import begin
     from hvdtrain.backends.torch.keras.create import KerasMaker

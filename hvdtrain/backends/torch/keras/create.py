@@ -84,14 +84,12 @@ class KerasMaker(Maker):
             seed.assign([(first + _STRIDE * rank) % 2**31, counter])
 
     def parts(self) -> Parts:
-        """PyTorch's, with what callbacks may change of Keras' layers."""
         made = super().parts()
         facts = KerasFacts(self.keras_model, made.facts)
         made.facts, made.state.facts = facts, facts.saved  # type: ignore[attr-defined]
         return made
 
     def params(self) -> KerasParams:
-        """Tensors that are compared between ranks without Keras' counters."""
         make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale)
 
         def make_for(tensors: Sequence[torch.Tensor], *, names: Sequence[str] = (),
@@ -114,20 +112,17 @@ class KerasMaker(Maker):
         return Buffers(self.model, self.transport, statistics=counted, aliases=paths)
 
     def compile(self) -> TorchCompile:
-        """Nothing: Keras' layers are no modules that could be compiled one by one."""
+        """Return a transform that compiles no block: Keras' layers are no modules to compile one by one."""
         return TorchCompile(self.model, [], self.placement.home.type, why="Keras' layers on PyTorch are computed as "
                             "they are; KERAS_BACKEND=tensorflow compiles them")
 
     def evaluator(self) -> KerasEvaluator:
-        """Keras' metrics."""
         return KerasEvaluator(self.model, self._evaluation, self.placement, self.precision)
 
     def state(self, params: TorchParams, optimizer: TorchOptimizer, buffers: Buffers) -> KerasState:
-        """With Keras' files, and a compiled optimizer's state."""
         return KerasState(self.keras_model, self.model, params.names, optimizer, buffers, self.scale, self.generators)
 
     def caveats(self) -> list[str]:
-        """Layers whose result depends on how a batch is cut (law 2)."""
         found = super().caveats()
         if normalising(self.keras_model):
             found.append("BatchNorm takes its statistics over each rank's own samples")
@@ -140,7 +135,6 @@ class KerasParams(TorchParams):
     """`TorchParams` without Keras' counters in what ranks compare."""
 
     def made_of(self) -> list[str]:
-        """Return a line for each variable."""
         return [_COUNTER.sub("", line) for line in super().made_of()]
 
 
@@ -148,16 +142,13 @@ class KerasEvaluator(TorchEvaluator):
     """`TorchEvaluator` of Keras' metrics, which keep totals of their own shapes."""
 
     def add(self, batch: Batch) -> None:
-        """Add one batch to the metrics' totals."""
         with without_tensorflow():  # metrics are made at the first
             super().add(batch)
 
     def measure(self, batch: Any) -> None:
-        """Add one batch of tensors in the modes of an evaluation."""
         self._metrics.count(self._metrics.measure(batch))
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return metrics by name, from totals that were summed over ranks."""
         return dict(self._metrics.results(totals))
 
 
@@ -169,12 +160,10 @@ class KerasGenerators(Generators):
         self._model = model
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the state of each by name."""
         return {**super().state(), **{f"keras.seed.{i}": np.array(keras.ops.convert_to_numpy(v))
                                       for i, v in enumerate(seed_states(self._model))}}
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
-        """Undo `state`."""
         super().load(arrays)
         for i, variable in enumerate(seed_states(self._model)):
             if f"keras.seed.{i}" in arrays:
@@ -182,7 +171,7 @@ class KerasGenerators(Generators):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """After it, each is as it was before it, Keras' own generator of unseeded calls too."""
+        """Restore all states after the body, Keras' own generator of unseeded calls too."""
         with super().kept(), generator_kept(), without_tensorflow():  # asked for where a model refuses its input
             yield
 
@@ -196,7 +185,6 @@ class KerasState(state.TorchState):
         self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, Adopted) else None
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
-        """Undo `state`; a checkpoint that does not fit changes nothing."""
         resuming.check(self.optimizer, rest)
         if self._adopted is not None:
             own = state.optimizer_arrays(self.optimizer, self.names)
@@ -208,7 +196,6 @@ class KerasState(state.TorchState):
         super().load(groups, rest)
 
     def try_export(self) -> str:
-        """Raise `UserError` for a tensor that no file can hold; return what Keras cannot write, or ""."""
         with without_tensorflow():
             return super().try_export() or final_files.left_out(self._keras_model)
 
@@ -238,16 +225,17 @@ def _write(module: torch.nn.Module, model: keras.Model, directory: Path) -> list
 
 
 def _slot(name: str) -> str:
-    """Return the word of an optimizer's array by its name in a checkpoint, such as momentum."""
+    """Return the slot's name in an optimizer's array of a checkpoint, such as momentum."""
     return name.rpartition("/")[2]
 
 
 class KerasModule(torch.nn.Module):
-    """``keras_model``, which has its variables, with ``training`` handed on to its layers.
+    """``keras_model``, which has its variables, as a module of PyTorch with the model's own tensors.
 
-    ``of_layers``: what its layers add is part of the loss.
-    Parameters: trainable variables in the model's order, then frozen ones. Buffers: BatchNorm's statistics and their
-    like. In neither: states of random generators (`seed_states`) and of metrics.
+    Keras on PyTorch keeps every variable, BatchNorm's statistics and states of random generators too, as a parameter
+    that its layers hold twice. Here each stands once, under a readable name. Parameters: trainable variables in the
+    model's order, then frozen ones. Buffers: BatchNorm's statistics and the like. In neither: states of random
+    generators (`seed_states`) and of metrics. ``of_layers``: losses that layers add are part of the loss.
     """
 
     keras_model: keras.Model
@@ -268,7 +256,6 @@ class KerasModule(torch.nn.Module):
             self.register_buffer(names[id(variable)], variable.value)
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the model in this module's mode."""
         return self.keras_model(*inputs, training=self.training)
 
     def _apply(self, fn: Any, recurse: bool = True) -> KerasModule:
@@ -285,25 +272,25 @@ class KerasModule(torch.nn.Module):
 
 
 def _meant_to_train(model: keras.Model) -> set[int]:
-    """Ids of the variables that layers made to be trained, frozen or not."""
+    """Return ids of the variables that layers made to be trained, frozen or not."""
     return {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
 
 
 def seed_states(model: keras.Model) -> list[Any]:
-    """The states of the model's seeded random generators, in its order: what is neither a weight nor a metric."""
+    """Return the states of the model's seeded random generators, in its order: neither weights nor metrics."""
     counted = {id(v) for v in (*model.weights, *model.metrics_variables)}
     own = [v for v in model.variables if id(v) not in counted]
     return [v for v in own if v.path.rpartition("/")[2].startswith("seed_generator_state")]
 
 
 def normalising(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers in training mode that take statistics over a batch, and keep them."""
+    """Return the layers in training mode that take statistics over a batch, and keep them."""
     return [layer for layer in model._flatten_layers()
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
 
 
 def dropping(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers that draw random numbers while training."""
+    """Return the layers that draw random numbers while training."""
     def draws(layer: Any) -> bool:
         rates = (getattr(layer, name, 0.0) for name in ("rate", "dropout", "recurrent_dropout", "stddev"))
         return any(isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0 for r in rates)

@@ -37,7 +37,7 @@ class TorchCompile:
     """Implements `hvdtrain.core.protocols.Compile`.
 
     ``named``: the model's blocks as its file names them, or none. ``kind``: type of the devices. ``waits``: BatchNorm
-    layers wait for other ranks in their forward pass. ``why``: why this model is not compiled at all, in words.
+    layers wait for other ranks in their forward pass. ``why``: the reason why this model is not compiled at all.
     """
 
     collective = False
@@ -61,19 +61,16 @@ class TorchCompile:
                 self._units[name] = Forward(block, self._switch)
 
     def install(self, model: torch.nn.Module, blocks: Sequence[Any] = ()) -> None:
-        """Stand in for the blocks' forward passes, which compute as they did until `use` says otherwise."""
         for unit in self._units.values():
             unit.put()
         self._hook(CHANNELS_LAST in self.chosen)
 
     def remove(self, model: torch.nn.Module) -> None:
-        """Give every block its own forward pass back, and convolutions their inputs as they come."""
         self._hook(False)
         for unit in self._units.values():
             unit.take_back()
 
     def refusal(self, option: str) -> str:
-        """Return why ``option`` is not tried."""
         if self._why or option != COMPILED:
             return self._why
         if not self._units:
@@ -81,13 +78,11 @@ class TorchCompile:
         return missing(self._kind)
 
     def use(self, options: Collection[str]) -> None:
-        """Compute so from now on."""
         self.chosen = tuple(option for option in self.options if option in options)
         self._switch.on = COMPILED in self.chosen
         self._hook(CHANNELS_LAST in self.chosen)
 
     def prepare(self, work: Callable[[], None], until: float) -> str:
-        """Compile what is in use by ``work``; `RuntimeError` where not one block could be."""
         if not self._switch.on:
             work()
             return ""
@@ -99,13 +94,10 @@ class TorchCompile:
         return grouped(left)
 
     def describe(self) -> dict[str, str]:
-        """Return what is in use in words, for the summary."""
         return {"compile": " and ".join(self.chosen) or "nothing"}
 
     def caveats(self) -> list[str]:
-        """Return nothing: sums round as on any other device; masks are others in channels_last, but that does not
-        depend on how a batch is cut.
-        """
+        """Return []: sums round as on another device, and channels_last's masks depend on no batch's division."""
         return []
 
     def _hook(self, on: bool) -> None:
@@ -122,8 +114,8 @@ class TorchCompile:
 def units(model: torch.nn.Module, named: Named) -> list[tuple[str, torch.nn.Module]]:
     """Return the blocks to compile: the named ones; without any the modules of modules in the model; else the model.
 
-    Not the model as a whole where it has parts: gradients come out of a compiled block all at once, and could not be
-    exchanged while backward goes on.
+    Not the model as a whole where it has submodules: gradients come out of a compiled block all at once, and could not
+    be exchanged during backward.
     """
     found = [(name, block) for name, block in named if not _single(block)]
     found = found or [(name, block) for name, block in _walk("", model) if any(block.children())]
@@ -131,12 +123,12 @@ def units(model: torch.nn.Module, named: Named) -> list[tuple[str, torch.nn.Modu
 
 
 def _single(block: torch.nn.Module) -> bool:
-    """Whether it is one of PyTorch's own layers, alone: a kernel that there is nothing to fuse with."""
+    """Return whether it is one of PyTorch's own layers, alone, which leaves a compiler nothing to fuse."""
     return type(block).__module__.startswith("torch.nn.modules") and not any(block.children())
 
 
 def _walk(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules right below ``module``; of mere lists what is in them."""
+    """Yield the modules right below ``module``; of mere lists those in them."""
     for name, child in module.named_children():
         name = f"{prefix}{name}"
         if isinstance(child, _LISTS) and type(child) in _LISTS and any(any(c.children()) for c in child.children()):
@@ -146,7 +138,7 @@ def _walk(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.
 
 
 def refusal(block: torch.nn.Module, waits: bool) -> str:
-    """Return why ``block`` is not compiled, in words; "" where it may be."""
+    """Return the reason why ``block`` is not compiled; "" where it may be."""
     if isinstance(block, (torch.nn.ModuleList, torch.nn.ModuleDict)):
         return "a list, which computes nothing itself"
     for module in block.modules():
@@ -160,14 +152,14 @@ def refusal(block: torch.nn.Module, waits: bool) -> str:
 
 
 def _users_own(module: torch.nn.Module) -> bool:
-    """Whether somebody has compiled ``module`` with torch.compile, or by its own method."""
+    """Return whether ``module`` was compiled with torch.compile, or by its own method."""
     dynamo = sys.modules.get("torch._dynamo")  # not imported for the question's sake
     wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None
 
 
 def grouped(left: dict[str, str]) -> str:
-    """Say which blocks are left and why, those of one reason together; "" where none is."""
+    """Return the blocks that are left with the reasons, those of one reason together; "" where none is."""
     reasons = dict.fromkeys(filter(None, left.values()))
     return "; ".join(f"{_names([n for n, why in left.items() if why == reason])} ({reason})" for reason in reasons)
 
@@ -200,8 +192,7 @@ class OutOfTime(BaseException):
 
 
 class Switch:
-    """What the compiled blocks of a model share. ``on``: they compute compiled. ``until``: in `compiling`, its bound.
-    """
+    """State that a model's compiled blocks share. ``on``: compute compiled. ``until``: bound of `compiling`."""
 
     def __init__(self) -> None:
         self.on = False
@@ -209,7 +200,7 @@ class Switch:
 
     @contextlib.contextmanager
     def compiling(self, until: float) -> Iterator[None]:
-        """Within it blocks may be compiled; outside only what has been compiled is used."""
+        """Allow blocks to be compiled within the body; outside, only finished ones are used."""
         import torch._dynamo.config
         import torch._functorch.config
         import torch._inductor.config
@@ -229,10 +220,9 @@ class Switch:
 
 
 class Forward:
-    """Stands in for the ``forward`` of ``block``, which may have had one of its own (``own``) beside its class's.
+    """Replacement of the ``forward`` of ``block``, which may have had one of its own (``own``) beside its class's.
 
-    Callable like it. ``left``: why the block is not compiled, in words. In copies of the block, and when it is pickled,
-    it is the plain forward pass.
+    ``left``: the reason why the block is not compiled. Copies and pickles of the block have the plain forward pass.
     """
 
     def __init__(self, block: torch.nn.Module, switch: Switch) -> None:
@@ -257,13 +247,13 @@ class Forward:
             return self._compiled(*args, **kwargs)
 
     def put(self) -> None:
-        """Stand in, where that is not done; what recomputes the block may stand in for this since."""
+        """Replace the block's forward pass, once: recomputing may have replaced this one since."""
         if not self._placed:
             vars(self.block)["forward"] = self
         self._placed = True
 
     def take_back(self) -> None:
-        """Give the block its own forward pass back, unless somebody else has put another one there."""
+        """Restore the block's own forward pass, unless another one was put there since."""
         placed, self._placed = self._placed, False
         if not placed or vars(self.block).get("forward") is not self:
             return
@@ -273,7 +263,7 @@ class Forward:
             vars(self.block)["forward"] = self.own
 
     def _tried(self, until: float, *args: Any, **kwargs: Any) -> Any:
-        """Compile and compute; where that fails, remember why, and compute as the user wrote it."""
+        """Compile and compute; where that fails, note why, and compute as the user wrote it."""
         if self._compiled is None and time.monotonic() >= until:
             self.left = NO_TIME
             return self.plain(*args, **kwargs)
@@ -299,18 +289,17 @@ class Forward:
 
 
 def _plain_forward(block: torch.nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The forward pass of ``block`` without a compiler."""
     return own or types.MethodType(type(block).forward, block)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` by PyTorch's compiler, with the random numbers that it draws uncompiled."""
+    """Compile ``function`` by PyTorch's compiler, with the random numbers that it draws uncompiled."""
     # Without the cache of graphs, whose files are pickles; code is kept in files by what it is made from.
     return torch.compile(function, options={"fallback_random": True, "fx_graph_cache": False})
 
 
 def missing(kind: str) -> str:
-    """Return what PyTorch's compiler lacks on this machine for devices of ``kind``, in words; "" where nothing."""
+    """Return what PyTorch's compiler lacks on this machine for devices of ``kind``; "" where it lacks nothing."""
     try:
         import torch._dynamo
 
@@ -329,7 +318,7 @@ def missing(kind: str) -> str:
 
 
 def own_folder() -> str:
-    """Have PyTorch keep compiled code in a folder that nobody else can write to, unless the user has named one.
+    """Have PyTorch keep compiled code in a folder that only this user can write to, unless the user has named one.
 
     PyTorch's own default is a name in the temporary folder that anybody could have made before.
     """
@@ -348,7 +337,7 @@ def own_folder() -> str:
 
 @contextlib.contextmanager
 def _alarm(until: float) -> Iterator[None]:
-    """Raise `OutOfTime` in the main thread once ``until`` (`time.monotonic`) is over; elsewhere nothing does."""
+    """Raise `OutOfTime` in the main thread once ``until`` (`time.monotonic`) is over; other threads have no bound."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

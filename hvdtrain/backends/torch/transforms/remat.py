@@ -31,10 +31,10 @@ ROUNDS = 3
 
 
 class Recomputed:
-    """Stands in for the forward pass of a block; ``beneath``: what stood there before, None for the class's own.
+    """Replacement of a block's forward pass; ``beneath``: the one it replaced, None for the class's own.
 
-    ``storages``: while it is measured what the block saves, which it then keeps. A copy or a pickle of the block has
-    the forward pass beneath.
+    ``storages``: notes what the block saves while it is measured. Copies and pickles of the block have the forward pass
+    beneath.
     """
 
     def __init__(self, module: torch.nn.Module, block: Block) -> None:
@@ -54,7 +54,7 @@ class Recomputed:
         return Frame(self.block, args, named).run(args, named)
 
     def compute(self, *args: Any, **named: Any) -> Any:
-        """The block's own forward pass."""
+        """Compute the block's own forward pass."""
         if self.beneath is not None:
             return self.beneath(*args, **named)
         return type(self.module).forward(self.module, *args, **named)
@@ -72,8 +72,8 @@ def _itself(value: Any) -> Any:
 class Remat:
     """Implements `hvdtrain.core.protocols.Remat` for the blocks ``named`` of ``model``, which ``stage`` computes.
 
-    ``samples``: gives so many samples to try the blocks with; None: they are not tried before they train. ``names``: of
-    all blocks, where other ranks have some; this rank recomputes its own.
+    ``samples``: returns n samples to try the blocks with; None: they are not tried before they train. ``names``: of all
+    blocks, where other ranks have some; this rank recomputes its own.
     """
 
     collective = False
@@ -92,7 +92,6 @@ class Remat:
         self._refusals: dict[str, str] | None = None
 
     def install(self, model: torch.nn.Module, blocks: Sequence[Any] = ()) -> None:
-        """Have the chosen blocks recomputed, from now on."""
         self._installed = True
         for name in self.chosen:
             module = self._named[name]
@@ -101,7 +100,6 @@ class Remat:
                 self._placed[name] = vars(module)["forward"] = placed
 
     def remove(self, model: torch.nn.Module) -> None:
-        """Give every block its own forward pass back."""
         self._installed = False
         self._take_off()
 
@@ -117,19 +115,15 @@ class Remat:
         self._placed = {}
 
     def choose(self, names: Collection[str]) -> None:
-        """Recompute these blocks and no others from the next step on."""
         self._take_off()
         self.chosen = tuple(name for name in self._named if name in names)
         if self._installed:
             self.install(self._model)
 
     def refusal(self, name: str) -> str:
-        """Return why a block cannot be recomputed exactly, in words; "" where it can.
-
-        The first call tries all blocks with a few samples; nothing of that remains.
-        """
+        """Return why a block cannot be recomputed exactly; the first call tries all blocks, and restores everything."""
         if self._refusals is None:
-            self._refusals = told(self._model, self._named)
+            self._refusals = refusals(self._model, self._named)
             left = [n for n in self._named if n not in self._refusals]
             if self._samples is not None and left:
                 batch = self._samples(TRIED)
@@ -144,7 +138,7 @@ class Remat:
 
     @contextlib.contextmanager
     def _only(self, names: Collection[str]) -> Iterator[list[Recomputed]]:
-        """Within it, these blocks are recomputed."""
+        """Recompute these blocks within the body."""
         chosen, installed = self.chosen, self._installed
         self._installed = True
         try:
@@ -156,7 +150,7 @@ class Remat:
 
     @contextlib.contextmanager
     def _recomputing(self, names: Collection[str], check: Check) -> Iterator[None]:
-        """Within it, these blocks are recomputed and looked at."""
+        """Recompute and check these blocks within the body."""
         with self._only(names) as placed:
             for one in placed:
                 one.block.check = check
@@ -167,7 +161,6 @@ class Remat:
                     one.block.check = None
 
     def costs(self, batch: Batch) -> list[BlockCost]:
-        """Measure every block on ``batch``: bytes in one pass, seconds to compute it again in a few more."""
         names = [name for name in self._named if not self.refusal(name)]
         storages = Storages((*self._model.parameters(), *self._model.buffers()))
         with self._only(names) as placed:
@@ -189,11 +182,10 @@ class Remat:
         return block_costs(names, storages, rounds[1:])
 
     def describe(self) -> dict[str, str]:
-        """Return the recomputed blocks, for the summary."""
         return {"recomputed": ", ".join(self.chosen)} if self.chosen else {}
 
     def caveats(self) -> list[str]:
-        """Return nothing: it is exact."""
+        """Return []: it is exact."""
         return []
 
 
@@ -201,8 +193,8 @@ TRIED = 2
 """Samples that blocks are tried with: BatchNorm needs two."""
 
 
-def told(model: torch.nn.Module, named: Mapping[str, Any]) -> dict[str, str]:
-    """Return why, by name, for those blocks of ``model``."""
+def refusals(model: torch.nn.Module, named: Mapping[str, Any]) -> dict[str, str]:
+    """Return why blocks of ``model`` cannot be recomputed, as far as their modules show it, by name."""
     if _compiled(model):
         return dict.fromkeys(named, "the model was given to torch.compile, which computes blocks its own way "
                                     "(hvdtrain compiles with compile: auto)")
@@ -227,7 +219,8 @@ def _compiled(module: Any) -> bool:
 
 
 def _hook(module: torch.nn.Module) -> str:
-    """The name of a user's hook; "" without one. Old spectral and weight norms are hooks, and channels_last is."""
+    """Return the name of a user's hook; "" without one. Old spectral and weight norms are hooks, and channels_last is.
+    """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -242,23 +235,28 @@ Computing = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass
 class Found:
-    """What one pass left behind, by what it is, and what was noticed while blocks were computed again."""
+    """Results of one pass by kind and name, and observations while blocks were computed again."""
 
     left: dict[str, dict[str, Any]] = field(default_factory=dict)
     check: Check = field(default_factory=Check)
     error: str = ""
 
     def differs(self, other: Found) -> list[str]:
-        """Return in words what of it is not in ``other`` to the bit."""
+        """Return what of it is not in ``other`` to the bit."""
         return [f"{kind} {name}".rstrip() for kind, values in self.left.items() for name, value in values.items()
                 if not equal(value, other.left[kind].get(name))]
 
 
 class Trial:
-    """Tries the blocks ``names`` of ``model``.
+    """Computes a batch with and without recomputing the blocks ``names`` of ``model``, and compares to the bit.
 
-    ``computing``: a context that computes a batch's gradients, there within it, and puts buffers and generators back.
-    ``recomputing``: a context within which some blocks are recomputed. ``states``: the random generators' by name.
+    Compares gradients, buffers, parameters that a forward pass writes, attributes, random generators, and the tensors
+    that a block saves for backward, which show a mask even where its gradient is zero so far. Where a device gives
+    other gradients each time, gradients do not count.
+
+    ``computing``: a context that computes a batch's gradients, available within it, and restores buffers and
+    generators. ``recomputing``: a context within which some blocks are recomputed. ``states``: the random generators'
+    by name.
     """
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], computing: Computing, recomputing: Recomputing,
@@ -268,7 +266,7 @@ class Trial:
         self._modules = Modules(model)
 
     def refusals(self) -> dict[str, str]:
-        """Return why, by name, for those that cannot be recomputed exactly."""
+        """Return why blocks cannot be recomputed exactly, by name."""
         with self._parameters_kept():
             plain, twice = self._pass(()), self._pass(())
             noise = set(twice.differs(plain))
@@ -284,7 +282,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _parameters_kept(self) -> Iterator[None]:
-        """After it, parameters are what they were before it: some forward passes write to them."""
+        """Restore parameters after the body: some forward passes write to them."""
         before = [(p, p.detach().clone()) for p in self._model.parameters()]
         try:
             yield
@@ -294,7 +292,7 @@ class Trial:
                     param.data.copy_(copy)
 
     def _why(self, one: Found, plain: Found, noise: set[str], name: str = "") -> str:
-        """What is wrong with a pass, or ""."""
+        """Return what is wrong with a pass, or ""."""
         if one.error:
             return one.error
         wrong = [words for words in one.differs(plain) if words not in noise]
@@ -321,8 +319,7 @@ class Trial:
         return found
 
     def _left(self) -> dict[str, dict[str, Any]]:
-        """What a pass has left, while it is there; of tensors of the model a digest, since three passes are compared.
-        """
+        """Return the results of a pass; of tensors of the model a digest, since three passes are compared."""
         model = self._model
         return {
             "the gradient of": {n: p.grad if p.grad is None else digest(p.grad) for n, p in model.named_parameters()},
@@ -334,16 +331,15 @@ class Trial:
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """Return a number for the bits of a tensor."""
     own = tensor.detach()
     own = (own if own.layout == torch.strided else own.to_dense()).cpu()
     return hashlib.blake2b(flat_bytes(own).numpy().data, digest_size=16).digest()
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same: tensors and arrays to the bit, numbers, words and containers of such.
+    """Return whether two values are equal: tensors and arrays to the bit, numbers, words and containers of such.
 
-    Anything else counts as the same where it is of one type.
+    Anything else counts as equal where it is of one type.
     """
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(one, other)

@@ -23,14 +23,14 @@ def check_shard(model: Any, shard: Shard, ranks: int) -> None:
 
     Errors: `UserError`, the same on every rank. On one rank a warning names the loss.
     """
-    from hvdtrain.tensorflow import objects
+    from hvdtrain.tensorflow import functions
 
     loss = getattr(model, "_compile_loss", None)
     if loss is not None and _accepted.get(model) is loss:
         return
     finding = _judge(model, shard)
     if ranks > 1:
-        finding = loss_coupling.first_of(objects.gathered(finding))
+        finding = loss_coupling.first_of(functions.gathered(finding))
     if finding is None or finding.outputs or finding.unjudged:
         if finding is not None and finding.unjudged and shard.size > 1 and shard.rank == 0:
             warnings.warn(finding.got, stacklevel=4)

@@ -178,9 +178,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def _gather(self, mine: Any) -> list[Any]:
         """Every rank's, by rank; collective."""
         if keras.backend.backend() == "tensorflow":
-            from hvdtrain.tensorflow import objects
+            from hvdtrain.tensorflow import functions
 
-            return objects.gathered(mine, *(() if self._process_set is None else (self._process_set,)))
+            return functions.gathered(mine, *(() if self._process_set is None else (self._process_set,)))
         from hvdtrain.cluster import boot
 
         control = boot.current_control()

@@ -44,7 +44,7 @@ def check_shard(model: Any, shard: Shard, ranks: int) -> None:
 
 def _judge(model: Any, shard: Shard) -> loss_coupling.Finding | None:
     """Judge the loss on samples of ``shard``."""
-    from hvdtrain.backends.tensorflow.loss_coupling import evaluator_of
+    from hvdtrain.backends.tensorflow.trial import evaluator_of
 
     pool = shard.spread(loss_coupling.CANDIDATES)
     rows = loss_coupling.choose_rows(keras.tree.flatten(pool), max(shard.count(0), 1))

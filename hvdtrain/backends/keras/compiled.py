@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.backends.keras.shapes import guarded, has_fixed_batch, refuse_mask, weight_of_batch
+from hvdtrain.backends.keras.losses import guarded, has_fixed_batch, refuse_mask, weight_of_batch
 from hvdtrain.backends.misfit import told
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.layout import Layout

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.backends.keras import compiled, losses, shapes
+from hvdtrain.backends.keras import compiled, losses
 from hvdtrain.backends.pairs import Pair, checked_pair
 from hvdtrain.config import Config, Named
 from hvdtrain.core.errors import UserError
@@ -85,7 +85,7 @@ class Task:
             setup.follow(keras.ops.argmax(y, axis=-1) if self._mixes else y, outputs, weight)
         n, added = keras.ops.shape(keras.tree.flatten(outputs)[0])[0], model.losses
         if self.ignored is not None:
-            n = keras.ops.sum(compiled.mean_of_sample(shapes.counted(y, self.ignored)))
+            n = keras.ops.sum(compiled.mean_of_sample(losses.counted(y, self.ignored)))
         if y is None and getattr(model, "compiled", False) and added:  # layers bring all of the loss
             total: Any = 0.0
         else:
@@ -96,12 +96,12 @@ class Task:
                 raise UserError(f"the data's targets are {'missing' if y is None else 'several'}",
                                 "one array, where the loss is by name", "compile the model with a loss for each output")
             assert self._loss is not None
-            shapes.refuse_mask(outputs)
+            losses.refuse_mask(outputs)
             with self._full(outputs):
                 values = self._loss(y, compiled.widened(outputs))
             if len(values.shape) == 0:
-                alike = weight is None and self.ignored is None and not shapes.has_fixed_batch(model)
-                weight = shapes.weight_of_batch(values, outputs, alike)
+                alike = weight is None and self.ignored is None and not losses.has_fixed_batch(model)
+                weight = losses.weight_of_batch(values, outputs, alike)
             total = _summed(values, weight)
         for extra in added:
             extra = keras.ops.sum(keras.ops.cast(extra, getattr(total, "dtype", "float32")))
@@ -173,7 +173,7 @@ def name_of(loss: Any) -> str:
 
 def _check_mixed(spec: Any, config: Config) -> None:
     """Raise `UserError` for a loss that takes no shares of classes, where the run makes such."""
-    sparse = shapes.sparse(config.loss.name)
+    sparse = losses.sparse(config.loss.name)
     if config.mixes_classes and (sparse or by_compile(spec, config)):
         raise UserError("data.augment.mixup, whose targets are shares of classes, with "
                         + (f"loss {config.loss.name}" if sparse else "the loss that the model was compiled with"),
@@ -188,7 +188,7 @@ def _resolved(config: Config, model: Any) -> Loss:
         return losses.by_name(named)
     own = compiled_loss(model)
     if own is None:
-        return shapes.guarded(_auto(named.args, config.mixes_classes), "auto")
+        return losses.guarded(_auto(named.args, config.mixes_classes), "auto")
     if not isinstance(own, str):
         raise UserError(f"loss.args {named.args} beside a loss that model.compile was given ready made",
                         "one of the two", "leave loss.args empty")
@@ -202,12 +202,12 @@ def _auto(args: dict[str, Any], mixes: bool) -> Loss:
     settings = {"from_logits": True, **args, "reduction": None}
 
     def loss(y: Any, outputs: Any) -> Any:
-        if not shapes.is_integer(y) and not mixes:
+        if not losses.is_integer(y) and not mixes:
             return keras.losses.MeanSquaredError(**args, reduction=None)(y, outputs)
         if len(outputs.shape) < 2 or outputs.shape[-1] == 1:
             raise UserError(f"the targets are integers and the model's outputs have shape {tuple(outputs.shape)}",
                             "one output per class", "set loss, for example to BinaryCrossentropy")
         if mixes or "label_smoothing" in args:  # which Keras' sparse loss lacks
-            return keras.losses.CategoricalCrossentropy(**settings)(shapes.as_shares(y, outputs), outputs)
+            return keras.losses.CategoricalCrossentropy(**settings)(losses.as_shares(y, outputs), outputs)
         return keras.losses.SparseCategoricalCrossentropy(**settings)(y, outputs)
     return loss

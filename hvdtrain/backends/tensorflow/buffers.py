@@ -16,10 +16,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.keras.names import stable_names
-from hvdtrain.backends.tensorflow.entered import PLAIN, Mark
-from hvdtrain.backends.tensorflow.optim import Optimization
-from hvdtrain.backends.tensorflow.optim_state import give_back, take_over
+from hvdtrain.backends.keras.saving import stable_names
+from hvdtrain.backends.tensorflow.graphs import PLAIN, Mark
+from hvdtrain.backends.tensorflow.optim import Optimization, give_back, take_over
 from hvdtrain.backends.tensorflow.state import assign, named, nbytes, seed_states, to_numpy, view
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.written import combine

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import entered
+from hvdtrain.backends.tensorflow import graphs
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.group import Group
@@ -185,12 +185,12 @@ class HostNodes(WithoutMemory):
             result = host_node(run, [x], x.dtype, f"collective {name}", name=name)
         if tf.inside_function():
             self._latest[graph], _of_graph[graph] = result.op, self
-            entered.note(node)
+            graphs.note(node)
         return Done(tf.ensure_shape(result, shape))
 
 
 class _Node:
-    """Implements `hvdtrain.backends.tensorflow.entered.Collective`. ``call``: enters and ends it, from an array."""
+    """Implements `hvdtrain.backends.tensorflow.graphs.Collective`. ``call``: enters and ends it, from an array."""
 
     def __init__(self, call: Callable[[np.ndarray], Any], shape: tf.TensorShape, dtype: tf.DType) -> None:
         self._call, self._shape, self._dtype = call, shape, dtype

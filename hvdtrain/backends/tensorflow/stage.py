@@ -24,10 +24,9 @@ import threading
 
 from hvdtrain.backends.tensorflow import host, placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, holding
-from hvdtrain.backends.tensorflow.calls import Calls
 from hvdtrain.backends.tensorflow.collectives import peer_failures
-from hvdtrain.backends.tensorflow.entered import Graph
 from hvdtrain.backends.tensorflow.gradients import Gradients
+from hvdtrain.backends.tensorflow.graphs import Calls, Graph
 from hvdtrain.backends.tensorflow.nodes import blocked_s, host_node
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm

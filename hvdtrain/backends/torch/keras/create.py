@@ -17,11 +17,10 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.keras.compiled import build, setup_of
-from hvdtrain.backends.keras.evaluation import Evaluation
 from hvdtrain.backends.keras.facts import KerasFacts
-from hvdtrain.backends.keras.names import stable_names
-from hvdtrain.backends.keras.seeds import generator_kept
-from hvdtrain.backends.keras.shapes import check_stateful
+from hvdtrain.backends.keras.losses import check_stateful, generator_kept
+from hvdtrain.backends.keras.metrics import Evaluation
+from hvdtrain.backends.keras.saving import stable_names
 from hvdtrain.backends.keras.task import Task
 from hvdtrain.backends.model_spec import refuse_groups
 from hvdtrain.backends.torch import placement

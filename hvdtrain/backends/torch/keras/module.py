@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import torch
 
-from hvdtrain.backends.keras.names import stable_names
+from hvdtrain.backends.keras.saving import stable_names
 from hvdtrain.core.errors import UserError
 
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import torch
 
-from hvdtrain.backends.keras import final_files
+from hvdtrain.backends.keras import saving
 from hvdtrain.backends.torch import export, resuming, state
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.backends.torch.keras.optim import Adopted
@@ -39,7 +39,7 @@ class KerasState(state.TorchState):
     def try_export(self) -> str:
         """Raise `UserError` for a tensor that no file can hold; return what Keras cannot write, or ""."""
         with without_tensorflow():
-            return super().try_export() or final_files.left_out(self._keras_model)
+            return super().try_export() or saving.left_out(self._keras_model)
 
     def export(self, directory: Path) -> list[str]:
         """Write model.safetensors and Keras' own file; return their names.
@@ -63,7 +63,7 @@ class KerasState(state.TorchState):
 def _write(module: torch.nn.Module, model: keras.Model, directory: Path) -> list[str]:
     export.write_safetensors(module, directory / weights.FILE)
     with without_tensorflow():
-        return [weights.FILE, *final_files.write(model, directory)]
+        return [weights.FILE, *saving.write(model, directory)]
 
 
 def _slot(name: str) -> str:

@@ -58,7 +58,7 @@ def mpi_threads_supported() -> bool:
 mpi_built = _answer("mpi_built", "Return whether collectives over MPI were built.")
 gloo_built = _answer("gloo_built", "Return whether Horovod was built with Gloo.")
 gloo_enabled = _answer("gloo_enabled", "Return whether Horovod can use Gloo in this job.")
-nccl_built = _answer("nccl_built", "Return the number of the NCCL version that Horovod was built with, 0 without NCCL.", int)
+nccl_built = _answer("nccl_built", "Return the NCCL version that Horovod was built with, 0 without NCCL.", int)
 ddl_built = _answer("ddl_built", "Return whether Horovod was built with IBM's DDL.")
 ccl_built = _answer("ccl_built", "Return whether Horovod was built with oneCCL.")
 cuda_built = _answer("cuda_built", "Return whether Horovod was built with CUDA.")

@@ -205,9 +205,10 @@ def assert_same_root(wire: Any, root_rank: int, ranks: Sequence[int] | None, nam
     In a graph nobody catches what the transport raises, so roots are gathered first.
     """
     roots_P = _gathered(wire, root_rank, f"{name}.roots")
+    advice = SAME_ROOT[0].upper() + SAME_ROOT[1:]
     same = tf.reduce_all(roots_P == roots_P[0]) & tf.reduce_any(roots_P[0] == tf.constant(ranks, tf.int32))
     text = f"broadcast with a root_rank that is not the same on all ranks, or none of them: ranks {ranks} have"
-    return tf.debugging.Assert(same, [text, roots_P, f"; expected one of them. {SAME_ROOT[0].upper()}{SAME_ROOT[1:]}."], 2**31 - 1)
+    return tf.debugging.Assert(same, [text, roots_P, f"; expected one of them. {advice}."], 2**31 - 1)
 
 
 def _gathered(wire: Any, root_rank: int, name: str) -> tf.Tensor:

@@ -97,7 +97,7 @@ def PartialDistributedGradientTape(gradtape: Any, device_dense: str = '', device
                                    op: int = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
                                    groups: Any = None, process_set: ProcessSet = global_process_set,
                                    local_layers: Any = None, scale_local_gradients: bool = True) -> Any:
-    """Return a `DistributedGradientTape` that leaves variables of ``local_layers`` (one Keras layer or several) local."""
+    """Return a `DistributedGradientTape` that leaves ``local_layers`` (one Keras layer or several) local."""
     tape = DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
                                    gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients)
     for variable in variables_of(local_layers):
@@ -118,7 +118,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
         optimizer, name=name, device_dense=device_dense, device_sparse=device_sparse, compression=compression,
         sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor, op=op,
         groups=_groups_of(num_groups, groups), backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients, process_set=process_set, scale_local_gradients=scale_local_gradients)
+        average_aggregated_gradients=average_aggregated_gradients, process_set=process_set,
+        scale_local_gradients=scale_local_gradients)
 
 
 def variables_of(local_layers: Any) -> list[Any]:

@@ -1,6 +1,6 @@
-"""A loss of keras.losses by the name that a configuration gives it, unreduced, on any backend of Keras.
+"""Losses of Keras: by name and unreduced, with checks of shapes, and evaluated without randomness.
 
-Owns which names are known. What a loss makes of shapes that do not fit is in `shapes`.
+Owns the known names and the messages about targets and outputs that do not fit, on any backend of Keras.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from keras.src.backend.common import global_state
 from typing import Any
 
 import keras
 import numpy as np
-import re
+from keras.src.backend.common import global_state
 
 from hvdtrain.backends.misfit import out_of_memory
 from hvdtrain.config import Config, Named
@@ -72,10 +72,10 @@ _BACKENDS = {"tensorflow": "TensorFlow", "torch": "PyTorch"}
 
 
 def guarded(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Keras' loss ``name(y, outputs)``, whose refusal of its inputs, and spreading of one over the other, is a
-    `UserError`.
+    """Return Keras' loss ``name(y, outputs)``, which raises `UserError` if it refuses its inputs or broadcasts one over
+    the other.
 
-    A user's own loss function is not guarded: its errors are his, with their traceback.
+    A user's own loss function is not guarded: its errors keep their traceback.
     """
     def checked(y: Any, outputs: Any) -> Any:
         got = f"the model's output is {kind(outputs)} and the targets are {kind(y)}"
@@ -103,15 +103,15 @@ def guarded(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def out_of_range(name: str, got: str, low: int, high: int, classes: int) -> UserError:
-    """In words, that class numbers of loss ``name`` run from ``low`` to ``high`` for a model with ``classes`` outputs.
-    """
+    """Return the error that class numbers run from ``low`` to ``high`` for a model with ``classes`` outputs."""
     return UserError(f"loss {name}: {got}; targets run from {low} to {high}",
                      f"0..{classes - 1} for a model with {classes} outputs",
                      "number the classes from 0, or give the model more outputs")
 
 
 def _span(y: Any) -> tuple[int, int] | None:
-    """The least and the greatest class number; None for other targets, and in a graph, where they are not known."""
+    """Return the least and the greatest class number; None for other targets, and in a graph, where they are not known.
+    """
     if not is_integer(y):
         return None
     with contextlib.suppress(Exception):
@@ -121,22 +121,23 @@ def _span(y: Any) -> tuple[int, int] | None:
 
 
 def key(name: str) -> str:
-    """``name`` without case and underscores."""
+    """Return ``name`` without case and underscores."""
     return name.lower().replace("_", "")
 
 
 def sparse(name: str) -> bool:
-    """Whether a loss of this name takes class numbers."""
+    """Return whether a loss of this name takes class numbers."""
     return key(name).startswith("sparsecategorical")
 
 
 def of_shares(name: str) -> bool:
-    """Whether a loss of this name takes shares of classes, of which class numbers are made where they come instead."""
+    """Return whether a loss of this name takes shares of classes, into which class numbers are converted."""
     return key(name).startswith("categorical") and key(name) not in OF_CLASSES
 
 
 def as_shares(y: Any, outputs: Any) -> Any:
-    """Class numbers (B, ...) or (B, ..., 1) for outputs (B, ..., C) one-hot; other targets as they are.
+    """Convert class numbers (B, ...) or (B, ..., 1) for outputs (B, ..., C) to one-hot; return other targets as they
+    are.
 
     A number outside 0..C-1 gives NaN, since a row of zeros would hide it.
     """
@@ -187,13 +188,13 @@ def counted(labels: Any, ignored: int) -> Any:
 
 
 def is_integer(tensor: Any) -> bool:
-    """Whether a tensor holds whole numbers."""
+    """Return whether a tensor holds whole numbers."""
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     return dtype.startswith(("int", "uint"))
 
 
 def kind(tensor: Any) -> str:
-    """dtype[shape], the number of samples as B: a graph may leave it open."""
+    """Return dtype[shape], the number of samples as B: a graph may leave it open."""
     rank = _rank(tensor)
     extents = ["..."] if rank is None else ["B", *tuple(tensor.shape)[1:]] if rank else []
     dtype = keras.backend.standardize_dtype(tensor.dtype)
@@ -201,7 +202,7 @@ def kind(tensor: Any) -> str:
 
 
 def _rank(tensor: Any) -> int | None:
-    """The number of dimensions, None where a graph leaves even that open."""
+    """Return the number of dimensions, None where a graph leaves even that open."""
     try:
         return len(tensor.shape)
     except ValueError:
@@ -209,7 +210,9 @@ def _rank(tensor: Any) -> int | None:
 
 
 def _fit(y: Any, outputs: Any) -> bool:
-    """Whether a loss of single elements may meet these shapes: Keras adds or drops a last 1, and spreads others."""
+    """Return whether a loss of single elements may take these shapes: Keras adds or drops a last 1, and broadcasts
+    others.
+    """
     if _rank(y) is None or _rank(outputs) is None:
         return True
     longer, shorter = sorted((list(y.shape), list(outputs.shape)), key=len, reverse=True)
@@ -221,8 +224,8 @@ def _fit(y: Any, outputs: Any) -> bool:
 def check_stateful(model: Any, config: Config, backend: str) -> None:
     """Raise `UserError` for a stateful RNN (``stateful=True``) whose state would meet other samples than it came from.
 
-    A state belongs to the rows of a batch. With one micro-batch of the same rows in every step each rank's own state is
-    that of its rows.
+    A state belongs to the rows of a batch: with one micro-batch of the same rows in every step a rank's state is that
+    of its rows.
     """
     layer = next((one for one in model._flatten_layers() if getattr(one, "stateful", False) is True), None)
     if layer is None:
@@ -252,7 +255,8 @@ _NEUTRAL = (_L.BatchNormalization, _L.Dropout, _L.SpatialDropout1D, _L.SpatialDr
 def neutral_layers(model: Any, keep: Callable[[Any, Any, Any], None]) -> Iterator[None]:
     """Have Keras' layers that draw or normalize compute as in evaluation, and layers of mixed policies in float32.
 
-    ``keep(model, inputs, outputs)`` is called after each call of the model.
+    So two evaluations of a loss differ by their samples only. ``keep(model, inputs, outputs)`` is called after each
+    call of the model.
     """
     patched: list[Any] = []
     mixed = [(layer, layer.dtype_policy) for layer in model._flatten_layers()
@@ -301,7 +305,7 @@ _NAME = "global_seed_generator"
 
 @contextlib.contextmanager
 def generator_kept() -> Iterator[None]:
-    """Within it Keras may draw and make its generator; afterwards it is as before, or to be made still."""
+    """Restore Keras' own generator, which serves ``keras.random`` calls without a seed; one made within is dropped."""
     own = global_state.get_global_attribute(_NAME)
     before = None if own is None else np.array(keras.ops.convert_to_numpy(own.state))
     try:

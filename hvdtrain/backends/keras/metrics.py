@@ -1,19 +1,18 @@
-"""Exact metrics over uneven shards: Keras' own metrics, whose state is summed over ranks before the result is taken.
+"""Metrics of an evaluation, exact over uneven shards: totals that ranks add before a result is taken from them.
 
-Owns the totals of an evaluation, on any backend of Keras: "loss" and what a model file or a ``module:callable`` returns
-are (sum, weight), those of Keras' metrics are their states (`hvdtrain.backends.keras.metrics`), from `model.compile` and
-from the configuration.
+Owns the way from Keras' metrics to float64 vectors and back, on any backend of Keras. "loss" and what a model file or a
+``module:callable`` returns are (sum, weight). Gathers nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
-import math
 import numpy as np
 
 from hvdtrain.backends.keras import compiled
@@ -43,8 +42,7 @@ class Evaluation:
         self._totals = Totals()
 
     def build(self, batch: Sequence[Any]) -> None:
-        """Make Keras' metrics with all their variables, by one sample of zeros like ``batch``, before `measure` is
-        traced: no graph can make variables."""
+        """Make Keras' metrics with their variables, by one sample of zeros like ``batch``: no graph can make them."""
         if self._states and not self._states.built:
             x, y, weight = zeros_like_one(compiled.split(self._spec.model, batch))
             self._states.build(y, compiled.widened(self._spec.model(x, training=False)), weight)
@@ -76,7 +74,7 @@ class Evaluation:
         self._totals.add(pairs)
 
     def take(self) -> dict[str, np.ndarray]:
-        """Return float64[k] by name since the last call, "loss" first; empty where no batch was seen. Starts anew."""
+        """Return float64[k] by name since the last call, "loss" first; empty before any batch. Begin again."""
         totals, of_keras = self._totals.take(), self._states.take()
         return {**totals, **of_keras} if totals else {}
 
@@ -86,7 +84,7 @@ class Evaluation:
 
 
 def _known(name: str) -> str:
-    """``name`` as Keras spells it; `UserError` if keras.metrics lacks it."""
+    """Return ``name`` as Keras spells it; `UserError` if keras.metrics lacks it."""
     if name.lower() in ("accuracy", "acc"):
         return "accuracy"
     refuse_batch_statistics(name)
@@ -118,13 +116,13 @@ SHAPES = "shapes of targets and outputs"
 
 
 def vector(metric: Any) -> np.ndarray:
-    """The state of a metric: float64[k], its variables end to end."""
+    """Return the state of a metric: float64[k], its variables end to end."""
     arrays = [np.asarray(v.numpy(), np.float64).reshape(-1) for v in metric.variables]
     return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
 def result_of(metric: Any, total_k: np.ndarray) -> Any:
-    """What the metric says of a state, which it does not keep; a float, or arrays where it has several numbers."""
+    """Return the metric's result for a state, which it does not keep; a float, or arrays of several numbers."""
     if type(metric).result is keras.metrics.Mean.result:
         # (sum, weight), divided in float64: Keras would divide in float32.
         return float(total_k[0] / total_k[1]) if total_k[1] else math.nan
@@ -143,8 +141,8 @@ def result_of(metric: Any, total_k: np.ndarray) -> Any:
 
 
 def is_additive(metric: Any) -> bool:
-    """Whether the metric's states may be added: Keras' own but `NOT_ADDITIVE`, a subclass that leaves a counting
-    class's state as it is, or one that says so with ``additive = True``.
+    """Return whether the metric's states may be added: Keras' own but `NOT_ADDITIVE`, a subclass that leaves a counting
+    class's state as it is, or one with ``additive = True``.
     """
     said = getattr(metric, "additive", None)
     if said is not None:
@@ -156,14 +154,14 @@ def is_additive(metric: Any) -> bool:
 
 
 def plain_name(metric: Any) -> str:
-    """Its name, without Keras' counter (auc_3), which is not the same in every process."""
+    """Return a metric's name without Keras' counter (auc_3), which is not the same in every process."""
     name = str(getattr(metric, "name", None) or getattr(metric, "__name__", type(metric).__name__))
     stem, _, counter = name.rpartition("_")
     return stem if counter.isdigit() and stem.replace("_", "") == type(metric).__name__.lower() else name
 
 
 def refuse_batch_statistics(name: str) -> None:
-    """`UserError` for a metric of `NOT_ADDITIVE`."""
+    """Raise `UserError` for a metric of `NOT_ADDITIVE`."""
     if name.lower().replace("_", "") in {n.lower() for n in NOT_ADDITIVE}:
         raise UserError(f"metric {name} takes its statistics of one batch",
                         "a metric whose state is a sum over samples",
@@ -171,7 +169,7 @@ def refuse_batch_statistics(name: str) -> None:
 
 
 def in_order(compile_metrics: Any) -> list[tuple[str, Any, str, bool]]:
-    """(Keras' name, metric, output's name or "", takes sample weights?) of a built `CompileMetrics`."""
+    """Return (Keras' name, metric, output's name or "", takes sample weights?) of a built `CompileMetrics`."""
     found = [(metric, group.output_name or "", weighted)
              for groups, weighted in ((compile_metrics._flat_metrics, False),
                                       (compile_metrics._flat_weighted_metrics, True))
@@ -184,9 +182,11 @@ def in_order(compile_metrics: Any) -> list[tuple[str, Any, str, bool]]:
 class CompiledMetrics:
     """The metrics of `model.compile`, for each output, and ``more`` of one output by name.
 
-    ``taken``: names that are others'. ``keras_names``: what Keras calls a metric here, by its name in the totals,
-    which lacks Keras' counter. ``ignored``: the label that the run's loss does not count, and so neither does ``more``;
-    compiled metrics count what Keras itself does.
+    A total is a metric's variables end to end. Sums of totals over any shares of the data give the metric of the whole,
+    because Keras' metrics count. One more total, `SHAPES`, tells ranks without samples the metrics' shapes. ``taken``:
+    names that are others'. ``keras_names``: Keras' name of a metric by its name in the totals, which lacks Keras'
+    counter. ``ignored``: the label that the run's loss does not count, and so neither does ``more``; compiled metrics
+    count what Keras itself does.
     """
 
     def __init__(self, model: Any, more: dict[str, Any] | None = None, taken: Iterable[str] = ("loss",),
@@ -225,7 +225,7 @@ class CompiledMetrics:
         self.built = True
 
     def _free(self, name: str, weighted: bool) -> str:
-        """``name``, numbered if another metric has it."""
+        """Return ``name``, numbered if another metric has it."""
         taken = self._taken | self.named.keys()
         if weighted and name in taken and f"weighted_{name}" not in taken:
             return f"weighted_{name}"
@@ -257,7 +257,7 @@ class CompiledMetrics:
         return {**totals, SHAPES: self._shapes_k}
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """Each metric from its summed total; one of several numbers (one per class) gives their mean.
+        """Return each metric from its summed total; one of several numbers (one per class) gives their mean.
 
         A total of two numbers that is no metric's here is (sum, weight).
         """
@@ -279,14 +279,14 @@ def _of_class_numbers(metric: Any) -> bool:
 
 
 def zeros_like_one(tree: Any) -> Any:
-    """One sample of zeros (1, ...) for every tensor; dimensions that a graph leaves open are 1."""
+    """Return one sample of zeros (1, ...) for every tensor; dimensions that a graph leaves open are 1."""
     def zeros(t: Any) -> Any:
         return keras.ops.zeros([1, *(n or 1 for n in tuple(t.shape)[1:])], keras.backend.standardize_dtype(t.dtype))
     return keras.tree.map_structure(lambda t: None if t is None else zeros(t), tree)
 
 
 def _of_one_output(metric: Any, name: str, y: Any, outputs: Any) -> Any:
-    """A fresh metric for a name, class instance or function, made on the only output."""
+    """Return a fresh metric for a name, class instance or function, made on the only output."""
     ys, outs = keras.tree.flatten(y), keras.tree.flatten(outputs)
     if len(ys) != 1 or len(outs) != 1:
         raise UserError(f"metric {name} by name, where the model has {len(outs)} outputs", "one output",
@@ -309,7 +309,7 @@ def _object(metric: Any, name: str) -> Any:
 
 
 def accuracy(y: Any, outputs: Any) -> Any:
-    """Keras' reading of "accuracy": binary for one output, sparse for class numbers, else categorical."""
+    """Return Keras' reading of "accuracy": binary for one output, sparse for class numbers, else categorical."""
     if outputs.shape[-1] == 1:
         return keras.metrics.BinaryAccuracy(name="accuracy")
     if len(y.shape) < len(outputs.shape) or y.shape[-1] == 1:
@@ -320,7 +320,7 @@ def accuracy(y: Any, outputs: Any) -> Any:
 # --- what ranks without samples learn ----------------------------------------------------------------------------
 
 def _written(parts: Any) -> np.ndarray:
-    """Structure, types and shapes as one vector, `SHAPES`."""
+    """Return structure, types and shapes as one vector, `SHAPES`."""
     leaves: list[Any] = []
 
     def told(part: Any) -> Any:
@@ -339,7 +339,7 @@ def _written(parts: Any) -> np.ndarray:
 
 
 def _read(shapes_k: np.ndarray) -> Any:
-    """Undo `_written`: tensors of zeros. Where ranks had sequences of other lengths, those are near their mean."""
+    """Undo `_written`: tensors of zeros. If ranks had sequences of other lengths, those are near their mean."""
     numbers = [round(n) for n in shapes_k[1:].tolist()]
     text, dims = bytes(numbers[1:numbers[0] + 1]), iter(numbers[numbers[0] + 1:])
 

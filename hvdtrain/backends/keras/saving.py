@@ -1,12 +1,14 @@
-"""Write the final files of a Keras model besides model.safetensors: model.keras, or model.weights.h5.
+"""Names of a Keras model's variables that are the same in every process, and its final files.
 
-Owns which of the two is written and why. Weights are put in place by the backends.
+Owns which of model.keras and model.weights.h5 is written besides model.safetensors. Weights are put in place by the
+backends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import re
 
 from hvdtrain.checkpoint import files
 from hvdtrain.core.terminal import say
@@ -23,7 +24,7 @@ WHOLE, ONLY_WEIGHTS = "model.keras", "model.weights.h5"
 
 
 def write(model: keras.Model, directory: Path) -> list[str]:
-    """Write the model as Keras does; return the file's name, none where Keras can write neither of the two. OSError."""
+    """Write the model as Keras does; return the file's name, none if Keras can write neither of the two. OSError."""
     why = ""
     for name, save in ((WHOLE, model.save), (ONLY_WEIGHTS, model.save_weights)):
         try:
@@ -84,11 +85,13 @@ _COUNTED = re.compile(r"^(.*?)(?:_(\d+))?$")
 
 
 def stable_names(variables: Sequence[Any]) -> list[str]:
-    """One name for each variable, all different, without dots (which PyTorch reads as the way to a submodule).
+    """Return a name for each variable: its path, with Keras' counters begun at their least; all different, without
+    dots.
 
-    Keras numbers the layers of a process, not of a model: ``dense_7`` and ``dense_8`` are the first two of a model
-    that is built late. Of layers of one parent whose names differ in such a number alone, the least loses it and the
-    others count from there; where there is none or 0 already (conv_0), names stay as they are.
+    Keras numbers the layers of a process, not of a model: ``dense_7`` and ``dense_8`` are the first two of a model that
+    is built late. Of layers of one parent whose names differ in such a number alone, the least loses it and the others
+    count from there; where there is none or 0 already (conv_0), names stay. PyTorch reads dots as the way to a
+    submodule.
     """
     least: dict[tuple[str, str], int] = {}
     paths = [variable.path.split("/") for variable in variables]
@@ -108,19 +111,17 @@ def stable_names(variables: Sequence[Any]) -> list[str]:
 
 
 def _parent(parts: list[str], depth: int) -> str:
-    """Where a part stands: its parents as Keras spells them."""
     return "/".join(parts[:depth])
 
 
 def _split(part: str) -> tuple[str, int]:
-    """("dense", 7) of dense_7, ("dense", 0) of dense."""
+    """Return ("dense", 7) of dense_7, ("dense", 0) of dense."""
     found = _COUNTED.match(part)
     assert found is not None
     return found[1], int(found[2] or 0)
 
 
 def _renumbered(part: str, least: int) -> str:
-    """``part`` with its number less ``least``."""
     stem, number = _split(part)
     if least == 0:
         return part

@@ -1,4 +1,7 @@
-"""What a Keras model holds while it trains: its variables, and its optimizer's without making them for all of it."""
+"""Bytes that a Keras model and its optimizer hold while they train, planned and measured.
+
+Owns the count of optimizer state without making it for the whole model. The plan is `hvdtrain.planning.memory`'s.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def model_bytes(parts: Parts) -> Model:
 
 
 def _by_vectors(own: Any) -> tuple[Slots, int]:
-    """(what an optimizer like ``own`` keeps of each variable, bytes that it keeps once), by two small vectors."""
+    """Return (what an optimizer like ``own`` keeps of each variable, bytes that it keeps once), by small vectors."""
     made = [alike(own) for _ in range(2)]
     held = []
     for n_variables, optimizer in enumerate(made, 1):
@@ -51,7 +54,7 @@ def state_now(parts: Parts) -> int:
 
 
 def traced(parts: Parts, batch: object) -> None:
-    """Nothing: a graph's memory is its executor's affair, and is measured."""
+    """Do nothing: a graph's memory is its executor's affair, and is measured."""
 
 
 def _dtype(variable: Any) -> str:
@@ -76,9 +79,9 @@ def held(parts: Parts) -> dict[str, int | None]:
 
 
 def allocators() -> list[dict[str, Any]]:
-    """Return of each GPU of this process what TensorFlow's allocator tells; [] without a GPU.
+    """Return TensorFlow's allocator statistics of each GPU of this process; [] without a GPU.
 
-    It does not tell what it has reserved, nor what lies free between tensors: those are None.
+    Reserved bytes and free gaps are unknown: None.
     """
     found = []
     for i in range(len(tf.config.list_physical_devices("GPU"))):

@@ -1,4 +1,7 @@
-"""A Keras model's loss in TensorFlow's types, and a look at class numbers that TensorFlow itself fails on."""
+"""A Keras model's loss and metrics in TensorFlow, and a check of class numbers on which TensorFlow itself fails.
+
+Owns graphs of evaluations. Loss and metrics themselves are `hvdtrain.backends.keras`'.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from hvdtrain.core.protocols import Batch
 
 
 class Task(task.Task):
-    """`hvdtrain.backends.keras.task.Task` that returns tensors, float64 where they come in it, else float32."""
+    """`hvdtrain.backends.keras.task.Task` that returns tensors, float64 if they come in it, else float32."""
 
     def __call__(self, model: Any, batch: Any, training: bool) -> Pair:
         """Run the model once on a flat batch of tensors (B, ...)."""
@@ -31,10 +34,10 @@ class Task(task.Task):
 
 
 class ClassNumbers:
-    """Looks at integer targets on the host: TensorFlow fails on those out of range, or gives NaN on a GPU.
+    """Checks integer targets on the host: TensorFlow fails on those out of range, or gives NaN on a GPU.
 
-    Only for categorical cross entropies, and where the model says the number of its outputs beforehand;
-    other models' targets are looked at when an operation has failed.
+    Only for categorical cross entropies, and if the model knows the number of its outputs beforehand; other models'
+    targets are checked when an operation has failed.
     """
 
     def __init__(self, spec: Any, config: Config) -> None:
@@ -71,7 +74,7 @@ class ClassNumbers:
 
     @contextlib.contextmanager
     def checked(self, batch: tuple[Any, ...]) -> Iterator[None]:
-        """Around the graph's run: `check` before it, and after a failed operation with the range that this names."""
+        """Run `check` before the body, and after a failed operation with the range that this names."""
         self.check(batch)
         try:
             yield
@@ -83,7 +86,7 @@ class ClassNumbers:
 
 
 def _output_shape(model: keras.Model) -> tuple[Any, ...] | None:
-    """The model's output shape, or None where it is known only once the model is called, or is of several tensors."""
+    """Return the model's output shape, or None if it is known only once the model is called, or of several tensors."""
     try:
         shape = model.output_shape
     except (AttributeError, ValueError):
@@ -92,15 +95,12 @@ def _output_shape(model: keras.Model) -> tuple[Any, ...] | None:
 
 
 def _wide(x: Any) -> tf.DType:
-    """The type a loss is summed in: float64 where it comes in it, else float32."""
+    """Return the type a loss is summed in: float64 if it comes in it, else float32."""
     return tf.float64 if getattr(x, "dtype", None) == tf.float64 else tf.float32
 
 
 class Evaluator:
-    """Runs the model in inference mode and keeps the totals; one graph per shape of batch.
-
-    Implements `hvdtrain.core.protocols.Evaluator`.
-    """
+    """Implements `hvdtrain.core.protocols.Evaluator`: runs the model in inference, one graph per shape of batch."""
 
     def __init__(self, evaluation: Evaluation, class_numbers: ClassNumbers) -> None:
         self._evaluation, self._class_numbers = evaluation, class_numbers
@@ -108,7 +108,6 @@ class Evaluator:
         self._kept: Kept | None = None
 
     def add(self, batch: Batch) -> None:
-        """Add one batch of arrays (B, ...); all of it, or nothing where that fails."""
         with self._class_numbers.checked(tuple(batch)):
             tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
             self._evaluation.build(tensors)
@@ -134,9 +133,7 @@ class Evaluator:
             self._evaluation.take()
 
     def totals(self) -> dict[str, np.ndarray]:
-        """Return float64[k] by name since the last call, "loss" first; empty where no batch was seen. Starts anew."""
         return self._evaluation.take()
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return each metric from its summed total."""
         return self._evaluation.results(totals)

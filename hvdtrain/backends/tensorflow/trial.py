@@ -1,14 +1,14 @@
-"""A batch computed for its time and memory alone: forward and backward, after which all is as it was.
+"""Samples computed without training on them: for their time and memory, for a first check, and for the loss alone.
 
-Owns what has to be put back: statistics that layers update in their forward, random generators. Exchanges nothing.
+Owns what is restored afterwards: variables, statistics and random generators. Exchanges nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import contextlib
 import keras
 import numpy as np
 import tensorflow as tf
@@ -23,7 +23,7 @@ from hvdtrain.parallel.parts import Parts
 
 
 class Trial:
-    """Calls ``gradients(batch)``, a graph of forward and backward, on ``model`` and puts back what that changed."""
+    """Calls ``gradients(batch)``, a graph of forward and backward, on ``model`` and restores what that changed."""
 
     def __init__(self, model: keras.Model, gradients: Callable[[tuple[Any, ...]], list[tf.Tensor]]) -> None:
         self._model, self._gradients = model, gradients
@@ -45,20 +45,20 @@ class Trial:
 
 
 def free_cached() -> None:
-    """Nothing: TensorFlow gives nothing back before the process ends."""
+    """Do nothing: TensorFlow frees nothing before the process ends."""
 
 
 def hold_bytes(n: int) -> None:
-    """Nothing: Keras has made the optimizer's state before."""
+    """Do nothing: Keras has made the optimizer's state before."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that the device's memory did not suffice."""
+    """Return whether ``error`` is a shortage of the device's memory."""
     return isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))
 
 
 def peak_bytes(work: Callable[[], None]) -> int:
-    """Most bytes that the device held at once while ``work`` ran, all there is of this process; 0 on a CPU."""
+    """Return the most bytes that the device held at once while ``work`` ran, all of this process's; 0 on a CPU."""
     if not tf.config.list_physical_devices("GPU"):
         work()
         return 0
@@ -68,15 +68,16 @@ def peak_bytes(work: Callable[[], None]) -> int:
 
 
 def peak_so_far() -> int:
-    """Most bytes that the device has held at once in this process; 0 on a CPU."""
+    """Return the most bytes that the device has held at once in this process; 0 on a CPU."""
     gpus = tf.config.list_physical_devices("GPU")
     return int(tf.config.experimental.get_memory_info("GPU:0")["peak"]) if gpus else 0
 
 
 def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
-    """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises.
+    """Run forward and loss as in training, or metrics as in an evaluation; no backward. Raise what the model raises.
 
-    Returns the variables that this wrote to, BatchNorm's statistics aside.
+    Eager, so that the graphs of training are traced once, by its first step. Return the variables that this wrote to,
+    without BatchNorm's statistics. Comes before `Stage.connect`.
     """
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
     stage: Any = parts.stage
@@ -93,7 +94,7 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
 
 @contextlib.contextmanager
 def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
-    """Put everything back after the body as it was: for `hvdtrain.engine.pipeline_first_sample`."""
+    """Restore everything after the body: for `hvdtrain.engine.pipeline_first_sample`."""
     stage: Any = parts.stage
     evaluator: Any = parts.evaluator
     with _untouched(parts.model), generator_kept(), stage.class_numbers.checked(tuple(batch)):
@@ -103,7 +104,7 @@ def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _untouched(model: Any) -> Iterator[list[Any]]:
-    """Give a list that holds, afterwards, the variables that were put back."""
+    """Yield a list that holds, afterwards, the variables that were restored."""
     written: list[Any] = []
     states = [v for layer in model._flatten_layers() for v in tf.nest.flatten(getattr(layer, "states", None) or [])
               if isinstance(v, keras.Variable)]  # of a stateful RNN, which Keras counts among no variables
@@ -122,7 +123,7 @@ def _untouched(model: Any) -> Iterator[list[Any]]:
 
 
 def _eager_state() -> Any:
-    """Where TensorFlow takes the seeds of eager operations from; None where it offers no way to it."""
+    """Return the generator of eager operations' seeds; None if TensorFlow has no such attribute."""
     from tensorflow.python.eager import context
 
     generator = getattr(context.context(), "_rng", None)
@@ -139,7 +140,7 @@ def _load_eager_state(drawn: Any) -> None:
 
 
 def loss_evaluator(parts: Parts, pool: Batch) -> contextlib.AbstractContextManager[Evaluate]:
-    """Return a context that gives what evaluates the loss of samples of ``pool``, and leaves everything as it was."""
+    """Return a context that gives an evaluator of the loss of samples of ``pool``, and restores everything."""
     stage: Any = parts.stage
 
     def of_samples(numbers: Sequence[int], training: bool) -> tuple[Any, Any]:

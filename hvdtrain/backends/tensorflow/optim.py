@@ -10,17 +10,16 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.optimizers import schedules
 
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.one_cycle import OneCycle
-from hvdtrain.backends.tensorflow import groups, state
+from hvdtrain.backends.tensorflow import groups
 from hvdtrain.config import Config, Schedule
 from hvdtrain.core.errors import UserError, count, nearest
 
@@ -345,14 +344,6 @@ def instead(thing: Any, name: str, value: Any) -> Iterator[None]:
         object.__delattr__(thing, name)
         if before is not thing:
             object.__setattr__(thing, name, before)
-
-
-def take_over(opt: Optimization, arrays: Iterable[np.ndarray]) -> None:
-    """Give the optimizer over slices its shard of the values of all variables of one over whole variables."""
-    assert opt.slices is not None
-    for place, (variable, array) in enumerate(zip(opt.optimizer.variables, arrays, strict=True)):
-        part = opt.slices.get(place)
-        state.assign(variable, array if part is None else np.array(array.reshape(-1)[part.begin:part.end]))
 
 
 def give_back(own: keras.optimizers.Optimizer) -> None:

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.tensors import Layout, Spec, layout
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core import rng
 from hvdtrain.core.protocols import Batch, Writable
-from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import Head, Place, Shard, Window
 
 
 class Buffers:

@@ -27,7 +27,7 @@ from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives, Control
-from hvdtrain.core.protocols.wire import Counts
+from hvdtrain.core.protocols.transport import Counts
 from hvdtrain.core.timeline import blocked
 
 

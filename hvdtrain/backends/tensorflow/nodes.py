@@ -22,7 +22,7 @@ from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives, Handle
-from hvdtrain.core.protocols.wire import Counts
+from hvdtrain.core.protocols.transport import Counts
 
 MOST = 64
 """Errors of nodes that wait for `raised`."""

@@ -24,7 +24,7 @@ from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.tensors import Layout, Spec, layout
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import Head, Place, Shard, Window
 from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.names import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import Head, Place, Shard, Window
 from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from hvdtrain.checkpoint.tensors import Layout, Spec, layout
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core import rng
 from hvdtrain.core.protocols import Batch, ParamSpec, Writable
-from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import Head, Place, Shard, Window
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.planning.shards import in_bucket
 

@@ -22,7 +22,7 @@ from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_by
 from hvdtrain.checkpoint import files, weights
 from hvdtrain.checkpoint.tensors import Layout, Spec, layout
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import Head, Place, Shard, Window
 from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:

@@ -180,7 +180,7 @@ def _evaluated(model: torch.nn.Module, training: bool) -> Iterator[list[torch.Te
     with contextlib.ExitStack() as stack:
         stack.enter_context(modes_kept(model))
         if keras_model is not None:
-            from hvdtrain.backends.keras.neutral import neutral_layers
+            from hvdtrain.backends.keras.losses import neutral_layers
 
             stack.enter_context(neutral_layers(keras_model, keep))
         for module in model.modules():

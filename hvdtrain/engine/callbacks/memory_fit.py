@@ -15,7 +15,7 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import imported, memory
 from hvdtrain.core.errors import count
-from hvdtrain.core.protocols.shortage import Shortage, first_line
+from hvdtrain.core.protocols.types import Shortage, first_line
 from hvdtrain.core.table import show
 from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.engine.balance import learnt

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from hvdtrain import Config, Trainer  # noqa: E402
 from hvdtrain.backends.torch.pinned import Lane, Uploads  # noqa: E402
 from hvdtrain.config import Checkpoint, Data  # noqa: E402
-from hvdtrain.core.cursor import Cursor  # noqa: E402
+from hvdtrain.core.protocols.types import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
 from hvdtrain.data.sources import ArraySource  # noqa: E402
 

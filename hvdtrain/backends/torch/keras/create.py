@@ -17,13 +17,12 @@ import keras
 import numpy as np
 import torch
 
-from hvdtrain.backends.keras import final_files
+from hvdtrain.backends.keras import saving
 from hvdtrain.backends.keras.compiled import build, setup_of
-from hvdtrain.backends.keras.evaluation import Evaluation
 from hvdtrain.backends.keras.facts import KerasFacts
-from hvdtrain.backends.keras.names import stable_names
-from hvdtrain.backends.keras.seeds import generator_kept
-from hvdtrain.backends.keras.shapes import check_stateful
+from hvdtrain.backends.keras.losses import check_stateful, generator_kept
+from hvdtrain.backends.keras.metrics import Evaluation
+from hvdtrain.backends.keras.saving import stable_names
 from hvdtrain.backends.keras.task import Task
 from hvdtrain.backends.model_spec import refuse_groups
 from hvdtrain.backends.torch import placement, resuming, state
@@ -197,7 +196,7 @@ class KerasState(state.TorchState):
 
     def try_export(self) -> str:
         with without_tensorflow():
-            return super().try_export() or final_files.left_out(self._keras_model)
+            return super().try_export() or saving.left_out(self._keras_model)
 
     def export(self, directory: Path) -> list[str]:
         """Write model.safetensors and Keras' own file; return their names.
@@ -221,7 +220,7 @@ class KerasState(state.TorchState):
 def _write(module: torch.nn.Module, model: keras.Model, directory: Path) -> list[str]:
     state.write_safetensors(module, directory / weights.FILE)
     with without_tensorflow():
-        return [weights.FILE, *final_files.write(model, directory)]
+        return [weights.FILE, *saving.write(model, directory)]
 
 
 def _slot(name: str) -> str:

@@ -1,4 +1,5 @@
-"""The seams of what a model holds beside its gradients: buffers, metrics, and all that a checkpoint keeps."""
+"""Protocols of a model beyond its gradients: buffers, metrics, checkpointed state, transforms, memory of blocks.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdtrain.core.protocols.params import Optimizer
-from hvdtrain.core.protocols.state import Head, Place, Shard
+from hvdtrain.core.protocols.run import Head, Place, Shard
+from hvdtrain.core.protocols.tensors import Optimizer
 from hvdtrain.core.protocols.types import Batch
 
 

@@ -1,10 +1,7 @@
-"""States of Keras' metrics as vectors that ranks can add, and the metrics that `model.compile` asks for.
+"""Metrics of an evaluation, exact over uneven shards: totals that ranks add before a result is taken from them.
 
-Owns the way from a metric to float64 numbers and back, and which metrics may be added. Keras' own `CompileMetrics`
-matches metrics with outputs, targets and weights. Knows no backend, gathers nothing.
-
-A total is a metric's variables end to end; sums of totals over any parts of the data give the metric of the whole,
-because Keras' metrics count. One more total, `SHAPES`, tells ranks that saw no sample what the metrics were made for.
+Owns the way from Keras' metrics to float64 vectors and back, on any backend of Keras. "loss" and what a model file or a
+``module:callable`` returns are (sum, weight). Gathers nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +9,105 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvdtrain.backends.keras.shapes import counted
-from hvdtrain.core.errors import UserError
+from hvdtrain.backends.keras import compiled
+from hvdtrain.backends.keras.losses import counted
+from hvdtrain.backends.keras.task import Phase, Task
+from hvdtrain.backends.pairs import Pair, Totals, checked_pair, of_model_file
+from hvdtrain.config import Config
+from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.resolve import load_callable
+
+
+class Evaluation:
+    """Measures batches of a spec whose model is a `keras.Model`, and keeps the totals."""
+
+    def __init__(self, spec: Any, config: Config, task: Task) -> None:
+        self._spec, self._task, self._own = spec, task, spec.task is not None
+        self._users: dict[str, Callable[[Any, Any], Any]] = {}
+        named: dict[str, Any] = {}
+        for name in [] if self._own else config.metrics:
+            if ":" in name:
+                self._users[name.rpartition(":")[2]] = load_callable(name, "metrics")
+            else:
+                named[name] = _known(name)
+        self._states = CompiledMetrics(None if self._own else spec.model, named, taken=("loss", *self._users),
+                                              ignored=task.ignored)
+        compiled.setup_of(spec.model).metrics = None if self._own else self._states
+        self._totals = Totals()
+
+    def build(self, batch: Sequence[Any]) -> None:
+        """Make Keras' metrics with their variables, by one sample of zeros like ``batch``: no graph can make them."""
+        if self._states and not self._states.built:
+            x, y, weight = zeros_like_one(compiled.split(self._spec.model, batch))
+            self._states.build(y, compiled.widened(self._spec.model(x, training=False)), weight)
+
+    def variables(self) -> list[Any]:
+        """Return what holds the totals of Keras' metrics, once `build` has made it."""
+        return [v for metric in self._states.named.values() for v in metric.variables]
+
+    def measure(self, batch: Sequence[Any]) -> dict[str, Pair]:
+        """Run the model in inference, add a batch to Keras' metrics, and return what is (sum, weight) for `count`."""
+        model = self._spec.model
+        if self._own:
+            measured = self._spec.metrics
+            return of_model_file(lambda batch: self._task(model, batch, False),
+                                 measured and (lambda batch: Phase(measured, model)(batch, training=False)), batch)
+        x, y, weight = compiled.split(model, batch)
+        outputs = model(x, training=False)
+        pairs = self._task.pairs(model, outputs, batch)
+        outputs = compiled.widened(outputs)
+        for name, metric in self._users.items():
+            pairs[name] = checked_pair(metric(outputs, y), f"metric {name!r}", "(sum, weight)")
+        if self._states:
+            self._states.build(*zeros_like_one((y, outputs, weight)))
+            self._states.update(y, outputs, weight)
+        return pairs
+
+    def count(self, pairs: dict[str, Pair]) -> None:
+        """Add what `measure` returned."""
+        self._totals.add(pairs)
+
+    def take(self) -> dict[str, np.ndarray]:
+        """Return float64[k] by name since the last call, "loss" first; empty before any batch. Begin again."""
+        totals, of_keras = self._totals.take(), self._states.take()
+        return {**totals, **of_keras} if totals else {}
+
+    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return each metric from its summed total; a metric of several numbers (one per class) gives their mean."""
+        return self._states.results(totals)
+
+
+def _known(name: str) -> str:
+    """Return ``name`` as Keras spells it; `UserError` if keras.metrics lacks it."""
+    if name.lower() in ("accuracy", "acc"):
+        return "accuracy"
+    refuse_batch_statistics(name)
+    known = {n.lower().replace("_", ""): n for n, c in vars(keras.metrics).items()
+             if _is_metric(c) or _is_function(n, c)}
+    key = name.lower().replace("_", "")
+    if key not in known:
+        with contextlib.suppress(ValueError):  # Keras' short names, such as mse
+            keras.metrics.get(name.lower())
+            return name.lower()
+        raise UserError(f"metric {name!r} is not in keras.metrics",
+                        nearest(name, ["accuracy", *(n for n in known.values() if n[0].isupper() and n != "Accuracy")])
+                        + " or module:callable", "correct metrics")
+    return str(known[key])
+
+
+def _is_metric(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, keras.metrics.Metric) and found is not keras.metrics.Metric
+
+
+def _is_function(name: str, found: Any) -> bool:
+    return callable(found) and not isinstance(found, type) and name not in ("get", "serialize", "deserialize")
+
 
 NOT_ADDITIVE = ("PearsonCorrelation", "ConcordanceCorrelation")
 """Metrics that take statistics of one batch, so that their sums depend on how the samples were cut."""
@@ -28,13 +116,13 @@ SHAPES = "shapes of targets and outputs"
 
 
 def vector(metric: Any) -> np.ndarray:
-    """The state of a metric: float64[k], its variables end to end."""
+    """Return the state of a metric: float64[k], its variables end to end."""
     arrays = [np.asarray(v.numpy(), np.float64).reshape(-1) for v in metric.variables]
     return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
 def result_of(metric: Any, total_k: np.ndarray) -> Any:
-    """What the metric says of a state, which it does not keep; a float, or arrays where it has several numbers."""
+    """Return the metric's result for a state, which it does not keep; a float, or arrays of several numbers."""
     if type(metric).result is keras.metrics.Mean.result:
         # (sum, weight), divided in float64: Keras would divide in float32.
         return float(total_k[0] / total_k[1]) if total_k[1] else math.nan
@@ -53,8 +141,8 @@ def result_of(metric: Any, total_k: np.ndarray) -> Any:
 
 
 def is_additive(metric: Any) -> bool:
-    """Whether the metric's states may be added: Keras' own but `NOT_ADDITIVE`, a subclass that leaves a counting
-    class's state as it is, or one that says so with ``additive = True``.
+    """Return whether the metric's states may be added: Keras' own but `NOT_ADDITIVE`, a subclass that leaves a counting
+    class's state as it is, or one with ``additive = True``.
     """
     said = getattr(metric, "additive", None)
     if said is not None:
@@ -66,14 +154,14 @@ def is_additive(metric: Any) -> bool:
 
 
 def plain_name(metric: Any) -> str:
-    """Its name, without Keras' counter (auc_3), which is not the same in every process."""
+    """Return a metric's name without Keras' counter (auc_3), which is not the same in every process."""
     name = str(getattr(metric, "name", None) or getattr(metric, "__name__", type(metric).__name__))
     stem, _, counter = name.rpartition("_")
     return stem if counter.isdigit() and stem.replace("_", "") == type(metric).__name__.lower() else name
 
 
 def refuse_batch_statistics(name: str) -> None:
-    """`UserError` for a metric of `NOT_ADDITIVE`."""
+    """Raise `UserError` for a metric of `NOT_ADDITIVE`."""
     if name.lower().replace("_", "") in {n.lower() for n in NOT_ADDITIVE}:
         raise UserError(f"metric {name} takes its statistics of one batch",
                         "a metric whose state is a sum over samples",
@@ -81,7 +169,7 @@ def refuse_batch_statistics(name: str) -> None:
 
 
 def in_order(compile_metrics: Any) -> list[tuple[str, Any, str, bool]]:
-    """(Keras' name, metric, output's name or "", takes sample weights?) of a built `CompileMetrics`."""
+    """Return (Keras' name, metric, output's name or "", takes sample weights?) of a built `CompileMetrics`."""
     found = [(metric, group.output_name or "", weighted)
              for groups, weighted in ((compile_metrics._flat_metrics, False),
                                       (compile_metrics._flat_weighted_metrics, True))
@@ -94,9 +182,11 @@ def in_order(compile_metrics: Any) -> list[tuple[str, Any, str, bool]]:
 class CompiledMetrics:
     """The metrics of `model.compile`, for each output, and ``more`` of one output by name.
 
-    ``taken``: names that are others'. ``keras_names``: what Keras calls a metric here, by its name in the totals,
-    which lacks Keras' counter. ``ignored``: the label that the run's loss does not count, and so neither does ``more``;
-    compiled metrics count what Keras itself does.
+    A total is a metric's variables end to end. Sums of totals over any shares of the data give the metric of the whole,
+    because Keras' metrics count. One more total, `SHAPES`, tells ranks without samples the metrics' shapes. ``taken``:
+    names that are others'. ``keras_names``: Keras' name of a metric by its name in the totals, which lacks Keras'
+    counter. ``ignored``: the label that the run's loss does not count, and so neither does ``more``; compiled metrics
+    count what Keras itself does.
     """
 
     def __init__(self, model: Any, more: dict[str, Any] | None = None, taken: Iterable[str] = ("loss",),
@@ -135,7 +225,7 @@ class CompiledMetrics:
         self.built = True
 
     def _free(self, name: str, weighted: bool) -> str:
-        """``name``, numbered if another metric has it."""
+        """Return ``name``, numbered if another metric has it."""
         taken = self._taken | self.named.keys()
         if weighted and name in taken and f"weighted_{name}" not in taken:
             return f"weighted_{name}"
@@ -167,7 +257,7 @@ class CompiledMetrics:
         return {**totals, SHAPES: self._shapes_k}
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """Each metric from its summed total; one of several numbers (one per class) gives their mean.
+        """Return each metric from its summed total; one of several numbers (one per class) gives their mean.
 
         A total of two numbers that is no metric's here is (sum, weight).
         """
@@ -189,14 +279,14 @@ def _of_class_numbers(metric: Any) -> bool:
 
 
 def zeros_like_one(tree: Any) -> Any:
-    """One sample of zeros (1, ...) for every tensor; dimensions that a graph leaves open are 1."""
+    """Return one sample of zeros (1, ...) for every tensor; dimensions that a graph leaves open are 1."""
     def zeros(t: Any) -> Any:
         return keras.ops.zeros([1, *(n or 1 for n in tuple(t.shape)[1:])], keras.backend.standardize_dtype(t.dtype))
     return keras.tree.map_structure(lambda t: None if t is None else zeros(t), tree)
 
 
 def _of_one_output(metric: Any, name: str, y: Any, outputs: Any) -> Any:
-    """A fresh metric for a name, class instance or function, made on the only output."""
+    """Return a fresh metric for a name, class instance or function, made on the only output."""
     ys, outs = keras.tree.flatten(y), keras.tree.flatten(outputs)
     if len(ys) != 1 or len(outs) != 1:
         raise UserError(f"metric {name} by name, where the model has {len(outs)} outputs", "one output",
@@ -219,7 +309,7 @@ def _object(metric: Any, name: str) -> Any:
 
 
 def accuracy(y: Any, outputs: Any) -> Any:
-    """Keras' reading of "accuracy": binary for one output, sparse for class numbers, else categorical."""
+    """Return Keras' reading of "accuracy": binary for one output, sparse for class numbers, else categorical."""
     if outputs.shape[-1] == 1:
         return keras.metrics.BinaryAccuracy(name="accuracy")
     if len(y.shape) < len(outputs.shape) or y.shape[-1] == 1:
@@ -230,7 +320,7 @@ def accuracy(y: Any, outputs: Any) -> Any:
 # --- what ranks without samples learn ----------------------------------------------------------------------------
 
 def _written(parts: Any) -> np.ndarray:
-    """Structure, types and shapes as one vector, `SHAPES`."""
+    """Return structure, types and shapes as one vector, `SHAPES`."""
     leaves: list[Any] = []
 
     def told(part: Any) -> Any:
@@ -249,7 +339,7 @@ def _written(parts: Any) -> np.ndarray:
 
 
 def _read(shapes_k: np.ndarray) -> Any:
-    """Undo `_written`: tensors of zeros. Where ranks had sequences of other lengths, those are near their mean."""
+    """Undo `_written`: tensors of zeros. If ranks had sequences of other lengths, those are near their mean."""
     numbers = [round(n) for n in shapes_k[1:].tolist()]
     text, dims = bytes(numbers[1:numbers[0] + 1]), iter(numbers[numbers[0] + 1:])
 

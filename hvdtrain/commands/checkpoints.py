@@ -23,6 +23,7 @@ from hvdtrain.checkpoint.store import Candidate
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
+from hvdtrain.core.units import format_bytes
 
 LISTED, WHOLE = "complete by names and sizes", "whole"
 """States of a good checkpoint: not read to its end, and read."""
@@ -46,8 +47,8 @@ class Row:
 
     def cells(self) -> list[str]:
         """The row in words."""
-        return [str(self.step) if self.step >= 0 else self.path.name, self.written, sized(self.size_bytes),
-                self.layout, self.ranks, self.state]
+        return [str(self.step) if self.step >= 0 else self.path.name, self.written,
+                format_bytes(self.size_bytes) if self.size_bytes >= 0 else "", self.layout, self.ranks, self.state]
 
 
 def main(argv: list[str]) -> int:
@@ -101,18 +102,6 @@ def look(root: Path, verify: bool) -> list[Row]:
         elif path not in known:
             rows.append(Row(path, "not of hvdtrain: passed over"))
     return rows
-
-
-def sized(n_bytes: int) -> str:
-    """Bytes in words, three digits; "" for -1. Pure."""
-    if n_bytes < 0:
-        return ""
-    size, unit = float(n_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1000:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
 
 
 def _row(one: Candidate, verify: bool) -> Row | None:

@@ -35,7 +35,8 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import (
     AllGather, AllToAll, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.core.table import shown, spread
+from hvdtrain.core.table import spread
+from hvdtrain.core.units import format_number
 
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
 WORKLOAD_NAMES = ("mlp", "resnet", "gpt")
@@ -325,7 +326,7 @@ def _subjects(args: argparse.Namespace) -> list[Subject]:
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A record as a row of the table."""
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.1f}x"
-    times = [shown(row[key]) for key in ("time_ms", "encode_ms", "decode_ms")]
+    times = [format_number(row[key]) for key in ("time_ms", "encode_ms", "decode_ms")]
     return [row["describe"], *times, str(row["bytes_sent"]), ratio, f"{row['error_first']:.2e}",
             f"{row['error_mean']:.2e}"]
 

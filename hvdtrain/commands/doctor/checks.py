@@ -15,6 +15,7 @@ from hvdtrain.commands.doctor.container_checks import slots
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, UNKNOWN, Facts, known
 from hvdtrain.commands.doctor.problem import SLOWS, STOPS, Problem, merge
 from hvdtrain.core.errors import count as words
+from hvdtrain.core.units import format_bytes
 
 MEMORY_PER_RANK = 1 << 30
 """Bytes below which a rank with a framework and a small model does not fit well."""
@@ -56,7 +57,7 @@ def memory(host: Facts, parallel: bool) -> Found:
     """Memory for the ranks of the host."""
     count, free = slots(host), host["memory_bytes"]
     if known(free) and free < MEMORY_PER_RANK * count:
-        yield Problem(SLOWS, (host["host"],), f"{free / 2**30:.1f} GiB of memory for {words(count, 'rank')}: below "
+        yield Problem(SLOWS, (host["host"],), f"{format_bytes(free)} of memory for {words(count, 'rank')}: below "
                       "1 GiB each a framework and its data hardly fit",
                       f"end other programs there, raise the container's limit, or start fewer ranks: -H "
                       f"{host['host']}:{max(1, free // MEMORY_PER_RANK)}")

@@ -12,6 +12,7 @@ from typing import Any
 from hvdtrain.commands.doctor import mpi_checks, network_checks
 from hvdtrain.commands.doctor.facts import SINGLE_COPY, Facts, known
 from hvdtrain.commands.doctor.problem import NOTE, SLOWS, STOPS, Problem
+from hvdtrain.core.units import format_bytes
 
 SHM_PER_RANK = 16 << 20
 """Bytes that Open MPI's shared-memory transport takes in /dev/shm for each rank (4.1 and 5.0)."""
@@ -72,12 +73,12 @@ def shared_memory(host: Facts, parallel: bool) -> Found:
     if count > 1 and free < SHM_PER_RANK * count:
         need = SHM_PER_RANK * count >> 20
         yield Problem(SLOWS, (host["host"],),
-                      f"/dev/shm has {free >> 20} MiB free and Open MPI wants {need} for {count} ranks (16 each): it "
-                      "warns at best and crashes with SIGBUS at worst",
+                      f"/dev/shm has {format_bytes(free)} free and Open MPI wants {need} MiB for {count} ranks (16 "
+                      "each): it warns at best and crashes with SIGBUS at worst",
                       f"give a container docker run --shm-size {max(64, 2 * need)}m, or pass mpirun --mca "
                       "btl_vader_backing_directory /tmp")
     elif known(host["container"]) and free < SHM_PER_RANK * count + SHM_FOR_WORKERS:
-        yield Problem(NOTE, (host["host"],), f"/dev/shm has {free >> 20} MiB free: enough for MPI, not for "
+        yield Problem(NOTE, (host["host"],), f"/dev/shm has {format_bytes(free)} free: enough for MPI, not for "
                       "processes that hand batches over in it (a torch DataLoader with workers)",
                       "give the container more: docker run --shm-size 1g, or --ipc host; in Kubernetes an emptyDir of "
                       "medium Memory on /dev/shm")

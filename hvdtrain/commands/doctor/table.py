@@ -13,6 +13,8 @@ from hvdtrain.commands.doctor.facts import FRAMEWORKS, Facts, known
 from hvdtrain.commands.doctor.mpi_checks import short
 from hvdtrain.commands.doctor.problem import NOTE, SLOWS, STOPS, Problem
 from hvdtrain.core.errors import count
+from hvdtrain.core.table import facts
+from hvdtrain.core.units import format_bytes
 
 WORDS = {STOPS: "would stop a run", SLOWS: "would slow it", NOTE: "to know"}
 """What a severity means, as it is printed."""
@@ -50,22 +52,10 @@ def text(hosts: Sequence[Facts], problems: Sequence[Problem], plain: bool) -> st
     Where rich does not load, which the doctor may be asked about, the facts are lines without a box.
     """
     try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+        shown = facts("hvdtrain doctor", rows(hosts), plain)
     except ImportError:
-        return "\n".join([*(f"{name}: {line}" for name, value in rows(hosts) for line in value.splitlines()),
-                          *link_checks.text(hosts), *findings(problems, hosts)])
-    console = Console(highlight=False, force_terminal=False if plain else None, width=64 if plain else None)
-    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title="hvdtrain doctor")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows(hosts):
-        table.add_row(name, Text(value))  # as it is: rich would read [brackets] as markup
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join([captured.get().rstrip(), *link_checks.text(hosts), *findings(problems, hosts)])
+        shown = "\n".join(f"{name}: {line}" for name, value in rows(hosts) for line in value.splitlines())
+    return "\n".join([shown, *link_checks.text(hosts), *findings(problems, hosts)])
 
 
 def _framework(host: Facts, found: Any) -> str:
@@ -115,7 +105,7 @@ def _gpu(host: Facts, found: Any) -> str:
         return f"{found['at']}: {found['error']}"
     kinds: dict[str, int] = {}
     for d in found["devices"]:
-        kind = f"{d['name']} (sm_{d['capability']}, {d['memory_bytes'] / 2**30:.0f} GiB)"
+        kind = f"{d['name']} (sm_{d['capability']}, {format_bytes(d['memory_bytes'])})"
         kinds[kind] = kinds.get(kind, 0) + 1
     shown = "" if host["visible"] is None else f", CUDA_VISIBLE_DEVICES={host['visible']}"
     each = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or "no device"
@@ -139,7 +129,7 @@ def _container(host: Facts, found: Any) -> str:
 def _limits(host: Facts, found: Any) -> str:
     cores, memory = found["cores"], found["memory_bytes"]
     return ", ".join([count(cores, "core") if cores else "no quota of cores",
-                      f"{memory / 2**30:.1f} GiB" if memory else "no limit of memory"])
+                      format_bytes(memory) if memory else "no limit of memory"])
 
 
 def _peers(host: Facts, found: Any) -> str:
@@ -174,9 +164,9 @@ _SHOWN: tuple[tuple[str, str, str, Callable[[Facts, Any], str]], ...] = (
     ("limits", "limits", "", _limits),
     ("neighbours", "peers", "", _peers),
     ("cores", "cores", "", lambda host, found: f"{found:g}"),
-    ("memory", "memory_bytes", "", lambda host, found: f"{found / 2**30:.1f} GiB"),
+    ("memory", "memory_bytes", "", lambda host, found: format_bytes(found)),
     ("/dev/shm", "shm_bytes", "",
-     lambda host, found: f"{found / 2**20:.1f} MiB free of {host['shm_total'] / 2**20:.1f}" if known(host["shm_total"])
-     else f"{found / 2**20:.1f} MiB free"),
+     lambda host, found: f"{format_bytes(found)} free" + (f" of {format_bytes(host['shm_total'])}" if known(
+         host["shm_total"]) else "")),
     ("clock", "clock", "", _clock))
 """(title, fact, what is shown where it is None, how it is shown where it is known); an unknown one shows why."""

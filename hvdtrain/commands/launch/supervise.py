@@ -153,8 +153,7 @@ class Supervisor:
                     self.around.say(text)
                 before = seen
         if len(self.records) > 1:
-            for line in history.table(self.records):
-                self.around.say(line)
+            self.around.say(history.table(self.records))
         self.around.say(f"{history.sentence(self.records, time.monotonic() - begin)}; files in {self.job.out}")
         return self.signals.status if decision.status == EXIT_REQUEUE else decision.status
 

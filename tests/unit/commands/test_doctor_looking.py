@@ -251,7 +251,7 @@ def test_what_hosts_share_is_told_once():
     assert rows["python"].splitlines() == ["a: 3.11.7, /env/bin/python", "b: 3.10.2, /env/bin/python"]
     assert "give or take 0.50 ms" in rows["clock"]
     alike = dict(table.rows([host(), host(boot="2", memory_bytes=1 << 30)]))
-    assert alike["memory"] == "a: 16.0 GiB\na: 1.0 GiB", "also of hosts with one name"
+    assert alike["memory"] == "a: 16.0 GiB\na: 1.00 GiB", "also of hosts with one name"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,6 @@
-"""Groups of parameters and the optimizer that a PyTorch model's file gives (`parameter_groups`, `optimizer`).
+"""Optimizers and schedules of PyTorch by name, and parameter groups and optimizers that a model file gives.
 
-Owns the reading of both into names, options and a class, on the model as its user made it, so that an optimizer can be
-made over whatever tensors a rank has of it later: all, those of some blocks, or slices.
+Reads both into names, options and a class, so that an optimizer can be made over the tensors a rank holds later.
 """
 
 from __future__ import annotations
@@ -16,10 +15,19 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.model_spec import called
-from hvdtrain.backends.torch import by_name
-from hvdtrain.backends.torch.names import named_parameters
+from hvdtrain.backends.torch.modules import named_parameters
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, count, nearest
+
+UNUSABLE = {"lbfgs": "needs a closure that is evaluated several times a step",
+            "sparseadam": "takes sparse gradients, which are not exchanged here"}
+"""Those of torch.optim, in lower case, that no step here can use, and why."""
+
+FIRST_RATES = ("max_lr", "base_lr")
+"""Arguments of schedules (OneCycleLR, CyclicLR) that say a rate themselves, one for all groups or one for each."""
+
+ParamGroups = Sequence[dict[str, Any]]
+"""What torch.optim takes: {"params": [tensor], option: value} for each group."""
 
 NOT_OPTIONS = ("params", "param_names", "initial_lr")
 """Entries of an optimizer's group that are no setting of the update."""
@@ -27,6 +35,90 @@ NOT_OPTIONS = ("params", "param_names", "initial_lr")
 NOT_SAID = (("fused", None), ("foreach", None), ("differentiable", False))
 """Settings of kernels that an optimizer has where its user has said nothing."""
 
+
+def class_of(config: Config) -> Any:
+    """Return the class in torch.optim that ``optimizer.name`` names, any case; auto is Adam. `UserError` for none."""
+    classes = {n.lower(): c for n, c in vars(torch.optim).items()
+               if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer}
+    name = "adam" if config.optimizer.name == "auto" else config.optimizer.name.lower()
+    if name in UNUSABLE or name not in classes:
+        why = UNUSABLE.get(name, "is not in torch.optim")
+        usable = [c.__name__ for k, c in classes.items() if k not in UNUSABLE]
+        raise UserError(f"optimizer {config.optimizer.name!r} {why}", nearest(name, usable), "correct optimizer.name")
+    return classes[name]
+
+
+def make_optimizer(config: Config, groups: ParamGroups, lr: float) -> torch.optim.Optimizer:
+    """Return the configured optimizer over ``groups`` with the base rate ``lr``; a group may be empty."""
+    make = class_of(config)
+    own = config.optimizer.args
+    try:
+        refuse_fused(_tensors(groups), asks_fused(own, groups))
+        return make(list(groups), lr=lr, **fused_option(make, groups, own), **own)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optimizer {make.__name__} refused args {own}: {error}",
+                        "keyword arguments it knows", "correct optimizer.args") from None
+
+
+def fused_option(make: Any, groups: ParamGroups, own: dict[str, Any]) -> dict[str, bool]:
+    """Return ``fused=True`` for SGD on a CPU, unless the user asks otherwise: one pass over memory instead of three.
+
+    PyTorch never chooses it by itself. Same arithmetic; an update may differ from the default's by one rounding. Not
+    for parameters in another memory order (channels_last): the kernel walks parameter, gradient and momentum as they
+    lie in memory, and gradients lie row by row in their bucket. ``own``: the arguments that the user gave.
+    """
+    usual = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()
+                for p in _tensors(groups))
+    asked = {"fused", "foreach", "differentiable"} & set(own).union(*groups)
+    return {"fused": True} if make is torch.optim.SGD and usual and not asked else {}
+
+
+def asks_fused(own: dict[str, Any], groups: ParamGroups) -> bool:
+    """Return whether the user's arguments, or the options of a group, say ``fused=True``."""
+    return any(options.get("fused") for options in (own, *groups))
+
+
+def refuse_fused(params: Sequence[torch.Tensor], asked: bool) -> None:
+    """Raise `UserError` where a ``fused=True`` that was asked for would mix up elements; see `fused_option`."""
+    if asked and not all(p.is_contiguous() for p in params):
+        raise UserError("optimizer.args.fused with parameters that are not contiguous (channels_last)",
+                        "parameters whose gradients lie in memory as they do", "leave optimizer.args.fused out")
+
+
+def _tensors(groups: ParamGroups) -> list[torch.Tensor]:
+    return [p for group in groups for p in group["params"]]
+
+
+def make_schedule(config: Config, optimizer: torch.optim.Optimizer, ratios: Sequence[float]) -> Any:
+    """Return a scheduler of torch.optim.lr_scheduler by name, or None.
+
+    ``ratios``: each group's rate divided by the base rate, which the rates in `FIRST_RATES` are multiplied by. The
+    largest rate of a OneCycleLR that names none is the group's.
+    """
+    named = config.schedule
+    if not named.on:
+        return None
+    space = torch.optim.lr_scheduler
+    classes = {n.lower(): c for n, c in vars(space).items()
+               if isinstance(c, type) and issubclass(c, space.LRScheduler) and not n.startswith("_")
+               and c not in (space.LRScheduler, space.ReduceLROnPlateau, space.ChainedScheduler, space.SequentialLR)}
+    if named.name.lower() not in classes:
+        raise UserError(f"schedule {named.name!r} is not one of torch.optim.lr_scheduler's",
+                        nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
+    args = dict(named.args)
+    if named.name.lower() == "onecyclelr":
+        args.setdefault("max_lr", [group["lr"] for group in optimizer.param_groups])
+    if any(ratio != 1.0 for ratio in ratios):
+        args |= {key: [args[key] * ratio for ratio in ratios] for key in FIRST_RATES
+                 if isinstance(args.get(key), (int, float))}
+    try:
+        return classes[named.name.lower()](optimizer, **args)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"schedule {named.name} refused args {named.args}: {error}", "keyword arguments it knows",
+                        "correct schedule.args") from None
+
+
+# --- what a model's file gives -----------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Group:
@@ -36,7 +128,6 @@ class Group:
     options: dict[str, Any]
 
     def words(self) -> str:
-        """Return options and number of parameters."""
         options = ", ".join(f"{key} {value}" for key, value in self.options.items()) or "as configured"
         return f"{options}: {count(len(self.names), 'tensor')}"
 
@@ -47,11 +138,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Given:
-    """What a model's file says; nothing at all unless it says something.
+    """Parameter groups and optimizer of a model's file; empty unless the file defines them.
 
     ``groups``: every parameter of the model is in one of them, if there are any; parameters in no group of the file's
     are in the last. ``kind``: the class of the file's optimizer, made with ``settings``; None: the configured one.
-    ``frozen``: the group of each parameter that was given to one although it is not trained, should it be unfrozen.
+    ``frozen``: the group of each frozen parameter that the file puts into one, should it be unfrozen.
     """
 
     groups: tuple[Group, ...] = ()
@@ -60,7 +151,7 @@ class Given:
     frozen: dict[str, int] = field(default_factory=dict)
 
     def group_of(self, name: str) -> int:
-        """Return the group that a parameter joins which was frozen; `UserError` where the file gives it to none."""
+        """Return the group that an unfrozen parameter joins; `UserError` where the file gives it to none."""
         if name in self.frozen:
             return self.frozen[name] if self.groups else 0
         if self.kind is None and not (self.groups and self.groups[-1].options):
@@ -71,7 +162,7 @@ class Given:
                         "give it to a group in the model file, or leave it frozen")
 
     def joined(self, names: Sequence[str]) -> Given:
-        """Return the same with ``names``, which were frozen, each in its group."""
+        """Return a copy with ``names``, which were frozen, each in its group."""
         of = [self.group_of(name) for name in names] if self.groups else []
         return replace(self, groups=tuple(
             replace(group, names=(*group.names, *(name for name, own in zip(names, of) if own == number)))
@@ -88,7 +179,7 @@ class Given:
         return "".join(f" {key} {value}" for key, value in plain)
 
     def plain(self) -> Given:
-        """Return the same optimizer without groups, for tensors without names."""
+        """Return a copy without groups, for tensors without names."""
         return replace(self, groups=())
 
     def make(self, config: Config, names: Sequence[str], tensors: Sequence[torch.Tensor],
@@ -96,18 +187,17 @@ class Given:
         """Return an optimizer over ``tensors``, parallel to ``names``, with base rate ``lr``; groups may be empty."""
         groups = self._over(names, tensors, lr / self.rate(config) if self.rate(config) else 1.0)
         if self.kind is None:
-            return by_name.optimizer(config, groups, lr)
-        by_name.refuse_fused(tensors, by_name.asks_fused(self.settings, groups))
-        fused = by_name.fused(self.kind, groups, {key: value for key, value in self.settings.items()
+            return make_optimizer(config, groups, lr)
+        refuse_fused(tensors, asks_fused(self.settings, groups))
+        fused = fused_option(self.kind, groups, {key: value for key, value in self.settings.items()
                                                   if (key, value) not in NOT_SAID})
         return _made(self.kind, groups, {**self.settings, **fused, "lr": lr})
 
     def asks_fused(self, config: Config) -> bool:
-        """Return whether the user asks for fused kernels."""
         own = config.optimizer.args if self.kind is None else self.settings
-        return by_name.asks_fused(own, [group.options for group in self.groups])
+        return asks_fused(own, [group.options for group in self.groups])
 
-    def _over(self, names: Sequence[str], tensors: Sequence[torch.Tensor], scale: float) -> by_name.ParamGroups:
+    def _over(self, names: Sequence[str], tensors: Sequence[torch.Tensor], scale: float) -> ParamGroups:
         if not self.groups:
             return [{"params": list(tensors)}]
         assert len(names) == len(tensors), "groups are of parameters by name"
@@ -118,10 +208,10 @@ class Given:
 
 
 def given_by(spec: Any, config: Config) -> Given:
-    """Return what the file of ``spec.model`` says of its optimizer.
+    """Return the optimizer and groups that the file of ``spec.model`` gives.
 
-    Where it gives both, groups of the optimizer's own count before those of `parameter_groups`.
-    Errors: `UserError` for what is no such thing, and for an optimizer that cannot be made anew.
+    Where it gives both, groups of the optimizer's own count before those of `parameter_groups`. Errors: `UserError` for
+    anything else, and for an optimizer that cannot be made again.
     """
     named = _named(spec.model)
     kind, settings, groups, frozen = None, dict[str, Any](), list[Group](), dict[str, int]()
@@ -132,19 +222,19 @@ def given_by(spec: Any, config: Config) -> Given:
         frozen = _frozen(made.param_groups, spec.model)
     if spec.parameter_groups is not None and not any(group.options for group in groups):
         groups, frozen = _groups(called(spec, "parameter_groups", spec.model), spec.model, named,
-                                 _defaults(by_name.class_of(config)) if kind is None else made.defaults)
+                                 _defaults(class_of(config)) if kind is None else made.defaults)
         for group in groups:
             _check_values(group, config, kind, settings)
     return Given(_all(groups, named), kind, settings, frozen)
 
 
 def _named(model: torch.nn.Module) -> dict[int, str]:
-    """Return the name of each parameter that is trained by its id; of a shared one the first."""
+    """Return each trained parameter's name by its id; of a shared one the first."""
     return {id(p): name for name, p in named_parameters(model) if p.requires_grad}
 
 
 def _frozen(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module, first: int = 0) -> dict[str, int]:
-    """Return the number of the group that each parameter is in which is not trained, by name, from ``first`` on."""
+    """Return the group number of each frozen parameter by name, counted from ``first``."""
     names = {id(p): name for name, p in named_parameters(model) if not p.requires_grad}
     return {names[id(p)]: number for number, group in enumerate(groups, first) for p in group["params"]
             if id(p) in names}
@@ -162,7 +252,7 @@ def _all(groups: Sequence[Group], named: Mapping[int, str]) -> tuple[Group, ...]
 
 def _groups(given: Any, model: torch.nn.Module, named: Mapping[int, str],
             allowed: Collection[str]) -> tuple[list[Group], dict[str, int]]:
-    """Return the groups that `parameter_groups` gave, and the group of each parameter in them that is not trained.
+    """Return the groups that `parameter_groups` gave, and the group of each frozen parameter in them.
 
     ``allowed``: the options that the optimizer knows.
     """
@@ -229,11 +319,11 @@ def _check_values(group: Group, config: Config, kind: Any, settings: Mapping[str
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
             raise ValueError(f"lr is {rate!r}")
         stand_in = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}]
-        make = kind or by_name.class_of(config)
+        make = kind or class_of(config)
         own = settings if kind is not None else {"lr": config.lr, **config.optimizer.args}
         _made(make, stand_in, {**own, **{key: group.options[key] for key in _taken(make, group.options)}})
     except (TypeError, ValueError, RuntimeError) as error:
-        name = (kind or by_name.class_of(config)).__name__
+        name = (kind or class_of(config)).__name__
         raise UserError(f"optimizer {name} refused the options {group.options} of parameter_groups: {error}",
                         "values that it takes as its arguments", "correct parameter_groups") from None
 
@@ -241,13 +331,13 @@ def _check_values(group: Group, config: Config, kind: Any, settings: Mapping[str
 # --- optimizer(model, config) --------------------------------------------------------------------------------------
 
 def _read(made: Any, named: Mapping[int, str]) -> tuple[dict[str, Any], list[Group]]:
-    """Return the settings and groups of the optimizer that `optimizer` gave; `UserError` if it cannot be made anew."""
+    """Return settings and groups of the optimizer that `optimizer` gave; `UserError` if it cannot be made again."""
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(f"optimizer gives {_what(made)}", "a torch.optim.Optimizer over the model's parameters",
                         "return one from optimizer(model, config)")
     kind = type(made)
-    unusable = next((by_name.UNUSABLE[c.__name__.lower()] for c in kind.__mro__
-                     if c.__name__.lower() in by_name.UNUSABLE), None)
+    unusable = next((UNUSABLE[c.__name__.lower()] for c in kind.__mro__
+                     if c.__name__.lower() in UNUSABLE), None)
     if unusable:
         raise UserError(f"optimizer gives {kind.__name__}, which {unusable}", "another one", "correct optimizer")
     known = {key: _plain(value) for key, value in made.defaults.items()}
@@ -298,11 +388,10 @@ def _not_anew(made: torch.optim.Optimizer, why: str) -> UserError:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are surely the same."""
     return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, tuple, list, dict)) and a == b)
 
 
-def _made(kind: Any, groups: by_name.ParamGroups, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+def _made(kind: Any, groups: ParamGroups, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
     return kind([dict(group) for group in groups], **settings)  # type: ignore[no-any-return]
 
 
@@ -321,12 +410,8 @@ def _taken(kind: Any, keys: Iterable[str]) -> list[str]:
 def _plain(value: Any) -> Any:
     """Return a tensor or array of one element as the number, a list as a tuple."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return _short(value.detach().item(), value.dtype)
+        number = value.detach().item()
+        return float(f"{number:.7g}") if value.dtype == torch.float32 else number  # 0.01, not 0.009999999776
     if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _short(number: Any, dtype: torch.dtype) -> Any:
-    """Return a number that was kept in 32 bits, such as 0.009999999776, as its owner wrote it: 0.01."""
-    return float(f"{number:.7g}") if dtype == torch.float32 and isinstance(number, float) else number

@@ -1,16 +1,16 @@
-"""What modules hold that a forward pass may change: buffers and attributes, as they were when it began.
+"""State around a forward pass: buffers, attributes and random generators, as they were when it began.
 
-Owns the copies, and the time within which they stand in for what is there now. Buffers are replaced by copies, not
-written to: what a forward pass then does to them is lost with the copies, and autograd counts no write to the model's.
+Buffers are replaced by copies, not written to, so that autograd counts no write to the model's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ class Modules:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is an object of a class that is neither Python's nor a framework's, with attributes."""
+    """Return whether a value is an object with attributes of a class that is neither Python's nor a framework's."""
     home = type(value).__module__.partition(".")[0]
     others = home in sys.stdlib_module_names or home in ("torch", "numpy", "keras")
     return (hasattr(value, "__dict__") and not others
@@ -92,7 +92,7 @@ class Memory:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Within it, buffers and attributes are what they were; after it, what they are now."""
+        """Restore buffers and attributes of then for the body; after it, those of now."""
         buffers = [(holder, name, holder[name]) for _, holder, name, _, _, copy in self._buffers if copy is not None]
         attributes = [(own, {k: own.get(k, _GONE) for k in before}) for own, before in self._attributes]
         try:
@@ -111,9 +111,9 @@ class Memory:
 
 @contextlib.contextmanager
 def attributes_kept(modules: Modules) -> Iterator[None]:
-    """After it, attributes of ``modules`` are what they were before it, random generators and small tensors too.
+    """Restore attributes of ``modules`` after the body, random generators and small tensors too.
 
-    Of Keras' layers none is touched: what their first call makes belongs to them.
+    Keras' layers are left alone: what their first call makes belongs to them.
     """
     own = [vars(m) for _, m in modules.named if not of_keras(m)]
     before = [(values, {k: copied(v) for k, v in values.items() if k not in _OWN}) for values in own]
@@ -128,12 +128,11 @@ def attributes_kept(modules: Modules) -> Iterator[None]:
 
 
 def of_keras(module: Any) -> bool:
-    """Return whether a module is a layer or model of Keras."""
     return any(c.__module__.partition(".")[0] == "keras" for c in type(module).__mro__)
 
 
 def _way_back(value: Any) -> Callable[[], Any] | None:
-    """Return what gives a generator or a small tensor or array the state back that it has now; None for others."""
+    """Return what restores the state of now to a generator or a small tensor or array; None for others."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -162,7 +161,7 @@ def attributes(modules: Modules) -> dict[str, Any]:
 
 
 def _same(copy: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether a buffer is what it was; of a GPU nobody asks, as the answer would have to wait for it."""
+    """Return whether a buffer is unchanged; False on a GPU, where the answer would have to wait."""
     return copy.device.type == "cpu" and torch.equal(copy, buffer)
 
 
@@ -175,7 +174,7 @@ def _assign(own: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _changed(own: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``before`` that are others now, and those that were not there."""
+    """Return those of ``before`` that are others now, and those that were not there."""
     found = {k: v for k, v in before.items() if k not in own or not _alike(v, own[k])}
     if len(own) - len(before) + len(found) > 0:
         found |= {k: _GONE for k in own if k not in before and k not in _OWN}
@@ -192,7 +191,7 @@ def copied(value: Any) -> Any:
 
 
 def _alike(copy: Any, value: Any) -> bool:
-    """Whether ``value`` is what `copied` made ``copy`` of, unchanged."""
+    """Return whether ``value`` is what `copied` made ``copy`` of, unchanged."""
     if copy is value:
         return True
     if type(copy) is not type(value) or type(copy) not in _CONTAINERS or len(copy) != len(value):
@@ -200,3 +199,79 @@ def _alike(copy: Any, value: Any) -> bool:
     if isinstance(copy, dict):
         return all(k in value and _alike(v, value[k]) for k, v in copy.items())
     return all(map(_alike, copy, value))
+
+
+States = dict[str, Any]
+
+_MT19937_BYTES = 4 * 624 + 4
+"""Of numpy's struct: 624 words and the position among them."""
+
+
+class Generators:
+    """Python's, numpy's and PyTorch's own generators, on the CPU and on ``devices``; no generator of a model's own.
+
+    States are in the formats of each library: as arrays they would take ten times as long.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._cuda = {str(d): d for d in devices if d.type == "cuda"}
+        self._numpy = _Numpy()
+
+    def take(self) -> States:
+        """Return the state of each by name."""
+        found: States = {"python": random.getstate(), "numpy": self._numpy.take(), "torch": torch.get_rng_state()}
+        for name, device in self._cuda.items():
+            found[name] = torch.cuda.get_rng_state(device)
+        return found
+
+    def put(self, states: States) -> None:
+        for name, state in states.items():
+            if name == "python":
+                random.setstate(state)
+            elif name == "numpy":
+                self._numpy.put(state)
+            elif name == "torch":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, self._cuda[name])
+
+    def drawn_from(self, before: States) -> States:
+        """Return those of ``before`` that have moved on since."""
+        now = self.take()
+        return {name: state for name, state in before.items() if not _EQUAL.get(name, torch.equal)(state, now[name])}
+
+
+class _Numpy:
+    """numpy's global generator, whose `numpy.random.get_state` takes 40 us: asked only if its words have changed.
+
+    A normal number that is kept for the next draw is in no word, so a state with one is never taken for the same.
+    """
+
+    def __init__(self) -> None:
+        self._module: Any = np.random
+        self._words, self._state = b"", self._module.get_state()
+
+    def take(self) -> Any:
+        """Return what `numpy.random.set_state` takes; the same object where nothing was drawn in between."""
+        words = self._read()
+        if not words or words != self._words or self._state[3]:
+            self._words, self._state = words, self._module.get_state()
+        return self._state
+
+    def put(self, state: Any) -> None:
+        np.random.set_state(state)
+        self._words = b""
+
+    def _read(self) -> bytes:
+        """Return the words of the generator in its memory; none where it is of another kind."""
+        found = self._module.get_bit_generator()
+        if type(found).__name__ != "MT19937":
+            return b""
+        return ctypes.string_at(found.ctypes.state_address, _MT19937_BYTES)
+
+
+def _numpy_equal(one: Any, other: Any) -> bool:
+    return one is other or one[2:] == other[2:] and np.array_equal(one[1], other[1])
+
+
+_EQUAL: dict[str, Callable[[Any, Any], bool]] = {"python": lambda a, b: a == b, "numpy": _numpy_equal}

@@ -1,24 +1,22 @@
-"""One forward pass of a block that keeps nothing but its inputs, and that pass once more when backward needs the rest.
+"""One forward pass of a block that keeps its inputs only, that pass again in backward, and its costs.
 
-PyTorch lets a pass hand over the tensors that it saves for backward and asks for each when it is needed
-(`torch.autograd.graph.saved_tensors_hooks`). The graph of the first pass is the one that backward walks: the second
-fills in the same tensors, in the order in which they are saved, so gradients are made by the same operations in the
-same order. The second pass ends with the last tensor that is asked for.
+Which blocks those are is `hvdtrain.backends.torch.transforms.remat`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch.recompute.memory import Memory, Modules
-from hvdtrain.backends.torch.recompute.random import Generators
+from hvdtrain.backends.torch.snapshot import Generators, Memory, Modules
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import BlockCost
 
 LOCK = threading.RLock()
 """Held while a block is computed again: of a split model each device has a thread in backward, and the random
@@ -30,14 +28,14 @@ NEAR = 8
 
 
 class Ended(BaseException):
-    """Not an error: the second pass has made all that is needed. No block's own ``except Exception`` may catch it."""
+    """Ends the second pass once all that is needed is made. Not an `Exception`, which a block's own code may catch."""
 
 
 class Saved:
-    """Stands for a tensor that a forward pass has saved for backward; what it stood for, once that is made again.
+    """Placeholder of a tensor that a forward pass saved for backward; ``value``: that tensor, once recomputed.
 
-    It lives as long as the operation whose backward needs it, and so does ``value``. ``first``: what it stood for at
-    the end of the first pass, kept while the block is tried.
+    It lives as long as the operation whose backward needs it, and so does ``value``. ``first``: the tensor at the end
+    of the first pass, kept while the block is tried.
     """
 
     __slots__ = ("frame", "like", "value", "first", "__weakref__")
@@ -52,9 +50,9 @@ class Block:
     """A block and how it computes.
 
     ``compute``: its forward pass. ``tapes``: what joint statistics of several ranks are recorded on, innermost last.
-    ``writes``: whether it writes to its inputs, which are copied then. ``learnt``: whether one pass has told that.
-    ``late``: which of the tensors that it saves, by number, are written to by the operation that saves them; None while
-    nobody has looked (`Check`): then a second pass goes on to its end.
+    ``writes``: it writes to its inputs, which are copied then. ``learnt``: one pass has shown that. ``late``: numbers
+    of the saved tensors that the operation which saves them writes to; None before a `Check`: then a second pass runs
+    to its end.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, generators: Generators, kinds: list[str],
@@ -68,13 +66,13 @@ class Block:
         self.clock = Clock()
 
     def refused(self, why: str) -> UserError:
-        """Return the error of a block that turns out not to compute the same again."""
+        """Return the error of a block that does not compute the same again."""
         return UserError(f"remat: block {self.name} {why}", "a block that computes the same again from its inputs, "
                          "buffers and the random generators of Python, numpy and PyTorch", "leave it out of remat")
 
 
 class Check:
-    """What is noticed while blocks are tried: those that are called, and those that save other bits the second time."""
+    """Observations while blocks are tried: those called, and those that save other bits the second time."""
 
     def __init__(self) -> None:
         self.called: set[str] = set()
@@ -82,12 +80,12 @@ class Check:
         self._begun: dict[Saved, torch.Tensor] = {}
 
     def begin(self, saved: Saved, tensor: torch.Tensor) -> None:
-        """Look at a tensor as it is when it is saved."""
+        """Note a tensor as it is when it is saved."""
         saved.first = tensor.detach()
         self._begun[saved] = saved.first.clone()
 
     def first(self, block: Block, all_saved: list[weakref.ref[Saved]]) -> None:
-        """Look at all of them at the end of the first pass: torch.rrelu fills in its noise when that is saved."""
+        """Compare all of them at the end of the first pass: torch.rrelu fills in its noise when that is saved."""
         self.called.add(block.name)
         block.late = block.late or set()
         for number, ref in enumerate(all_saved):
@@ -99,7 +97,7 @@ class Check:
                     saved.first = saved.first.clone()
 
     def second(self, block: Block, all_saved: list[weakref.ref[Saved]]) -> None:
-        """Compare. Memory of bytes, such as an LSTM's workspace, has gaps that nobody writes to or reads."""
+        """Compare. Memory of bytes, such as an LSTM's workspace, has gaps that are never written or read."""
         for saved in (ref() for ref in all_saved):
             if saved is not None and saved.value is not None and saved.first is not None:
                 if saved.value.dtype != torch.uint8 and not same_bits(saved.first, saved.value):
@@ -107,30 +105,36 @@ class Check:
 
 
 class Clock:
-    """Hears when a block is computed again."""
+    """Observer of second passes."""
 
     def start(self) -> None:
-        """It begins."""
+        """Note that a block is about to be computed again."""
 
     def stop(self, block: Block) -> None:
-        """It ends."""
+        """Note that ``block`` has been computed again."""
 
 
 class Tape:
-    """What a forward pass learnt from other ranks, in order, for the pass that may not ask them again."""
+    """Values that a forward pass got from other ranks, in order, for the pass that may not ask them again."""
 
     def __init__(self, items: list[Any] | None = None) -> None:
         self.items: list[Any] = [] if items is None else items
         self.replays, self._at = items is not None, 0
 
     def next(self) -> Any:
-        """Return what came at this place of the first pass."""
+        """Return the value at this place of the first pass."""
         self._at += 1
         return self.items[self._at - 1]
 
 
 class Frame:
-    """One call of ``block``."""
+    """One call of ``block`` that keeps its inputs only.
+
+    PyTorch lets a pass hand over the tensors that it saves for backward and asks for each when it is needed
+    (`torch.autograd.graph.saved_tensors_hooks`). The graph of the first pass is the one that backward walks: the second
+    fills in the same tensors, in the order in which they are saved, so gradients are made by the same operations in the
+    same order. The second pass ends with the last tensor that is asked for.
+    """
 
     def __init__(self, block: Block, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._block = block
@@ -191,7 +195,7 @@ class Frame:
         return saved.value
 
     def _again(self) -> None:
-        """Compute the block once more, as far as what is still needed."""
+        """Compute the block again, as far as what is still needed."""
         needed = [i for i, ref in enumerate(self._saved) if (saved := ref()) is not None and saved.value is None]
         if not needed:
             return
@@ -219,9 +223,9 @@ class Frame:
                 block.check.second(block, self._saved)
 
     def _filler(self, last: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what takes the tensors of the second pass, and ends it after number ``last``.
+        """Return the hook that takes the tensors of the second pass, and ends it after number ``last``.
 
-        The operation that saves that one has not computed by then, which is as well unless it also writes to it.
+        The operation that saves that one has not computed by then, which is fine unless it also writes to it.
         """
         late = self._block.late
         if late is None or any(last - NEAR < number <= last for number in late):
@@ -256,17 +260,16 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values for the second pass, so that hooks that it gives to its input are not the input's."""
+    """Return the same values for the second pass, so that hooks it gives to its input are not the input's."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _written(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that may be written to: not a leaf."""
+    """Return a tensor that may be written to: not a leaf."""
     return _alias(tensor).clone()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same to the bit."""
     if (one.shape, one.dtype, one.device, one.layout) != (other.shape, other.dtype, other.device, other.layout):
         return False
     if one.layout != torch.strided or one.is_quantized:
@@ -298,3 +301,78 @@ def tree_tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     tree_map(lambda t: found.append(t) or t, value)  # type: ignore[func-returns-value]
     return found
+
+
+OUTSIDE = ""
+"""Stands for what is no block."""
+
+
+class Storages:
+    """Memory saved for backward: bytes of each storage, by block.
+
+    Memory that only a block saves is what recomputing it spares, except its inputs (which recomputing needs),
+    parameters, buffers and what other blocks save too. All of it is held until this goes, so that an address stays that
+    of one storage.
+    """
+
+    def __init__(self, lasting: Iterable[torch.Tensor]) -> None:
+        self._lasting = {t.untyped_storage().data_ptr() for t in lasting}
+        self._held: list[Any] = []
+        self._saved: dict[str, dict[int, int]] = {OUTSIDE: {}}
+        self._inputs: dict[str, dict[int, int]] = {}
+
+    def of(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the hook that notes what ``name`` saves."""
+        saved = self._saved.setdefault(name, {})
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            self._note(saved, tensor)
+            return tensor
+        return note
+
+    def given(self, name: str, inputs: Any) -> None:
+        """Note the inputs of a block."""
+        for tensor in tree_tensors(inputs):
+            self._note(self._inputs.setdefault(name, {}), tensor)
+
+    def _note(self, into: dict[int, int], tensor: torch.Tensor) -> None:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            self._held.append(tensor.detach())
+            into[storage.data_ptr()] = storage.nbytes()
+
+    def inner_bytes(self, name: str) -> int:
+        """Return the bytes that only this block keeps from its forward pass to its backward, its inputs left out."""
+        return sum(n for key, n in self._saved.get(name, {}).items()
+                   if key not in self._inputs.get(name, {}) and not self._kept_by_others(name, key))
+
+    def extra_bytes(self, name: str) -> int:
+        """Return the bytes of the block's inputs that are kept only if it is recomputed."""
+        return sum(n for key, n in self._inputs.get(name, {}).items()
+                   if key not in self._saved.get(name, {}) and not self._kept_by_others(name, key))
+
+    def _kept_by_others(self, name: str, key: int) -> bool:
+        return key in self._lasting or any(key in saved for other, saved in self._saved.items() if other != name)
+
+
+class Seconds(Clock):
+    """Seconds of each block's second passes, over all its calls in one pass."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._synchronize = synchronize
+        self._begun = 0.0
+
+    def start(self) -> None:
+        self._synchronize()
+        self._begun = time.perf_counter()
+
+    def stop(self, block: Block) -> None:
+        self._synchronize()
+        self.seconds[block.name] = self.seconds.get(block.name, 0.0) + time.perf_counter() - self._begun
+
+
+def block_costs(names: Sequence[str], storages: Storages, rounds: Sequence[Seconds]) -> list[BlockCost]:
+    """Return the costs of the blocks ``names``; of several rounds the shortest seconds count."""
+    return [BlockCost(name, storages.inner_bytes(name) - storages.extra_bytes(name),
+                      min(r.seconds.get(name, 0.0) for r in rounds), storages.inner_bytes(name)) for name in names]

@@ -1,12 +1,13 @@
-"""What a PyTorch model holds while it trains: its optimizer's state without making it, and a pass, traced.
+"""Memory of a PyTorch process: errors that mean a shortage, peaks, what a model, its optimizer and a pass hold.
 
-Owns the counting of tensors; computes nothing that remains (`Stage.trial`).
+Plans are `hvdtrain.planning.memory`'s, recovery is `hvdtrain.engine`'s.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,62 @@ from hvdtrain.parallel.parts import Parts
 from hvdtrain.planning.memory.facts import Model, Slots
 from hvdtrain.planning.memory.pass_trace import Trace
 
+LIBRARIES = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|\bout of memory\b|"
+    r"(CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|CUFFT_ALLOC_FAILED|"
+    # cuDNN where memory for its workspace lacks: no convolution fits any more
+    r"CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine to execute this computation|"
+    r"Unable to find a valid cuDNN algorithm", re.IGNORECASE)
+"""What a RuntimeError says where memory does not suffice."""
+
+WIRES = re.compile(r"nccl|horovod|gloo|\bMPI_", re.IGNORECASE)
+"""What an error of a wire says."""
+
+
+def hold_bytes(n: int) -> torch.Tensor | None:
+    """Take memory of the device for as long as the result lives; None on a CPU."""
+    return torch.empty(n, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() and n else None
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` means too little memory of device or host; frees what was cached.
+
+    Beside PyTorch's own class these are RuntimeErrors of the CPU's allocator and of libraries that allocate themselves
+    (`LIBRARIES`). A shortage in a wire does not count: its ranks are no longer at one place.
+    """
+    found = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and bool(LIBRARIES.search(str(error))) and not WIRES.search(
+            f"{type(error).__name__} {error}"))
+    if found:
+        free_cached()
+    return found
+
+
+def free_cached() -> None:
+    """Return memory to the device that PyTorch caches for tensors to come."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(work: Callable[[], None]) -> int:
+    """Return the most bytes that the device held at once while ``work`` ran, with all of this process; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        work()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_reserved())
+
+
+def peak_so_far() -> int:
+    """Return the most bytes that the device has held at once in this process; 0 on a CPU."""
+    return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
+
 
 def model_bytes(parts: Parts) -> Model:
-    """Return what is known of a model and its optimizer before the first step."""
+    """Return the sizes of a model and its optimizer before the first step."""
     params: Any = parts.params
     own = {id(t) for t in params.tensors}
     others = [t for t in (*parts.model.parameters(), *parts.model.buffers()) if id(t) not in own]
@@ -41,7 +95,7 @@ def state_now(parts: Parts) -> int:
 def slots_of(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> list[Slots]:
     """Return the state that ``optimizer``, or one of its kind, keeps of each of ``tensors``.
 
-    By one update of tensors of the same shapes that have no memory (PyTorch's meta device). A compiled Keras model's
+    Found by one update of tensors of the same shapes without memory (PyTorch's meta device). A compiled Keras model's
     optimizer has made its own.
     """
     if optimizer.adopted is not None:
@@ -54,9 +108,9 @@ def slots_of(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> list
 
 
 def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
-    """Stand-ins for ``tensors`` and their state after one update: on the meta device, or small where that fails.
+    """Return placeholders for ``tensors`` and their state after one update: on the meta device, else small ones.
 
-    An optimizer of which nothing can be found out counts as one without state.
+    An optimizer that fails on both counts as one without state.
     """
     for where in ("meta", "cpu"):
         try:
@@ -95,7 +149,7 @@ def traced(parts: Parts, batch: Batch) -> Trace:
 class _Live(TorchDispatchMode):
     """Counts the bytes of all storages that are made within it, as long as they live, beside gradients.
 
-    ``after``: bytes after each that was made. ``gradients``: (how many were made before, index) of each gradient.
+    ``after``: bytes after each allocation. ``gradients``: (allocations before, index) of each gradient.
     """
 
     def __init__(self) -> None:
@@ -106,7 +160,6 @@ class _Live(TorchDispatchMode):
         self._live = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and count the storages that it has made."""
         kwargs = kwargs or {}
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **kwargs)
@@ -135,3 +188,41 @@ class _Live(TorchDispatchMode):
             self._bytes[key] = 0
             self.gradients.append((len(self.after), index))
         return hook
+
+
+def held(parts: Parts) -> dict[str, int | None]:
+    """Return the bytes of parameters (and buffers), gradients and optimizer state of this rank, on all its devices.
+
+    Tensors that share memory, such as gradients in the flat memory of their buckets, count once. Between two steps.
+    """
+    params: Any = parts.params
+    model: Any = parts.model
+    return {"parameters": _storages([*model.parameters(), *model.buffers(), *params.tensors]),
+            "gradients": _storages(p.grad for p in params.tensors if p.grad is not None), "state": state_now(parts)}
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> int:
+    found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+    return sum(found.values())
+
+
+def allocators() -> list[dict[str, Any]]:
+    """Return the statistics of PyTorch's allocator for each GPU of this process; [] without a GPU.
+
+    ``allocated_bytes``: in tensors; ``reserved_bytes``: taken from the device; ``peak_bytes``: most in tensors since
+    the start. ``fragmentation``: share of reserved that lies free between tensors in blocks that cannot be returned
+    (inactive_split_bytes of `torch.cuda.memory_stats`). ``retries``: times that the allocator had to return all it kept
+    and ask again.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return []
+    return [_allocator(torch.cuda.memory_stats(i)) for i in range(torch.cuda.device_count())]
+
+
+def _allocator(stats: dict[str, Any]) -> dict[str, Any]:
+    reserved = int(stats.get("reserved_bytes.all.current", 0))
+    split = int(stats.get("inactive_split_bytes.all.current", 0))
+    return {"allocated_bytes": int(stats.get("allocated_bytes.all.current", 0)), "reserved_bytes": reserved,
+            "peak_bytes": int(stats.get("allocated_bytes.all.peak", 0)),
+            "fragmentation": round(split / reserved, 4) if reserved else 0.0,
+            "retries": int(stats.get("num_alloc_retries", 0))}

@@ -97,7 +97,7 @@ class Optimization:
         self.overruled: frozenset[str] = frozenset()
         self.changes: list[str] = []
         left_out = ("learning_rate",) if given is None else ()  # copies of a compiled model get the first rank's rate
-        self._settings = groups.words(given or own, left_out) if given is not None or self.compiled else ""
+        self._settings = groups.settings_of(given or own, left_out) if given is not None or self.compiled else ""
         self.optimizer = self._create() if given is None and not self.compiled else self._adopt(given or own)
         _refuse(self.optimizer)
         self._without_decay = groups.without_decay(spec, self.optimizer.weight_decay)

@@ -15,7 +15,7 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import imported, memory
 from hvdtrain.core.errors import count
-from hvdtrain.core.protocols.shortage import Shortage, first_line
+from hvdtrain.core.protocols.types import Shortage, first_line
 from hvdtrain.core.table import show
 from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.engine.balance import learnt
@@ -34,6 +34,7 @@ class MemoryFit(Callback):
     """Runs on all ranks, before balance, whose probe finds the blocks recomputed that were chosen."""
 
     where = "all"
+    doing = "fitting the micro-batch into memory"
     before = ("Balance",)  # whose probe finds the blocks recomputed that were chosen
     state_key = "MemoryFit"
 

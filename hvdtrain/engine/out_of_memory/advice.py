@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain import backends
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.shortage import ALONE, REPEAT, Shortage, among
+from hvdtrain.core.protocols.types import ALONE, REPEAT, Shortage, among
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory import plan as plans

@@ -29,7 +29,7 @@ from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.protocols import Channel
-from hvdtrain.core.protocols.state import Given, Head, Outcome, Saver, Shard, Spent
+from hvdtrain.core.protocols.run import Given, Head, Outcome, Saver, Shard, Spent
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.guards.finite import trained
@@ -45,7 +45,7 @@ GRACE_S = 3.0
 
 
 class Saving:
-    """Implements `hvdtrain.core.protocols.state.RunSaver`; made when the run is saved first.
+    """Implements `hvdtrain.core.protocols.run.RunSaver`; made when the run is saved first.
 
     ``saver``: does what is left when the state is copied; a thread, unless it is given.
     """
@@ -77,9 +77,7 @@ class Saving:
         self._trainable = self._trainable or trained(run.parts)
         self._opened = True
         run.written.sync(run)
-        for callback in run.callbacks:
-            if callback.where == "all" or control.rank == 0:
-                callback.saving(run)
+        run.call("saving")
         self._copy(began, *given_by(run, held_by(run)))
 
     def _copy(self, began: float, shared: Given, own: Given) -> None:

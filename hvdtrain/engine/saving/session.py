@@ -24,11 +24,11 @@ from hvdtrain.checkpoint.values import decode
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config, Schedule, run_length, schema
 from hvdtrain.config.pipeline import cut_over_ranks
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Before
 from hvdtrain.core.protocols import Callback, Control
-from hvdtrain.core.protocols.state import Head, Want
+from hvdtrain.core.protocols.run import Head, Want
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute
 from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
@@ -303,7 +303,7 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     """
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
-    steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
+    steered = any(callback.steers for callback in run.callbacks)
     quiet = schema.affecting(type(run.config), "nothing") | run.setup.idle | set(optimizer.overruled)
     # How a batch is cut matters only to what depends on the number of ranks too.
     quiet |= set() if run.parts.caveats() else schema.affecting(type(run.config), "split")

@@ -14,10 +14,10 @@ import hvdtrain.engine.callbacks
 from hvdtrain.checkpoint.adapters import state_key_of
 from hvdtrain.config import Checkpoint as CheckpointSettings
 from hvdtrain.config import EarlyStop as EarlyStopSettings
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
-from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.core.protocols.run import Outcome
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.timeline import active, blocked
 from hvdtrain.core.timeline.clock import StepTotals
 from hvdtrain.engine.callbacks import checkpoint as checkpoint_module
@@ -469,6 +469,10 @@ def test_a_callback_of_rank_0_alone_enters_no_exchange(run, where, size):
         hangs = (where, size) == ("root", 2)
         with pytest.raises(UserError, match="step_end of Sums entered") if hangs else contextlib.nullcontext():
             run.emit(Event.STEP_END)
+        for method in ("saving", "close"):
+            setattr(Sums, method, Sums.step_end)
+            with pytest.raises(UserError, match=f"{method} of Sums ent") if hangs else contextlib.nullcontext():
+                run.call(method)
         with blocked("sum"):  # of the loop
             pass
 

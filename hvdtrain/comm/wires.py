@@ -23,7 +23,7 @@ from hvdtrain.config import Config
 from hvdtrain.config.pipeline import cut_over_ranks
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Collectives, Control, DataParallel, GradientSink
-from hvdtrain.planning.exchange.wire_choice import TransportJob, candidates, rationed
+from hvdtrain.planning.transport_choice import TransportJob, candidates, rationed
 
 BUILD = "run `python -m hvdtrain build`"
 

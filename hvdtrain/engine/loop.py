@@ -26,7 +26,7 @@ from hvdtrain.engine.guards.finite import blame
 from hvdtrain.engine.model_changes import check_late, follow, watched
 from hvdtrain.engine.out_of_memory.advice import mended, repeats, tell
 from hvdtrain.engine.saving import dry_run
-from hvdtrain.parallel.recovery.evaluating import RecoveringEvaluator
+from hvdtrain.parallel.recovery.recovery import RecoveringEvaluator
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run

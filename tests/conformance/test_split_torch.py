@@ -34,8 +34,8 @@ from hvdtrain.comm.compressors import create  # noqa: E402
 from hvdtrain.comm.compressors.base import Stateless  # noqa: E402
 from hvdtrain.comm.reducer.reducer import Reducer  # noqa: E402
 from hvdtrain.planning.pipeline.blocks import Block  # noqa: E402
-from hvdtrain.parallel.precision.policy import FP32  # noqa: E402
-from hvdtrain.parallel.precision.scaler import LossScale  # noqa: E402
+from hvdtrain.parallel.precision import FP32  # noqa: E402
+from hvdtrain.parallel.precision import LossScale  # noqa: E402
 from hvdtrain.core.protocols import AllReduce, ParamSpec  # noqa: E402
 from hvdtrain.parallel.pipeline.partition import agree_devices  # noqa: E402
 

@@ -14,7 +14,7 @@ from hvdtrain.backends.tensorflow.optim import alike
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.planning.memory.facts import Model, Slots
+from hvdtrain.planning.memory.forecast import Model, Slots
 
 SMALL = 3
 """Elements of the vectors that stand in for variables."""

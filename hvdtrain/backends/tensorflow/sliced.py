@@ -23,7 +23,7 @@ from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.backends.tensorflow.optim import Optimization, Slice, alike, instead, share
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, check_elementwise, fused
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 Block = tuple[tuple[int, int], ...]
 """(begin, end) along each dimension of a tensor."""

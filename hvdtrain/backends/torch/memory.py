@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.core.protocols import Batch
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.planning.memory.facts import Model, Slots
-from hvdtrain.planning.memory.pass_trace import MemoryTrace
+from hvdtrain.planning.memory.forecast import Model, Slots
+from hvdtrain.planning.memory.forecast import MemoryTrace
 
 LIBRARIES = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|\bout of memory\b|"

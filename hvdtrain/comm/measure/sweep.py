@@ -2,7 +2,7 @@
 
 Owns the measuring and its bounds in time. Every function is collective: all ranks enter it together, take the same
 turns, because whatever decides about a turn is the slowest rank's number, and return the same numbers. Decides nothing
-about training: `hvdtrain.planning.exchange.choice` does.
+about training: `hvdtrain.planning.compressor_choice` does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hvdtrain.core.protocols import (
     AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.units import KIB, MIB
-from hvdtrain.planning.exchange.choice import CompressorCost, pick_bucket
-from hvdtrain.planning.exchange.link import Link, Traffic, fit
+from hvdtrain.planning.compressor_choice import CompressorCost, pick_bucket
+from hvdtrain.planning.linear import Link, Traffic, fit_link
 
 Work = Callable[[Sequence[Array]], list[Array]]
 
@@ -204,7 +204,7 @@ def measure_links(collectives: Collectives, ops: Ops, control: Control, kinds: S
     for i, kind in enumerate(kinds):
         used_s, = slowest(control, [time.perf_counter() - begin])
         probe = _Probe(collectives, ops, kind)
-        links[kind] = fit(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
+        links[kind] = fit_link(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
     return control.bcast(links)
 
 

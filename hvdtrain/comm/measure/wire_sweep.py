@@ -2,7 +2,7 @@
 
 Owns the measuring and its bound in time. Collective: all ranks enter it together and take the same turns, because
 whatever decides about a turn is the slowest rank's number. What is made of the figures is
-`hvdtrain.planning.exchange.wire_choice`'s.
+`hvdtrain.planning.transport_choice`'s.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hvdtrain.comm.measure.sweep import settle, slowest
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.protocols import AllReduce, Array, Collectives, Control, Ops
 from hvdtrain.core.units import MIB
-from hvdtrain.planning.exchange.link import fit
-from hvdtrain.planning.exchange.wire_choice import MeasuredTransport
+from hvdtrain.planning.linear import fit_link
+from hvdtrain.planning.transport_choice import MeasuredTransport
 
 PIECE = 2 * MIB
 """Bytes of the largest vector that is summed at once."""
@@ -76,7 +76,7 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
         n_points = 1 if nbytes > total else FITTED
         points = [(float(size), _typical(times)) for size, times in seconds[name].items()][-n_points:]
         *times, busy_s, idle_cores = slowest(control, [s for _, s in points] + [_typical(busy[name]), idle[name]])
-        link = fit([(size, s) for (size, _), s in zip(points, times)])
+        link = fit_link([(size, s) for (size, _), s in zip(points, times)])
         found.append(MeasuredTransport(name, link, busy_s / max(times[-1], 1e-9), idle_cores, total))
     return control.bcast(found)
 

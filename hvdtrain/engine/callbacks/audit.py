@@ -22,7 +22,7 @@ from hvdtrain.engine.guards.kinds import kinds
 from hvdtrain.engine.guards.miscomputed import Miscomputed, clearly_farther, resolution, tell
 from hvdtrain.engine.guards.recompute import Case, Recomputed, bystander, case_of, deliver
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.batch.line import least
+from hvdtrain.planning.linear import least
 
 CONFIRM = 3
 """Steps in a row that ranks of several kinds are audited again where they were far apart; twice decides.

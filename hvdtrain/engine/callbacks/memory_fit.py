@@ -25,7 +25,7 @@ from hvdtrain.engine.memory.settle import Own, Settling, reckoned
 from hvdtrain.engine.out_of_memory import advice
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import T
-from hvdtrain.planning.batch.line import least
+from hvdtrain.planning.linear import least
 
 Reckoned = Callable[[int], int] | None
 

@@ -1,6 +1,6 @@
 """Reckons how fast the run would be without one of its ranks, while it goes on and at its end.
 
-Owns what is kept of the steps and when it is looked at; the arithmetic is `hvdtrain.planning.batch.whatif`'s. A step
+Owns what is kept of the steps and when it is looked at; the arithmetic is `hvdtrain.planning.batch.plan`'s. A step
 costs the run one small tuple.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.batch.line import Line, fit
-from hvdtrain.planning.batch.whatif import Forecast, Steps, BatchDivision, forecast
+from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.batch.plan import BatchDivision, Forecast, Steps, forecast
 
 MOST_STEPS, MOST_NUMBERS, LEAST_KEPT = 256, 16384, 32
 """Steps that are looked at, fewer where ranks are many: so many of all ranks' together, but some at least."""

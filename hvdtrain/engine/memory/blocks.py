@@ -10,7 +10,7 @@ from hvdtrain.core.protocols import BlockCost
 from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.survey import Scene
-from hvdtrain.planning.memory import knapsack
+from hvdtrain.planning.memory import fit
 
 COLUMNS = ("block", "saves, predicted", "measured", "costs, predicted", "measured")
 """Headings of `rows`."""
@@ -33,7 +33,7 @@ def rows(scene: Scene, costs: Sequence[BlockCost], n: int) -> list[list[str]]:
     found: list[list[str]] = []
     for names in [tuple(cost.name for cost in costs), *((cost.name,) for cost in costs)]:
         seconds = sum(cost.forward_s for cost in costs if cost.name in names)
-        row = ["all" if not found else names[0], format_bytes(whole - knapsack.peak(costs, names, whole)), "-",
+        row = ["all" if not found else names[0], format_bytes(whole - fit.peak(costs, names, whole)), "-",
                format_ms(seconds), "-"]
         if time.monotonic() - begin < LONGEST_S:
             remat.choose(names)

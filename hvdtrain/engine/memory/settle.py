@@ -16,11 +16,10 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.survey import Scene
-from hvdtrain.planning.batch.line import Line, fit
-from hvdtrain.planning.memory import knapsack, options
-from hvdtrain.planning.memory.facts import Sharding
-from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts
-from hvdtrain.planning.memory.forecast import forecast
+from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.memory import options
+from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts, peak, scaled
+from hvdtrain.planning.memory.forecast import Sharding, forecast
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
@@ -124,7 +123,7 @@ class Settling:
         if self._remat is None:
             return own
         n = measured.block_samples
-        small = knapsack.scaled(measured.blocks, 1.0)
+        small = scaled(measured.blocks, 1.0)
         predicted = sum(cost.saved_bytes for cost in small if cost.name in fit.choice.names)
         shows = not measured.with_gradients or self._scene.device.kind != "cpu" or predicted >= SEEN_FROM
         if not fit.choice.names or not shows:
@@ -133,7 +132,7 @@ class Settling:
         whole = survey.pass_bytes(self._scene, n)
         self._remat.choose(fit.choice.names)
         less = survey.pass_bytes(self._scene, n)
-        return replace(own, predicted=whole - knapsack.peak(small, fit.choice.names, whole), measured=whole - less,
+        return replace(own, predicted=whole - peak(small, fit.choice.names, whole), measured=whole - less,
                        tried=n)
 
     def _worth(self, factor: float) -> None:

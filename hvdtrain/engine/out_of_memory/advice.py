@@ -18,7 +18,7 @@ from hvdtrain.engine.memory import plan as plans
 if TYPE_CHECKING:
     from hvdtrain.engine.memory.survey import Scene
     from hvdtrain.engine.run import Run
-    from hvdtrain.planning.memory.facts import MemoryFacts
+    from hvdtrain.planning.memory.forecast import MemoryFacts
 
 MOST = 4
 """Ways out that are named."""

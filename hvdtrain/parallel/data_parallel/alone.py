@@ -13,7 +13,7 @@ from hvdtrain.comm.reducer.compressor_state import OTHER
 from hvdtrain.comm.reducer.squares import sum_squares
 from hvdtrain.core.protocols import Array, Compressor, Control, Ops, Optimizer, ParamSpec
 from hvdtrain.data.weighting import loss_scale
-from hvdtrain.parallel.data_parallel.whole import Whole
+from hvdtrain.parallel.data_parallel.reducing import Whole
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import Bucket, StepBatch

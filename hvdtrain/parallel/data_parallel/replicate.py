@@ -18,7 +18,7 @@ from hvdtrain.parallel.data_parallel import DataParallelSetup
 from hvdtrain.parallel.data_parallel.alone import Alone
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
 from hvdtrain.parallel.data_parallel.reducing import Reducing
-from hvdtrain.parallel.data_parallel.whole import Whole
+from hvdtrain.parallel.data_parallel.reducing import Whole
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import Bucket

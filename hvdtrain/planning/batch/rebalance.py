@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.core.errors import count
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.linear import Line
 from hvdtrain.planning.batch.plan import Ceilings, RankShare, Parts, BatchPlan, of_shares, plan, predicted
 
 TRUST = 4

@@ -16,7 +16,7 @@ from hvdtrain.cluster.messages.near import TAGS, _LANE, Bells, NearCarrier
 from hvdtrain.cluster.messages.packing import ALIGNED
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
 from hvdtrain.core.protocols import Cargo
-from hvdtrain.parallel.pipeline.post import BACK, FORTH, MessageLabel, Post
+from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MessageLabel, Post
 
 
 def pair(timeout_s: float = 10.0) -> tuple[Post, Post]:

@@ -16,7 +16,7 @@ from hvdtrain.cluster.topology import Host
 from hvdtrain.config import Config, Rebalance
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.balance import cache, probe
-from hvdtrain.planning.batch.line import Line, least
+from hvdtrain.planning.linear import Line, least
 
 
 class Device:

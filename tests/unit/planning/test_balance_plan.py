@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.linear import Line
 from hvdtrain.planning.batch.minmax import CommonParts, OwnParts, solve
 from hvdtrain.planning.batch.plan import (
     COLUMNS, RankLabel, RankShare, BatchPlan, advise_drop, equal, of_shares, plan, predicted, speed, table)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision.policy import LONG, Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LONG, Precision
+from hvdtrain.parallel.precision import LossScale
 
 
 class MixedPrecision:

@@ -181,7 +181,7 @@ def _marks(prepared: Prepared, control: Any) -> dict[str, float]:
 def _link(control: Any) -> dict[str, Any] | None:
     """The slowest link between the hosts of the job, over its MPI; None on one host or without MPI. Collective."""
     from hvdtrain.cluster import boot, links
-    from hvdtrain.cluster.pair_links import slowest
+    from hvdtrain.cluster.links import slowest
     from hvdtrain.cluster.topology import survey
 
     hosts = survey(control).hosts

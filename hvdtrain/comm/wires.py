@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.devices import DeviceFacts, unlike
 from hvdtrain.cluster.topology import Topology, affinity, cpu_quota
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Config
 from hvdtrain.config.pipeline import cut_over_ranks
 from hvdtrain.core.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cluster.views import every_rank
+from hvdtrain.cluster.control import every_rank
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control

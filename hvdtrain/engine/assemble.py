@@ -24,7 +24,7 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.exit import install_hooks
 from hvdtrain.cluster.liveness import causes, pulse
-from hvdtrain.cluster.machine import imported
+from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import survey
 from hvdtrain.comm.wires import Wires
 from hvdtrain.config import Config, run_length, unused
@@ -89,7 +89,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spec = build_model.model_of(config, model, facts, control)
     backend = backends.load(spec.framework)
     causes.mark("imported")
-    imported.mark()
+    memory.mark_imported()
     if control is None:  # horovodrun --gloo has no MPI: the control plane goes over Horovod, which needs the framework
         control = _gloo_control(spec.framework, config, facts)
     topology = survey(control)

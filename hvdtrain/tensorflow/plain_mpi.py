@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.comm.collectives.base import WithoutMemory
 from hvdtrain.comm.collectives.mpi import MpiCollectives
-from hvdtrain.comm.collectives.parts import WithoutMemory
 
 FOLD: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "product": np.multiply}
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.comm.compressors.base import DEPENDENT
-from hvdtrain.comm.compressors.candidates import LEAST, sample
-from hvdtrain.comm.reducer.cell import Held
+from hvdtrain.comm.compressors.base import DEPENDENT, LEAST, sample
+from hvdtrain.comm.reducer.transport import ArrayCell
 from hvdtrain.core.protocols import Collectives
 
 
@@ -171,9 +170,9 @@ class Ops:
         """``x`` where the scalar ``which`` is true, else ``y``."""
         return x if which else y
 
-    def cell(self, value: np.ndarray) -> Held:
+    def cell(self, value: np.ndarray) -> ArrayCell:
         """A cell that holds ``value``."""
-        return Held(value)
+        return ArrayCell(value)
 
     def during_backward(self, wire: Collectives) -> Collectives:
         """The wire itself."""

@@ -23,7 +23,7 @@ from hvdtrain.backends.tensorflow.named import NamedCalls
 from hvdtrain.backends.tensorflow.nodes import raised
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.comm.collectives.parts import WithoutMemory
+from hvdtrain.comm.collectives.base import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives, Control

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.comm.collectives.parts import WithoutMemory
+from hvdtrain.comm.collectives.base import WithoutMemory
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives, Handle
 from hvdtrain.core.timeline import blocked

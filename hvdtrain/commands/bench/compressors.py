@@ -18,8 +18,8 @@ import numpy as np
 
 from hvdtrain import backends
 from hvdtrain.cluster.topology import affinity, compute_threads
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors import create, names
 from hvdtrain.comm.measure.sweep import exchange, settle
 from hvdtrain.comm.reducer.reducer import Reducer

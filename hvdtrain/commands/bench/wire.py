@@ -2,7 +2,7 @@
 
 Owns the definitions, the check of every result and the timing. What is timed is what a gradient bucket pays: from the
 framework's array to the framework's array, through the same calls as the reducer's, so for a wire of the host also
-the way there and back. `hvdtrain.comm.measure.link_rows` has the links between hosts, which come last. Definitions:
+the way there and back. `hvdtrain.comm.measure.transports` has the links between hosts, which come last. Definitions:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from hvdtrain.cluster import boot
 from hvdtrain.cluster import links as measuring
 from hvdtrain.comm.collectives.shared import SUMMED
-from hvdtrain.comm.measure import link_rows as links
+from hvdtrain.comm.measure import transports as links
 from hvdtrain.comm.measure.sweep import settle
 from hvdtrain.commands.bench import options
 from hvdtrain.commands.bench.session import Session, open_session, records

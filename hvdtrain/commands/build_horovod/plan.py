@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from hvdtrain.cluster.machine.software import Facts, Mpi
+from hvdtrain.cluster.machine.software import BuildFacts, Mpi
 from hvdtrain.commands.build_horovod.patches import PATCH_LEVEL
 from hvdtrain.core.errors import UserError
 
@@ -27,7 +27,7 @@ class Plan:
     ``env`` holds only what this project sets; the caller lays it over a cleaned copy of its own environment.
     """
 
-    facts: Facts
+    facts: BuildFacts
     env: dict[str, str]
     key: str
     cuda: bool
@@ -51,7 +51,7 @@ class Plan:
         return f"horovod {HOROVOD_VERSION} for {self.facts.python_tag}, {names}, {mpi}, {wire}"
 
 
-def plan(facts: Facts, cpu_only: bool = False) -> Plan:
+def plan(facts: BuildFacts, cpu_only: bool = False) -> Plan:
     """Decide how to build Horovod for ``facts``; ``cpu_only`` leaves CUDA and NCCL out.
 
     Raises UserError where there is no framework, or where a GPU build is wanted and a part of it is missing.
@@ -79,7 +79,7 @@ def plan(facts: Facts, cpu_only: bool = False) -> Plan:
     return Plan(facts, env, cache_key(facts, env, mpi, cuda), cuda, notes)
 
 
-def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
+def _gpu_build(facts: BuildFacts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
     """Whether to build with CUDA and NCCL, and what to tell the user about it."""
     with_cuda = [f for f in facts.frameworks if f.cuda]
     if not facts.capabilities or cpu_only:
@@ -100,7 +100,7 @@ def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
     return True, ()
 
 
-def run_path(facts: Facts, mpi: bool, cuda: bool) -> list[str]:
+def run_path(facts: BuildFacts, mpi: bool, cuda: bool) -> list[str]:
     """Folders that the built libraries search for libmpi and libnccl, relative to themselves inside the
     environment.
 
@@ -114,7 +114,7 @@ def run_path(facts: Facts, mpi: bool, cuda: bool) -> list[str]:
     return ["$ORIGIN/" + os.path.relpath(d, here) if (d + os.sep).startswith(inside) else d for d in dirs]
 
 
-def cache_key(facts: Facts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
+def cache_key(facts: BuildFacts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
     """A folder name that is equal exactly when a built wheel may be used again: readable parts, then a digest
     of all.
     """

@@ -11,11 +11,10 @@ import json
 import os
 from dataclasses import asdict, replace
 
-from hvdtrain.cluster.launchers import LAUNCHERS, Host
-from hvdtrain.cluster.launchers import detect as launch_detect
-from hvdtrain.cluster.launchers.environment import laid_over
-from hvdtrain.cluster.launchers.options import add_options, wishes
-from hvdtrain.cluster.launchers.prepare import Wishes, check, prepare
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots
+from hvdtrain.cluster.launchers import prepare as launch_detect
+from hvdtrain.cluster.launchers.prepare import Wishes, add_options, check, prepare, wishes
+from hvdtrain.cluster.launchers.spec import laid_over
 from hvdtrain.commands.doctor import facts, gather, start, table
 from hvdtrain.commands.doctor.checks import diagnose
 from hvdtrain.commands.doctor.problem import merge, stops
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
     launched = launch_facts(os.environ)
     hosts = launch_detect.hosts_of(args.hosts, args.hostfile)
     program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}")
-    one_each = wishes(args, tuple(Host(host.name, 1) for host in hosts), program)
+    one_each = wishes(args, tuple(HostSlots(host.name, 1) for host in hosts), program)
     check(one_each)
     if hosts and launched.kind != "solo":
         raise UserError(f"-H under {launched.launcher}, which has placed the ranks already", "one of the two",
@@ -92,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _over(hosts: tuple[Host, ...], one_each: Wishes, args: argparse.Namespace) -> start.Report:
+def _over(hosts: tuple[HostSlots, ...], one_each: Wishes, args: argparse.Namespace) -> start.Report:
     """The report of one rank per host; of this host alone, with the reason, where they cannot be started.
 
     What a launcher refuses whoever the user is, is a wrong option, and no fault of this machine: `UserError`.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hvdtrain.cluster import boot, clocks, horovod, links
 from hvdtrain.cluster.control import flush_streams
 from hvdtrain.cluster.topology import affinity, cpu_quota
-from hvdtrain.comm.measure.link_rows import NO_MPI
+from hvdtrain.comm.measure.transports import NO_MPI
 from hvdtrain.commands.doctor import container_checks, facts, link_checks, mpi_checks, peers, probes
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, PROBE_S, UNKNOWN, Facts
 from hvdtrain.commands.doctor.problem import STOPS, Problem

@@ -16,9 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from hvdtrain.cluster.launchers.hosts import is_address
 from hvdtrain.cluster.launchers.prepare import LOOPBACK
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots, is_address
 from hvdtrain.commands.doctor import facts
 from hvdtrain.commands.doctor.facts import Facts
 from hvdtrain.commands.doctor.probes import whole_text
@@ -41,7 +40,7 @@ POLL_S = 0.1
 Report = tuple[list[Facts], list[Problem]]
 
 
-def ask(hosts: Sequence[Host], words: Sequence[str], env: Mapping[str, str], timeout_s: float,
+def ask(hosts: Sequence[HostSlots], words: Sequence[str], env: Mapping[str, str], timeout_s: float,
         more_s: float) -> Report:
     """Run the launcher's command line ``words``, which starts a rank on each of ``hosts``; their facts and problems.
 
@@ -79,7 +78,7 @@ def answer(output: str) -> Report | None:
     return None
 
 
-def with_slots(found: Sequence[Facts], hosts: Sequence[Host], here: str) -> list[Facts]:
+def with_slots(found: Sequence[Facts], hosts: Sequence[HostSlots], here: str) -> list[Facts]:
     """The hosts' facts with the slots of the entries that are for them; ``here`` is this host's name. Pure.
 
     A host is found by its name: not every launcher keeps the order of the list. Entries that are no host's name (an
@@ -110,7 +109,7 @@ def _is_named(host: Facts, name: str, here: str) -> bool:
     return name.lower() == own.lower() if full else name.lower().partition(".")[0] == own.lower().partition(".")[0]
 
 
-def failed(hosts: Sequence[Host], words: Sequence[str], code: int | None, said: str, timeout_s: float) -> Problem:
+def failed(hosts: Sequence[HostSlots], words: Sequence[str], code: int | None, said: str, timeout_s: float) -> Problem:
     """The problem of a launch without an answer, with the last lines that the launcher said. Pure."""
     how = f"did not answer within {timeout_s:g} s" if code is None else f"ended with exit status {code} and no answer"
     others = [host.name for host in hosts if host.name not in (*LOOPBACK, socket.gethostname())]

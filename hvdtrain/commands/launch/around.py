@@ -18,14 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cluster.launchers import LAUNCHERS, Host, Tool
-from hvdtrain.cluster.launchers.detect import hosts_of
-from hvdtrain.cluster.launchers.environment import laid_over
-from hvdtrain.cluster.launchers.hosts import place
-from hvdtrain.cluster.launchers.options import wishes
-from hvdtrain.cluster.launchers.prepare import Here, prepare
-from hvdtrain.cluster.launchers.spec import LaunchSpec
-from hvdtrain.cluster.launchers.ssh import AGENT_VARIABLES, DEFAULT_SSH, parse_ssh
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LauncherProgram
+from hvdtrain.cluster.launchers.prepare import Here, hosts_of, prepare, wishes
+from hvdtrain.cluster.launchers.spec import AGENT_VARIABLES, DEFAULT_SSH, LaunchSpec, laid_over, parse_ssh, place
 from hvdtrain.cluster.liveness.causes import is_cause
 from hvdtrain.commands.launch.supervisor import Candidate
 from hvdtrain.core.errors import UserError
@@ -43,14 +38,14 @@ UNREACHED = 255
 class Launching:
     """Writes the command line of each attempt from the options of ``launch``, and looks after the hosts."""
 
-    def __init__(self, args: argparse.Namespace, machine: Here, tool: Tool) -> None:
+    def __init__(self, args: argparse.Namespace, machine: Here, tool: LauncherProgram) -> None:
         self.args, self.machine, self.tool = args, machine, tool
         self.hosts = hosts_of(args.hosts, args.hostfile)
         if not self.hosts and not machine.in_slurm and args.np:
-            self.hosts = (Host("localhost", args.np),)
+            self.hosts = (HostSlots("localhost", args.np),)
         self.said: set[str] = set()
 
-    def spec(self, hosts: tuple[Host, ...], program: tuple[str, ...], told: Mapping[str, str]) -> LaunchSpec:
+    def spec(self, hosts: tuple[HostSlots, ...], program: tuple[str, ...], told: Mapping[str, str]) -> LaunchSpec:
         """One launch on exactly ``hosts``; ``told``: variables for the ranks. Says each note once."""
         args = self.args
         asked = wishes(args, hosts, program, ranks=0 if hosts else args.np, env=tuple(args.env), bind=args.bind,
@@ -63,13 +58,13 @@ class Launching:
                     print(f"note: {note}", file=sys.stderr, flush=True)
         return spec
 
-    def command(self, hosts: tuple[Host, ...], program: tuple[str, ...],
+    def command(self, hosts: tuple[HostSlots, ...], program: tuple[str, ...],
                 told: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """(the launcher's words, its whole environment)."""
         words, env = LAUNCHERS[self.tool.launcher].command(self.spec(hosts, program, told))
         return words, laid_over({**self.machine.env, **told}, env)
 
-    def placed(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    def placed(self, hosts: tuple[HostSlots, ...]) -> tuple[HostSlots, ...]:
         """``-np`` ranks on some hosts, fewer where their slots do not suffice; all slots without ``-np``."""
         slots = sum(host.slots for host in hosts)
         if not hosts or not self.args.np:
@@ -111,7 +106,7 @@ def _look(where: Path) -> str:
     return shlex.join(["find", str(where), "-maxdepth", "1", "-name", "cause-*.json", "-exec", "cat", "{}", "+"])
 
 
-def ask(hosts: Sequence[Host], ssh: Sequence[str], command: str,
+def ask(hosts: Sequence[HostSlots], ssh: Sequence[str], command: str,
         bound_s: float = ANSWER_S) -> dict[str, tuple[int, str]]:
     """(status, answer) of a command on each host, all at once and within ``bound_s``; `UNREACHED` for no answer."""
     children = {}

@@ -15,13 +15,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.cluster.launchers import LAUNCHERS, LaunchSpec, Tool
-from hvdtrain.cluster.launchers.detect import find, here, hosts_of, interpreter
-from hvdtrain.cluster.launchers.environment import laid_over, valid_name
+from hvdtrain.cluster.launchers import LAUNCHERS, LaunchSpec, LauncherProgram
 from hvdtrain.cluster.launchers.mpich import LAST
-from hvdtrain.cluster.launchers.options import add_options, wishes
-from hvdtrain.cluster.launchers.prepare import Here, prepare
-from hvdtrain.cluster.launchers.spec import BINDINGS
+from hvdtrain.cluster.launchers.prepare import Here, add_options, find, here, hosts_of, interpreter, prepare, wishes
+from hvdtrain.cluster.launchers.spec import BINDINGS, laid_over, valid_name
 from hvdtrain.commands.launch.around import Launching
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.commands.launch.supervise import Around, Supervisor, say
@@ -69,7 +66,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     return args, rank_program(words)
 
 
-def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here, tool: Tool,
+def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here, tool: LauncherProgram,
                notes: Sequence[str]) -> int:
     """Stay outside of MPI and launch, again where it may help; return the exit status."""
     if machine.inside:

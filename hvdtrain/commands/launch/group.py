@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cluster.launchers.environment import valid_name
+from hvdtrain.cluster.launchers.spec import valid_name
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.liveness.watch.system import catches
 from hvdtrain.core.errors import UserError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.run_directory import RunDirectory
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch.recut import options, recut
 from hvdtrain.commands.launch.supervisor import refit
@@ -37,10 +37,10 @@ class Job:
     words: tuple[str, ...]
     out: Path
     config: Config | None = None
-    first: tuple[Host, ...] = ()
+    first: tuple[HostSlots, ...] = ()
     resume: str = field(default="")
 
-    def attempt(self, number: int, hosts: tuple[Host, ...], micro_batch: int) -> tuple[str, ...]:
+    def attempt(self, number: int, hosts: tuple[HostSlots, ...], micro_batch: int) -> tuple[str, ...]:
         """The words for one attempt: the folder, where to go on, lists cut for its ranks, a smaller micro-batch."""
         if self.config is None:
             return self.words
@@ -51,7 +51,7 @@ class Job:
             more += ["--micro_batch", str(micro_batch)]
         return (*self.words, *more, *self._refitted(hosts))
 
-    def _refitted(self, hosts: tuple[Host, ...]) -> list[str]:
+    def _refitted(self, hosts: tuple[HostSlots, ...]) -> list[str]:
         """The options that fit the cut of the model and the user's lists to other ranks; none where they are the same.
         """
         if not self.first or not hosts or hosts == self.first:
@@ -74,7 +74,7 @@ class Job:
                 more += [f"--{name}", ":".join(refit(words, self.first, hosts))]
         return more
 
-    def cut_anew(self, hosts: tuple[Host, ...]) -> str:
+    def cut_anew(self, hosts: tuple[HostSlots, ...]) -> str:
         """How the model is cut over the ranks of ``hosts``, in words; "" where that is as the user has it."""
         if self.config is None or not self.first or not hosts or not cut_over_ranks(self.config):
             return ""
@@ -120,7 +120,7 @@ class Job:
         return self.config is None and status == 0 and bool(done) and len(done) >= max(1, ranks)
 
 
-def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tuple[Host, ...]) -> Job | None:
+def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tuple[HostSlots, ...]) -> Job | None:
     """The job that stands after ``--``; None where nothing is to be run (``train --help``).
 
     ``program``: the words as ranks run them; ``out``: launch's own --out. `UserError` for a configuration that a rank

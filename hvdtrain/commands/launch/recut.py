@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.commands.launch.supervisor import refit
 from hvdtrain.core.mesh import depths_of
 
@@ -29,7 +29,7 @@ class Recut(NamedTuple):
     why: str = ""
 
 
-def recut(config: Config, before: Sequence[Host], after: Sequence[Host]) -> Recut:
+def recut(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots]) -> Recut:
     """Return the copies of a model for the ranks of ``after``, where the user's configuration is for ``before``.
 
     A multiple of ``pipeline.stages`` keeps them. Other ranks make as many copies as keep each as deep as may be, none
@@ -75,7 +75,7 @@ def options(config: Config, found: Recut) -> list[str]:
     return words
 
 
-def _taken(config: Config, before: Sequence[Host], after: Sequence[Host], depths: tuple[int, ...], why: str) -> Recut:
+def _taken(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots], depths: tuple[int, ...], why: str) -> Recut:
     """The copies of ``depths``, each with the settings of the one that its first rank was in."""
     stages, old = config.pipeline.stages, _ranks(before)
     if old % stages:
@@ -86,7 +86,7 @@ def _taken(config: Config, before: Sequence[Host], after: Sequence[Host], depths
     return Recut(depths, tuple(int(left[first]) for first in firsts), why)
 
 
-def _ranks(hosts: Sequence[Host]) -> int:
+def _ranks(hosts: Sequence[HostSlots]) -> int:
     return sum(host.slots for host in hosts)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.liveness.causes import in_words, start_parts
 from hvdtrain.cluster.liveness.pulse import WAITING
@@ -44,7 +44,7 @@ TOGETHER_S = 2.0
 REQUEUE_S = 600.0
 """From the wish to save and end to the end of the launcher."""
 
-Command = Callable[[tuple[Host, ...], tuple[str, ...], Mapping[str, str]], tuple[list[str], dict[str, str]]]
+Command = Callable[[tuple[HostSlots, ...], tuple[str, ...], Mapping[str, str]], tuple[list[str], dict[str, str]]]
 """(hosts, program, variables for the ranks) -> (the launcher's words, its whole environment)."""
 
 
@@ -59,7 +59,7 @@ class Around:
 
     command: Command
     candidates: Callable[[Path | None], list[Candidate]]
-    placed: Callable[[tuple[Host, ...]], tuple[Host, ...]]
+    placed: Callable[[tuple[HostSlots, ...]], tuple[HostSlots, ...]]
     say: Callable[[str], None]
     start_s: float = 0.0
     ends_at: float = 0.0
@@ -311,7 +311,7 @@ class Supervisor:
         near = {host.name for host in seen.launch.hosts} <= set(self.around.own_names)
         return self.job.config is None and seen.status == 0 and not seen.why and near and not _begun(seen.where)
 
-    def _named(self, host: str, rank: int, hosts: tuple[Host, ...]) -> str:
+    def _named(self, host: str, rank: int, hosts: tuple[HostSlots, ...]) -> str:
         """The name that a host has in the launch, from what it calls itself, or from the rank's place there."""
         alike = [one.name for one in hosts if one.name.partition(".")[0] == host.partition(".")[0]
                  or {one.name, host} <= set(self.around.own_names)] if host else []
@@ -349,7 +349,7 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
     return "lost", f"no rank told why it ended; the launcher's status was {status}", -1, ""
 
 
-def silent_hosts(hosts: Sequence[Host], left: Sequence[Mapping[str, Any]]) -> list[str]:
+def silent_hosts(hosts: Sequence[HostSlots], left: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the hosts of whose ranks none has left a cause. Pure."""
     told, first, silent = {row["rank"] for row in left}, 0, []
     for host in hosts:

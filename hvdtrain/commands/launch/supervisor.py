@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness.causes import PARTS
 
 OURS = ("exception", "non_finite", "oom", "disk")
@@ -50,7 +50,7 @@ class Attempt:
     text: str = ""
     rank: int = -1
     host: str = ""
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostSlots, ...] = ()
     begin: int = -1
     end: int = -1
     checkpoint: int = -1
@@ -66,7 +66,7 @@ class Candidate:
     0 may be there.
     """
 
-    host: Host
+    host: HostSlots
     answers: bool = True
     here: bool = False
     keeps: bool = True
@@ -79,7 +79,7 @@ class Launch:
     ``micro_batch``: a smaller one than before, or 0.
     """
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostSlots, ...]
     wait_s: float = 0.0
     micro_batch: int = 0
     why: str = ""
@@ -179,7 +179,7 @@ def _wait_s(history: Sequence[Attempt]) -> float:
     return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(idle - 1, 16))
 
 
-def _usable(history: Sequence[Attempt], hosts: Sequence[Candidate]) -> tuple[Host, ...]:
+def _usable(history: Sequence[Attempt], hosts: Sequence[Candidate]) -> tuple[HostSlots, ...]:
     """The hosts that answer and have not failed twice since they were last left out; one at least.
 
     A host that was left out for its failures returns, with none counted, as soon as an attempt without it has ended
@@ -220,7 +220,7 @@ def _what(one: Attempt) -> str:
     return f"{kind} on {who}{where}{at}"
 
 
-def refit(values: Sequence[str], before: Sequence[Host], after: Sequence[Host]) -> list[str]:
+def refit(values: Sequence[str], before: Sequence[HostSlots], after: Sequence[HostSlots]) -> list[str]:
     """Return a per-rank list for the ranks of ``after``, from the one for those of ``before``. Pure.
 
     Each rank of a host keeps the value of the rank in its place there; further ranks of it take its last one's, those

@@ -10,13 +10,13 @@ from itertools import combinations
 import pytest
 
 from hvdtrain.cluster import links
-from hvdtrain.cluster.pair_links import (
-    LEAST_PIECE, MOST_PIECES, PAIR_S, PIECE, PairLink, Way, others_Bps, plan, rounds, sizing, slow, slowest)
+from hvdtrain.cluster.links import (
+    LEAST_PIECE, MOST_PIECES, PAIR_S, PIECE, LinkTiming, PairLink, others_Bps, plan, rounds, sizing, slow, slowest)
 from hvdtrain.core.errors import WaitTimeout
 
 
 def link(a, b, mbit=1000.0, at_once=1):
-    way = Way(250_000, 2e6 / (mbit * 1e6), 6)
+    way = LinkTiming(250_000, 2e6 / (mbit * 1e6), 6)
     return PairLink((a, b), (2 * a, 2 * b), 25e-6, way, way, way, at_once)
 
 

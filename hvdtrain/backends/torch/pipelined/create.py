@@ -30,9 +30,8 @@ from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.transforms.placement import Placement, least_samples
 from hvdtrain.backends.torch.transforms.remat import Remat
 from hvdtrain.backends.torch.trial import free_cached, out_of_memory
-from hvdtrain.cluster import heap
-from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.in_turn import in_turn
+from hvdtrain.cluster.control import agreed, in_turn
+from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
@@ -111,7 +110,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     layout = agree(found, config, control, mesh)
     maker = in_turn(control, finish, "building the model")
     if maker.placement.home.type == "cpu":
-        heap.keep_freed()
+        memory.keep_freed()
     maker.replicas = replicas_of(layout, wire)
     return agreed(control, maker.parts, "pipeline")
 
@@ -202,7 +201,7 @@ class PartMaker(Maker):
                 else:
                     measuring.check(self.spec, self.named, self.task, one, other)
                     x = measuring.input_of(self.model, self.task, one)
-                steps = contextlib.nullcontext() if self.placement.on_gpu else heap.kept_freed()
+                steps = contextlib.nullcontext() if self.placement.on_gpu else memory.kept_freed()
                 with self.precision.computing(), steps:
                     blocks, self.came = (measuring.measure(self.named, x, self.placement.home) if self._source is None
                                          else in_parts.measure(self.named, self._source, x, self.placement.home))

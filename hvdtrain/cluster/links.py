@@ -112,7 +112,7 @@ def sizing(rate_Bps: float, seconds: float) -> tuple[int, int]:
     return size, min(MOST_PIECES, max(1, wanted // size))
 
 
-def slowest(links: Sequence[PairLink]) -> PairLink:
+def slowest_link(links: Sequence[PairLink]) -> PairLink:
     """Return the pair of the smallest `PairLink.rate_Bps`, the first of equal ones."""
     return min(links, key=lambda link: link.rate_Bps)
 
@@ -180,7 +180,8 @@ def measure(comm: Any, hosts: Sequence[Sequence[int]], budget_s: float = BUDGET_
     return links
 
 
-def lead(comm: Any, peer: int, pair_s: float, timeout_s: float = TIMEOUT_S) -> tuple[float, LinkTiming, LinkTiming, LinkTiming]:
+def lead(comm: Any, peer: int, pair_s: float,
+         timeout_s: float = TIMEOUT_S) -> tuple[float, LinkTiming, LinkTiming, LinkTiming]:
     """Measure the link to ``peer``, which follows, for about ``pair_s``: (latency in seconds, there, back, both ways).
     """
     end = _End(comm, peer, timeout_s)

@@ -121,7 +121,8 @@ def test_no_more_open_files_are_said_in_words(monkeypatch):
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
     try:
         shared_memory._more_files()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (shared_memory._FILES if hard < 0 else min(hard, shared_memory._FILES))
+        most = shared_memory._FILES
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (most if hard < 0 else min(hard, most))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

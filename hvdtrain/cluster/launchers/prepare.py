@@ -188,7 +188,8 @@ def here() -> Here:
                 inside=facts.launcher if facts.kind != "solo" else "")
 
 
-def find(wanted: str, here: Here, hosts: tuple[HostSlots, ...], *, may_lack: bool = False) -> tuple[LauncherProgram, list[str]]:
+def find(wanted: str, here: Here, hosts: tuple[HostSlots, ...], *,
+         may_lack: bool = False) -> tuple[LauncherProgram, list[str]]:
     """Return the launcher to use, and notes.
 
     ``wanted``: its name or "auto"; with ``may_lack`` (a dry run) a named launcher that is not here, or is of another

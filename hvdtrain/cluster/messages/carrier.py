@@ -18,7 +18,7 @@ import numpy as np
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.channel import ALIGNED, KINDS, ROOM, begins, chunks, copied, room_for
-from hvdtrain.cluster.messages.progress import MpiProgress, Operation, progress_of_process
+from hvdtrain.cluster.messages.progress import Operation, progress_of_process
 from hvdtrain.cluster.messages.shared_memory import SharedMemoryCarrier
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
 from hvdtrain.core.protocols import Coming
@@ -153,7 +153,7 @@ class MpiCarrier:
 
 
 class HostCarrier:
-    """Implements `hvdtrain.core.protocols.Carrier`: over ``near`` to ranks that share memory, over ``far`` to others."""
+    """Implements `hvdtrain.core.protocols.Carrier`: ``near`` for ranks that share memory, ``far`` for others."""
 
     def __init__(self, far: MpiCarrier, near: SharedMemoryCarrier | None) -> None:
         self.rank, self.size = far.rank, far.size

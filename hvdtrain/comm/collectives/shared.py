@@ -108,7 +108,8 @@ class SharedCollectives(MpiCollectives):
             value = flat_N if own else layout.rows_LSN(raw)[self._host.Get_rank(), 0]
             what = _entered(kind, name, flat_N, ())
             summed = self._striped(raw, layout, slot, what, divisor, value)
-            return OpenCollective(summed, self, what, name, partial(self._look, summed, flat_N.size) if own else np.copy)
+            look = partial(self._look, summed, flat_N.size) if own else np.copy
+            return OpenCollective(summed, self, what, name, look)
 
         def run() -> np.ndarray:
             if own:

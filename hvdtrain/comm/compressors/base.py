@@ -13,7 +13,7 @@ from hvdtrain.core.protocols.types import Bucket, Shards
 
 
 DEPENDENT = 1e-5
-"""A column of `CompressorOps.orthogonalize` that keeps less than this part of its length beside those before it is noise."""
+"""A column of `orthogonalize` that keeps less than this share of its length beside those before it is noise."""
 
 
 class CompressorOps(protocols.Ops, Protocol):

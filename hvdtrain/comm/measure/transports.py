@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvdtrain.cluster.links import SINGLY, PairLink, others_Bps, slowest
+from hvdtrain.cluster.links import SINGLY, PairLink, others_Bps, slowest_link
 from hvdtrain.comm.measure.sweep import settle, slowest
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.buckets import MIB
@@ -167,7 +167,7 @@ def tables(found: Sequence[PairLink], names: Sequence[str]) -> list[tuple[str, l
 
 def words(found: Sequence[PairLink], names: Sequence[str]) -> list[str]:
     """Return sentences about all pairs: the slowest one; which were measured where not all were; how."""
-    worst, hosts = slowest(found), len(names)
+    worst, hosts = slowest_link(found), len(names)
     middle, pairs = others_Bps(worst, found), hosts * (hosts - 1) // 2
     rest = "" if middle is None else f"; median of the others {gbit(middle)}"
     told = [f"{'the slowest' if len(found) > 1 else 'the only'} pair of hosts: {both(worst, names)}, "

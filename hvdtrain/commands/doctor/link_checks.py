@@ -23,7 +23,8 @@ def links_of(hosts: Sequence[Facts]) -> list[PairLink]:
     """Return the links in the facts of all hosts, which refer to hosts by their places in ``hosts``."""
     rows = [row for host in hosts if known(host["links"]) for row in host["links"]]
     return [PairLink((row["hosts"][0], row["hosts"][1]), (row["ranks"][0], row["ranks"][1]), row["latency_s"],
-                     LinkTiming(**row["there"]), LinkTiming(**row["back"]), LinkTiming(**row["both"]), row["at_once"]) for row in rows]
+                     LinkTiming(**row["there"]), LinkTiming(**row["back"]), LinkTiming(**row["both"]), row["at_once"])
+            for row in rows]
 
 
 def slow_links(hosts: Sequence[Facts]) -> Iterator[Problem]:

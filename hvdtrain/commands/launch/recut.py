@@ -75,7 +75,8 @@ def options(config: Config, found: Recut) -> list[str]:
     return words
 
 
-def _taken(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots], depths: tuple[int, ...], why: str) -> Recut:
+def _taken(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots], depths: tuple[int, ...],
+           why: str) -> Recut:
     """The copies of ``depths``, each with the settings of the one that its first rank was in."""
     stages, old = config.pipeline.stages, _ranks(before)
     if old % stages:

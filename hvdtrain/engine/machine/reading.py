@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain import backends
-from hvdtrain.cluster.machine import memory, process
-from hvdtrain.cluster.machine.memory import peak_resident_bytes
+from hvdtrain.cluster.machine import process
+from hvdtrain.cluster.machine.memory import imported_bytes, peak_resident_bytes
 from hvdtrain.cluster.machine.nvml import Gpus
 from hvdtrain.core.units import KINDS
 from hvdtrain.engine.run import Run
@@ -51,7 +51,7 @@ def memory(run: Run, backend: Any, gpus: list[dict[str, Any]]) -> dict[str, int 
         found["activations"] = sum(gpu["peak_bytes"] - gpu["allocated_bytes"] for gpu in gpus)
         held = sum(allocated)
     else:
-        held = status.get("VmRSS", 0) - memory.imported_bytes()
+        held = status.get("VmRSS", 0) - imported_bytes()
     known = sum(found[kind] or 0 for kind in ("parameters", "gradients", "state", "buckets"))
     found["workspace"] = max(0, held - known) if held > 0 else None
     return found
@@ -62,4 +62,4 @@ def peak_bytes(run: Run) -> int:
     if run.devices[run.control.rank].kind != "cpu":
         return int(backends.load(run.spec.framework).peak_so_far())
     peak = peak_resident_bytes()
-    return max(0, peak - memory.imported_bytes()) if peak and memory.imported_bytes() else 0
+    return max(0, peak - imported_bytes()) if peak and imported_bytes() else 0

@@ -142,7 +142,8 @@ def test_a_bucket_that_is_put_while_a_graph_is_traced_is_no_mark():
 def test_the_slowest_link_is_measured_where_there_are_several_hosts(monkeypatch):
     hosts = [HostRanks("a", (0, 1), 2), HostRanks("b", (2,), 2), HostRanks("c", (3,), 2)]
     ways = LinkTiming(1, 1.0), LinkTiming(1, 1.0)
-    found = [PairLink((0, 1), (0, 2), 1e-5, *ways, LinkTiming(10, 1.0)), PairLink((1, 2), (2, 3), 2e-5, *ways, LinkTiming(5, 1.0))]
+    found = [PairLink((0, 1), (0, 2), 1e-5, *ways, LinkTiming(10, 1.0)),
+             PairLink((1, 2), (2, 3), 2e-5, *ways, LinkTiming(5, 1.0))]
     monkeypatch.setattr("hvdtrain.cluster.topology.survey", lambda control: Topology(tuple(hosts)))
     monkeypatch.setattr(boot, "has_mpi", lambda: True)
     monkeypatch.setattr(boot, "mpi_comm", lambda: None)

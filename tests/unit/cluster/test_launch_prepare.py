@@ -82,7 +82,8 @@ def test_an_agent_that_open_mpi_5_does_not_read_is_read_for_it(name):
 def test_open_mpi_4_is_known_to_take_this_host_first():
     assert "to this host, me, though far is named first" in notes(hosts=(HostSlots("far", 1), HostSlots("me", 1)))[0]
     assert notes(hosts=(HostSlots("me", 1), HostSlots("far", 1))) == notes(hosts=FAR) == []
-    assert notes(LauncherProgram("openmpi5", "mpirun", "openmpi", "5.0.11"), hosts=(HostSlots("far", 1), HostSlots("me", 1))) == []
+    five = LauncherProgram("openmpi5", "mpirun", "openmpi", "5.0.11")
+    assert notes(five, hosts=(HostSlots("far", 1), HostSlots("me", 1))) == []
 
 
 def test_the_environment_is_a_list_of_names():

@@ -84,7 +84,8 @@ def test_ranks_move_to_the_hosts_that_are_left():
 
 
 def test_the_ranks_are_told_their_folder():
-    words, env = launching("-H", "near:2").command((HostSlots("near", 2),), ("prog",), {causes.DIRECTORY: "/o/attempts/001"})
+    folder = {causes.DIRECTORY: "/o/attempts/001"}
+    words, env = launching("-H", "near:2").command((HostSlots("near", 2),), ("prog",), folder)
     assert env[causes.DIRECTORY] == "/o/attempts/001"
     assert words[words.index(causes.DIRECTORY) - 1] == "-x" and "-H near:2" in " ".join(words)
 

@@ -24,7 +24,8 @@ def link(a, b, mbit=1000.0, at_once=1):
 
 
 def test_a_pair_is_three_rows_under_the_columns_of_nccl_tests():
-    one = PairLink((0, 2), (0, 4), 25e-6, LinkTiming(1000, 8e-6, 5), LinkTiming(2000, 8e-6, 6), LinkTiming(4000, 8e-6, 7))
+    ways = (LinkTiming(size, 8e-6, n) for size, n in ((1000, 5), (2000, 6), (4000, 7)))
+    one = PairLink((0, 2), (0, 4), 25e-6, *ways)
     there, back, both = shown.records(one, NAMES)
     assert (there["from"], there["to"], back["from"], back["to"]) == ("a", "c", "c", "a")
     assert both["link_Gbitps"] == pytest.approx(4.0) and both["busbw_GBps"] == both["algbw_GBps"] == pytest.approx(0.5)

@@ -22,8 +22,8 @@ A, B, C = HostSlots("a", 2), HostSlots("b", 2), HostSlots("c", 2)
     (2, (A,), (2,), ""),
     (3, (A,), (2,), "2 ranks are no multiple of pipeline.stages 3: the model is cut over 2"),
     (3, (A, B), (2, 2), "4 ranks are no multiple of pipeline.stages 3: the model is cut over 2 in each of 2 copies"),
-    (3, (A, B, HostSlots("c", 1)), (3, 2), "5 ranks are no multiple of pipeline.stages 3: the model is cut over 3 and 2 in "
-                                      "2 copies"),
+    (3, (A, B, HostSlots("c", 1)), (3, 2),
+     "5 ranks are no multiple of pipeline.stages 3: the model is cut over 3 and 2 in 2 copies"),
     (2, (HostSlots("a", 1),), (1,), "1 rank is no multiple of pipeline.stages 2: the model is trained whole on each"),
 ])
 def test_stages_are_kept_where_they_can_be(stages: int, hosts: tuple[HostSlots, ...], depths: tuple[int, ...],
@@ -38,7 +38,8 @@ def test_given_depths_keep_the_ranks_that_are_left_of_each_copy() -> None:
     assert recut(config, four, (HostSlots("b", 4),))[:2] == ((2, 2), (2, 3))
     assert recut(config, four, (HostSlots("a", 2),))[:2] == ((1, 1), (0, 1))
     assert recut(config, four, (HostSlots("a", 2), HostSlots("b", 3)))[:2] == ((1, 1, 2, 1), (0, 1, 2, 3))
-    assert recut(config, four, (HostSlots("a", 2), HostSlots("b", 6))).depths == (1, 1, 2, 2, 2), "none is deeper than it was"
+    more = recut(config, four, (HostSlots("a", 2), HostSlots("b", 6)))
+    assert more.depths == (1, 1, 2, 2, 2), "none is deeper than it was"
     assert "of pipeline.depths [1, 1, 2, 2] the ranks that are left make [2, 2]" == recut(
         config, four, (HostSlots("b", 4),)).why
 

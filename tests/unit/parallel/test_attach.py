@@ -29,8 +29,8 @@ def made(size=2, plain_sgd=True, params=PARAMS, others=(), **settings):
                             layout=None, replicas=())
     notes = []
     setup = Setup(replace(Config(**settings), exchange=options), control,
-                  Topology((HostRanks("here", tuple(range(size)), 64),)), world(size, 0), NullCollectives(0, size), Ops(),
-                  parts, notes)
+                  Topology((HostRanks("here", tuple(range(size)), 64),)), world(size, 0), NullCollectives(0, size),
+                  Ops(), parts, notes)
     return create(setup), notes
 
 

@@ -213,7 +213,8 @@ class Watcher:
         finally:
             os.close(page)
         chain = tuple(system.launchers(pid))
-        rank = self.ranks[number] = WatchedRank(number, pid, Page(number, self.node, memory), stacks, stderr, pidfd, chain)
+        rank = WatchedRank(number, pid, Page(number, self.node, memory), stacks, stderr, pidfd, chain)
+        self.ranks[number] = rank
         self.strangers.pop(number, None)
         self.poll.register(rank.pidfd, select.POLLIN)
         known = set(self.launchers.values())

@@ -1,4 +1,4 @@
-"""What a training step offers of its state, as `hvdtrain.core.protocols.state.Stateful`."""
+"""What a training step offers of its state, as `hvdtrain.core.protocols.run.Stateful`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.checkpoint.holders import Holders
 from hvdtrain.checkpoint.stream import FIRST
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
 from hvdtrain.core.protocols import ModelState
-from hvdtrain.core.protocols.state import Given, Head, Place, Read, Shard, Want, Window
+from hvdtrain.core.protocols.run import Given, Head, Place, Read, Shard, Want, Window
 
 Arrays = dict[str, np.ndarray]
 

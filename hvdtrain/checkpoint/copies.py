@@ -42,7 +42,7 @@ class Copies:
         self._room_bytes = -1
 
     def place(self, group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Return the memory for an array, implements `hvdtrain.core.protocols.state.Place`. `NoRoom`."""
+        """Return the memory for an array, implements `hvdtrain.core.protocols.run.Place`. `NoRoom`."""
         key, dtype = (group, name), np.dtype(dtype)
         kept = self._kept.get(key)
         if kept is None or kept.shape != shape or kept.dtype != dtype:
@@ -67,9 +67,9 @@ class Copies:
 
 
 def view(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> None:
-    """Ask for no copy; implements `hvdtrain.core.protocols.state.Place`."""
+    """Ask for no copy; implements `hvdtrain.core.protocols.run.Place`."""
 
 
 def fresh(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Give new memory for every copy; implements `hvdtrain.core.protocols.state.Place`."""
+    """Give new memory for every copy; implements `hvdtrain.core.protocols.run.Place`."""
     return np.empty(shape, dtype)

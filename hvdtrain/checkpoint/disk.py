@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from hvdtrain.config import Checkpoint
-
-UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+from hvdtrain.core.units import format_bytes
 
 
 def often(settings: Checkpoint) -> str:
@@ -44,10 +43,10 @@ def free_bytes(out: Path) -> int | None:
 def line(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
     """Return the line about checkpoints at a run's start. Pure."""
     who = ", each rank its part" if settings.layout == "sharded" else ""
-    room = "" if free is None else f"; {sized(free)} free"
-    most = sized(most_bytes(one_bytes, settings.keep))
-    return (f"checkpoints: {often(settings)}; about {sized(one_bytes)} each{who}, the newest {settings.keep} kept, so "
-            f"at most {most}{room}")
+    room = "" if free is None else f"; {format_bytes(free)} free"
+    most = format_bytes(most_bytes(one_bytes, settings.keep))
+    return (f"checkpoints: {often(settings)}; about {format_bytes(one_bytes)} each{who}, the newest {settings.keep} "
+            f"kept, so at most {most}{room}")
 
 
 def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
@@ -55,20 +54,8 @@ def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
     needed = most_bytes(one_bytes, settings.keep)
     if free is None or free >= needed:
         return ""
-    return (f"checkpoints may not fit: {sized(needed)} for {settings.keep} and one more while it is written, "
-            f"{sized(free)} free; free some space, set checkpoint.keep lower, or choose another --out")
-
-
-def sized(n_bytes: int) -> str:
-    """Return bytes in words.
-
-    >>> sized(3 * 2**20 + 2**19), sized(12)
-    ('3.5 MiB', '12 bytes')
-    """
-    for unit, name in UNITS:
-        if n_bytes >= unit:
-            return f"{n_bytes / unit:.1f} {name}"
-    return f"{n_bytes} bytes"
+    return (f"checkpoints may not fit: {format_bytes(needed)} for {settings.keep} and one more while it is written, "
+            f"{format_bytes(free)} free; free some space, set checkpoint.keep lower, or choose another --out")
 
 
 FIRST_S = 60.0

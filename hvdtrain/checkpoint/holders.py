@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control, ModelState
-from hvdtrain.core.protocols.state import Head, Window
+from hvdtrain.core.protocols.run import Head, Window
 
 _PLACE = re.compile(r"\d{5}(?=/)")
 """What stands before the path of a Keras variable: its place among those of the whole model."""

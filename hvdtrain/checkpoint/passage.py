@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.checkpoint.stream import head, packed, unpacked
 from hvdtrain.core.errors import WaitTimeout
 from hvdtrain.core.protocols import Channel, Handle
-from hvdtrain.core.protocols.state import Head, Shard
+from hvdtrain.core.protocols.run import Head, Shard
 
 SIZE, NOTE, VALUES = 0, 1, 2
 """Tags of the messages, in the order in which they come."""

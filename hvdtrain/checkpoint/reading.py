@@ -17,7 +17,7 @@ from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import CheckpointError, Manifest, group_name
 from hvdtrain.checkpoint.stream import Tensor, pieces_of, tensors_of
 from hvdtrain.checkpoint.tensors import Spec, read_header
-from hvdtrain.core.protocols.state import Head
+from hvdtrain.core.protocols.run import Head
 
 Places = dict[tuple[int, str, str], tuple[Path, int]]
 """By number of file, group and name: the file, and the byte at which the values begin there."""

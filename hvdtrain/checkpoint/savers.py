@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.core.protocols.run import Outcome
 from hvdtrain.core.timeline import Timeline, active, current, span
 
 
 class BackgroundSaver:
-    """Implements `hvdtrain.core.protocols.state.Saver`: one thread, started with the first save, and one save at a
+    """Implements `hvdtrain.core.protocols.run.Saver`: one thread, started with the first save, and one save at a
     time.
 
     The thread is a daemon, so that a disk or a rank that does not answer keeps no process alive; what it has written by
@@ -77,7 +77,7 @@ def _done(step: int, work: Callable[[], None]) -> Outcome:
 
 
 class InlineSaver:
-    """Implements `hvdtrain.core.protocols.state.Saver` in the thread that calls it."""
+    """Implements `hvdtrain.core.protocols.run.Saver` in the thread that calls it."""
 
     def __init__(self) -> None:
         self._settled: list[Outcome] = []

@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, FileEntry, Manifest, encode, file_name
 from hvdtrain.checkpoint.tensors import Spec, layout, portable
-from hvdtrain.core.protocols.state import Shard
+from hvdtrain.core.protocols.run import Shard
 
 LOOK_S = 3.0
 """How long a file of another rank may take to be seen: network file systems keep in mind that a name was not there."""

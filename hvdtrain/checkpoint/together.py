@@ -20,7 +20,7 @@ from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
-from hvdtrain.core.protocols.state import Shard
+from hvdtrain.core.protocols.run import Shard
 
 Note = dict[str, Any]
 

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.reading import Kept
 from hvdtrain.checkpoint.stream import held, packed, pieces_of, unpacked
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.protocols import Control
-from hvdtrain.core.protocols.state import Head, Shard, Want
+from hvdtrain.core.protocols.run import Head, Shard, Want
 
 ROUND_SHARDS = 4096
 """Most windows in a round."""

@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.passage import give, take
 from hvdtrain.checkpoint.stream import PIECE_BYTES, Stream, head, held, in_order
 from hvdtrain.checkpoint.transfer import arriving, fetch
 from hvdtrain.config import Exchange
-from hvdtrain.core.protocols.state import Head, Shard, Want
+from hvdtrain.core.protocols.run import Head, Shard, Want
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.saving import session
 

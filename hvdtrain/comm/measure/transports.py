@@ -14,9 +14,8 @@ from typing import Any
 from hvdtrain.cluster.links import SINGLY, PairLink, others_Bps, slowest_link
 from hvdtrain.comm.measure.sweep import settle, slowest
 from hvdtrain.comm.reducer.transport import Transport
-from hvdtrain.core.buckets import MIB
 from hvdtrain.core.protocols import AllReduce, Array, Collectives, Control, Ops
-from hvdtrain.core.table import shown
+from hvdtrain.core.units import MIB, format_number
 from hvdtrain.planning.exchange.link import fit
 from hvdtrain.planning.exchange.wire_choice import Measured
 
@@ -155,7 +154,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """Return a record as a row of the table."""
     way = "both at once" if row["collective"] == "sendrecv" else f"{row['from']} to {row['to']}"
     return [way, str(row["size_bytes"]), str(row["count"]), row["dtype"], row["redop"], str(row["root"]),
-            *(shown(row[key]) for key in ("time_us", "algbw_GBps", "busbw_GBps", "link_Gbitps", "latency_us"))]
+            *(format_number(row[key]) for key in ("time_us", "algbw_GBps", "busbw_GBps", "link_Gbitps", "latency_us"))]
 
 
 def tables(found: Sequence[PairLink], names: Sequence[str]) -> list[tuple[str, list[list[str]]]]:
@@ -171,7 +170,8 @@ def words(found: Sequence[PairLink], names: Sequence[str]) -> list[str]:
     middle, pairs = others_Bps(worst, found), hosts * (hosts - 1) // 2
     rest = "" if middle is None else f"; median of the others {gbit(middle)}"
     told = [f"{'the slowest' if len(found) > 1 else 'the only'} pair of hosts: {both(worst, names)}, "
-            f"{gbit(worst.rate_Bps)} in each direction with both busy, latency {shown(1e6 * worst.latency_s)} us{rest}"]
+            f"{gbit(worst.rate_Bps)} in each direction with both busy, latency "
+            f"{format_number(1e6 * worst.latency_s)} us{rest}"]
     if len(found) < pairs:
         met = [sum(host in link.hosts for link in found) for host in range(hosts)]
         told.append(f"{len(found)} of {pairs} pairs were measured, each host with {min(met)}"
@@ -192,4 +192,4 @@ def both(link: PairLink, names: Sequence[str]) -> str:
 
 def gbit(rate_Bps: float) -> str:
     """Return a rate in words: "0.9412 Gbit/s"."""
-    return f"{shown(8e-9 * rate_Bps)} Gbit/s"
+    return f"{format_number(8e-9 * rate_Bps)} Gbit/s"

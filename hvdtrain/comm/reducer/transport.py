@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hvdtrain.comm.reducer.watched import Watched
-from hvdtrain.core.buckets import MIB
 from hvdtrain.core.protocols import (
     AllGather, AllReduce, AllToAllV, Array, Collectives, Compressor, Exchange, Handle, Ops, Request)
+from hvdtrain.core.protocols.transport import Counts
 from hvdtrain.core.protocols.types import Bucket, Shards, itemsize
-from hvdtrain.core.protocols.wire import Counts
+from hvdtrain.core.units import MIB
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol

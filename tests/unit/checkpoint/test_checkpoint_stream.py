@@ -10,7 +10,7 @@ from hvdtrain.checkpoint import CheckpointError, stream
 from hvdtrain.checkpoint.stream import Stream, head, held, in_order, messages, n_bytes, packed, unpacked
 from hvdtrain.checkpoint.tensors import layout
 from hvdtrain.checkpoint.transfer import whole_shards
-from hvdtrain.core.protocols.state import Shard
+from hvdtrain.core.protocols.run import Shard
 
 DTYPES = ["float32", "float64", "float16", "int64", "uint16", "uint8", "bool"]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

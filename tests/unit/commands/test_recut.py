@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.cluster.launchers.spec import HostSlots
-from hvdtrain.commands.launch.job import Job
-from hvdtrain.commands.launch.recut import recut
+from hvdtrain.commands.launch.job import SupervisedJob, recut
 from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, Pipeline
 
@@ -23,7 +22,8 @@ A, B, C = HostSlots("a", 2), HostSlots("b", 2), HostSlots("c", 2)
     (3, (A,), (2,), "2 ranks are no multiple of pipeline.stages 3: the model is cut over 2"),
     (3, (A, B), (2, 2), "4 ranks are no multiple of pipeline.stages 3: the model is cut over 2 in each of 2 copies"),
     (3, (A, B, HostSlots("c", 1)), (3, 2),
-     "5 ranks are no multiple of pipeline.stages 3: the model is cut over 3 and 2 in 2 copies"),
+     "5 ranks are no multiple of pipeline.stages 3: the model is cut over 3 and 2 in "
+                                      "2 copies"),
     (2, (HostSlots("a", 1),), (1,), "1 rank is no multiple of pipeline.stages 2: the model is trained whole on each"),
 ])
 def test_stages_are_kept_where_they_can_be(stages: int, hosts: tuple[HostSlots, ...], depths: tuple[int, ...],
@@ -47,7 +47,7 @@ def test_given_depths_keep_the_ranks_that_are_left_of_each_copy() -> None:
 def test_the_options_of_an_attempt_are_ones_that_train_takes(tmp_path: Path) -> None:
     config = Config(pipeline=Pipeline(3, cut=["b", "c"]), shares=[3, 1])
     words = ("train", "--pipeline", "3", "--pipeline.cut", "[b, c]", "--shares", "[3, 1]")
-    job = Job(words, tmp_path, config, (A, B, C))
+    job = SupervisedJob(words, tmp_path, config, (A, B, C))
     for hosts, want in (((A, B, C), Pipeline(3, cut=["b", "c"])), ((A,), Pipeline(2)),
                         ((A, B, HostSlots("c", 1)), Pipeline(1, depths=[3, 2])), ((C, HostSlots("d", 1)), Pipeline(
                             3, cut=["b", "c"]))):

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cluster.control import ReplicaControl, SoloControl
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.prefetch import Shelf, prefetched
 from hvdtrain.data.sources import ArraySource

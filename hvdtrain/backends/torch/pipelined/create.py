@@ -14,8 +14,8 @@ from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import generators, keras, placement
 from hvdtrain.backends.torch.blocks import refuse_shared
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.evaluator import TorchEvaluator
 from hvdtrain.backends.torch.maker import Maker, build_lazy
+from hvdtrain.backends.torch.memory import free_cached, out_of_memory
 from hvdtrain.backends.torch.optimizer import slot_share
 from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.backends.torch.pipelined import in_parts, measuring
@@ -25,13 +25,13 @@ from hvdtrain.backends.torch.pipelined.outline import free, source_of, why_whole
 from hvdtrain.backends.torch.pipelined.own import UNDO, Cut, refuse_cut, take_out
 from hvdtrain.backends.torch.pipelined.stage import PipelineStage
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape
-from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
+from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
+from hvdtrain.backends.torch.task import TorchEvaluator
 from hvdtrain.backends.torch.transforms.placement import Placement, least_samples
 from hvdtrain.backends.torch.transforms.remat import Remat
-from hvdtrain.backends.torch.trial import free_cached, out_of_memory
 from hvdtrain.cluster.control import agreed, in_turn
-from hvdtrain.cluster.machine import memory
+from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.config import Config
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
@@ -110,7 +110,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     layout = agree(found, config, control, mesh)
     maker = in_turn(control, finish, "building the model")
     if maker.placement.home.type == "cpu":
-        memory.keep_freed()
+        heap.keep_freed()
     maker.replicas = replicas_of(layout, wire)
     return agreed(control, maker.parts, "pipeline")
 
@@ -201,7 +201,7 @@ class PartMaker(Maker):
                 else:
                     measuring.check(self.spec, self.named, self.task, one, other)
                     x = measuring.input_of(self.model, self.task, one)
-                steps = contextlib.nullcontext() if self.placement.on_gpu else memory.kept_freed()
+                steps = contextlib.nullcontext() if self.placement.on_gpu else heap.kept_freed()
                 with self.precision.computing(), steps:
                     blocks, self.came = (measuring.measure(self.named, x, self.placement.home) if self._source is None
                                          else in_parts.measure(self.named, self._source, x, self.placement.home))

@@ -16,7 +16,7 @@ from types import MappingProxyType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.slots import ask
+from hvdtrain.core.resolve import ask
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow import entered
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Handle
 from hvdtrain.core.protocols.transport import Counts
 

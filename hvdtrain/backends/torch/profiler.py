@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hvdtrain.core.timeline.profiler import KERNEL, Marks, Span
+from hvdtrain.core.timeline.spans import KERNEL, Marks, Span
 
 _MARK, _WARM = "hvdtrain mark", "hvdtrain start"
 
 
 class Profiler:
-    """Implements `hvdtrain.core.timeline.profiler.Profiler` for PyTorch."""
+    """Implements `hvdtrain.core.timeline.spans.Profiler` for PyTorch."""
 
     def __init__(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]

@@ -26,7 +26,7 @@ import torch
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.comm.collectives.parts import WithoutMemory
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Handle
 from hvdtrain.core.timeline import blocked
 

@@ -26,7 +26,7 @@ from hvdtrain.commands.launch.around import Launching
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.commands.launch.supervise import Around, Supervisor, say
 from hvdtrain.core.errors import UserError
-from hvdtrain.reports.ends.writer import Writer
+from hvdtrain.reports.survivor import Writer
 
 MOST_RESTARTS = 1_000_000
 

@@ -17,8 +17,7 @@ from hvdtrain.cluster.launchers.spec import Host
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch.recut import options, recut
 from hvdtrain.commands.launch.supervisor import refit
-from hvdtrain.config import Config, schema
-from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
+from hvdtrain.config import Config, cut_over_ranks, micro_batches, schema
 from hvdtrain.core.errors import UserError
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)

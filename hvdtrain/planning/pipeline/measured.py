@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.config import Config
-from hvdtrain.config.pipeline import micro_batches
+from hvdtrain.config import Config, micro_batches
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.planning.pipeline.blocks import Block, Needs
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.backends.tensorflow.nodes import node_errors
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError
 from hvdtrain.keras import own_steps, shardable
@@ -31,7 +32,6 @@ from hvdtrain.keras.coupling import check_shard
 from hvdtrain.keras.data import Shard
 from hvdtrain.keras.exchange import Exchange, exchange_of
 from hvdtrain.keras.guard import GuardOfFit
-from hvdtrain.tensorflow.near import failures
 
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """Models whose steps were looked at while they were traced, and whether for even parts only, which ask for less."""
@@ -184,7 +184,7 @@ def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:
     def train(iterator: Any) -> Any:
         pulse.at("fit", next(calls) * model.steps_per_execution)
         written.before()
-        with exchange.guard.driven(), failures():
+        with exchange.guard.driven(), node_errors():
             out = function(iterator)
             written.after()
         exchange.guard.between_steps(model.steps_per_execution / exchange.settings.passes)

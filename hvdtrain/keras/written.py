@@ -17,7 +17,7 @@ from hvdtrain.backends.tensorflow.buffers import LARGE, state_variables
 from hvdtrain.backends.tensorflow.state import to_numpy
 from hvdtrain.keras.exchange import Exchange, tf_variable
 from hvdtrain.keras.guard import EARLY
-from hvdtrain.tensorflow import objects
+from hvdtrain.tensorflow import functions
 
 
 class Written:
@@ -57,7 +57,7 @@ class Written:
     def _look(self, variables: dict[str, Any]) -> None:
         own = [name for name, before in self._before.items()
                if name not in self._known and before.tobytes() != to_numpy(variables[name]).tobytes()]
-        found = objects.gathered(own, self._exchange.settings.process_set)
+        found = functions.gathered(own, self._exchange.settings.process_set)
         fresh = [name for name in self._before if any(name in names for names in found)]
         self._known += fresh
         if fresh and hvd.rank() == 0:

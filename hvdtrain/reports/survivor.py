@@ -33,7 +33,7 @@ NICE = 10
 
 
 START = "import sys; sys.path.insert(0, sys.argv[3]); from hvdtrain.reports.survivor import main; main(*sys.argv)"
-"""Program of the process that outlives rank 0: ``python -I -S -c START OUT PID ROOT``; ROOT: the parent of the package."""
+"""Program of the process that outlives rank 0: ``python -I -S -c START OUT PID ROOT``, the parent of the package."""
 
 
 def main(_: str, directory: str, process: str, root: str) -> None:

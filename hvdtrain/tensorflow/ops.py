@@ -14,13 +14,12 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.collectives import peer_failures
-from hvdtrain.tensorflow import basics, roots
-from hvdtrain.tensorflow.basics import Adasum, Average, Max, Min, Product, Sum
+from hvdtrain.tensorflow import basics
+from hvdtrain.tensorflow.basics import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
 from hvdtrain.tensorflow.compression import Compression, kind_of
-from hvdtrain.tensorflow.errors import InvalidArgument, NotSupported, WrongMode
-from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted, unfolded
-from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
-from hvdtrain.tensorflow.wiretypes import Back, differentiable, summable
+from hvdtrain.tensorflow.nodes import (
+    Back, InvalidArgument, NotSupported, WrongMode, assert_same_root, check_root, differentiable, member_root,
+    node_name, refuse_xla, same_root, summable, through_trace, unconverted, unfolded)
 
 KINDS = {Average: "sum", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 """Reduction -> what a wire calls it; an average is a sum, divided."""
@@ -123,17 +122,17 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     x = tf.convert_to_tensor(tensor)
     wire = member_wire(process_set)
     if wire is None:
-        roots.check(root_rank, process_set)
+        check_root(root_rank, process_set.ranks)
         return tf.identity(x)
     moved, back = differentiable(x)
     label = _name("broadcast", name, x)
     if not tf.inside_function():
-        with roots.compared(wire, root_rank, process_set) as root:
+        with same_root(wire, root_rank, process_set.ranks) as root:
             return back(sent(wire.broadcast, moved, label, root))
     refuse_xla("broadcast")
-    with tf.control_dependencies([roots.assertion(wire, root_rank, process_set, label)]):
+    with tf.control_dependencies([assert_same_root(wire, root_rank, process_set.ranks, label)]):
         moved = tf.identity(moved)
-    return back(sent(wire.broadcast, moved, label, roots.stand_in(root_rank, process_set)))
+    return back(sent(wire.broadcast, moved, label, member_root(root_rank, process_set.ranks)))
 
 
 @unconverted
@@ -274,7 +273,8 @@ def member_wire(process_set: ProcessSet) -> Any:
 def _each(process_set: ProcessSet, collective: str, tensors: Sequence[Any]) -> Any:
     """The wire's ``collective`` of several tensors at the same time; None where it has none, and in a graph, whose
     operations run at the same time anyway."""
-    return None if tf.inside_function() or not tensors else getattr(member_wire(process_set), collective, None)
+    wire = None if tf.inside_function() or not tensors else member_wire(process_set)
+    return None if wire is None or not wire.has_each else getattr(wire, collective)
 
 
 def _sums(each: Any, tensors: Sequence[Any], compression: Any, op: int, before: float, after: float,
@@ -293,7 +293,7 @@ def _reduced(wire: Any, x: tf.Tensor, compression: Any, op: int, before: float, 
     Where a wire can divide without other bits it does, which saves a pass over memory. Factors have no say in that:
     they may be another rank's other ones.
     """
-    if op == Average and compression is Compression.none and getattr(wire, "halves", False):
+    if op == Average and compression is Compression.none and wire.halves:
         own, back = _packed(x, compression, before, after)
         if own.dtype.is_floating:
             return own, back, "mean"
@@ -348,10 +348,10 @@ def _packed(x: tf.Tensor, compression: Any, before: float, after: float, divisor
     float16 is summed in float32 unless the caller asks for it as compression; factors have the digits of the sum, and
     where the caller compresses those of ``x``.
     """
-    kind = kind_of(compression)
-    if kind in ("fp16", "bf16") and x.dtype not in (tf.float16, tf.bfloat16):
+    narrow = compression.narrow if kind_of(compression) else None  # a script's own class has no such attribute
+    if narrow is not None and x.dtype not in (tf.float16, tf.bfloat16):
         small, context = compression.compress(_times(x, before))
-        own, wide = (small, lambda y: y) if kind == "fp16" else summable(small)
+        own, wide = (small, lambda y: y) if narrow == tf.float16 else summable(small)
         return own, lambda y: _part(compression.decompress(wide(y), context), after, divisor)
     small, context = compression.compress(x)
     own, narrow = summable(small)

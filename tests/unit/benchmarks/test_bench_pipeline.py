@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import peers, pipeline, race, stages, throttle, worker
 from benchmarks.peers import Prepared, contender, pipelining
-from hvdtrain.commands.bench.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.pipeline import which

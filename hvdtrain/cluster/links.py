@@ -18,7 +18,7 @@ from hvdtrain.cluster.control import MpiControl
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import WaitTimeout
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.processes import wait_for
 
 PIECE = 2 << 20
 """Bytes of the largest piece: what a run's transports move at once."""

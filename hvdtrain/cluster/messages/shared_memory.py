@@ -27,7 +27,7 @@ import numpy as np
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.channel import KINDS, ROOM, begins, copied
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
-from hvdtrain.core.patience import AWAKE_S, SPINS
+from hvdtrain.core.processes import AWAKE_S, SPINS
 
 TOKEN_BYTES = 16
 

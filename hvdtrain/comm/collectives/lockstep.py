@@ -16,7 +16,7 @@ from hvdtrain.cluster.messages.carrier import Boxes, ThreadCarrier
 from hvdtrain.cluster.messages.channel import Mail, MailChannel
 from hvdtrain.comm.collectives.base import ReadyHandle, WithoutMemory, add_rows
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.timeline import blocked
 
 Key = tuple[Any, ...]

@@ -23,8 +23,8 @@ from hvdtrain.comm.collectives.mpi import (
 from hvdtrain.comm.collectives.rounds import Peers
 from hvdtrain.comm.collectives.striped import Striped
 from hvdtrain.core.errors import PeerFailed
-from hvdtrain.core.group import Group, spans
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.mesh import Group, spans
+from hvdtrain.core.processes import wait_for
 
 LOOK_S, GRACE_S = 0.5, 5.0
 """Interval at which a wait looks whether a rank has left, and its further wait for one that has."""

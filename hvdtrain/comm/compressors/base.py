@@ -4,11 +4,11 @@ those of every seam."""
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from hvdtrain.core import protocols
-from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Request
+from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Spread
 from hvdtrain.core.protocols.types import Bucket, Shards
 
 
@@ -66,6 +66,14 @@ class Stateless:
     """Steps at the start of a run that send more."""
     own_key = ""
     """Key that asks for the compressor in place of ``compression``."""
+    approximates = True
+    """The sum is not that of the gradients up to rounding, which a note of the run says."""
+    same_threads = False
+    """Ranks get the same bits with the same number of compute threads only."""
+    own_momentum = ""
+    """Key and value of the momentum that the compressor applies, on one rank too, in place of the optimizer's."""
+    pairs_ranks = False
+    """The number of ranks has to be a power of two."""
 
     def describe(self) -> str:
         """The name alone."""
@@ -89,6 +97,11 @@ class Stateless:
         """Sum the whole bucket, and return a copy of this rank's shard: a view would keep the whole."""
         sum_N, new = yield from self.exchange(ops, flat_N, state, bucket, len(shards.sizes), stage)
         return ops.pack([sum_N[shards.own]]), new
+
+    def spread(self, ops: CompressorOps, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """Move the sums as they are."""
+        gathered_PK = yield AllGather(sum_K)
+        return ops.reshape(gathered_PK, (-1,))[:bucket.n]
 
 
 class Uncompressed(Stateless):
@@ -140,7 +153,7 @@ class Halves(Stateless):
         """All-to-all of int16 (P, K), all-gather of int16 (K,), K = ceil(N / P)."""
         k = part_length(bucket.n, size)
         received_PK = yield AllToAll(self.encode(ops, as_rows(ops, flat_N, bucket.n, size, k)))
-        return (yield from self.spread(ops, self._sum(ops, received_PK, size, k), bucket)), state
+        return (yield from self.spread(ops, self._sum(ops, received_PK, size, k), bucket, size)), state
 
     def scatter(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
                 stage: int = 0) -> Exchange:
@@ -153,8 +166,8 @@ class Halves(Stateless):
         """Sum encoded rows, in any shape of P K elements, in rank order: the sum encoded (K,)."""
         return self.encode(ops, sum_of_rows(ops, ops.reshape(self.decode(ops, bits), (size, k)), size))
 
-    def spread(self, ops: CompressorOps, sum_K: Array, bucket: Bucket) -> Generator[Request, Array, Array]:
-        """Bring the encoded sums of all ranks' parts together: int16 (K,) -> float32 (N,)."""
+    def spread(self, ops: CompressorOps, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """All-gather of int16 (K,)."""
         gathered_PK = yield AllGather(sum_K)
         return self.decode(ops, gathered_PK)[:bucket.n]
 

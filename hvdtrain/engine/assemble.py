@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends, reports
-from hvdtrain.backends import transforms
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import DeviceFacts
@@ -35,6 +34,7 @@ from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of
 from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule
 from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
@@ -119,7 +119,8 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     feed.weigh(parts.batch_weight)
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
-    parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
+    parts.transforms += agreed(control, lambda: [load_callable(text, "transforms")() for text in config.transforms],
+                               "transforms")
     group = parts.replicas[0].group if parts.replicas else world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
     if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast

@@ -14,7 +14,7 @@ import torch
 from hvdtrain.backends.torch import blocks, generators, modules, placement
 from hvdtrain.backends.torch.memory import free_cached, out_of_memory
 from hvdtrain.backends.torch.ops import Ops
-from hvdtrain.backends.torch.optim import Given
+from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.backends.torch.optimizer import slot_share
 from hvdtrain.backends.torch.pinned import Uploads
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release
@@ -59,7 +59,7 @@ class Placement:
     # --- making it ---------------------------------------------------------------------------------------------
 
     def measure(self, task: Callable[..., Any], sample: Callable[[int], Batch] | None, control: Control,
-                precision: MixedPrecision, given: Given | None = None) -> Measured:
+                precision: MixedPrecision, spec: OptimizerSpec | None = None) -> Measured:
         """Return what this rank finds before anything stays on its devices; `UserError` for what cannot be split."""
         model, named = self._spec.model, blocks.chain(self._spec)
         source = sample or self._spec.example
@@ -86,7 +86,7 @@ class Placement:
         finally:
             generators.load_random(random)
         found = tuple(block.over(samples / n) for block in found)
-        needs = Needs(gradients=1.0, slots=slot_share(self._config, given), micros=micros_of(self._config))
+        needs = Needs(gradients=1.0, slots=slot_share(self._config, spec), micros=micros_of(self._config))
         capacity_bytes, together_bytes = self._memory(control.local_size)
         return Measured(found, tuple(str(d) for d in self.devices), capacity_bytes, needs, together_bytes, speeds)
 

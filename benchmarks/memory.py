@@ -19,8 +19,8 @@ import tempfile
 from typing import Any
 
 from benchmarks.jobs import Job, JobFailed
+from benchmarks.workloads import FILES, WORKLOADS
 from hvdtrain.commands.bench import options, record
-from hvdtrain.commands.bench.workloads import FILES, WORKLOADS
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals

@@ -32,7 +32,7 @@ HEADERS = ("step", "written", "size", "layout", "ranks", "state")
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """One checkpoint, or what is no checkpoint: ``state`` says which; ``good`` if it can be used as far as was seen."""
 
     path: Path
@@ -84,7 +84,7 @@ def root_of(run: str) -> Path:
     raise UserError(f"{run} holds no checkpoints", "the directory of a run that has saved", "correct RUN")
 
 
-def look(root: Path, verify: bool) -> list[Row]:
+def look(root: Path, verify: bool) -> list[CheckpointRow]:
     """Rows of all that lies in ``root``, newest step first, then what is no checkpoint.
 
     Another process may save and remove meanwhile: what has gone when it is looked at is passed over.
@@ -97,14 +97,15 @@ def look(root: Path, verify: bool) -> list[Row]:
     for path in sorted(root.iterdir()):
         if path in left:
             gone = files.writer_is_gone(left[path])
-            rows.append(Row(path, "left over from a save that did not end; the next save removes it" if gone else
-                            f"being written by process {left[path].pid} on host {left[path].host}"))
+            state = ("left over from a save that did not end; the next save removes it" if gone else
+                     f"being written by process {left[path].pid} on host {left[path].host}")
+            rows.append(CheckpointRow(path, state))
         elif path not in known:
-            rows.append(Row(path, "not of hvdtrain: passed over"))
+            rows.append(CheckpointRow(path, "not of hvdtrain: passed over"))
     return rows
 
 
-def _row(one: Candidate, verify: bool) -> Row | None:
+def _row(one: Candidate, verify: bool) -> CheckpointRow | None:
     """What can be said of one checkpoint; None where it has gone meanwhile."""
     aside = "moved aside by a save that did not end, and used where nothing newer is: " if one.hidden else ""
     try:
@@ -119,19 +120,19 @@ def _row(one: Candidate, verify: bool) -> Row | None:
         if not os.path.lexists(one.path):
             return None
         state = f"{aside}not whole: {error.got}".replace(f"{one.path}/", "").replace(str(one.path), "it")
-        return Row(one.path, state, one.step, damaged=True)
+        return CheckpointRow(one.path, state, one.step, damaged=True)
     return replace(row, state=aside + (WHOLE if verify else LISTED), good=True)
 
 
-def _described(path: Path, manifest: Manifest) -> Row:
+def _described(path: Path, manifest: Manifest) -> CheckpointRow:
     meta: dict[str, Any] = manifest.meta
     try:
         manifest_bytes, written = os.lstat(path / MANIFEST_NAME).st_size, os.lstat(path / MANIFEST_NAME).st_mtime
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error})", "a checkpoint", "see its permissions") from None
     size = manifest_bytes + sum(entry.size_bytes for entry in manifest.files.values())
-    return Row(path, "", manifest.step, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)), size,
-               "sharded" if manifest.shards else "gathered", str(meta.get("world_size", "")))
+    return CheckpointRow(path, "", manifest.step, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)), size,
+                         "sharded" if manifest.shards else "gathered", str(meta.get("world_size", "")))
 
 
 def _prune(root: Path, keep: int) -> int:

@@ -14,7 +14,8 @@ import grouped_torch  # noqa: E402
 
 from hvdtrain.backends.torch.optim import optimizer_spec  # noqa: E402
 from hvdtrain.config import Checkpoint, Config, DataParallel, Exchange, Named, Pipeline, Schedule  # noqa: E402
-from hvdtrain.commands.convert import places, worker  # noqa: E402
+from hvdtrain.commands.convert import worker  # noqa: E402
+from hvdtrain.commands.convert import request as places  # noqa: E402
 from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.model_spec import Spec, spec_of  # noqa: E402

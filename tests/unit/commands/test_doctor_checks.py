@@ -4,8 +4,9 @@ import copy
 
 import pytest
 
-from hvdtrain.commands.doctor import checks, gpu_checks, mpi_checks, network_checks
-from hvdtrain.commands.doctor.problem import NOTE, SLOWS, STOPS, Problem, merge, stops
+from hvdtrain.commands.doctor import checks, library_checks, network_checks
+from hvdtrain.commands.doctor import library_checks as gpu_checks
+from hvdtrain.commands.doctor.facts import NOTE, SLOWS, STOPS, Problem, merge, stops
 
 TORCH = {"version": "2.13.0", "cuda": "", "hip": "", "devices": [], "horovod_built": ["mpi", "gloo"]}
 HOST = {
@@ -226,5 +227,5 @@ def test_a_network_is_named_as_each_launcher_wants_it(mpirun, words):
     ("openmpi", "Open MPI", "openmpi"),
     ("srun", "", "srun")])
 def test_families(text, family, short):
-    assert mpi_checks.family(text) == family
-    assert mpi_checks.short(text) == short
+    assert library_checks.family(text) == family
+    assert library_checks.short(text) == short

@@ -27,7 +27,7 @@ from hvdtrain.cluster.launchers.prepare import Here, prepare
 from hvdtrain.cluster.launchers.spec import LaunchSpec
 from hvdtrain.cluster.launchers.ssh import AGENT_VARIABLES, DEFAULT_SSH, parse_ssh
 from hvdtrain.cluster.liveness.causes import is_cause
-from hvdtrain.commands.launch.supervisor import Candidate
+from hvdtrain.commands.launch.restart_policy import HostCandidate
 from hvdtrain.core.errors import UserError
 
 ANSWER_S = 10.0
@@ -40,7 +40,7 @@ UNREACHED = 255
 """ssh's own status where it did not get there."""
 
 
-class Launching:
+class LaunchCommands:
     """Writes the command line of each attempt from the options of ``launch``, and looks after the hosts."""
 
     def __init__(self, args: argparse.Namespace, machine: Here, tool: Tool) -> None:
@@ -77,7 +77,7 @@ class Launching:
         return place(hosts, self.args.np if self.args.oversubscribe else min(self.args.np, slots),
                      self.args.oversubscribe)
 
-    def candidates(self, where: Path | None) -> list[Candidate]:
+    def candidates(self, where: Path | None) -> list[HostCandidate]:
         """The hosts of now: host files are read anew, and hosts elsewhere are asked, once an attempt has failed.
 
         ``where``: that attempt's folder, into which the causes come that lie in a folder of that name elsewhere; None
@@ -88,11 +88,11 @@ class Launching:
                 self.hosts = hosts_of(self.args.hosts, self.args.hostfile) or self.hosts
         far = [host for host in self.hosts if host.name not in self.machine.names]
         if where is None or not far or self.tool.launcher == "srun":
-            return [Candidate(host, here=host not in far) for host in self.hosts]
+            return [HostCandidate(host, here=host not in far) for host in self.hosts]
         answers = ask(far, self._ssh(), _look(where))
         for _, text in answers.values():
             _keep(where, text)
-        return [Candidate(host, host not in far or answers[host.name][0] != UNREACHED, host not in far,
+        return [HostCandidate(host, host not in far or answers[host.name][0] != UNREACHED, host not in far,
                           host not in far or answers[host.name][0] == 0) for host in self.hosts]
 
     def _ssh(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from hvdtrain.cluster.launchers.prepare import Here
 from hvdtrain.cluster.launchers.spec import Host, Tool
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch import cli as launch
-from hvdtrain.commands.launch.around import UNREACHED, Launching, ask
+from hvdtrain.commands.launch.hosts import UNREACHED, LaunchCommands, ask
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.core.errors import UserError
 
@@ -40,7 +40,7 @@ def ssh(tmp_path):
 def launching(*words, **here):
     """The launch that these words ask for, from a host called near."""
     args, _ = launch.parse([*words, "--restarts", "3", "--", "train"])
-    return Launching(args, Here(**{"env": {}, "names": ("near",), "cores": 8} | here), TOOL)
+    return LaunchCommands(args, Here(**{"env": {}, "names": ("near",), "cores": 8} | here), TOOL)
 
 
 def test_hosts_that_do_not_answer_are_seen_within_a_bound(ssh):

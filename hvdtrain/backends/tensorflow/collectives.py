@@ -14,14 +14,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import graphs
-from hvdtrain.backends.tensorflow.nodes import NamedCalls
-from hvdtrain.backends.tensorflow.nodes import raised
+from hvdtrain.backends.tensorflow.nodes import NamedCalls, raised
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Control
 from hvdtrain.core.protocols.transport import Counts
 from hvdtrain.core.timeline import blocked

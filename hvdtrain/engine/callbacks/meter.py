@@ -17,7 +17,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.batch.meter import Reading, AverageStep, read
+from hvdtrain.planning.batch.meter import AverageStep, Reading, read
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""

@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch.line import Line, fit
-from hvdtrain.planning.batch.whatif import Forecast, Steps, BatchDivision, forecast
+from hvdtrain.planning.batch.whatif import BatchDivision, Forecast, Steps, forecast
 
 MOST_STEPS, MOST_NUMBERS, LEAST_KEPT = 256, 16384, 32
 """Steps that are looked at, fewer where ranks are many: so many of all ranks' together, but some at least."""

@@ -21,7 +21,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
-from hvdtrain.planning.memory.facts import MemoryFacts, MeasuredMemory, Model, RankMemory, Sharding
+from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding
 from hvdtrain.planning.memory.pass_trace import MemoryLine, MemoryTrace, first_copies, line
 
 PARTS = (8, 4)

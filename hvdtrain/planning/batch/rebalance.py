@@ -36,7 +36,7 @@ from typing import Any
 
 from hvdtrain.core.errors import count
 from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.batch.plan import Ceilings, RankShare, Parts, BatchPlan, of_shares, plan, predicted
+from hvdtrain.planning.batch.plan import BatchPlan, Ceilings, Parts, RankShare, of_shares, plan, predicted
 
 TRUST = 4
 """Windows that the probe's line is worth."""

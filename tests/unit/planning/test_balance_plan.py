@@ -11,7 +11,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.minmax import CommonParts, OwnParts, solve
 from hvdtrain.planning.batch.plan import (
-    COLUMNS, RankLabel, RankShare, BatchPlan, advise_drop, equal, of_shares, plan, predicted, speed, table)
+    COLUMNS, BatchPlan, RankLabel, RankShare, advise_drop, equal, of_shares, plan, predicted, speed, table)
 from hvdtrain.planning.batch.sampler import cut, micro_batches
 
 # Round numbers make ties, which random ones never do.

@@ -15,7 +15,7 @@ from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.memory.plan import Plan
 from hvdtrain.parallel.data_parallel.room import least_stage
 from hvdtrain.planning.memory import options
-from hvdtrain.planning.memory.facts import MemoryFacts, MeasuredMemory, Model, RankMemory, Slots, Sharding
+from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding, Slots
 from hvdtrain.planning.memory.forecast import forecast
 from hvdtrain.planning.memory.options import Option
 from hvdtrain.planning.memory.pass_trace import MemoryTrace, first_copies, line

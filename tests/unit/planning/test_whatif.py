@@ -10,7 +10,7 @@ from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.whatif import WhatIf
 from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.plan import equal, plan
-from hvdtrain.planning.batch.whatif import Steps, BatchDivision, counted, forecast, line_of
+from hvdtrain.planning.batch.whatif import BatchDivision, Steps, counted, forecast, line_of
 
 N = 120
 """Global batch, divisible by 2, 3 and 4 ranks."""

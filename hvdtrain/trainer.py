@@ -25,6 +25,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import Interrupted, UserError, nearest
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.resolve import paths_from
+from hvdtrain.core.timeline import active
 from hvdtrain.data.workers.worker import refuse_inside
 from hvdtrain.engine import loop, summary
 from hvdtrain.engine.assemble import assemble
@@ -36,8 +37,8 @@ from hvdtrain.engine.feeds import eval_feed
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import session
 from hvdtrain.engine.saving.final import export
-from hvdtrain.reports.ends.words import failure
 from hvdtrain.reports.progress import silence
+from hvdtrain.reports.survivor import failure
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -159,8 +160,8 @@ class Trainer:
             run.record("failed", **failure(error, run.control.rank))
             raise
         finally:
-            for callback in run.callbacks:
-                getattr(callback, "close", _nothing)(run)
+            with active(run.timeline):
+                run.call("close")
             run.records.close(run)
         if run.average is not None and run.average not in run.services.final and not run.state.requeue:
             run.average.hold()
@@ -236,16 +237,12 @@ def _continue(run: Run) -> None:
     state.requeue, state.interrupted, state.save_due, state.wishes.save = False, False, False, False
     state.stop, state.wishes.stop = "", ""
     causes.withdraw()
+    run.call("continued")
     for callback in run.callbacks:
-        getattr(callback, "continued", _nothing)(run)
         if hasattr(callback, "arrays") and hasattr(callback, "load_arrays"):  # Keras' on_train_begin sets them back
             callback.load_arrays(callback.arrays())
             callback.load_state_dict(callback.state_dict())
     run.note(f"fit continues at step {state.cursor.step}, after the requeue")
-
-
-def _nothing(run: Run) -> None:
-    """Stand for a callback's ``close`` or ``continued`` where it has none."""
 
 
 def _is_keras(thing: Any, base: str) -> bool:

@@ -16,8 +16,8 @@ from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.holders import key
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout
+from hvdtrain.core.comparison import finite, has_nan, spoken
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.finite import finite, has_nan, spoken
 from hvdtrain.core.protocols.run import Shard
 
 FILE = "model.safetensors"

@@ -18,9 +18,11 @@ class Compressor:
     """Base class for scripts: both methods see one tensor; the result of ``compress`` is summed over ranks.
 
     ``project``: the compressor of this project that a gradient exchange uses instead, "" for the script's own.
+    ``narrow``: the type that floating point of a single tensor travels as, None for its own.
     """
 
     project = ""
+    narrow: Any = None
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -54,8 +56,6 @@ class NoneCompressor(Compressor):
 
 class _Cast(Compressor):
     """Floating point travels as ``narrow``, all else as it is."""
-
-    narrow: Any = None
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:

@@ -14,14 +14,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import graphs
-from hvdtrain.backends.tensorflow.nodes import NamedCalls
-from hvdtrain.backends.tensorflow.nodes import raised
+from hvdtrain.backends.tensorflow.nodes import NamedCalls, raised
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Control
 from hvdtrain.core.protocols.transport import Counts
 from hvdtrain.core.timeline import blocked
@@ -49,7 +48,7 @@ class HorovodCollectives(WithoutMemory):
     overlaps = True
     in_graph = True
     host = False
-    compares_roots = True
+    compares_roots = has_each = True
 
     def __init__(self, hvd: Any, device: str = "", process_set: Any = None, timeout_s: float = 600.0) -> None:
         assert device in ("", "cpu"), device

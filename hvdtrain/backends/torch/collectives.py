@@ -18,7 +18,7 @@ from hvdtrain.cluster.liveness import pulse
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Control, Handle
 from hvdtrain.core.timeline import blocked
 
@@ -47,7 +47,7 @@ class _Pending:
         return bool(self._hvd.poll(self._handle))
 
 
-class _Parts:
+class _Parts(Handle):
     """Handle of all ranks' rows of this rank's shard, summed in rank order on arrival."""
 
     def __init__(self, pending: _Pending, rank: int, size: int, k: int) -> None:
@@ -144,6 +144,9 @@ class _OwnResult:
     def wait(self) -> Any:
         found = self._handle.wait()
         return found if isinstance(found, torch.Tensor) else found.copy()
+
+    def done(self) -> bool:
+        return self._handle.done()
 
 
 class StagedCollectives(WithoutMemory):

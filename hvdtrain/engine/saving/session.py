@@ -22,8 +22,7 @@ from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.checkpoint.values import decode
 from hvdtrain.cluster.control import agreed
-from hvdtrain.config import Config, Schedule, run_length, schema
-from hvdtrain.config.pipeline import cut_over_ranks
+from hvdtrain.config import Config, Schedule, cut_over_ranks, run_length, schema
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Before
 from hvdtrain.core.protocols import Callback, Control
@@ -35,7 +34,7 @@ from hvdtrain.engine.average import GROUP
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.contents import held_by, json_able, parts_of, schedule_of
 from hvdtrain.engine.saving.saving import Saving
-from hvdtrain.parallel.pipeline.words import ranks_of
+from hvdtrain.parallel.pipeline.plan import ranks_of
 
 MOST_NAMES = 8
 """Damaged checkpoints that are named."""
@@ -303,7 +302,7 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     """
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
-    steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
+    steered = any(callback.steers for callback in run.callbacks)
     quiet = schema.affecting(type(run.config), "nothing") | run.setup.idle | set(optimizer.overruled)
     # How a batch is cut matters only to what depends on the number of ranks too.
     quiet |= set() if run.parts.caveats() else schema.affecting(type(run.config), "split")

@@ -1,6 +1,6 @@
 """``cifar100``: 60,000 colour pictures of 32 x 32 pixels in 100 classes, from the archive as it is published.
 
-Owns the archive's formats and checksums. Fetches nothing over a network, unpacks nothing to disk and unpickles nothing.
+Owns the archive's formats and checksums; fetches nothing over a network, unpacks nothing to disk, runs no pickle's code.
 Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pickle
+import struct
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +22,6 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data import plain_pickle
 from hvdtrain.data.pictures import Scale
 from hvdtrain.data.sources import Source
 
@@ -39,8 +40,11 @@ _FILES = {"cifar-100-binary": ("train.bin", "test.bin", "fine_label_names.txt", 
 _MOST_BYTES = 2**28
 """Of one file in the archive; the largest has 154 MB."""
 
+MOST_READS = 4_000_000
+"""Reads of one pickle, one for each opcode and each argument; a file of CIFAR-100 takes about 600,000."""
 
-class Part(NamedTuple):
+
+class Split(NamedTuple):
     """One split: uint8 pixels (n, 3072), red, green, blue, and the two class numbers of each picture, uint8 (n,)."""
 
     pixels: np.ndarray
@@ -48,7 +52,7 @@ class Part(NamedTuple):
     fine: np.ndarray
 
 
-Contents = tuple[dict[str, Part], dict[str, tuple[str, ...]]]
+Contents = tuple[dict[str, Split], dict[str, tuple[str, ...]]]
 """The splits, and the names of the classes of each kind."""
 
 
@@ -178,7 +182,7 @@ def _unpacked(folder: str) -> Contents:
 
 def _decoded(kind: str, file: Any) -> Any:
     """One file of an archive: bytes, or what its pickle holds."""
-    return plain_pickle.read(file) if kind == "cifar-100-python" else file.read()
+    return read_pickle(file) if kind == "cifar-100-python" else file.read()
 
 
 def _contents(kind: str, raw: dict[str, Any]) -> Contents:
@@ -196,15 +200,15 @@ def _contents(kind: str, raw: dict[str, Any]) -> Contents:
     return parts, {label: found for label, found in names.items() if found}
 
 
-def _of_binary(data: bytes) -> Part:
+def _of_binary(data: bytes) -> Split:
     """Records of coarse label, fine label, 3072 pixels, a byte each."""
     if not data or len(data) % _RECORD:
         raise ValueError(f"it has a file of {len(data)} bytes, no multiple of {_RECORD}")
     records = np.frombuffer(data, np.uint8).reshape(-1, _RECORD)
-    return Part(records[:, 2:], records[:, 0], records[:, 1])
+    return Split(records[:, 2:], records[:, 0], records[:, 1])
 
 
-def _of_python(found: Any) -> Part:
+def _of_python(found: Any) -> Split:
     """A dict of coarse_labels, fine_labels and data."""
     pixels = found.get(b"data") if isinstance(found, dict) else None
     if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _RECORD - 2 or not len(pixels):
@@ -214,7 +218,7 @@ def _of_python(found: Any) -> Part:
         if not isinstance(labels, list) or len(labels) != len(pixels) or not all(
                 isinstance(label, int) and 0 <= label < 256 for label in labels):
             raise ValueError("it has a file whose labels are not one small number for each picture")
-    return Part(pixels, np.array(coarse, np.uint8), np.array(fine, np.uint8))
+    return Split(pixels, np.array(coarse, np.uint8), np.array(fine, np.uint8))
 
 
 def _names(raw: dict[str, Any], label: str) -> Iterator[str]:
@@ -242,3 +246,93 @@ def _told(path: str) -> Iterator[None]:
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{path} cannot be read: {said}", "CIFAR-100 as it is published",
                         f"download it again from {HOME}") from None
+
+
+class _Dtype:
+    """The dtype uint8; flags and state that a pickle gives besides are dropped."""
+
+    def __init__(self, code: Any, *flags: Any) -> None:
+        if code != b"u1":
+            raise ValueError("it makes something else than an array of uint8")
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _Array:
+    """A uint8 array, filled without numpy's own ``__setstate__``, which trusts the sizes in a pickle."""
+
+    value: np.ndarray | None = None
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, by_columns, data = state
+        if not isinstance(dtype, _Dtype):
+            raise ValueError("it holds an array that is not of uint8")
+        stored = np.frombuffer(data, np.uint8).reshape(shape, order="F" if by_columns else "C")
+        self.value = np.ascontiguousarray(stored)
+
+
+_CLASSES = {("numpy.core.multiarray", "_reconstruct"): _Array, ("numpy", "dtype"): _Dtype, ("numpy", "ndarray"): None}
+"""What a pickle of plain data may name. ndarray itself is only ever an argument of ``_reconstruct``."""
+
+_OPCODES = (
+    pickle.PROTO, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.EMPTY_DICT,
+    pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.SHORT_BINSTRING,
+    pickle.BINSTRING, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.TUPLE, pickle.TUPLE1,
+    pickle.TUPLE2, pickle.TUPLE3, pickle.APPEND, pickle.APPENDS, pickle.GLOBAL, pickle.REDUCE, pickle.BUILD)
+"""Those that Python 2 wrote plain data with, besides SETITEM and SETITEMS."""
+
+
+def _with_bytes_keys(opcode: bytes, first: int) -> Callable[[Any], None]:
+    """Return the handler of SETITEM or SETITEMS for keys of bytes: the hash of a nested tuple may never end."""
+    plain: Callable[[Any], None] = pickle._Unpickler.dispatch[opcode[0]]
+
+    def handler(unpickler: Any) -> None:
+        if not all(isinstance(key, bytes) for key in unpickler.stack[first::2]):
+            raise TypeError("a key that is no string")
+        plain(unpickler)
+
+    return handler
+
+
+class _CountedFile:
+    """A file that refuses more than `MOST_READS` reads: an opcode of one byte may take a hundred of memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.readline, self._read, self._reads = file.readline, file.read, 0
+
+    def read(self, n: int) -> bytes:
+        self._reads += 1
+        if self._reads > MOST_READS:
+            raise ValueError(f"it takes more than {MOST_READS} reads")
+        return self._read(n)
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Unpickle data alone. In Python, since the unpickler in C allocates whatever memo number a file makes up."""
+
+    dispatch = {**{opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES},
+                pickle.SETITEM[0]: _with_bytes_keys(pickle.SETITEM, -2),
+                pickle.SETITEMS[0]: _with_bytes_keys(pickle.SETITEMS, 0)}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _CLASSES:
+            raise ValueError(f"it names {module[:40]}.{name[:40]}, which is no plain data")
+        return _CLASSES[module, name]
+
+
+def read_pickle(file: BinaryIO) -> Any:
+    """Return the plain data of a pickle by Python 2: strings as bytes, arrays as uint8.
+
+    Errors: ValueError for anything else, such as a class, and for a damaged file.
+    """
+    try:
+        found = _PlainUnpickler(_CountedFile(file), encoding="bytes").load()
+    except (pickle.UnpicklingError, EOFError, struct.error, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"it holds no plain data ({type(error).__name__}: {error})") from None
+    if isinstance(found, dict):
+        return {key: item.value if isinstance(item, _Array) else item for key, item in found.items()}
+    return found

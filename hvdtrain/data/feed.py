@@ -1,7 +1,7 @@
-"""Cut each global batch over the ranks and into micro-batches: `Feed`, the batches of one rank, step by step.
+"""Cut each global batch over the ranks and into micro-batches: `Feed` yields one rank's batches, step by step.
 
-Owns the plan of cuts and the steps of an epoch. `walk` reads the data and calls the control plane, `prefetch` has the
-thread. Does not compute, does not move samples between ranks.
+Owns the plan of cuts, the steps of an epoch and the thread that fetches ahead. `hvdtrain.data.walk` reads the data and
+calls the control plane.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdtrain.core.protocols.types import StepBatch, Unread
 from hvdtrain.data.prefetch import Shelf, prefetched
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
-from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, WeightFn
+from hvdtrain.data.walk import LocalBatch, SourceWalk, StreamWalk, WeightFn
 from hvdtrain.data.weighting import LabelWeight
 from hvdtrain.planning.batch.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
 
@@ -182,7 +182,7 @@ class Feed:
         ends its thread.
         """
         self.unread = 0
-        return self._steps(cursor, self._walk.parts(cursor, self.shuffle, self._bounds))
+        return self._steps(cursor, self._walk.batches(cursor, self.shuffle, self._bounds))
 
     def eval_epoch(self) -> Generator[StepBatch, None, None]:
         """Yield every sample once, in the data's own order, in the same number of steps on every rank.
@@ -191,7 +191,7 @@ class Feed:
         the collectives of that step; metrics as (sum, weight) are then exact.
         """
         self.unread = 0
-        return self._steps(Cursor(), self._walk.parts(Cursor(), False, self._bounds))
+        return self._steps(Cursor(), self._walk.batches(Cursor(), False, self._bounds))
 
     def left_out(self, whose: str = "") -> list[str]:
         """Say which samples could not be read, each once; the same on every rank. ``whose``: of which data."""
@@ -208,29 +208,29 @@ class Feed:
         low, high = self.cut_at(step).offsets(n)[self.rank:self.rank + 2].tolist()
         return low, high
 
-    def _steps(self, cursor: Cursor, parts: Generator[Part, None, None]) -> Generator[StepBatch, None, None]:
-        shelf: Shelf[Part] = Shelf(self.prefetch)
-        with contextlib.closing(prefetched(parts, shelf)) as ahead:
-            for met in self._walk.meet(ahead, cursor, self.weight_fn):
-                after = cursor.advance(met.consumed)
-                self.unread += len(met.unread)
-                self._unnamed += met.unread
-                yield StepBatch(cursor, after, self._micros(met, cursor.step), met.part.n_local, met.n_global,
-                                met.weight, met.own_weight, met.part.numbers, met.part.unread, met.unread,
+    def _steps(self, cursor: Cursor, batches: Generator[LocalBatch, None, None]) -> Generator[StepBatch, None, None]:
+        shelf: Shelf[LocalBatch] = Shelf(self.prefetch)
+        with contextlib.closing(prefetched(batches, shelf)) as ahead:
+            for batch in self._walk.totalled(ahead, cursor, self.weight_fn):
+                after = cursor.advance(batch.consumed)
+                self.unread += len(batch.all_unread)
+                self._unnamed += batch.all_unread
+                yield StepBatch(cursor, after, self._micros(batch, cursor.step), batch.n_local, batch.n_global,
+                                batch.weight, batch.own_weight, batch.numbers, batch.unread, batch.all_unread,
                                 partial(_coming, self, shelf, cursor.step + 1))
                 cursor = after
 
-    def _micros(self, met: Met, step: int) -> list[Arrays]:
+    def _micros(self, batch: LocalBatch, step: int) -> list[Arrays]:
         cut = self.cut_at(step)
-        bounds = cut.bounds(met.part.n_local, self.rank)
+        bounds = cut.bounds(batch.n_local, self.rank)
         if self.even_micros:
-            counts_P = np.diff(cut.offsets(met.part.n)).tolist() if met.counts_P is None else met.counts_P
+            counts_P = np.diff(cut.offsets(batch.n)).tolist() if batch.counts_P is None else batch.counts_P
             bounds = padded(bounds, cut.rounds(counts_P))
-        return [tuple(array[start:stop] for array in met.part.arrays) for start, stop in bounds]
+        return [tuple(array[start:stop] for array in batch.arrays) for start, stop in bounds]
 
 
-def _coming(feed: Feed, shelf: Shelf[Part], step: int) -> Arrays:
-    part = shelf.first()
-    if part is None or not part.n_local:
+def _coming(feed: Feed, shelf: Shelf[LocalBatch], step: int) -> Arrays:
+    batch = shelf.first()
+    if batch is None or not batch.n_local:
         return ()
-    return tuple(array[:feed.cut_at(step).bounds(part.n_local, feed.rank)[0][1]] for array in part.arrays)
+    return tuple(array[:feed.cut_at(step).bounds(batch.n_local, feed.rank)[0][1]] for array in batch.arrays)

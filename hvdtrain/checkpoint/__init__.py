@@ -7,7 +7,7 @@ calls it with named numpy arrays and JSON-able facts; who gathers them, and when
 from __future__ import annotations
 
 from hvdtrain.checkpoint.manifest import CheckpointError, FileEntry, Manifest
-from hvdtrain.checkpoint.reading import Kept
+from hvdtrain.checkpoint.snapshot import Kept
 from hvdtrain.checkpoint.snapshot import Snapshot, inspect, read_snapshot, write_snapshot
 from hvdtrain.checkpoint.store import CheckpointStore, Stored
 

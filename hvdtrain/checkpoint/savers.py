@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import numpy as np
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from hvdtrain.cluster.machine.memory import host_room_bytes
+from hvdtrain.config import Checkpoint
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.state import Outcome
 from hvdtrain.core.timeline import Timeline, active, current, span
@@ -102,3 +109,152 @@ class InlineSaver:
 
     def end(self) -> None:
         """There is no thread."""
+
+
+class NoRoom(Exception):
+    """Host memory has no room for a copy of the state; ``needed_bytes`` were asked for so far, ``room_bytes`` left."""
+
+    def __init__(self, needed_bytes: int, room_bytes: int) -> None:
+        self.needed_bytes, self.room_bytes = needed_bytes, room_bytes
+        super().__init__(f"{needed_bytes} bytes of {room_bytes}")
+
+
+class Copies:
+    """Gives the same memory for the same array in every save. ``bytes``: what it holds.
+
+    ``local_size``: ranks of this host, which share its memory.
+    """
+
+    def __init__(self, local_size: int) -> None:
+        self.bytes = 0
+        self._local_size = local_size
+        self._kept: dict[tuple[str, str], np.ndarray] = {}
+        self._used: set[tuple[str, str]] = set()
+        self._room_bytes = 0
+
+    def begin(self) -> None:
+        """Open a save: ask what room there is, and drop what the last one had no use for."""
+        for key in set(self._kept) - self._used:
+            self.bytes -= self._kept.pop(key).nbytes
+        self._used = set()
+        self._room_bytes = -1
+
+    def place(self, group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Return the memory for an array, implements `hvdtrain.core.protocols.state.Place`. `NoRoom`."""
+        key, dtype = (group, name), np.dtype(dtype)
+        kept = self._kept.get(key)
+        if kept is None or kept.shape != shape or kept.dtype != dtype:
+            self._take(math.prod(shape) * dtype.itemsize - (0 if kept is None else kept.nbytes))
+            kept = self._kept[key] = np.empty(shape, dtype)
+        self._used.add(key)
+        return kept
+
+    def forget(self) -> None:
+        """Give all memory back."""
+        self._kept, self._used, self.bytes = {}, set(), 0
+
+    def _take(self, n_bytes: int) -> None:
+        """Count new memory, which counts as used from here on though the system gives its pages later."""
+        if self._room_bytes < 0:
+            room = host_room_bytes(self._local_size)
+            self._room_bytes = 2**62 if room is None else room
+        if n_bytes > self._room_bytes:
+            raise NoRoom(self.bytes + n_bytes, self._room_bytes)
+        self._room_bytes -= n_bytes
+        self.bytes += n_bytes
+
+
+def view(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> None:
+    """Ask for no copy; implements `hvdtrain.core.protocols.state.Place`."""
+
+
+def fresh(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Give new memory for every copy; implements `hvdtrain.core.protocols.state.Place`."""
+    return np.empty(shape, dtype)
+
+
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def often(settings: Checkpoint) -> str:
+    """Return in words when a run is saved, "" for never. Pure.
+
+    >>> often(Checkpoint(every_steps=100, at_end=False))
+    'every 100 steps'
+    """
+    words = []
+    if settings.every_steps:
+        words.append("every step" if settings.every_steps == 1 else f"every {settings.every_steps} steps")
+    if settings.every_s:
+        words.append(f"every {settings.every_s:g} s")
+    if not words and settings.every == "auto":
+        words.append(f"after {FIRST_S:g} s, then as often as costs less than {100 * PART:g} % of the time")
+    return ", ".join(words + ["at the end"] * settings.at_end)
+
+
+def most_bytes(one_bytes: int, keep: int) -> int:
+    """Return what checkpoints take at most: those that are kept, and the next one while it is written. Pure."""
+    return one_bytes * (keep + 1)
+
+
+def free_bytes(out: Path) -> int | None:
+    """Return what is free where a run is saved; None where that cannot be told."""
+    try:
+        status = os.statvfs(out)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def line(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
+    """Return the line about checkpoints at a run's start. Pure."""
+    who = ", each rank its part" if settings.layout == "sharded" else ""
+    room = "" if free is None else f"; {sized(free)} free"
+    most = sized(most_bytes(one_bytes, settings.keep))
+    return (f"checkpoints: {often(settings)}; about {sized(one_bytes)} each{who}, the newest {settings.keep} kept, so "
+            f"at most {most}{room}")
+
+
+def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
+    """Return the warning about a disk that is too small, "" where it is not. Pure."""
+    needed = most_bytes(one_bytes, settings.keep)
+    if free is None or free >= needed:
+        return ""
+    return (f"checkpoints may not fit: {sized(needed)} for {settings.keep} and one more while it is written, "
+            f"{sized(free)} free; free some space, set checkpoint.keep lower, or choose another --out")
+
+
+def sized(n_bytes: int) -> str:
+    """Return bytes in words.
+
+    >>> sized(3 * 2**20 + 2**19), sized(12)
+    ('3.5 MiB', '12 bytes')
+    """
+    for unit, name in UNITS:
+        if n_bytes >= unit:
+            return f"{n_bytes / unit:.1f} {name}"
+    return f"{n_bytes} bytes"
+
+
+FIRST_S = 60.0
+"""When the first save of a run is made whose cost nobody knows yet; runs of seconds save at their end only."""
+
+PART = 0.03
+"""Part of the time that saves may cost."""
+
+LEAST_S = 60.0
+"""Shortest interval where no time between failures is given: more often would save too little."""
+
+DISTANCE = 1.5
+"""A save begins this many times as long after the last one as that took, so that it need not wait for it."""
+
+
+def interval_s(cost_s: float, took_s: float, mtbf_s: float = 0.0) -> float:
+    """Return the seconds from the begin of a save to the next one.
+
+    ``cost_s``: what a save costs the run, its training blocked and its threads' processor time. ``took_s``: how long it
+    took to be on the disk. ``mtbf_s``: mean time between failures, 0 if unknown; with it the interval that loses least,
+    sqrt(2 * cost * MTBF) (Young 1974, Daly 2006). Never so short that saves cost more than `PART` of the time.
+    """
+    wanted_s = math.sqrt(2 * cost_s * mtbf_s) if mtbf_s else LEAST_S
+    return max(wanted_s, cost_s / PART, DISTANCE * took_s)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
-from hvdtrain.checkpoint.reading import Kept
+from hvdtrain.checkpoint.snapshot import Kept
 from hvdtrain.checkpoint.snapshot import check_listing, inspect, read_snapshot, write_snapshot
 from hvdtrain.checkpoint.tensors import Content
 from hvdtrain.core.errors import UserError

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.checkpoint import files
-from hvdtrain.checkpoint.holders import key
+from hvdtrain.checkpoint.adapters import key
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout
 from hvdtrain.core.errors import UserError

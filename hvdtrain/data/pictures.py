@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.listing import shown
+from hvdtrain.data.sources import shown
 from hvdtrain.data.sources import Unreadable
 from hvdtrain.planning.batch.sampler import at_least
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Batch
 
 
 def loss_scale(weight: float) -> float:
@@ -83,3 +84,24 @@ class LabelWeight:
         if self._class_weights is not None or not isinstance(whole, tuple) or labels.size > SEARCHED_LABELS:
             return True
         return bool((labels == self._ignored).any())
+
+
+class StandIn:
+    """One sample of the latest batch that had any; before the first, one of zeros."""
+
+    def __init__(self) -> None:
+        self._sample: Batch = ()
+
+    def saw(self, batch: Batch) -> None:
+        """Keep the first sample of ``batch``."""
+        self._sample = tuple(array[:1] for array in batch)
+
+    def instead(self, batch: Batch) -> Batch:
+        """Arrays (1, ...) for ``batch``, whose arrays are (0, ...)."""
+        if [_kind(array) for array in self._sample] == [_kind(array) for array in batch]:
+            return self._sample
+        return tuple(np.zeros((1, *array.shape[1:]), array.dtype) for array in batch)
+
+
+def _kind(array: Any) -> tuple[Any, ...]:
+    return array.dtype, *array.shape[1:]

@@ -12,7 +12,7 @@ from typing import Any
 _MODULES = ("callbacks", "elastic")
 
 _HOME = {
-    "DistributedOptimizer": "optimizer", "PartialDistributedOptimizer": "optimizer", "load_model": "serial",
+    "DistributedOptimizer": "optimizer", "PartialDistributedOptimizer": "optimizer", "load_model": "optimizer",
     "allreduce": "collective", "allgather": "collective", "broadcast": "collective", "reducescatter": "collective",
     "shard": "data",
 }

@@ -11,7 +11,7 @@ from small_runs import CLASSES, FEATURES, config, fitted, samples
 
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.checkpoint import read_snapshot, weights, write_snapshot
-from hvdtrain.checkpoint.passage import give, take
+from hvdtrain.checkpoint.transfer import give, take
 from hvdtrain.checkpoint.stream import PIECE_BYTES, Stream, head, held, in_order
 from hvdtrain.checkpoint.transfer import arriving, fetch
 from hvdtrain.config import Exchange

@@ -36,7 +36,7 @@ from hvdtrain.core import rng, timeline
 from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.timeline import current
-from hvdtrain.data.empty import StandIn
+from hvdtrain.data.weighting import StandIn
 
 
 STAMPS = 3
@@ -271,7 +271,7 @@ class Stage:
         """Nothing: a graph takes its inputs when it runs."""
 
     def spare(self, batch: Batch) -> None:
-        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
+        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.weighting`)."""
         self._stand_in.saw(batch)
         self._like = tuple(array[:0] for array in batch)
 

@@ -15,7 +15,7 @@ from hvdtrain.backends.torch.names import Plain, named_parameters
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.backends.torch.state import TorchState
-from hvdtrain.checkpoint.holders import fitting
+from hvdtrain.checkpoint.adapters import fitting
 from hvdtrain.core.errors import UserError
 
 TRAINED, FROZEN = "is trained from now on", "is frozen"

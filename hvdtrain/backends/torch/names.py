@@ -1,6 +1,6 @@
 """Names of a PyTorch model's tensors and modules as they are without wrappers such as torch.compile's.
 
-Owns which modules are wrappers. What names of older checkpoints stand for is left to `hvdtrain.checkpoint.holders`.
+Owns which modules are wrappers. What names of older checkpoints stand for is left to `hvdtrain.checkpoint.adapters`.
 """
 
 from __future__ import annotations

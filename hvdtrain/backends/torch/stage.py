@@ -21,7 +21,7 @@ from hvdtrain.backends.torch.trial import first_not_finite, untouched
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.core.timeline import span
-from hvdtrain.data.empty import StandIn
+from hvdtrain.data.weighting import StandIn
 from hvdtrain.parallel.data_parallel.unused import without_gradient
 
 
@@ -134,7 +134,7 @@ class TorchStage:
         self._placement.uploads.ahead(batch)
 
     def spare(self, batch: Batch) -> None:
-        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
+        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.weighting`)."""
         self._stand_in.saw(batch)
 
     # --- on the side ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.augment.draw import Uniform
-from hvdtrain.data.augment.values import smaller_than, whole
+from hvdtrain.data.augment.draw import smaller_than, whole
 
 
 def check(value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.augment.draw import Uniform
-from hvdtrain.data.augment.values import share
+from hvdtrain.data.augment.draw import share
 
 
 def check(value: Any) -> None:

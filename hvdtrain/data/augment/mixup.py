@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.data.augment.draw import beta, uniform_of
-from hvdtrain.data.augment.values import whole
+from hvdtrain.data.augment.draw import whole
 from hvdtrain.data.sources import ArraySource, Source
 
 _KEYS = ("alpha", "classes")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.listing import entries, files_in, is_, shown
+from hvdtrain.data.sources import entries, files_in, is_, shown
 from hvdtrain.data.pictures import ENDINGS, Scale, channels_of, checked_size, decode, first_size
 from hvdtrain.data.sources import Source
 

@@ -1,6 +1,6 @@
 """``text_files``: text files as token numbers, for language models, and masked as BERT's are.
 
-Owns the cut into sequences and the masks. `hvdtrain.data.tokens` makes the numbers, once.
+Owns the cut into sequences and the masks. `hvdtrain.data.tokenizer` makes the numbers, once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.resolve import absolute
 from hvdtrain.data.augment.draw import uniform_of
-from hvdtrain.data.listing import files_in, shown
+from hvdtrain.data.sources import files_in, shown
 from hvdtrain.data.sources import Source
 from hvdtrain.data.splits import held_out
 from hvdtrain.data.tokenizer import tokenizer_of
-from hvdtrain.data.tokens import kept, opened
+from hvdtrain.data.tokenizer import kept, opened
 from hvdtrain.planning.batch.sampler import at_least
 
 ENDINGS = (".txt", ".text", ".md")

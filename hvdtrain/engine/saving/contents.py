@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, WithCallbacks, part, state_key_of
-from hvdtrain.checkpoint.holders import Holders, holders_of
-from hvdtrain.checkpoint.values import encode
+from hvdtrain.checkpoint.adapters import Holders, holders_of
+from hvdtrain.checkpoint.manifest import encode_state
 from hvdtrain.config import run_length
 from hvdtrain.core import __version__
 from hvdtrain.core.cursor import Cursor
@@ -77,7 +77,7 @@ def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
 
 def callback_states(run: Run) -> list[list[Any]]:
     """Return (`state_key`, state as JSON) of each callback. `CheckpointError` for a state of another type."""
-    return [[name, encode(c.state_dict(), f"callback {name}: state_dict()")]
+    return [[name, encode_state(c.state_dict(), f"callback {name}: state_dict()")]
             for c in run.callbacks for name in [state_key_of(c)]]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.adapters import Held
-from hvdtrain.checkpoint.copies import view
+from hvdtrain.checkpoint.savers import view
 from hvdtrain.checkpoint.run_directory import RunDirectory, kind_of
 from hvdtrain.checkpoint.stream import Stream, head, in_order
 from hvdtrain.checkpoint.tensors import Spec, layout

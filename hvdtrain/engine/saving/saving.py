@@ -16,14 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import files, stream, together
-from hvdtrain.checkpoint.copies import Copies, NoRoom, view
-from hvdtrain.checkpoint.passage import give, hear, take, tell
+from hvdtrain.checkpoint import files, stream
+from hvdtrain.checkpoint import sharded
+from hvdtrain.checkpoint.savers import Copies, NoRoom, view
+from hvdtrain.checkpoint.transfer import give, hear, take, tell
 from hvdtrain.checkpoint.run_directory import RunDirectory, keep_config
 from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
 from hvdtrain.checkpoint.store import CheckpointStore
 from hvdtrain.checkpoint.stream import Stream, head, held, in_order, n_bytes
-from hvdtrain.checkpoint.together import Note
+from hvdtrain.checkpoint.sharded import Note
 from hvdtrain.checkpoint.transfer import arriving
 from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.liveness import pulse
@@ -195,7 +196,7 @@ class Saving:
         rank, others = control.rank, range(1, control.size)
         order: Note = {}
         if rank == 0:
-            order = together.order(self._store, step, together.needed(shards, control.size), say)
+            order = sharded.order(self._store, step, sharded.needed(shards, control.size), say)
         if channel is None:
             order = control.bcast(order)
         elif rank == 0:
@@ -203,7 +204,7 @@ class Saving:
                 tell(channel, order, other)
         else:
             order = hear(channel, 0)
-        note = together.answer(order, rank, shards, error, self._trainable)
+        note = sharded.answer(order, rank, shards, error, self._trainable)
         note["cost_s"] = self.spent.last_blocked_s + self.spent.last_cpu_s
         if channel is None:
             notes = control.gather(note)
@@ -213,7 +214,7 @@ class Saving:
             tell(channel, note, 0)
         if rank == 0:
             self._others_s = max(one["cost_s"] for one in notes[1:] or [{"cost_s": 0.0}])
-            together.publish(self._store, order, notes, meta, say)
+            sharded.publish(self._store, order, notes, meta, say)
             self._keep_config()
 
     def _write(self, content: Stream) -> None:

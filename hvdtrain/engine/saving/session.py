@@ -16,11 +16,11 @@ import numpy as np
 
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
 from hvdtrain.checkpoint.adapters import state_key_of
-from hvdtrain.checkpoint.holders import WRAPPERS, fitting, model_names
+from hvdtrain.checkpoint.adapters import WRAPPERS, fitting, model_names
 from hvdtrain.checkpoint.run_directory import RunDirectory, ensure_out, find_out
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
-from hvdtrain.checkpoint.values import decode
+from hvdtrain.checkpoint.manifest import decode_state
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config, Schedule, run_length, schema
 from hvdtrain.config.pipeline import cut_over_ranks
@@ -145,7 +145,7 @@ def restore(run: Run, kept: Kept | None) -> None:
         if meta["config"].get("loss_scale", run.config.loss_scale) != run.config.loss_scale:
             run.parts.scale.restart()
         for callback, state in _states(run, meta["callbacks"]):
-            callback.load_state_dict(decode(state))
+            callback.load_state_dict(decode_state(state))
             callback.restored(run)
         if alike:
             return "; ".join(filter(None, (unfit, own.load(read, {}))))

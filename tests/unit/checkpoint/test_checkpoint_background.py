@@ -10,7 +10,7 @@ import pytest
 from small_runs import FRAMEWORKS, Record, config, fitted, lockstep, make_model, samples, solo
 
 from hvdtrain.checkpoint import CheckpointStore, files, read_snapshot
-from hvdtrain.checkpoint.copies import Copies, NoRoom
+from hvdtrain.checkpoint.savers import Copies, NoRoom
 from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
 from hvdtrain.comm.collectives.lockstep import LockstepControl
 from hvdtrain.config import Checkpoint, Named
@@ -359,7 +359,7 @@ def test_copies_are_made_into_the_same_memory_and_counted():
 
 
 def test_copies_that_memory_has_no_room_for_are_not_made(monkeypatch):
-    monkeypatch.setattr("hvdtrain.checkpoint.copies.host_room_bytes", lambda local_size: 100 // local_size)
+    monkeypatch.setattr("hvdtrain.checkpoint.savers.host_room_bytes", lambda local_size: 100 // local_size)
     copies = Copies(2)
     copies.begin()
     copies.place("model", "w", (10,), np.float32)
@@ -370,7 +370,7 @@ def test_copies_that_memory_has_no_room_for_are_not_made(monkeypatch):
 @pytest.mark.parametrize("framework", ("numpy", *FRAMEWORKS))
 def test_without_room_for_copies_training_waits_and_says_so(tmp_path, monkeypatch, framework):
     fitted(solo(settings(tmp_path / "copied", framework), make_model(framework), DATA))
-    monkeypatch.setattr("hvdtrain.checkpoint.copies.host_room_bytes", lambda local_size: 100)
+    monkeypatch.setattr("hvdtrain.checkpoint.savers.host_room_bytes", lambda local_size: 100)
     run = fitted(solo(settings(tmp_path / "waited", framework), make_model(framework), DATA))
     assert len([n for n in run.notes if "host memory has no room for a copy of the state" in n]) == 1
     assert kept(tmp_path / "waited") == kept(tmp_path / "copied")

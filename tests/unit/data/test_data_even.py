@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.empty import StandIn
+from hvdtrain.data.weighting import StandIn
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.planning.batch.sampler import Cut, micro_batches, padded

@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
-from hvdtrain.data import tokens
+from hvdtrain.data import tokenizer as tokens
 from hvdtrain.data import tokenizer as tokenizers_of_files
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sets.text import paragraphs

@@ -36,7 +36,7 @@ class Across:
     ``wire``.
 
     Owns what the layers share: the wire, this rank's loss scale, and how long they waited. While this rank is not
-    present, what it computes on counts for nothing (`hvdtrain.data.empty`). ``several``: a step may have several
+    present, what it computes on counts for nothing (`hvdtrain.data.weighting`). ``several``: a step may have several
     micro-batches. ``active``: there are such layers and ranks. ``local``: graphs that are traced meanwhile take moments
     over own samples only, without a wire.
     """

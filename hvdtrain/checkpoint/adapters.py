@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import re
 
 from hvdtrain.checkpoint.stream import FIRST
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
@@ -50,7 +50,7 @@ class Replicated:
         return ""
 
 
-class Cut:
+class SplitReplicated:
     """State that several ranks hold alike, of which each gives its part of every tensor.
 
     ``part_of``: which elements [begin, end) of a tensor this rank gives, from its group, name, number of elements and
@@ -89,7 +89,7 @@ class Cut:
         return self._rest
 
 
-class Held(Cut):
+class PartitionedModel(SplitReplicated):
     """State of a model that is cut over ranks: a rank has the arrays of its own blocks.
 
     ``among``: what several ranks have each gives a part of; else the lowest of them gives all of it.
@@ -116,7 +116,7 @@ class Held(Cut):
         return ""
 
 
-class Divided:
+class ZeroState:
     """State of which every rank holds its model, and only its slices of the optimizer's part (`ModelState.take`).
 
     ``model``: gives the model, whole or cut. ``mine``: which of a checkpoint's arrays are of this rank's model.
@@ -211,7 +211,7 @@ def part(group: str, name: str, n: int, itemsize: int, rank: int, size: int) -> 
     return n * rank // size, n * (rank + 1) // size
 
 
-class Own:
+class RankState:
     """State that each rank holds for itself, such as its random generators; nothing of it is shared."""
 
     def __init__(self, rank: int, state: Callable[[], Arrays], load: Callable[[Arrays], str]) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import numpy as np
 import re
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.core.errors import UserError
 

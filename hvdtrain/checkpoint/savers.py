@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import numpy as np
 import os
 import queue
 import threading
@@ -12,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.cluster.machine.memory import host_room_bytes
 from hvdtrain.config import Checkpoint
@@ -119,7 +120,7 @@ class NoRoom(Exception):
         super().__init__(f"{needed_bytes} bytes of {room_bytes}")
 
 
-class Copies:
+class HostCopies:
     """Gives the same memory for the same array in every save. ``bytes``: what it holds.
 
     ``local_size``: ranks of this host, which share its memory.

@@ -29,7 +29,7 @@ LOOK_S = 3.0
 """How long a file of another rank may take to be seen: network file systems keep in mind that a name was not there."""
 
 
-class Written(NamedTuple):
+class ShardFile(NamedTuple):
     """One rank's file: its name, size and hash, and what its arrays are, as `Manifest` holds it."""
 
     name: str
@@ -42,7 +42,7 @@ def shard_file(rank: int) -> str:
     return file_name(f"shard-{rank:04d}")
 
 
-def write_shard(temp: Path, rank: int, shards: Sequence[Shard]) -> Written:
+def write_shard(temp: Path, rank: int, shards: Sequence[Shard]) -> ShardFile:
     """Write a rank's shards into the directory ``temp`` as one durable file. OSError, `CheckpointError`."""
     name, group = shard_file(rank), f"shard-{rank:04d}"
     arrays = {key: portable(key, shard.values.reshape(-1), group)
@@ -50,10 +50,10 @@ def write_shard(temp: Path, rank: int, shards: Sequence[Shard]) -> Written:
     plan = layout({key: Spec(array.dtype, array.shape) for key, array in arrays.items()}, group)
     blocks = (arrays[key].view(np.uint8).data for key in plan.names)
     entry = files.write_durably(temp / name, plan.pieces(blocks))
-    return Written(name, entry, {f"{shard.group}/{shard.name}": [shard.begin, list(shard.shape)] for shard in shards})
+    return ShardFile(name, entry, {f"{shard.group}/{shard.name}": [shard.begin, list(shard.shape)] for shard in shards})
 
 
-def seal(temp: Path, directory: Path, step: int, written: Sequence[Written], meta: Mapping[str, Any]) -> None:
+def seal(temp: Path, directory: Path, step: int, written: Sequence[ShardFile], meta: Mapping[str, Any]) -> None:
     """Make ``temp``, which holds all files of ``written``, the checkpoint ``directory``. OSError, `CheckpointError`.
 
     Each file must be there in its size: a rank that sees another file system has written it elsewhere.
@@ -155,7 +155,7 @@ def publish(store: CheckpointStore, order: Note, answers: Sequence[Note], meta: 
                 raise UserError(note["error"].rstrip("."))
             if note["step"] != step:
                 raise RuntimeError(f"a rank has written its state of step {note['step']} in the save of step {step}")
-        written = [Written(n["file"], FileEntry(n["bytes"], n["sha256"]), n["shards"]) for n in answers]
+        written = [ShardFile(n["file"], FileEntry(n["bytes"], n["sha256"]), n["shards"]) for n in answers]
         seal(temp, store.path_of(step), step, written, meta)
     except BaseException:
         if order["temp"]:

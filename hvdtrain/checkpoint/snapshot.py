@@ -22,7 +22,7 @@ from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import (
     MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointError, FileEntry, Manifest, decode, encode, file_name, group_name)
 from hvdtrain.checkpoint.stream import Tensor, pieces_of, tensors_of
-from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout, portable, read_header
+from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout, portable, read_header
 from hvdtrain.core.protocols.state import Head
 
 BLOCK_BYTES = 4096
@@ -90,7 +90,7 @@ def open_new(directory: Path, needed_bytes: int, make_room: Callable[[int], None
     return files.make_temp(directory.parent)
 
 
-def read_snapshot(directory: Path) -> Kept:
+def read_snapshot(directory: Path) -> OpenCheckpoint:
     """Verify a checkpoint, whose arrays are then read as they are asked for.
 
     CheckpointError unless its files, and no others, are there to the bit as written.
@@ -101,7 +101,7 @@ def read_snapshot(directory: Path) -> Kept:
     for name, entry in manifest.files.items():
         _check_content(directory / name, entry)
     try:
-        return opened(directory, manifest)
+        return open_checkpoint(directory, manifest)
     except OSError as error:
         raise _unreadable(directory, error) from None
 
@@ -163,7 +163,7 @@ def check_listing(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, Layout]) -> None:
+def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, FileLayout]) -> None:
     entries = {}
     for group, plan in layouts.items():
         name = file_name(group)
@@ -266,18 +266,18 @@ Places = dict[tuple[int, str, str], tuple[Path, int]]
 """By number of file, group and name: the file, and the byte at which the values begin there."""
 
 
-class Group(Mapping[str, np.ndarray]):
+class TensorGroup(Mapping[str, np.ndarray]):
     """Arrays by name, sorted; each look at one reads it anew."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], places: Places) -> None:
         self.name, self._tensors, self._places = name, {key: tensors[key] for key in sorted(tensors)}, places
 
-    def called(self, names: Mapping[str, str]) -> Group:
+    def called(self, names: Mapping[str, str]) -> TensorGroup:
         """Return these arrays with other names; ``names``: those here by new names."""
         new = {old: new for new, old in names.items()}
         places = {(source, group, new.get(name, name) if group == self.name else name): place
                   for (source, group, name), place in self._places.items()}
-        return Group(self.name, {new.get(name, name): tensor for name, tensor in self._tensors.items()}, places)
+        return TensorGroup(self.name, {new.get(name, name): tensor for name, tensor in self._tensors.items()}, places)
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -328,18 +328,18 @@ class Group(Mapping[str, np.ndarray]):
                                       "check its permissions and disk") from None
 
 
-class Kept:
+class OpenCheckpoint:
     """A checkpoint on disk: implements `hvdtrain.checkpoint.tensors.Content`.
 
     ``tensors``: its groups, of which nothing is in memory; ``meta``: as it was written.
     """
 
-    def __init__(self, tensors: Mapping[str, Group], meta: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorGroup], meta: Mapping[str, Any]) -> None:
         self.tensors, self.meta = tensors, meta
 
-    def called(self, names: Mapping[tuple[str, str], str]) -> Kept:
+    def called(self, names: Mapping[tuple[str, str], str]) -> OpenCheckpoint:
         """Return this checkpoint with other names; ``names``: those here by (group, new name)."""
-        return Kept({name: group.called({new: old for (of, new), old in names.items() if of == name})
+        return OpenCheckpoint({name: group.called({new: old for (of, new), old in names.items() if of == name})
                      for name, group in self.tensors.items()}, self.meta) if names else self
 
     def specs(self) -> dict[str, dict[str, Spec]]:
@@ -351,7 +351,7 @@ class Kept:
         return self.tensors[group].blocks(names)
 
 
-def opened(directory: Path, manifest: Manifest) -> Kept:
+def open_checkpoint(directory: Path, manifest: Manifest) -> OpenCheckpoint:
     """Return the checkpoint in ``directory``, whose files have been verified. OSError, `CheckpointError`."""
     heads_F: list[list[Head]] = []
     places: Places = {}
@@ -370,4 +370,4 @@ def opened(directory: Path, manifest: Manifest) -> Kept:
             places[i, group, name] = directory / file, offset
     found = tensors_of(heads_F)
     groups = list(found) if manifest.shards else [str(group_name(file)) for file in manifest.files]
-    return Kept({name: Group(name, found.get(name, {}), places) for name in groups}, manifest.meta)
+    return OpenCheckpoint({name: TensorGroup(name, found.get(name, {}), places) for name in groups}, manifest.meta)

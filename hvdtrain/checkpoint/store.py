@@ -15,22 +15,21 @@ from typing import NamedTuple
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
-from hvdtrain.checkpoint.snapshot import Kept
-from hvdtrain.checkpoint.snapshot import check_listing, inspect, read_snapshot, write_snapshot
+from hvdtrain.checkpoint.snapshot import OpenCheckpoint, check_listing, inspect, read_snapshot, write_snapshot
 from hvdtrain.checkpoint.tensors import Content
 from hvdtrain.core.errors import UserError
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 
 
-class Stored(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """A checkpoint in a store: the step its manifest names, and where it lies."""
 
     step: int
     path: Path
 
 
-class Candidate(NamedTuple):
+class ListedCheckpoint(NamedTuple):
     """A directory that may be a checkpoint; ``hidden`` if moved aside, ``error`` if its manifest is bad."""
 
     step: int
@@ -40,7 +39,7 @@ class Candidate(NamedTuple):
 
 
 Log = Callable[[str], None]
-StoredList = list[Stored]
+StoredList = list[StoredCheckpoint]
 StoredNames = list[str]
 
 
@@ -112,17 +111,17 @@ class CheckpointStore:
     def list(self) -> StoredList:
         """Checkpoints with a good manifest, oldest step first; clocks and directory names do not count."""
         found = (one for one in self._candidates() if not one.hidden and one.error is None)
-        return [Stored(one.step, one.path) for one in found][::-1]
+        return [StoredCheckpoint(one.step, one.path) for one in found][::-1]
 
     def names(self) -> StoredNames:
         """Names of everything that is called like a checkpoint, whole or damaged, oldest step first."""
         return [one.path.name for one in self._candidates()][::-1]
 
-    def everything(self) -> tuple[Candidate, ...]:
+    def everything(self) -> tuple[ListedCheckpoint, ...]:
         """List all that is called like a checkpoint, whole, damaged or moved aside, newest step first."""
         return self._candidates()
 
-    def latest_whole(self, log: Log) -> tuple[Path, Kept] | None:
+    def latest_whole(self, log: Log) -> tuple[Path, OpenCheckpoint] | None:
         """Verify and open the newest checkpoint that is whole, saying of each newer one why it is not; None if none is.
 
         Changes nothing on disk. The path is a hidden one where a crash fell between the two renames of a
@@ -137,7 +136,7 @@ class CheckpointStore:
                 log(f"checkpoint {one.path.name} is not used: {reason}")
         return None
 
-    def _candidates(self) -> tuple[Candidate, ...]:
+    def _candidates(self) -> tuple[ListedCheckpoint, ...]:
         """Everything named like a checkpoint, newest step first, a visible one before one moved aside.
 
         The step is the manifest's; a directory without a good one is placed by its name.
@@ -155,11 +154,11 @@ class CheckpointStore:
         found = [self._candidate(name, hidden, path) for name, hidden, path in places if _STEP.fullmatch(name)]
         return tuple(sorted(found, key=lambda one: (one.step, not one.hidden, one.path.name), reverse=True))
 
-    def _candidate(self, name: str, hidden: bool, path: Path) -> Candidate:
+    def _candidate(self, name: str, hidden: bool, path: Path) -> ListedCheckpoint:
         try:
-            return Candidate(self._inspect(path).step, hidden, path, None)
+            return ListedCheckpoint(self._inspect(path).step, hidden, path, None)
         except CheckpointError as error:
-            return Candidate(int(name.removeprefix("step-")), hidden, path, error)
+            return ListedCheckpoint(int(name.removeprefix("step-")), hidden, path, error)
 
     def _inspect(self, path: Path) -> Manifest:
         """Read a manifest, unless it is still the file that was read before. CheckpointError."""

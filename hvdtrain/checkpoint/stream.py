@@ -93,14 +93,14 @@ def unpacked(heads: Sequence[Head], receive: Callable[[np.ndarray], np.ndarray])
             yield left.popleft()
 
 
-def held(shards: Sequence[Shard]) -> Iterator[np.ndarray]:
+def local_pieces(shards: Sequence[Shard]) -> Iterator[np.ndarray]:
     """Yield the pieces of shards that are in this rank's memory, without a copy."""
     for shard in shards:
         data = _bytes(shard.values)
         yield from (data[low:high] for low, high in pieces_of(data.size))
 
 
-class Part(NamedTuple):
+class LocatedShard(NamedTuple):
     """A shard of a tensor, and which of several sources has it."""
 
     source: int
@@ -112,7 +112,7 @@ class Tensor:
     """A tensor, and its parts in order, which are all of it."""
 
     spec: Spec
-    parts: list[Part]
+    parts: list[LocatedShard]
 
 
 def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]]:
@@ -120,7 +120,7 @@ def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]
 
     Errors: `CheckpointError` unless each element of each comes exactly once.
     """
-    parts = [Part(source, one) for source, heads in enumerate(heads_P) for one in heads]
+    parts = [LocatedShard(source, one) for source, heads in enumerate(heads_P) for one in heads]
     tensors: dict[str, dict[str, Tensor]] = {}
     ends: dict[tuple[str, str], int] = {}
     faults = []
@@ -148,7 +148,7 @@ def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]
     return found
 
 
-class Stream:
+class StreamedContent:
     """All ranks' shards as the content of a checkpoint, of which nobody holds more than the pieces at hand.
 
     Implements `hvdtrain.checkpoint.tensors.Content`. ``heads_P``: of each rank's shards, `in_order`; ``pieces_P``: what

@@ -78,7 +78,7 @@ class Content(Protocol):
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """A file to be written: its header, then the arrays ``names`` end to end."""
 
     header: bytes
@@ -102,7 +102,7 @@ class Layout:
 
 
 def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | None = None,
-           metadata: Mapping[str, str] | None = None) -> Layout:
+           metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Plan the file of ``group``; CheckpointError for a name or a dtype that the file cannot hold exactly.
 
     ``codes``: the dtype that the file states for the arrays of these names, of the same size as theirs: bfloat16, which
@@ -131,7 +131,7 @@ def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | Non
             expected=f"at most {MAX_HEADER_BYTES}",
             do="split the group, or shorten the names",
         )
-    return Layout(len(text).to_bytes(8, "little") + text, tuple(order), 8 + len(text) + offset)
+    return FileLayout(len(text).to_bytes(8, "little") + text, tuple(order), 8 + len(text) + offset)
 
 
 def read_header(path: Path) -> dict[str, tuple[Spec, int]]:

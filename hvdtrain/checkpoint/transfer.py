@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.checkpoint import stream
-from hvdtrain.checkpoint.snapshot import Kept
-from hvdtrain.checkpoint.stream import head, held, packed, pieces_of, unpacked
+from hvdtrain.checkpoint.snapshot import OpenCheckpoint
+from hvdtrain.checkpoint.stream import head, local_pieces, packed, pieces_of, unpacked
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import WaitTimeout
 from hvdtrain.core.protocols import Channel, Control, Handle
@@ -57,11 +57,11 @@ def arriving(control: Control, heads_P: Sequence[Sequence[Head]],
 
         return unpacked(heads_P[source], move)
 
-    own = held(shards) if control.rank == 0 else unpacked(heads_P[0], lambda memory: memory)
+    own = local_pieces(shards) if control.rank == 0 else unpacked(heads_P[0], lambda memory: memory)
     return [own, *(moved(source) for source in range(1, control.size))]
 
 
-def fetch(control: Control, kept: Kept | None, wants: Sequence[Want], heads: Sequence[Head]) -> Groups:
+def fetch(control: Control, kept: OpenCheckpoint | None, wants: Sequence[Want], heads: Sequence[Head]) -> Groups:
     """Return what this rank ``wants`` of the checkpoint that rank 0 has open (elsewhere None); collective.
 
     What is wanted of ``heads`` as a whole has its shape, a window is (n,). What all ranks want they receive together.
@@ -88,7 +88,7 @@ def fetch(control: Control, kept: Kept | None, wants: Sequence[Want], heads: Seq
     return groups
 
 
-def _read(kept: Kept | None, row: Sequence[tuple[Want, int, int]], places: Sequence[np.ndarray]) -> None:
+def _read(kept: OpenCheckpoint | None, row: Sequence[tuple[Want, int, int]], places: Sequence[np.ndarray]) -> None:
     """Read a round from the files; rank 0's part."""
     for (want, low, _), place in zip(row, places if kept else ()):
         assert kept is not None
@@ -118,25 +118,25 @@ PATIENCE = 12
 """How many times a channel's bound a sender waits: meanwhile the receiver writes what comes before."""
 
 
-def give(channel: Channel, note: dict[str, Any], shards: Sequence[Shard], to: int = 0) -> None:
+def send_shards(channel: Channel, note: dict[str, Any], shards: Sequence[Shard], to: int = 0) -> None:
     """Send ``shards``, `in_order`, with a JSON-able ``note``; return when all of it has gone. `WaitTimeout`."""
-    tell(channel, {**note, "heads": [list(head(shard)) for shard in shards]}, to)
+    send_note(channel, {**note, "heads": [list(head(shard)) for shard in shards]}, to)
     for data in packed(shards):
         _gone(channel.send(data, to, VALUES))
 
 
-def take(channel: Channel, source: int) -> tuple[dict[str, Any], list[Head], Iterator[np.ndarray]]:
+def receive_shards(channel: Channel, source: int) -> tuple[dict[str, Any], list[Head], Iterator[np.ndarray]]:
     """Return ``source``'s note, the heads of its shards, and what receives their values, piece by piece.
 
     All pieces are to be taken, before the next note. `WaitTimeout`.
     """
-    note = hear(channel, source)
+    note = receive_note(channel, source)
     heads = [Head(group, name, tuple(shape), dtype, begin, n)
              for group, name, shape, dtype, begin, n in note.pop("heads")]
     return note, heads, unpacked(heads, lambda memory: channel.receive(memory, source, VALUES).wait())
 
 
-def tell(channel: Channel, note: dict[str, Any], to: int) -> None:
+def send_note(channel: Channel, note: dict[str, Any], to: int) -> None:
     """Send a JSON-able note."""
     data = np.frombuffer(json.dumps(note).encode(), np.uint8)
     handles = [channel.send(np.array([data.size], np.int64), to, SIZE), channel.send(data, to, NOTE)]
@@ -144,7 +144,7 @@ def tell(channel: Channel, note: dict[str, Any], to: int) -> None:
         handle.wait()
 
 
-def hear(channel: Channel, source: int) -> dict[str, Any]:
+def receive_note(channel: Channel, source: int) -> dict[str, Any]:
     """Receive a note."""
     size = channel.receive(np.zeros(1, np.int64), source, SIZE).wait()
     note = json.loads(channel.receive(np.empty(int(size[0]), np.uint8), source, NOTE).wait().tobytes())

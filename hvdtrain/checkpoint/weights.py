@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.adapters import key
 from hvdtrain.checkpoint.manifest import CheckpointError
-from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout
+from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.finite import finite, has_nan, spoken
 from hvdtrain.core.protocols.state import Shard
@@ -84,7 +84,7 @@ def _bytes(content: Content, place: str) -> bytes:
     return b"".join(content.blocks("model", [place]))
 
 
-def put(plan: Layout, blocks: Iterable[memoryview], target: Path) -> None:
+def put(plan: FileLayout, blocks: Iterable[memoryview], target: Path) -> None:
     """Write weights as the file ``target``, which appears, or is replaced, whole or not at all. OSError."""
     with files.replacing(target) as place:
         files.write_durably(place, plan.pieces(blocks))

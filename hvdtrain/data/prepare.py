@@ -1,17 +1,17 @@
-"""From what a run is given as data to what it trains on and is evaluated on.
+"""Prepare training and evaluation data: as stored, then augmented, then read by worker processes.
 
-Owns the order in which data is wrapped: as it is stored, then augmented, then read by worker processes.
+Owns that order and the number of workers (``data.workers``), on which samples do not depend.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import os
-import sys
-import time
 
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, count
@@ -30,7 +30,7 @@ def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: 
          notes: list[str]) -> tuple[Any, Any]:
     """Return (training data, evaluation data or None) of ``data``, or of ``config.data`` where that is None.
 
-    ``cores``: those that this rank has for itself. What was chosen is added to ``notes``.
+    ``cores``: those that this rank has for itself. The choice of workers is added to ``notes``.
     """
     if data is not None:
         pair = sources.interpret(data, "train", adapters), sources.interpret(data, "test", adapters)
@@ -42,7 +42,7 @@ def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: 
 
 
 def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int, ranks: int) -> tuple[Any, str]:
-    """Return what a run is to be evaluated on, of ``data`` that comes when it is there already, and a remark.
+    """Return evaluation data of a run that has begun, and a remark.
 
     Workers of its own are chosen where all ``ranks`` would read for longer than these take to start; they end with it.
     """
@@ -53,10 +53,7 @@ def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores:
 
 
 def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:
-    """Wrap the training data as the configuration says; evaluation data stays as it is.
-
-    Errors: `UserError` for data that cannot be augmented.
-    """
+    """Augment the training data as configured; `UserError` for data that cannot be augmented."""
     if config.data.augment:
         train = Augmented(train, config.data.augment, config.seed)
         if len(train):
@@ -85,9 +82,9 @@ def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
                  least_s: float = 0.0) -> tuple[list[Any], str]:
     """Return the data ``found`` (training, evaluation; None stays), read by workers where that helps, and a remark.
 
-    ``cores``: those that this rank has for itself. ``least_s``: what all samples of a source that draws no random
-    numbers must take together for auto to choose workers. Errors: `UserError` where ``data.workers`` is a number and a
-    source cannot be handed to another process, or no process can be started.
+    ``cores``: those that this rank has for itself. ``least_s``: least total reading time of a source without random
+    numbers for which auto takes workers. Errors: `UserError` where ``data.workers`` is a number and a source cannot be
+    pickled, or no process can be started.
     """
     asked = config.data.workers
     data = list(found)
@@ -116,12 +113,12 @@ def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
 
 
 def fits(data: Any) -> bool:
-    """Whether workers could read ``data``: not a stream, which reads by itself, nor arrays, which are there already."""
+    """Return whether workers could read ``data``: no stream, which reads by itself, and no arrays in memory."""
     return isinstance(data, Source) and not isinstance(data, ArraySource)
 
 
 def may_need(config: Config, data: Any) -> bool:
-    """Whether a run could want workers, as far as can be told before its data is read; costs nothing."""
+    """Return whether a run could want workers, as far as known before its data is read; cheap."""
     if config.data.workers == 0:
         return False
     if data is None:
@@ -134,15 +131,14 @@ def may_need(config: Config, data: Any) -> bool:
 
 
 def spare(cores: int) -> int:
-    """Workers for a rank that has ``cores`` for itself, one of which computes."""
+    """Return the workers for a rank that has ``cores`` for itself, one of which computes."""
     return min(MOST, max(1, cores - 1))
 
 
 def cost(source: Any) -> tuple[float, bool]:
-    """Return the seconds that a sample takes to read here, and whether reading draws from the global generators.
+    """Return the seconds that reading a sample takes here, and whether it draws from the global generators.
 
-    Puts the generators back: time decides how many samples are read here. Returns 0 seconds for a source that raises,
-    as it will again when the sample is asked for.
+    Restores the generators. Returns 0 seconds for a source that raises, as it will again when the sample is needed.
     """
     numbers_n = np.unique(np.linspace(0, len(source) - 1, TIMED).astype(np.int64)) if len(source) else np.arange(0)
     with generators_kept() as drew:
@@ -182,7 +178,7 @@ def _pool(config: Config, seed: int, found: Sequence[Any], n: int) -> Pool:
 
 
 def _homes(text: bytes) -> dict[str, Any]:
-    """Where the classes are from that a pickle names: the user's script, and files that were loaded by their path."""
+    """Return where a pickle's classes are defined: the user's script, and files loaded by their path."""
     from multiprocessing import spawn
 
     files = [str(module.__file__) for name, module in list(sys.modules.items())

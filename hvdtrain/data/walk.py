@@ -51,8 +51,8 @@ class LocalBatch:
 
     ``numbers``: int64[n_local], of a stream the positions in it; None where the ranks' streams are of several lengths.
     ``unread``: (number, place, reason) of samples of this rank that were left out, which ``n_local`` does not count.
-    ``check``: a stream's checksum of all ``n``. ``own_weight``: this rank's part of ``weight``. ``consumed``: samples by
-    which the position moves on. ``counts_P``: samples of each rank, where they differ from the cut's.
+    ``check``: a stream's checksum of all ``n``. ``own_weight``: this rank's part of ``weight``. ``consumed``: samples
+    by which the position moves on. ``counts_P``: samples of each rank, where they differ from the cut's.
     """
 
     n: int

@@ -39,7 +39,6 @@ from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import start
-from hvdtrain.data import prepare
 from hvdtrain.engine import build_model, feeds, first_sample, per_rank
 from hvdtrain.engine.balance.emulate import Slowed
 from hvdtrain.engine.callbacks.order import in_order

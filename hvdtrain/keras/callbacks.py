@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain import tensorflow as hvd
 from hvdtrain.core.errors import UserError
 from hvdtrain.keras.exchange import exchange_of, tf_variable
-from hvdtrain.keras.guard import Guard, frozen_weights, stops_early
+from hvdtrain.keras.guard import DivergenceGuard, frozen_weights, stops_early
 from hvdtrain.tensorflow import objects
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DivergenceGuardCallback",  # noqa: F822
@@ -136,7 +136,7 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
         super().__init__()
         self._every, self._process_set = every, hvd.global_process_set if process_set is None else process_set
         self._local = {tf_variable(v).ref() for v in local_variables}
-        self._guard: Guard | None = None
+        self._guard: DivergenceGuard | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Start anew."""
@@ -146,7 +146,8 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
         """Remember the weights that training begins with."""
         if self._guard is None and self.model.built:
             exchange = exchange_of(getattr(self.model, "optimizer", None))
-            self._guard = Guard(self._process_set, self._every, "DivergenceGuardCallback", exchange is not None)
+            self._guard = DivergenceGuard(self._process_set, self._every, "DivergenceGuardCallback",
+                                          exchange is not None)
             own = getattr(self.model, "optimizer", None)
             self._guard.before_update(self._shared(self.model.trainable_variables), None if own is None else
                                       lambda: own.learning_rate, lambda: self._shared(frozen_weights(self.model)))

@@ -28,7 +28,8 @@ from hvdtrain.planning.batch.sampler import Cut, at_least, epoch_order
 
 def shard(x: Any, y: Any = None, sample_weight: Any = None, *, global_batch: int, shares: Sequence[float] | None = None,
           class_weight: dict[int, float] | None = None, shuffle: bool = True, seed: int = 0,
-          drop_remainder: bool = False, epoch: int = 0, rank: int | None = None, size: int | None = None) -> Shard:
+          drop_remainder: bool = False, epoch: int = 0, rank: int | None = None,
+          size: int | None = None) -> ShardedDataset:
     """This rank's part of ``x, y`` for ``model.fit(shard(...))``; all ranks give the same arrays and arguments.
 
     ``x``, ``y``: arrays, or dicts and tuples of them, first axis samples. ``sample_weight``: one array, or one for each
@@ -42,11 +43,11 @@ def shard(x: Any, y: Any = None, sample_weight: Any = None, *, global_batch: int
     """
     if rank is None or size is None:
         rank, size = _place()
-    return Shard(x, y, sample_weight, global_batch, [1.0] * size if shares is None else shares, class_weight, shuffle,
-                 seed, drop_remainder, epoch, rank)
+    return ShardedDataset(x, y, sample_weight, global_batch, [1.0] * size if shares is None else shares, class_weight,
+                          shuffle, seed, drop_remainder, epoch, rank)
 
 
-class Shard(keras.utils.PyDataset):
+class ShardedDataset(keras.utils.PyDataset):
     """What `shard` returns: items are (x, y, sample_weight) of this rank. Not for several workers."""
 
     def __init__(self, x: Any, y: Any, sample_weight: Any, global_batch: int, shares: Sequence[float],
@@ -139,12 +140,12 @@ _latest: list[Any] = []
 
 
 def forget() -> None:
-    """No `Shard` is being read."""
+    """No `ShardedDataset` is being read."""
     _latest.clear()
 
 
-def being_read() -> Shard | None:
-    """The `Shard` whose epoch began last since `forget`."""
+def being_read() -> ShardedDataset | None:
+    """The `ShardedDataset` whose epoch began last since `forget`."""
     return _latest[0]() if _latest else None
 
 

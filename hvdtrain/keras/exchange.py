@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.optimizer import fused
 from hvdtrain.core.errors import UserError
-from hvdtrain.keras.guard import Guard, frozen_weights, ranks_of
+from hvdtrain.keras.guard import DivergenceGuard, frozen_weights, ranks_of
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted
 
@@ -44,13 +44,13 @@ class Settings:
     local_layers: list[Any] = field(default_factory=list)
 
 
-class Exchange:
+class OptimizerExchange:
     """Turns one rank's gradients into an update that every rank makes alike."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.inside = False
-        self.guard = Guard(settings.process_set, settings.check_every, settings.name)
+        self.guard = DivergenceGuard(settings.process_set, settings.check_every, settings.name)
         self.model: keras.Model | None = None
         self._name = ""
         self._list: list[Any] = []
@@ -216,7 +216,7 @@ class Exchange:
         return self._local | layers
 
 
-def exchange_of(optimizer: Any) -> Exchange | None:
+def exchange_of(optimizer: Any) -> OptimizerExchange | None:
     """The exchange of a distributed optimizer, also of one inside Keras' LossScaleOptimizer; None for others."""
     found = getattr(optimizer, "_hvd_exchange", None)
     inner = getattr(optimizer, "inner_optimizer", None)

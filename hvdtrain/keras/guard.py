@@ -32,7 +32,7 @@ RATE_ROUNDING = 1e-6
 """Relative difference between learning rates that is taken for float32 rounding."""
 
 
-class Guard:
+class DivergenceGuard:
     """Compares weights and learning rates of the ranks of ``process_set`` after updates 2, 8 and every ``every``-th.
 
     ``every``: 0 never compares. ``distributed``: whether the updates are known to come from exchanged gradients; it
@@ -160,10 +160,10 @@ class Guard:
         return np.bool_(True)
 
 
-class GuardOfFit(keras.callbacks.Callback):
+class GuardCallback(keras.callbacks.Callback):
     """Compares at the end of each epoch and of ``fit``, after all other callbacks. Collective."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: DivergenceGuard) -> None:
         super().__init__()
         self._guard = guard
 

@@ -9,7 +9,7 @@ for other optimizers:
 - ``make_train_function`` knows when a step of ``fit`` is over: there the ranks' weights are compared, which costs less
   than inside the step (3 to 5 % of a step of 6 ms), and the verdict reaches the user as itself. It also knows that
   XLA was asked for. ``fit`` gets one more callback, which compares at the end of each epoch and of ``fit``.
-- ``fit`` knows that its data is a `hvdtrain.keras.data.Shard`, and ``compute_loss`` what a batch's loss is made of:
+- ``fit`` knows that its data is a `hvdtrain.keras.data.ShardedDataset`, and ``compute_loss`` what a batch's loss is made of:
   models for which the shard's weights are not enough are refused (`hvdtrain.keras.shardable`, by the source of their
   own steps `own_steps`, and by evaluating a few samples `hvdtrain.keras.shardable`).
 """
@@ -19,13 +19,13 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
+import warnings
 import weakref
 from typing import Any
 
 import keras
-import math
 import numpy as np
-import warnings
 
 from hvdtrain import tensorflow as hvd
 from hvdtrain.backends.tensorflow.buffers import LARGE, state_variables
@@ -33,10 +33,10 @@ from hvdtrain.backends.tensorflow.state import to_numpy
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError
 from hvdtrain.keras import own_steps, shardable
+from hvdtrain.keras.data import ShardedDataset
+from hvdtrain.keras.exchange import OptimizerExchange, exchange_of, tf_variable
+from hvdtrain.keras.guard import EARLY, GuardCallback
 from hvdtrain.keras.shardable import check_shard
-from hvdtrain.keras.data import Shard
-from hvdtrain.keras.exchange import Exchange, exchange_of, tf_variable
-from hvdtrain.keras.guard import EARLY, GuardOfFit
 from hvdtrain.tensorflow import objects
 from hvdtrain.tensorflow.near import failures
 
@@ -112,7 +112,7 @@ def _compare_after_epochs(cls: Any) -> None:
         if exchange is None or exchange.ranks == 1:
             return plain(self, *args, **kwargs)
         given = takes.bind(self, *args, **kwargs)
-        own, guard = given.arguments.get("callbacks"), GuardOfFit(exchange.guard)
+        own, guard = given.arguments.get("callbacks"), GuardCallback(exchange.guard)
         if not isinstance(own, keras.callbacks.CallbackList):
             given.arguments["callbacks"] = [*keras.tree.flatten(own or []), guard]
             return plain(*given.args, **given.kwargs)
@@ -132,8 +132,8 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
     @functools.wraps(plain_fit)
     def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         held_out = kwargs.get("validation_data")
-        shards = [data for data in (x, held_out) if isinstance(data, Shard)]
-        if isinstance(x, Shard):
+        shards = [data for data in (x, held_out) if isinstance(data, ShardedDataset)]
+        if isinstance(x, ShardedDataset):
             _refuse_class_weight(plain_fit, self, x, *args, **kwargs)
         exchange = exchange_of(getattr(self, "optimizer", None))
         if not shards or exchange is None:
@@ -141,7 +141,7 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
             return plain_fit(self, x, *args, **kwargs)
         shardable.check_losses(self)
         for step, data in zip(own_steps.STEPS, (x, held_out)):
-            if isinstance(data, Shard):
+            if isinstance(data, ShardedDataset):
                 own_steps.check(self, step, data)
         even = all(shard.even() for shard in shards)
         if _seen.get(self) not in (False, even):
@@ -149,7 +149,7 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
         _seen[self] = even
         try:
             with shardable.reading(shards), shardable.weighing(x):
-                if isinstance(x, Shard):
+                if isinstance(x, ShardedDataset):
                     check_shard(self, x, exchange.ranks)
                 return plain_fit(self, x, *args, **kwargs)
         except UserError:  # a step whose first trace was refused takes no other
@@ -181,10 +181,10 @@ def _refuse_class_weight(fit: Any, *args: Any, **kwargs: Any) -> None:
                         "weights by them", "write hvd.shard(x, y, class_weight=...), and leave class_weight out of fit")
 
 
-def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:
+def _guarded(model: Any, function: Any, exchange: OptimizerExchange) -> Any:
     """``function`` of one or more steps; after them the broadcast of what layers wrote, and the comparison if due."""
 
-    calls, written = itertools.count(), Written(model, exchange)
+    calls, written = itertools.count(), WrittenVariables(model, exchange)
 
     @functools.wraps(function)
     def train(iterator: Any) -> Any:
@@ -198,7 +198,7 @@ def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:
     return train
 
 
-class Written:
+class WrittenVariables:
     """Compares before and after the first, second and eighth call and every N-th (``check_every``), to find variables
     that the call writes. What callbacks set between calls is no such variable.
 
@@ -206,7 +206,7 @@ class Written:
     ``steps_per_execution`` of them. A model without such variables exchanges nothing.
     """
 
-    def __init__(self, model: Any, exchange: Exchange) -> None:
+    def __init__(self, model: Any, exchange: OptimizerExchange) -> None:
         self._model, self._exchange = model, exchange
         self._before: dict[str, np.ndarray] = {}
         self._known: list[str] = []

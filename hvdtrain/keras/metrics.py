@@ -23,10 +23,10 @@ from hvdtrain.keras.shardable import check_losses
 
 @dataclass
 class Phase:
-    """What one pass over data has left: the data if it is `hvdtrain.keras.data.Shard`, states before its short last
+    """What one pass over data has left: the data if it is `hvdtrain.keras.data.ShardedDataset`, states before its short last
     batch (None: it has none), and in the end the averages."""
 
-    shard: data.Shard | None = None
+    shard: data.ShardedDataset | None = None
     before: dict[str, np.ndarray] | None = None
     mixed: bool = False
     logs: dict[str, Any] | None = None

@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.keras import hooks
-from hvdtrain.keras.exchange import Exchange, Settings, exchange_of
+from hvdtrain.keras.exchange import OptimizerExchange, Settings, exchange_of
 from hvdtrain.tensorflow import Adasum, Average, Compression, Sum, global_process_set
 from hvdtrain.tensorflow.errors import WrongValue
 
@@ -99,12 +99,12 @@ def _check(optimizer: Any, op: Any, groups: Any, passes: int) -> None:
 
 
 def _distributed(base: Any, settings: Settings) -> Any:
-    """A subclass of ``base`` whose ``apply`` exchanges first. Its instances each have an `Exchange` of their own."""
+    """A subclass of ``base`` whose ``apply`` exchanges first. Its instances each have an `OptimizerExchange` of their own."""
 
     class Distributed(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._hvd_exchange = Exchange(settings)
+            self._hvd_exchange = OptimizerExchange(settings)
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             exchange = self._hvd_exchange

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvdtrain.core.errors import UserError
 
 if TYPE_CHECKING:
-    from hvdtrain.keras.data import Shard
+    from hvdtrain.keras.data import ShardedDataset
 
 STEPS = ("train_step", "test_step")
 UNPACK = "unpack_x_y_sample_weight"
 Taken = Literal["pairs", "unweighted", "weighted", "unknown"]
 
 
-def check(model: Any, name: str, shard: Shard) -> None:
+def check(model: Any, name: str, shard: ShardedDataset) -> None:
     """Refuse a batch of ``shard`` in a step ``name`` of the model's own that fails on sample weights or drops them.
 
     Errors: `UserError`. Weights that are all 1 may be dropped. A step whose source is not found is let through.

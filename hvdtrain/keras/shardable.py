@@ -7,29 +7,29 @@ collectives.
 
 from __future__ import annotations
 
+import inspect
+import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import inspect
 import keras
 import numpy as np
-import warnings
-import weakref
 from keras.src.losses import loss as loss_base
 
 from hvdtrain.backends import loss_coupling
 from hvdtrain.core.errors import UserError, through_trace
-from hvdtrain.keras.data import Shard
+from hvdtrain.keras.data import ShardedDataset
 
 _TRAINER = "train with hvdtrain.Trainer, which weighs them by what they count"
-_reading: list[Shard] = []
-_weighed: list[Shard] = []
+_reading: list[ShardedDataset] = []
+_weighed: list[ShardedDataset] = []
 """The one whose batches are being read, if its weights are not all 1: no loss of it goes without them."""
 
 
 @contextmanager
-def reading(shards: Sequence[Shard]) -> Iterator[None]:
+def reading(shards: Sequence[ShardedDataset]) -> Iterator[None]:
     """While a fit reads these: `check_batch` looks at the model's batches, and masked values of a loss are refused."""
     plain = loss_base.reduce_weighted_values
 
@@ -50,7 +50,7 @@ def reading(shards: Sequence[Shard]) -> Iterator[None]:
 def weighing(data: Any) -> Iterator[None]:
     """While batches of ``data`` are read, by a fit or by an evaluation within it, such as that of a callback."""
     outer = _weighed[:]
-    _weighed[:] = [data] if isinstance(data, Shard) and not data.of_ones() else []
+    _weighed[:] = [data] if isinstance(data, ShardedDataset) and not data.of_ones() else []
     try:
         yield
     finally:
@@ -114,7 +114,7 @@ _accepted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """By model, the compiled loss that is a mean over samples."""
 
 
-def check_shard(model: Any, shard: Shard, ranks: int) -> None:
+def check_shard(model: Any, shard: ShardedDataset, ranks: int) -> None:
     """Refuse a loss of ``model`` that is no mean over samples, for a fit over ``shard``; collective over ``ranks``.
 
     Errors: `UserError`, the same on every rank. On one rank a warning names the loss.
@@ -138,7 +138,7 @@ def check_shard(model: Any, shard: Shard, ranks: int) -> None:
     warnings.warn(loss_coupling.note_of(finding), stacklevel=4)
 
 
-def _judge(model: Any, shard: Shard) -> loss_coupling.Finding | None:
+def _judge(model: Any, shard: ShardedDataset) -> loss_coupling.Finding | None:
     """Judge the loss on samples of ``shard``."""
     from hvdtrain.backends.tensorflow.loss_coupling import evaluator_of
 

@@ -13,7 +13,7 @@ from hvdtrain.backends.numpy.model import Model
 from hvdtrain.backends.numpy.params import Sgd
 from hvdtrain.backends.pairs import Totals, means
 from hvdtrain.checkpoint import weights
-from hvdtrain.checkpoint.tensors import Layout, Spec, layout
+from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core import rng
 from hvdtrain.core.protocols import Batch, Writable
@@ -176,5 +176,5 @@ class State:
         self._plan()
         return ""
 
-    def _plan(self) -> Layout:
+    def _plan(self) -> FileLayout:
         return layout({name: Spec(p.dtype, p.shape) for name, p in self._model.params.items()}, "model")

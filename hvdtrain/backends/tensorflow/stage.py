@@ -36,7 +36,7 @@ from hvdtrain.core import rng, timeline
 from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.timeline import current
-from hvdtrain.data.weighting import StandIn
+from hvdtrain.data.weighting import PlaceholderSample
 
 
 STAMPS = 3
@@ -62,7 +62,7 @@ class Stage:
         self.asynchronous = placement.on_gpu(model)
         self.waited_s = 0.0
         self.unused: frozenset[int] = frozenset()
-        self._stand_in = StandIn()
+        self._stand_in = PlaceholderSample()
         self._like: Batch = ()
         self.calls, self._connected = Calls(gradients.around), False
         self._sink: GradientSink | None = None

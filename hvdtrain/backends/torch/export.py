@@ -15,7 +15,7 @@ import torch
 
 from hvdtrain.backends.torch.names import state_dict
 from hvdtrain.checkpoint import files, weights
-from hvdtrain.checkpoint.tensors import Layout, Spec, layout
+from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 
 NATIVE = "model.pt"
 _BITS = {torch.bfloat16: (np.uint16, "BF16"), torch.float8_e4m3fn: (np.uint8, "F8_E4M3"),
@@ -43,7 +43,7 @@ def write_state_dict(model: torch.nn.Module, path: Path) -> None:
         torch.save(_alone(state_dict(model)), place)
 
 
-def plan_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+def plan_of(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
     """Return the file that `write_safetensors` writes. `CheckpointError` for a tensor that no file can hold."""
     first: dict[tuple[object, ...], str] = {}
     others: dict[str, str] = {}

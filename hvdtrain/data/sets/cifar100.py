@@ -1,6 +1,6 @@
 """``cifar100``: 60,000 colour pictures of 32 x 32 pixels in 100 classes, from the archive as it is published.
 
-Owns the archive's formats and checksums; fetches nothing over a network, unpacks nothing to disk, runs no pickle's code.
+Owns the archive's formats and checksums. Fetches nothing over a network, and runs no code of a pickle.
 Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.pictures import Scale
+from hvdtrain.data.pictures import Normalisation
 from hvdtrain.data.sources import Source
 
 HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -45,7 +45,7 @@ MOST_READS = 4_000_000
 
 
 class Split(NamedTuple):
-    """One split: uint8 pixels (n, 3072), red, green, blue, and the two class numbers of each picture, uint8 (n,)."""
+    """Pixels uint8 (n, 3072), red, green, blue, and two class numbers uint8 (n,) for each picture."""
 
     pixels: np.ndarray
     coarse: np.ndarray
@@ -69,7 +69,7 @@ def make(split: str, root: str, labels: str = "fine", md5: str = "", normalise: 
         raise UserError(f"data.args.labels is {labels!r}", "fine (100 classes) or coarse (20)", "correct it")
     if not isinstance(normalise, bool):
         raise UserError(f"data.args.normalise is {normalise!r}", "true or false", "correct it")
-    scale = Scale.of(MEAN if normalise else None, STD if normalise else None, 3, layout)
+    scale = Normalisation.of(MEAN if normalise else None, STD if normalise else None, 3, layout)
     place = _find(root)
     if place.is_dir():
         if md5:
@@ -84,24 +84,23 @@ def make(split: str, root: str, labels: str = "fine", md5: str = "", normalise: 
 
 
 class Cifar100:
-    """Pictures as uint8, a number to each; floats when they are fetched. ``classes``: names by number."""
+    """Pictures held as uint8 and converted when fetched. ``classes``: names by number."""
 
     fixed = True
 
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray, scale: Scale, classes: tuple[str, ...]) -> None:
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray, scale: Normalisation, classes: tuple[str, ...]) -> None:
         self.pixels, self.labels, self.scale, self.classes = pixels, labels, scale, classes
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (x, y) of the pictures ``indices_n``; see `make`."""
         pixels = self.pixels[indices_n].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return self.scale(np.ascontiguousarray(pixels)), self.labels[indices_n].astype(np.int64)
 
 
 def _find(root: Any) -> Path:
-    """The archive, or the folder with the files of one."""
+    """Return the archive, or the folder with the files of one."""
     if not isinstance(root, (str, os.PathLike)) or not str(root):
         raise UserError(f"data.args.root is {root!r}", "the folder of the CIFAR-100 archive", "set data.args.root")
     top = Path(root).expanduser()
@@ -125,7 +124,7 @@ def _complete(folder: Path, kind: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    """Which format an archive of this name has."""
+    """Return the format of an archive from its name."""
     for kind in PUBLISHED:
         if kind.rpartition("-")[2] in name:
             return kind
@@ -133,7 +132,7 @@ def _kind(name: str) -> str:
 
 
 def _checked(md5: Any, archive: Path) -> str:
-    """The checksum that ``archive`` must have."""
+    """Return the checksum that ``archive`` must have."""
     if not md5:
         return PUBLISHED[_kind(archive.name)]
     if not isinstance(md5, str) or len(md5) != 32 or set(md5.lower()) - set("0123456789abcdef"):
@@ -143,7 +142,7 @@ def _checked(md5: Any, archive: Path) -> str:
 
 @lru_cache(maxsize=1)  # the two splits of a run come from one reading
 def _archive(path: str, md5: str, size: int, mtime_ns: int) -> Contents:
-    """Read an archive, of which the file is compared with ``md5`` first."""
+    """Verify the archive's ``md5``, then read it."""
     kind = _kind(Path(path).name)
     with _told(path), open(path, "rb") as file:
         found = _md5(file)
@@ -166,7 +165,6 @@ def _archive(path: str, md5: str, size: int, mtime_ns: int) -> Contents:
 
 
 def _unpacked(folder: str) -> Contents:
-    """Read the files of an unpacked archive."""
     kind = next(kind for kind in _FILES if _complete(Path(folder), kind))
     raw = {}
     for name in _FILES[kind]:
@@ -181,12 +179,11 @@ def _unpacked(folder: str) -> Contents:
 
 
 def _decoded(kind: str, file: Any) -> Any:
-    """One file of an archive: bytes, or what its pickle holds."""
     return read_pickle(file) if kind == "cifar-100-python" else file.read()
 
 
 def _contents(kind: str, raw: dict[str, Any]) -> Contents:
-    """The splits and names in an archive's files; ValueError where they are not what they should be."""
+    """Return the splits and names in an archive's files; ValueError for unexpected content."""
     lacking = [name for name in _FILES[kind][:2] if name not in raw]
     if lacking:
         raise ValueError(f"it lacks {kind}/{lacking[0]}")
@@ -201,7 +198,7 @@ def _contents(kind: str, raw: dict[str, Any]) -> Contents:
 
 
 def _of_binary(data: bytes) -> Split:
-    """Records of coarse label, fine label, 3072 pixels, a byte each."""
+    """Read records of coarse label, fine label, 3072 pixels, a byte each."""
     if not data or len(data) % _RECORD:
         raise ValueError(f"it has a file of {len(data)} bytes, no multiple of {_RECORD}")
     records = np.frombuffer(data, np.uint8).reshape(-1, _RECORD)
@@ -209,7 +206,7 @@ def _of_binary(data: bytes) -> Split:
 
 
 def _of_python(found: Any) -> Split:
-    """A dict of coarse_labels, fine_labels and data."""
+    """Read a dict of coarse_labels, fine_labels and data."""
     pixels = found.get(b"data") if isinstance(found, dict) else None
     if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _RECORD - 2 or not len(pixels):
         raise ValueError("it has a file without pictures of 3072 bytes")
@@ -222,7 +219,6 @@ def _of_python(found: Any) -> Split:
 
 
 def _names(raw: dict[str, Any], label: str) -> Iterator[str]:
-    """The class names of one kind, as far as the archive has them."""
     if "meta" in raw and isinstance(raw["meta"], dict):
         found = raw["meta"].get(f"{label}_label_names".encode(), [])
         yield from (name.decode("utf-8", "replace") for name in found if isinstance(name, bytes))
@@ -239,7 +235,7 @@ def _md5(file: BinaryIO) -> str:
 
 @contextmanager
 def _told(path: str) -> Iterator[None]:
-    """Have a `UserError` name ``path`` for whatever is wrong with it."""
+    """Raise a `UserError` that names ``path`` for whatever is wrong with it."""
     try:
         yield
     except (OSError, EOFError, ValueError, TypeError, tarfile.TarError, zlib.error) as error:

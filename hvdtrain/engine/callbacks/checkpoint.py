@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hvdtrain.checkpoint import savers
-from hvdtrain.checkpoint.savers import view
-from hvdtrain.checkpoint.savers import FIRST_S, interval_s
+from hvdtrain.checkpoint.savers import FIRST_S, interval_s, view
 from hvdtrain.checkpoint.sharded import check_shared
 from hvdtrain.config import Checkpoint as Settings
 from hvdtrain.core.errors import UserError, count

@@ -10,8 +10,7 @@ import pytest
 from small_runs import FRAMEWORKS, Record, config, fitted, lockstep, make_model, samples, solo
 
 from hvdtrain.checkpoint import CheckpointStore, files, read_snapshot
-from hvdtrain.checkpoint.savers import Copies, NoRoom
-from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
+from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver, NoRoom
 from hvdtrain.comm.collectives.lockstep import LockstepControl
 from hvdtrain.config import Checkpoint, Named
 from hvdtrain.core.errors import UserError, WaitTimeout
@@ -346,7 +345,7 @@ def test_a_save_that_does_not_end_is_named(tmp_path, monkeypatch):
 # --- the memory of copies ------------------------------------------------------------------------------------------
 
 def test_copies_are_made_into_the_same_memory_and_counted():
-    copies = Copies(1)
+    copies = HostCopies(1)
     for _ in range(2):
         copies.begin()
         first = copies.place("model", "w", (3, 4), np.float32)
@@ -360,7 +359,7 @@ def test_copies_are_made_into_the_same_memory_and_counted():
 
 def test_copies_that_memory_has_no_room_for_are_not_made(monkeypatch):
     monkeypatch.setattr("hvdtrain.checkpoint.savers.host_room_bytes", lambda local_size: 100 // local_size)
-    copies = Copies(2)
+    copies = HostCopies(2)
     copies.begin()
     copies.place("model", "w", (10,), np.float32)
     with pytest.raises(NoRoom):

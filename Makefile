@@ -56,7 +56,7 @@ help:
 	@echo 'make wheelhouse   fill WHEELHOUSE=DIR with all wheels, Horovod'\''s too; elsewhere make setup WHEELHOUSE=DIR needs no network'
 	@echo 'make test         every test, in one process and under MPI'
 	@echo 'make check        lint and the fast tests, in under 3 minutes on 2 cores'
-	@echo 'make lint         flake8, mypy, and import-linter (imports go downward only)'
+	@echo 'make lint         ruff, mypy, and import-linter (imports go downward only)'
 	@echo 'make gpu-check    check this machine'\''s GPU from the source tree; what is not installed comes from WHEELS=FOLDER'
 	@echo 'make gpu-wheels   fill WHEELS=FOLDER for a machine without a network'
 	@echo 'make clean        remove $(VENV) and what tests and tools left (the wheel cache stays)'
@@ -133,7 +133,7 @@ check: lint
 	@$(PY) tests/run --fast
 
 lint: setup
-	$(PY) -m flake8 hvdtrain benchmarks tests $(wildcard torch_models tf_models containers)
+	$(PY) -m ruff check hvdtrain benchmarks tests $(wildcard torch_models tf_models containers)
 	$(PY) -m mypy
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-logo
 

@@ -1,4 +1,4 @@
-"""What every `hvdtrain.core.protocols.Collectives` must do, written once: ``check_*(wire, make, host)``.
+"""Cases that every `hvdtrain.core.protocols.Collectives` must pass: ``check_*(wire, make, host)``.
 
 Every rank calls the same check. ``make`` turns a numpy array into what the collectives take, ``host`` turns their
 result back. Answers are in closed form: rank r contributes r, so that the mean of ranks is (P-1)/2.
@@ -38,7 +38,7 @@ def check_allreduce_dtypes(wire, make, host):
 
 
 def check_allreduce_same_bits(wire, make, host):
-    """Sums of values whose order matters agree to the last bit (seen through a gather of their hashes)."""
+    """Check that sums whose order matters have the same last bit on all ranks, by a gather of their hashes."""
     for n in (1, 3, 1023, 100_003):
         for turn in (1, 2):
             rng = np.random.default_rng([wire.rank, n, turn])
@@ -109,7 +109,7 @@ def cuts(n, P):
 
 
 def in_order(rows, wire):
-    """The sum of the ranks' rows in the order that the wire promises: of ranks, within each host where it has hosts.
+    """Return the sum of the ranks' rows in the transport's order: by rank, within each host where it has hosts.
 
     float16, which no memory adds, goes from rank to rank on any wire.
     """
@@ -191,7 +191,7 @@ def check_broadcast(wire, make, host):
 
 
 def check_not_finite(wire, make, host):
-    """One rank's infinity reaches all ranks."""
+    """Check that one rank's infinity reaches all ranks."""
     last = wire.size - 1
     x = np.array([np.inf if wire.rank == last else 1.0, 1.0], np.float32)
     got = host(wire.allreduce(make(x), "case.inf").wait())
@@ -199,7 +199,7 @@ def check_not_finite(wire, make, host):
 
 
 def check_result_is_own(wire, make, host):
-    """A result is not overwritten by the next collective of the same name."""
+    """Check that the next collective of the same name does not overwrite a result."""
     first = wire.allreduce(make(np.full(4, 1.0, np.float32)), "case.own").wait()
     kept = np.array(host(first))
     wire.allreduce(make(np.full(4, 2.0, np.float32)), "case.own").wait()

@@ -1,4 +1,4 @@
-"""What every compressor must do with every backend's ops, written once; the tests are in test_compressors*.py.
+"""Cases that every compressor must pass with every backend's ops; the tests are in test_compressors*.py.
 
 Owns no framework: gradients go in by ``ops.from_host`` and sums come out by ``ops.to_host``.
 """
@@ -65,7 +65,7 @@ def gradient(rank, step, n):
 
 
 def exchanged(compressor, make_ops, size, shapes, steps, give=gradient) -> Outcome:
-    """``steps`` exchanges over ``size`` lockstep ranks; checks what must hold for all compressors on the way."""
+    """Run ``steps`` exchanges over ``size`` lockstep ranks; check what must hold for every compressor."""
     world, plan = LockstepWorld(size), buckets(shapes)
     n = plan[0].n
 
@@ -142,12 +142,12 @@ def check_shards_are_those_of_the_sum(name, make_ops, size, shapes, **graph):
 
 
 def exact(size, step, n, give=gradient):
-    """The sum over ranks in float64."""
+    """Return the sum over ranks in float64."""
     return sum(give(r, step, n).astype(np.float64) for r in range(size))
 
 
 def check_like_numpy(name, make_ops, size, shapes):
-    """The same sums and states as the numpy reference, over several steps, to 1e-5 of the largest."""
+    """Compare sums and states with the numpy reference over several steps, to 1e-5 of the largest."""
     got = exchanged(MAKE[name](), make_ops, size, shapes, 6)
     want = exchanged(MAKE[name](), NumpyOps, size, shapes, 6)
     for a, b in zip(got.sums[0], want.sums[0]):
@@ -187,7 +187,7 @@ def check_not_finite_among_many(make_ops):
 
 
 def check_zeros(name, make_ops):
-    """Nothing from anybody, then something: no NaN, and what comes later is not lost."""
+    """Exchange zeros, then values: no NaN, and no later value is lost."""
     def give(rank, step, n):
         return gradient(rank, 0, n) * (step > 1)
 

@@ -1,4 +1,4 @@
-"""What the cases of every backend's step are given of Keras, whatever it computes with in this process.
+"""Keras' half of the cases of every backend's step, for the Keras backend of this process.
 
 Imports Keras: a test asks for it first (pytest.importorskip).
 """

@@ -80,7 +80,7 @@ class OneStep:
         self.parts.remove()
 
     def run(self, micros: Sequence[Batch], scale: float, clip: float = 0.0, check: bool = False) -> Any:
-        """One whole step over this rank's micro-batches: ``((finite, norm), [(loss_sum, weight), ...])``.
+        """Run a whole step over this rank's micro-batches: ``((finite, norm), [(loss_sum, weight), ...])``.
 
         As the loop has it, an optimizer may update in the graph of the last micro-batch; without ``clip`` or ``check``
         the norm is NaN.
@@ -103,7 +103,7 @@ class OneStep:
         self._at += 1
 
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Any:
-        """One micro-batch."""
+        """Run one micro-batch."""
         self._handed_over = last
         pair = self.parts.stage.run(batch, scale, last, self.dp)
         self._waited_s += self.parts.stage.waited_s
@@ -129,7 +129,7 @@ class OneStep:
         return finite, norm
 
     def _unused(self) -> frozenset[int]:
-        """The parameters that no rank used; of a step without any sample, which no run takes, none: it has zeros."""
+        """Return the parameters that no rank used; none for a step without samples, which has zeros."""
         own, n = self.parts.stage.unused, len(self.params())
         used = np.array([self._handed_over and i not in own for i in range(n)], np.float32)
         if self._transport.size > 1:
@@ -145,7 +145,7 @@ class OneStep:
     # --- what it holds -----------------------------------------------------------------------------------------------
 
     def weights(self) -> list[np.ndarray]:
-        """Copies of the model's parameters and kept buffers, in its own order."""
+        """Return copies of the model's parameters and kept buffers, in its own order."""
         return [np.array(array) for array in self.state()[0]["model"].values()]
 
     def rank_state(self) -> dict[str, np.ndarray]:
@@ -158,11 +158,11 @@ class OneStep:
         return str(self.dp.restore(own))
 
     def params(self) -> list[Any]:
-        """The parameters' specs."""
+        """Return the parameters' specs."""
         return self.parts.params.specs
 
     def __getattr__(self, name: str) -> Any:
-        """What one part alone does."""
+        """Return what one part alone does."""
         part, _, own = _OF_A_PART[name].partition(".")
         found = getattr(self.__dict__["parts"], part)
         return getattr(found, own) if own else found
@@ -185,7 +185,7 @@ def run(step: OneStep, micros: Sequence[Batch], scale: float, clip: float = 0.0,
 
 
 def spec(model: Any, **parts: Any) -> Spec:
-    """A model as a model file gives it, with nothing beside it but ``parts``."""
+    """Return a model as a model file gives it, with nothing beside it but ``parts``."""
     return Spec("m", model, "any", **parts)
 
 
@@ -196,6 +196,6 @@ def batch(t: int, n: int = 32) -> Batch:
 
 
 def cut(whole: Batch, *sizes: int) -> list[Batch]:
-    """The first ``sizes`` of a batch as parts; empty ones are left out."""
+    """Return the first ``sizes`` of a batch as parts; empty ones are left out."""
     ends = np.cumsum((0, *sizes))
     return [tuple(a[i:j] for a in whole) for i, j in zip(ends, ends[1:]) if j > i]

@@ -1,4 +1,4 @@
-"""What every `hvdtrain.core.protocols.Ops` must do, written once: ``check_*(ops)`` with answers worked out by hand.
+"""Cases that every `hvdtrain.core.protocols.Ops` must pass: ``check_*(ops)`` with answers worked out by hand.
 
 A backend's test is: ``@pytest.mark.parametrize("check", CASES, ids=name_of)`` ... ``check(ops)``.
 Owns no framework: arrays go in by ``ops.from_host`` and come out by ``ops.to_host``.
@@ -15,7 +15,7 @@ F = np.float32
 
 
 def give(ops, values, dtype="float32"):
-    """A host array as the backend's."""
+    """Return a host array as the backend's."""
     return ops.from_host(np.asarray(values, dtype))
 
 
@@ -108,7 +108,7 @@ def check_bitcast(ops):
 
 
 def check_bitcast_of_a_part(ops):
-    """A row of a matrix, a slice of columns flattened: what compressors read out of a message."""
+    """Check a row of a matrix and a flattened slice of columns, as compressors read them from a message."""
     whole = np.arange(32, dtype=np.int8).reshape(2, 16)
     part = ops.reshape(ops.from_host(whole)[:, :8], (-1,))
     same(ops, ops.bitcast(part, "float32"), np.ascontiguousarray(whole[:, :8]).view(F).reshape(-1), "float32")
@@ -242,7 +242,7 @@ def check_orthogonalize_zero_column(ops):
 
 
 def check_orthogonalize_dependent_columns(ops):
-    """A column that depends on those before it is dropped; it must not become noise of length 1."""
+    """Check that a dependent column is dropped, and does not become noise of length 1."""
     rng = np.random.default_rng(2)
     for scale in (1e-18, 1.0, 1e15):
         a, b = (rng.standard_normal(40).astype(F) * F(scale) for _ in range(2))

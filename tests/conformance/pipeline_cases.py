@@ -1,4 +1,4 @@
-"""What a model that is cut over ranks does with any backend, on ranks that are threads: a part of `step_cases`.
+"""Cases of a model that is partitioned over ranks, for any backend, on ranks that are threads: see `step_cases`.
 
 A kit's ``chain`` is cut; the kit that cannot be cut says so in ``lacks``. One process trains the same, once for all
 cases that ask for it.
@@ -41,7 +41,7 @@ def trained(kit, size, asked, data=DATA):
 
 @functools.lru_cache(maxsize=8)
 def alone_with(kind, clip_norm):
-    """What one process trains, once for several cases."""
+    """Return what one process trains, once for several cases."""
     return trained(kind(), 1, settings(clip_norm=clip_norm))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of split PyTorch models share: this CPU as several devices, a plan by hand, and a step cut by it.
+"""Tools of the tests of split PyTorch models: this CPU as several devices, a plan by hand, and a step split by it.
 
 Imports PyTorch: a test asks for it first (pytest.importorskip).
 """
@@ -29,13 +29,13 @@ DATA = samples(107)
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch, tmp_path):
-    """Runs make their directories there."""
+    """Run each test in a directory of its own."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(name="cpus")
 def all_cpu(monkeypatch):
-    """This host's CPU stands for each of a rank's devices."""
+    """Let this host's CPU stand for each of a rank's devices."""
     monkeypatch.setattr(placement, "devices", lambda n: [CPU] * n)
 
 

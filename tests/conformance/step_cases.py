@@ -1,4 +1,4 @@
-"""What a training step does with any backend, written once: ``from step_cases import *`` beside a fixture ``kit``.
+"""Cases of a training step for any backend: ``from step_cases import *`` beside a fixture ``kit``.
 
 A step is touched through `OneStep` alone. A case that a backend cannot have is left out by the name of what its kit
 lacks, with the kit's reason.
@@ -343,7 +343,7 @@ def test_totals_of_an_evaluation_add_up_over_cuts(kit):
 # --- state ---------------------------------------------------------------------------------------------------------
 
 def goes_on(step, other, steps=6, saved_at=2):
-    """A step that took another's state over, through JSON and whatever it trained before, continues bit for bit."""
+    """Check that a step which loads another's state through JSON continues bit for bit."""
     for t in range(steps):
         step.run([batch(t)], 1 / 32)
         if t == saved_at:

@@ -1,4 +1,4 @@
-"""What the cases of `step_cases` ask of a backend, and what they compare with.
+"""Base class of a backend's half of `step_cases`, and the references that the cases compare with.
 
 A backend's test file gives its `Kit`. What a training loop gives is worked out here, in float64, by numpy alone.
 """
@@ -25,7 +25,7 @@ COUNTER = re.compile(r"_\d+(?=[/_]|$)")
 
 
 class Kit:
-    """What a backend gives to the cases: ``framework``, a model, and ``lacks``: reasons by what it cannot have.
+    """A backend's half of the cases: ``framework``, a model, and ``lacks``: reasons by unsupported feature.
 
     Names in ``lacks``: "Adam", "buffers" (and dropout), "float16", "sample weights", "schedules", "refusals" (of a
     checkpoint that does not fit), "an optional norm" (NaN where nobody asks for it), "pipelines" (over ranks).
@@ -45,23 +45,23 @@ class Kit:
         raise NotImplementedError
 
     def chain(self) -> Any:
-        """A model of four dense blocks, 12 -> 16 -> 14 -> 12 -> 5, the same whenever it is made."""
+        """Return a model of four dense blocks, 12 -> 16 -> 14 -> 12 -> 5, the same whenever it is made."""
         raise NotImplementedError
 
     def plain(self, model: Any) -> list[np.ndarray]:
-        """The model's weights as `given` has them."""
+        """Return the model's weights as `given` has them."""
         raise NotImplementedError
 
     def statistics(self, model: Any) -> list[np.ndarray]:
-        """The averages that its BatchNorm keeps."""
+        """Return the averages that its BatchNorm keeps."""
         raise NotImplementedError
 
     def step(self, model: Any = None, config: Config = SGD, *args: Any, **more: Any) -> OneStep:
-        """A step over ``model`` or one of its own; see `OneStep`."""
+        """Return a step over ``model`` or one of its own; see `OneStep`."""
         return OneStep(self.framework, self.model() if model is None else model, config, *args, **more)
 
     def noisy(self, start: int = 3) -> Any:
-        """The most that a model of this backend has to be put back."""
+        """Return the most that a model of this backend has to be put back."""
         return self.model(start, noisy="buffers" not in self.lacks)
 
 
@@ -93,7 +93,7 @@ def gradient(arrays, x, y):
 
 
 def by_hand(name, steps, start=3, lr=0.1, clip=0.0, decay=0.0):
-    """The weights after a plain loop over whole batches; ``name``: "sgd", "adam" or, of the paper's end of section 2,
+    """Return the weights after a plain loop over whole batches; ``name``: "sgd", "adam" or, of the paper's section 2,
     where epsilon is not corrected for the bias, "adam, epsilon hat"."""
     arrays = [a.astype(np.float64) for a in given(start)]
     first, second = ([np.zeros_like(a) for a in arrays] for _ in range(2))

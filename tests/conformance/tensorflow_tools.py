@@ -1,4 +1,4 @@
-"""What the tests of the TensorFlow step share: a small model, batches, and a step over a reducer with several buckets.
+"""Tools of the tests of the TensorFlow step: a small model, batches, and a step over a reducer with several buckets.
 
 Imports TensorFlow: a test asks for it first (pytest.importorskip).
 """
@@ -11,14 +11,14 @@ from one_step import SGD, X, Y, OneStep, batch, cut, run, spec  # noqa: F401
 
 
 def mlp(seed=3, extra=(), **last):
-    """A small perceptron on (B, 12) with 5 outputs, the same for the same seed."""
+    """Return a small perceptron on (B, 12) with 5 outputs, the same for the same seed."""
     keras.utils.set_random_seed(seed)
     return keras.Sequential([keras.Input((12,)), keras.layers.Dense(16, activation="tanh"), *extra,
                              keras.layers.Dense(5, **last)])
 
 
 def attached(model, *given, **more):
-    """A step over ``model``; see `OneStep`."""
+    """Return a step over ``model``; see `OneStep`."""
     return OneStep("tensorflow", model, *given, **more)
 
 

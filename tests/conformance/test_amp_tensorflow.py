@@ -22,7 +22,7 @@ PLAIN = replace(SGD, optimizer=Named("sgd"), loss_scale=1024.0)
 
 
 def made(own, model, config=PLAIN, size=1, **parts):
-    """A step whose only real rank computes in ``own``."""
+    """Return a step whose only real rank computes in ``own``."""
     return attached(model, config, NullCollectives(0, size), precision=Precision((own, "fp32")[:size]), **parts)
 
 

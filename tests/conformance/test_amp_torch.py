@@ -38,7 +38,7 @@ class Seen(nn.Module):
 
 
 def made(own, model, config=PLAIN, wire=None, bucket_mb=0.0005, **parts):
-    """A step whose only real rank computes in ``own``."""
+    """Return a step whose only real rank computes in ``own``."""
     wire = wire or NullCollectives()
     return attached(model, config, wire, bucket_mb=bucket_mb, precision=Precision((own, "fp32")[:wire.size]), **parts)
 

@@ -16,7 +16,7 @@ SETTINGS = config(global_batch=24, compile="auto")
 
 
 def made(out, model=None, **changes):
-    """A run that has joined its model, and what compiles it."""
+    """Return a run that has joined its model, and what compiles it."""
     run = solo(replace(SETTINGS, out=str(out), **changes), model or make_model("tensorflow"), samples(96))
     run.join()
     return run, run.parts.compile

@@ -48,7 +48,7 @@ def settings(**more):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """The graphs that were compiled, in order, by the compiler without code generation; the machine has a compiler."""
+    """Collect the compiled graphs in order, by a compiler without code generation; the machine has a compiler."""
     torch._dynamo.reset()
     made = []
 

@@ -1,4 +1,4 @@
-"""What `model.compile` asks for: the loss and its gradient in parts equal Keras' own of the whole batch."""
+"""`model.compile` in training: loss and gradient in shares equal Keras' own of the whole batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def gradients(tape, loss, model):
 
 
 def in_parts(model, x, y, weight, cuts=(0, 1, 5, 5, 11), class_weight=None):
-    """The same as sums over parts of the batch, divided once by the sum of the weights."""
+    """Return the same as sums over parts of the batch, divided once by the sum of the weights."""
     setup = compiled.setup_of(model)
     parts = (x, y) if weight is None else (x, y, weight)
     columns = layout.Columns(parts)

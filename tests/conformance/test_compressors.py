@@ -174,7 +174,7 @@ def test_what_is_not_sent_is_owed(name, size):
 
 
 def owed(outcome, shapes):
-    """The residuals of all ranks, as one flat vector."""
+    """Return the residuals of all ranks, as one flat vector."""
     (bucket,), total_N = buckets(shapes), np.zeros(sum(int(np.prod(s)) for s in shapes))
     for (state,) in outcome.states:
         if "residual" in state:

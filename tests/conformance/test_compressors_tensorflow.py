@@ -55,7 +55,7 @@ def test_state_survives(name):
 @pytest.mark.parametrize("shapes", ["model", "three"])
 @pytest.mark.parametrize("name", MAKE)
 def test_in_a_graph_as_eagerly(name, shapes, size):
-    """One trace for each stage; with two ranks each hears only itself."""
+    """Each stage is traced once; each of two ranks hears only itself."""
     plan, compressor = buckets(SHAPES[shapes]), MAKE[name]()
     eager, traced = (Reducer(plan, compressor, NullCollectives(0, size), Ops()) for _ in range(2))
     traces = []

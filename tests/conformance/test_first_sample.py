@@ -46,7 +46,7 @@ def embedding(framework, size=10):
 
 
 def calling(framework, call, lazily=False):
-    """A model with a layer ``self.layer`` whose forward is ``call(self, x)``."""
+    """Return a model with a layer ``self.layer`` whose forward is ``call(self, x)``."""
     if framework == "torch":
         torch = need("torch")
 
@@ -106,7 +106,7 @@ def test_the_wrong_type_is_told_with_what_to_do():
 
 
 def broken(self, x):
-    """A bug, no misfit."""
+    """Return a bug, no misfit."""
     return self.layer(x) + missing  # noqa: F821
 
 
@@ -298,7 +298,7 @@ def test_the_curve_has_the_same_bits_with_and_without(framework, kind, monkeypat
 
 
 def remembering(framework):
-    """A model that keeps something of its last forward: in a buffer that it replaces, in an RNN's state."""
+    """Return a model that keeps something of its last forward: in a buffer that it replaces, in an RNN's state."""
     if framework == "torch":
         torch = need("torch")
 

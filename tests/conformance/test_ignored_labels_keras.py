@@ -41,7 +41,7 @@ CASES = {
 
 
 def echo(outputs):
-    """A model that returns its input."""
+    """Return a model that returns its input."""
     return keras.Sequential([keras.Input(outputs.shape[1:]), keras.layers.Identity()])
 
 
@@ -109,7 +109,7 @@ def settings(**changes):
 
 
 def plain(arrays, optimizer):
-    """A loop of plain Keras over global batches in the data's order; batches without labels are left out."""
+    """Return a loop of plain Keras over global batches in the data's order; batches without labels are left out."""
     model = make_model("tensorflow")
     loss_of = keras.losses.SparseCategoricalCrossentropy(**IGNORING)
     losses = []

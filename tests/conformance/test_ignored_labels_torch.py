@@ -74,7 +74,7 @@ CASES = [
 
 
 def torchs_own(name, args, outputs, targets):
-    """The loss of the whole batch as torch itself reduces it."""
+    """Return the loss of the whole batch as torch itself reduces it."""
     functions, classes = names()
     if name == "auto":
         name = "mse_loss" if targets.is_floating_point() else "cross_entropy"
@@ -175,7 +175,7 @@ def data(ignored=(0, 1, 5, 9, 10, 11, 12)):
 
 
 def plain(arrays, optimizer=torch.optim.SGD, **args):
-    """A loop of plain PyTorch over global batches in the data's order; batches without labels are left out."""
+    """Return a loop of plain PyTorch over global batches in the data's order; batches without labels are left out."""
     model = make_model("torch")
     made = optimizer(model.parameters(), lr=0.1)
     x, y = map(torch.from_numpy, arrays)

@@ -25,7 +25,7 @@ CLASSES = DRAW.integers(0, 4, N)
 
 
 def kind(framework, name="Kind"):
-    """A module of a made-up model file, for its functions beside the model."""
+    """Return a module of a made-up model file, for its functions beside the model."""
     module = types.ModuleType(f"made_up_{framework}_{name}")
     sys.modules[module.__name__] = module
     return module
@@ -311,7 +311,7 @@ def keras_model(loss="mse", add=None, extra=(), regularised=None):
 
 
 def ratio(y, p):
-    """A ratio of sums over the batch, given for each sample."""
+    """Return a ratio of sums over the batch, given for each sample."""
     from keras import ops
 
     return 1 - (2 * ops.sum(y * p) + 1) / (ops.sum(y) + ops.sum(p) + 1) + 0 * ops.mean(p, axis=-1)
@@ -324,7 +324,7 @@ def dice_of_each(y, p):
 
 
 def beside_noise(ops, x, training):
-    """A sum over the batch, in a layer that returns its input with noise."""
+    """Return a sum over the batch, in a layer that returns its input with noise."""
     return ops.sum(x)
 
 

@@ -1,4 +1,4 @@
-"""What callbacks change of a Keras model while it trains on TensorFlow: a note or one error, on all ranks alike."""
+"""Changes that callbacks make to a Keras model during training: a note or one error, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Change(Callback):
 
 
 def trained(change=None, size=2, frozen=False, alone=False, at=(2,), **changes):
-    """The runs, with ``told``: what a run told of its model."""
+    """Return the runs, with ``told``: what a run told of its model."""
     def work(run):
         if change is not None:
             run.callbacks.insert(0, Change(change, alone, at))

@@ -1,4 +1,4 @@
-"""What callbacks change of a PyTorch model while it trains: as in plain PyTorch, on all ranks, through checkpoints."""
+"""Changes that callbacks make to a PyTorch model during training: as in plain PyTorch, through checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdtrain.core.errors import UserError  # noqa: E402
 
 
 def parameter_groups(model):
-    """A rate of its own for the backbone, also while it is frozen."""
+    """Return a rate of its own for the backbone, also while it is frozen."""
     return [{"params": model.backbone.parameters(), "lr": 0.01, "weight_decay": 0.3}]
 
 

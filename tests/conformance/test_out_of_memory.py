@@ -1,4 +1,4 @@
-"""What a backend takes for a lack of memory, and what it says of the memory it used."""
+"""Errors that a backend takes for a lack of memory, and the memory use it reports."""
 
 from __future__ import annotations
 

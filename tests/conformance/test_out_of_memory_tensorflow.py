@@ -36,7 +36,7 @@ def entered(monkeypatch):
 
 
 def trained(settings, faults, exact=False, shrinks=True):
-    """Runs whose ranks have ``faults``; each of these has happened. Unless it ``shrinks``, a rank tries again and again
+    """Train runs whose ranks have ``faults``; each of these has happened. Unless it ``shrinks``, a rank retries
     at the size that it has."""
     def work(run):
         if not shrinks:

@@ -41,7 +41,7 @@ def model(*more: Any) -> Any:
 
 
 def trained(make: Any, fails: range, place: str = "backward", size: int = 1, **changes: Any) -> list[Any]:
-    """Runs by rank; rank 0 of them fails."""
+    """Return runs by rank; rank 0 of them fails."""
     def work(run: Any) -> Any:
         Injected(place, fails).into(run, run.control.rank == 0)
         torch.manual_seed(1)

@@ -33,7 +33,7 @@ DATA = samples(100)
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch, tmp_path):
-    """Runs make their directories there."""
+    """Run each test in a directory of its own."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -135,12 +135,12 @@ def forked():
 
 
 def test_trees_of_tensors_travel_and_blocks_may_write_to_what_came():
-    """One stage has no parameters."""
+    """The model has a stage without parameters."""
     same_curve(forked, (5, Pipeline(5)), clip_norm=0.05)
 
 
 def test_a_sequential_of_sequentials_needs_no_names():
-    """One that has a hook is not taken apart."""
+    """A block with a hook is not taken apart."""
     def model():
         torch.manual_seed(1)
         inner, hooked = (nn.Sequential(nn.Linear(n, HIDDEN), nn.Tanh()) for n in (FEATURES, HIDDEN))

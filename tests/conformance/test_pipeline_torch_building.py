@@ -58,7 +58,7 @@ def seeded(make):
 
 
 def outlined(make):
-    """The outline of what ``make`` builds from the same place."""
+    """Return the outline of what ``make`` builds from the same place."""
     return seeded(lambda: None)() or outline(make)
 
 

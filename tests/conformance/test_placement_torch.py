@@ -1,4 +1,4 @@
-"""What this process may take of a GPU's memory, told by a made-up device, and what deterministic kernels need."""
+"""Memory that this process may take of a GPU, by a made-up device, and needs of deterministic kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A device of 80 GiB, 60 of them free, of which this process has reserved 10 and uses 8."""
+    """Return a device of 80 GiB, 60 of them free, of which this process has reserved 10 and uses 8."""
     found = SimpleNamespace(name="made up", major=8, minor=0, total_memory=80 * GIB)
     for name, value in {"is_available": True, "mem_get_info": (60 * GIB, 80 * GIB), "memory_reserved": 10 * GIB,
                         "memory_allocated": 8 * GIB, "get_device_properties": found,

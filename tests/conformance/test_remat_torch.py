@@ -76,7 +76,7 @@ def test_a_block_that_is_never_called_is_refused():
 
 
 class Tree(nn.Module):
-    """One module of three inputs and two outputs, called twice, with a list that it fills."""
+    """A module of three inputs and two outputs, called twice, with a list that it fills."""
 
     class Inner(nn.Module):
 

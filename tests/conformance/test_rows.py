@@ -103,7 +103,7 @@ class Streamed(IterableDataset):
 
 
 def records(framework, kind, *names):
-    """The samples as ``kind`` of dataset, with the columns ``names`` in this order."""
+    """Return the samples as ``kind`` of dataset, with the columns ``names`` in this order."""
     arrays = {name: {"image": X, "label": Y, "site": SITE}[name] for name in names}
     if kind == "columns":
         return arrays

@@ -49,7 +49,7 @@ def made_parts(model, settings=BASE, **more):
 
 
 def noting(model):
-    """The names of the blocks in the order of their calls."""
+    """Return the names of the blocks in the order of their calls."""
     calls = []
     for name, block in blocks(model):
         block.register_forward_hook(lambda *_, name=name: calls.append(name))
@@ -186,7 +186,7 @@ def test_parameters_buckets_and_slots_have_the_place_of_their_stage():
 
 
 def replicated(parts, bucket_mb, compression):
-    """What takes gradients of ``parts`` for a rank whose other has none."""
+    """Return what takes gradients of ``parts`` for a rank whose other has none."""
     reducer = Reducer(plan_buckets(parts.params.specs, bucket_mb), create(compression, BASE), NullCollectives(0, 2),
                       Ops(), parts.ops_of_place)
     return Replicate(reducer, parts.optimizer)

@@ -144,7 +144,7 @@ def test_frozen_modules_stay_frozen():
 # --- gradients -----------------------------------------------------------------------------------------------------
 
 class Reentrant(nn.Module):
-    """One layer under two checkpoints."""
+    """A layer under two checkpoints."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -283,7 +283,7 @@ def test_half_precision_state_returns_to_the_bit(name, args):
 
 
 def last(seed):
-    """A convolution in channels_last behind a dense layer whose weight is another's transpose in memory."""
+    """Return a convolution in channels_last behind a dense layer whose weight is another's transpose in memory."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(12, 12), nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 7, 2), nn.Tanh(), nn.Flatten(),
                           nn.Linear(7, 5)).to(memory_format=torch.channels_last)

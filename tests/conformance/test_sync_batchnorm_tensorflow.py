@@ -203,7 +203,7 @@ def test_a_layer_that_ranks_may_call_unequally_often_is_refused(how):
 
 
 def with_parts():
-    """A functional model of a functional and a sequential one, which are layers of it."""
+    """Return a functional model of a functional and a sequential one, which are layers of it."""
     inputs = keras.Input((12,))
     within = keras.Model(inputs, keras.layers.BatchNormalization()(keras.layers.Dense(12)(inputs)))
     return keras.Model(inputs, keras.layers.Dense(5)(keras.Sequential([within, dense()])(inputs)))

@@ -34,14 +34,14 @@ SYNC = Config(optimizer=Named("sgd", {"momentum": 0.9}), lr=0.1, sync_batchnorm=
 
 
 def synchronised(model, wire):
-    """The transform, installed."""
+    """Return the transform, installed."""
     made = SyncBatchNorm(model, Transport(wire, Ops()), in_parts=False)
     made.install(model)
     return made
 
 
 def drawn(make, shape, n=9):
-    """A layer whose parameters are not their first ones, n samples, and an outer gradient."""
+    """Return a layer whose parameters are not their first ones, n samples, and an outer gradient."""
     torch.manual_seed(1)
     layer = make()
     for param in layer.parameters():
@@ -306,7 +306,7 @@ def test_a_rank_without_samples_adds_nothing(seen):
 
 
 def two():
-    """A wire of two ranks in which nothing is exchanged."""
+    """Return a wire of two ranks in which nothing is exchanged."""
     return NullCollectives(0, 2)
 
 

@@ -31,7 +31,7 @@ def data(t, n):
 
 
 def plain(name, steps, data, made=Heads):
-    """What plain Keras makes of ``steps`` over the batches ``data(t, n)``: (weights, the optimizer's variables)."""
+    """Train in plain Keras for ``steps`` over batches ``data(t, n)``: (weights, the optimizer's variables)."""
     model = made()
     own = keras.optimizers.get({"class_name": name, "config": OPTIMIZERS[name]})
     own.build(model.trainable_variables)

@@ -42,7 +42,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def plain(optimizer, epochs: int = 2, clip: float = 0.0, zeros: bool = False) -> list[np.ndarray]:
-    """The weights after plain PyTorch's loop; with ``zeros`` a missing gradient is one of zeros."""
+    """Return the weights after plain PyTorch's loop; with ``zeros`` a missing gradient is one of zeros."""
     net, (x, y) = model(), map(torch.from_numpy, data())
     opt = optimizer(net.parameters())
     for _ in range(epochs):

@@ -1,4 +1,4 @@
-"""What people get wrong with a Keras model, told in words: loss by name, targets, and what a task returns."""
+"""Mistakes with a Keras model and their messages: loss by name, targets, and what a task returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def step_of(loss="auto", model=None, args=None, **parts):
 
 
 def told(step, x, y):
-    """The words of the `UserError` that training on (x, y) ends in; evaluation must end in the same."""
+    """Return the words of the `UserError` that training on (x, y) ends in; evaluation must end in the same."""
     words = []
     for go in (lambda: run(step, [(x, y)], 1 / len(x)), lambda: step.evaluate((x, y))):
         with pytest.raises(UserError) as error:

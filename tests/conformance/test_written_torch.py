@@ -48,7 +48,7 @@ RIGHT = {"count": "sum", "seen": "sum", "flag": "any", "queue": "gather", "at": 
 
 
 def ranks(settings, size=2, reductions=None, model=Counting):
-    """The runs, with the buffers by rank, all equal."""
+    """Return the runs, with the buffers by rank, all equal."""
     runs = lockstep(size, settings, lambda rank: model(reductions), DATA, fitted)
     for run in runs[1:]:
         for (name, got), want in zip(run.spec.model.state_dict().items(), runs[0].spec.model.state_dict().values()):

@@ -120,7 +120,7 @@ def test_the_state_of_slices_is_that_of_the_unsharded_run(tmp_path):
 
 
 def both(size, settings, out, **zero):
-    """A run of rank 0 unsharded, and those of all ranks under zero."""
+    """Return a run of rank 0 unsharded, and those of all ranks under zero."""
     return (trained(size, settings, out / "whole")[0],
             trained(size, replace(settings, data_parallel=DataParallel("zero", **zero)), out / "zero"))
 

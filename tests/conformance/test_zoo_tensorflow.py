@@ -48,7 +48,7 @@ def preset(folder):
 
 
 def left(size, asked, data):
-    """The weights that all ranks end with, and the first rank's run."""
+    """Return the weights that all ranks end with, and the first rank's run."""
     runs = zoo.runs(size, asked, data)
     assert all(a.tobytes() == b.tobytes() for run in runs for a, b in zip(weights(run), weights(runs[0])))
     return weights(runs[0]), runs[0]

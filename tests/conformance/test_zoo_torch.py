@@ -35,7 +35,7 @@ def pictures():
 
 
 def timm_model(tmp_path, name, **more):
-    """(settings, data) of a model of timm whose weights, all but the head of 7 classes, are in a file."""
+    """Return (settings, data) of a timm model whose weights, all but the head of 7 classes, are in a file."""
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def hugging(kind):
 
 
 def left(size, asked, data):
-    """The weights that all ranks end with, and the first rank's run."""
+    """Return the weights that all ranks end with, and the first rank's run."""
     runs = zoo.runs(size, asked, data)
     assert all(a.tobytes() == b.tobytes() for run in runs for a, b in zip(weights(run), weights(runs[0])))
     return weights(runs[0]), runs[0]

@@ -1,4 +1,4 @@
-"""What the tests of the PyTorch step share: a small model, batches, and a step over a reducer with several buckets.
+"""Tools of the tests of the PyTorch step: a small model, batches, and a step over a reducer with several buckets.
 
 Imports PyTorch: a test asks for it first (pytest.importorskip).
 """
@@ -26,13 +26,13 @@ def one_thread():
 
 
 def mlp(start=3, extra=()):
-    """A small perceptron on (B, 12) with 5 outputs, the same for the same ``start``."""
+    """Return a small perceptron on (B, 12) with 5 outputs, the same for the same ``start``."""
     torch.manual_seed(start)
     return nn.Sequential(nn.Linear(12, 16), *extra, nn.Tanh(), nn.Linear(16, 5))
 
 
 def attached(model, *given, **more):
-    """A step over ``model``; see `OneStep`."""
+    """Return a step over ``model``; see `OneStep`."""
     return OneStep("torch", model, *given, **more)
 
 
@@ -72,7 +72,7 @@ def tied(start=1):
 
 
 def plain(model, optimizer, steps=20, clip=0.0, schedule=None, rate=None, micros=1):
-    """What a PyTorch user writes by hand."""
+    """Return what a PyTorch user writes by hand."""
     for t in range(steps):
         optimizer.zero_grad()
         for x, y in cut(batch(t), *[32 // micros] * micros):
@@ -89,7 +89,7 @@ def plain(model, optimizer, steps=20, clip=0.0, schedule=None, rate=None, micros
 
 
 class TorchKit(Kit):
-    """What the cases of every backend's step are given of PyTorch."""
+    """PyTorch's half of the cases of every backend's step."""
 
     framework = "torch"
     epsilon = "eps"

@@ -62,7 +62,7 @@ def passes(changed: dict[str, Any]) -> bool:
 
 
 def text_of(changed: dict[str, Any], framework: str, out: Path) -> str:
-    """The recipe in YAML; what YAML does not hold is left out."""
+    """Return the recipe in YAML; what YAML does not hold is left out."""
     whole: dict[str, Any] = {**copy.deepcopy(BASE), "model": MODELS[framework], "out": str(out)}
     for name, value in changed.items():
         if name == "out" or name == "model" and value == "auto":
@@ -95,7 +95,7 @@ def run(text: str, folder: Path, ranks: int) -> tuple[int | None, str]:
 
 
 def verdict(status: int | None, said: str) -> str:
-    """What is wrong with how a job ended, or ""."""
+    """Return what is wrong with how a job ended, or ""."""
     if status not in (0, 2):
         return "it hung" if status is None else f"status {status}"
     if "Traceback" in said:

@@ -56,7 +56,7 @@ def threads(n: int, seed: int, frameworks: tuple[str, ...]) -> tuple[int, Counte
 
 
 def job_of(draw: random.Random, framework: str) -> dict[str, Any]:
-    """One job: its options, and what fails in it."""
+    """Run one job: its options, and what fails in it."""
     names = ("shares", "collectives", "accumulate", "compression", "data_parallel.name", "data_parallel.stage",
              "optimizer.name")
     options: dict[str, Any] = dict(zip(names, draw.choice(TRAINED)))

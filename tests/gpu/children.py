@@ -1,4 +1,4 @@
-"""One child process at a time, with a limit, its output in a file, and nothing left of it afterwards.
+"""Child processes, one at a time, with a limit, output in a file, and no process left afterwards.
 
 Owns the end of a child: its session is ended, and so is every process that carries the mark of this check in its
 environment, which a launcher may have put into sessions of their own. Standard library only.
@@ -23,7 +23,7 @@ GRACE_S = 3.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: ``code`` is None where it took longer than its limit."""
+    """End of a child: ``code`` is None where it took longer than its limit."""
 
     code: int | None
     seconds: float

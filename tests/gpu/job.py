@@ -1,4 +1,4 @@
-"""What each rank of a row runs: the function of the row's name, whose finding rank 0 writes down.
+"""Entry point of each rank of a row: runs the function of the row's name; rank 0 writes its finding.
 
 An exception on any rank ends all of them with a status that is not 0, by hvdtrain's own hooks.
 """

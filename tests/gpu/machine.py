@@ -1,4 +1,4 @@
-"""What this machine has: a Python with PyTorch, its modules, an MPI whose ranks meet, compilers and NCCL.
+"""Facts of this machine: a Python with PyTorch, its modules, an MPI that works, compilers and NCCL.
 
 Owns the looking, each in a process of its own with a limit, and the words for what is not there. Standard library only.
 """
@@ -64,7 +64,7 @@ print(int(bool(hvd.mpi_built() or hvd.gloo_built())), int(bool(hvd.nccl_built())
 
 @dataclass
 class Machine:
-    """What rows run with. ``site``: where missing modules were unpacked. ``lacks``: why a row's need is not met.
+    """Environment of the rows. ``site``: where missing modules were unpacked. ``lacks``: reasons for unmet needs.
 
     ``unpacked``: distributions that came from wheels.
     """
@@ -132,7 +132,7 @@ def look(asked: str, env: Mapping[str, str],
 
 
 def _read(text: str) -> dict[str, Any]:
-    """The JSON object on the last line of an output, {} where there is none."""
+    """Return the JSON object on the last line of an output, {} where there is none."""
     try:
         found = json.loads(text.strip().splitlines()[-1])
     except (ValueError, IndexError):

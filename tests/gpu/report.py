@@ -19,7 +19,7 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a row. ``detail``: what was found, or why it failed or was skipped. ``numbers``: measurements."""
+    """Outcome of a row. ``detail``: the finding, or why it failed or was skipped. ``numbers``: measurements."""
 
     name: str
     status: str
@@ -44,7 +44,7 @@ def of_job(name: str, code: int | None, seconds: float, limit_s: float, said: Ma
 
 
 def _told(last_lines: Sequence[str]) -> str:
-    """The line of an output that says most: the first that names an error, else a message, else the last."""
+    """Return the line of an output that says most: the first that names an error, else a message, else the last."""
     for pattern in _TELLING:
         if telling := [line for line in last_lines if pattern.search(line)]:
             return f": {telling[0].strip()[:300]}"

@@ -1,4 +1,4 @@
-"""What is checked: a row each, with its ranks, its limit in seconds and what it needs. Pure.
+"""Rows to check, each with its ranks, its limit in seconds and its needs. Pure.
 
 The program of a row is the function of its name in `jobs`. Standard library only.
 """

@@ -97,7 +97,7 @@ def unpack(wheel: Path, prefix: Path) -> None:
 
 
 def _place(name: str) -> str:
-    """Where a file of a wheel belongs, relative to the prefix. Pure."""
+    """Return where a file of a wheel belongs, relative to the prefix. Pure."""
     match = re.match(r"[^/]+\.data/(purelib|platlib|data|scripts|headers)/(.*)", name)
     if not match:
         return f"site/{name}"

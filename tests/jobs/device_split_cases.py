@@ -1,4 +1,4 @@
-"""What a process with two logical CPU devices finds out about models that are split over them; run as a script.
+"""Cases of models split over devices, in a process with two logical CPU devices; run as a script.
 
 They must be made before TensorFlow starts, so this is a child of `test_device_split_tensorflow.py`: first the command
 line, which makes them, then everything else in the same process.
@@ -103,7 +103,7 @@ def refused(words, work):
 
 
 def case_command_line(folder):
-    """The command makes the devices, prints the cut before training and both bubbles after it."""
+    """Check that the command makes the devices, prints the partition before training and both bubbles after it."""
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         command(["train", "--model", "tf_models.mlp:build", "--model_parallel", "2", "--max_steps", "8", "--eval_every",
@@ -116,7 +116,7 @@ def case_command_line(folder):
 
 
 def case_resume_without_a_split(folder):
-    """What was trained on two devices goes on on one, and then on two again, as if it had never been split."""
+    """Check that a training on two devices resumes on one, and then on two again, as if never split."""
     common = ["train", "--model", "tf_models.mlp:build", "--eval_every", "0", "--checkpoint.at_end", "true",
               "--progress", "plain"]
 
@@ -203,7 +203,7 @@ def assert_places(step):
 
 
 def case_copies_only_at_the_cut(folder):
-    """What TensorFlow sends between the devices: activations forward, their gradients back, targets, single numbers."""
+    """Check what is copied between devices: activations, their gradients, targets, single numbers."""
     from tensorflow.python.eager import context
 
     spec = built("mlp")
@@ -352,7 +352,7 @@ def case_dropout_batchnorm_and_a_trial(folder):
 
 
 def case_a_functional_row_and_its_file(folder):
-    """A functional model in a row; its .keras file holds what two devices trained, and so does a checkpoint's state."""
+    """Check that a functional model's .keras file, and a checkpoint, hold what two devices trained."""
     import keras
 
     keras.utils.set_random_seed(5)
@@ -421,7 +421,7 @@ class Between:
 
 
 def case_what_only_training_shows_is_refused(folder):
-    """What a model's own call does only in training, or adds to the loss; a task that differentiates the model."""
+    """Check the refusal of a call that acts only in training, adds to the loss, or differentiates the model."""
     import keras
     import tensorflow as tf
 
@@ -479,7 +479,7 @@ def case_what_only_training_shows_is_refused(folder):
 
 
 def case_variables_are_lent(folder):
-    """A block is timed on another device by copies of its variables; what happens to those is forgotten."""
+    """Check that timing a block on another device, by copies of its variables, changes none of them."""
     from hvdtrain.backends.tensorflow.moving import lent
 
     spec = built("mlp")
@@ -496,7 +496,7 @@ def case_variables_are_lent(folder):
 
 
 def case_twins_have_the_curve_of_one_device(folder):
-    """Those of tests/parity/test_twins_features.py, gpt apart, which is above; tied weights are refused."""
+    """Train the twins of tests/parity/test_twins_features.py except gpt, which is above; tied weights are refused."""
     tokens = {"vocab": 96, "context": 64, "width": 16, "depth": 1, "heads": 2}
     sizes = {"lstm": {"features": 8, "width": 12}, "resnet": {"in_shape": (8, 8, 3), "width": 8, "depth": 1},
              "vit": {"in_shape": (8, 8, 3), "patch": 4, "width": 16, "depth": 1, "heads": 2}, "bert": tokens}
@@ -516,7 +516,7 @@ def case_twins_have_the_curve_of_one_device(folder):
 
 
 def case_too_large_is_said_before_anything_moves(folder):
-    """The devices' memory is made small; the variables stay in host memory."""
+    """Check the message for devices whose memory is too small; the variables stay in host memory."""
     from hvdtrain.backends.tensorflow import placement
 
     real = placement.capacity_bytes

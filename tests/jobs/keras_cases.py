@@ -29,7 +29,7 @@ CE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def weighted(model):
-    """The same weights in every process and on every backend."""
+    """Return the same weights in every process and on every backend."""
     rng = np.random.default_rng(1)
     shapes = [(v.path, tuple(v.shape)) for v in model.weights]
     drawn = [rng.standard_normal(s).astype("float32") / 4 for _, s in shapes]
@@ -73,7 +73,7 @@ def momentum():
 
 
 def adamw():
-    """A schedule of Keras', accumulation, sample weights, a metric with a state of its own, clipping."""
+    """Return a schedule of Keras', accumulation, sample weights, a metric with a state of its own, clipping."""
     model = perceptron()
     rate = keras.optimizers.schedules.CosineDecay(0.05, 30)
     model.compile(keras.optimizers.AdamW(rate), CE, metrics=["accuracy"],
@@ -181,7 +181,7 @@ def callbacks_resumed():
 
 
 def exported():
-    """What Keras reads back gives the same outputs; a plain training in Keras' own loop gives the same weights."""
+    """Check that Keras reads the export with equal outputs, and that plain Keras trains the same weights."""
     model = perceptron()
     model.compile(keras.optimizers.SGD(0.1), CE)
     trainer, facts = train(model, "exported", data=(X, Y), max_steps=3)
@@ -202,7 +202,7 @@ def frozen():
 
 
 def rates():
-    """The owner of a compiled optimizer may set its rate; warm-up and scaling are laid over it."""
+    """Return the owner of a compiled optimizer may set its rate; warm-up and scaling are laid over it."""
     from hvdtrain.config import Schedule
 
     model = perceptron()
@@ -215,7 +215,7 @@ def rates():
 
 
 def gpt():
-    """A model file's own task, in Keras' words, and bfloat16 by autocast."""
+    """Return a model file's own task, in Keras' words, and bfloat16 by autocast."""
     from tf_models import gpt as file
 
     model = file.build(vocab=16, context=8, width=8, depth=1, heads=2)
@@ -253,7 +253,7 @@ class Lazy(keras.Model):
 
 
 def lazy():
-    """A model that is built from its data; the same bits without the try of a first sample."""
+    """Return a model that is built from its data; the same bits without the try of a first sample."""
     from hvdtrain.engine import first_sample
 
     x = {"left": X[:, 0], "right": X[:, 1]}
@@ -282,7 +282,7 @@ def outputs():
 
 
 def mistakes():
-    """What is said of settings and models that cannot be; nothing is trained."""
+    """Return what is said of settings and models that cannot be; nothing is trained."""
     def said(model, optimizer="sgd", **settings):
         model.compile(optimizer, CE)
         try:

@@ -23,7 +23,7 @@ LAUNCHER_NAMES = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
 
 @dataclass(frozen=True)
 class Job:
-    """How a job ended. ``orphans``: command lines of its processes that outlived the launcher by `settle_s`."""
+    """Result of a job. ``orphans``: command lines of processes that outlived the launcher by `settle_s`."""
 
     returncode: int | None
     stdout: str
@@ -93,7 +93,7 @@ def end(job_id: str) -> None:
 
 
 def _env(job_id: str, extra: dict[str, str]) -> dict[str, str]:
-    """This environment without what another launcher left in it, with what a small machine needs."""
+    """Return this environment without what another launcher left in it, with what a small machine needs."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_NAMES)}
     env |= {JOB_ID: job_id, "PATH": _path(), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))}

@@ -1,4 +1,4 @@
-"""How jobs end when something goes wrong: said once, with the right status, soon, and with nothing left behind."""
+"""Failures of jobs: one message, the right exit status, an end within seconds, and no process left."""
 
 import re
 import sys
@@ -47,12 +47,12 @@ control.barrier("end")
 
 
 def guarded(body, early="False", timeout_s=60):
-    """A script around run_guarded."""
+    """Return a script around run_guarded."""
     return GUARDED.format(body="\n".join("    " + line for line in body.splitlines()), early=early, timeout_s=timeout_s)
 
 
 def check_crash(job, rank, text, status=1):
-    """One traceback, which names ``rank`` and its host once; a nonzero end; nothing left."""
+    """Check for one traceback, which names ``rank`` and its host once, a nonzero status, and no process left."""
     assert job.returncode == status, job
     assert job.stderr.count("Traceback (most recent call last)") == 1, job.stderr
     assert re.findall(r"rank (\d+) on host \S+ failed and ends the job", job.stderr) == [str(rank)], job.stderr
@@ -61,7 +61,7 @@ def check_crash(job, rank, text, status=1):
 
 
 def check_mistake(job, text):
-    """One message, no traceback, status 2 of every rank, nothing left."""
+    """Check for one message, no traceback, status 2 of every rank, and no process left."""
     assert job.returncode == 2, job
     assert job.text.count(text) == 1, job.text
     assert "Traceback" not in job.text, job.text

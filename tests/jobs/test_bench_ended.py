@@ -36,7 +36,7 @@ def eventually(true, within_s):
 
 
 def heed_interrupts():
-    """A job in the background of a shell, such as a CI's, ignores SIGINT, and so would its children."""
+    """Reset SIGINT, which background jobs of a shell, and so their children, ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -22,7 +22,7 @@ class cuda:
 
 @pytest.fixture
 def env(tmp_path):
-    """An environment where torch is a stand-in that works, tensorflow one that does not, and Horovod has no parts."""
+    """Return an environment where torch is a fake that works, tensorflow one that does not, and Horovod lacks parts."""
     packages = {"torch": TORCH, "tensorflow": "raise ImportError('no such file: libtf.so')", "horovod": ""}
     for name, text in packages.items():
         (tmp_path / name).mkdir()

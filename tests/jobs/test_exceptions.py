@@ -55,7 +55,7 @@ Trainer(Config(epochs=3, global_batch=9, out=OUT, progress="off", checkpoint=Che
 
 
 def check(job, where, rank):
-    """Ended soon, by this rank's one message."""
+    """Check that the job ended soon, by this rank's one message."""
     assert job.returncode not in (0, None) and not job.orphans, job
     assert re.findall(r"rank (\d+) on host \S+ failed and ends the job", job.stderr) == [str(rank)], job.stderr
     assert job.stderr.count(f"ValueError: mine in {where}\n") >= 1, job.stderr

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def child(where, ranks, backend, *cases):
-    """The facts of the cases, by name."""
+    """Return the facts of the cases, by name."""
     argv, env = [CASES, str(where), *cases], {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     job = mpirun(ranks, argv, 100, env) if ranks > 1 else run([sys.executable, *argv], 100, env)
     assert job.returncode == 0, job.text

@@ -41,7 +41,7 @@ def launch(python, *words, **env):
 
 
 def ranks(job):
-    """What every rank said of itself, in order."""
+    """Return what every rank said of itself, in order."""
     assert job.returncode == 0, job.text
     # horovodrun has mpirun tag its output, and a tag may stand at a line's end.
     return json.JSONDecoder().raw_decode(job.stdout.split("RANKS", 1)[1])[0]

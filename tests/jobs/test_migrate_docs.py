@@ -18,7 +18,7 @@ LEAST = 0.9
 
 @pytest.fixture(autouse=True)
 def in_its_own_folder(tmp_path, monkeypatch):
-    """Runs write beside where they are started."""
+    """Run each test in a directory of its own."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -27,7 +27,7 @@ AT_THE_END = "terminate called without an active exception"
 
 
 def accuracy(job, gloo: bool = False) -> float:
-    """The accuracy that a script printed, or that the table of a run has; ``gloo``: of a script on torch's own wire."""
+    """Return the accuracy that a script printed, or a run's table has; ``gloo``: a script on torch's own transport."""
     assert job.returncode == 0 or gloo and AT_THE_END in job.text, job.text
     found = re.findall(r"^(?:accuracy|\W*test accuracy)\W+([01]\.\d+)", job.stdout, re.M)
     assert found, job.text

@@ -84,7 +84,7 @@ def cluster(tmp_path):
 
 
 def fitted(name, *counts):
-    """An example file with its two hosts renamed and one rank on each."""
+    """Return an example file with its two hosts renamed and one rank on each."""
     text = (SCRIPTS / name).read_text()
     for count in counts:
         assert count in text
@@ -102,7 +102,7 @@ MPI.COMM_WORLD.rank or print("TOLD" + json.dumps(everyone))
 
 
 def told(job):
-    """What the ranks of a program `TELL` told."""
+    """Return what the ranks of a program `TELL` told."""
     assert job.returncode == 0, job.text
     assert not job.orphans
     # horovodrun has mpirun tag its output, and a tag may stand at a line's end.
@@ -146,7 +146,7 @@ def test_the_app_file_gives_each_kind_of_host_its_own_settings(cluster, tmp_path
 
 @pytest.fixture
 def slurm(tmp_path):
-    """An environment whose srun and scontrol tell their words in ``told``; srun ends with 75 on SIGUSR2, else with 0.
+    """Return an environment whose srun and scontrol log to ``told``; srun ends with 75 on SIGUSR2, else with 0.
 
     Slurm's part is played: srun waits for SIGUSR2 where a file ``wait`` is there.
     """

@@ -1,4 +1,4 @@
-"""What a person sees of whole jobs: on a terminal of mpirun's, in a file, and when a run fails."""
+"""Output of whole jobs: on a terminal, in a file, and when a run fails."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def need(framework):
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
-    """A folder with an archive of 40 training and 8 test pictures, and its MD5."""
+    """Return a folder with an archive of 40 training and 8 test pictures, and its MD5."""
     root = tmp_path_factory.mktemp("cifar")
     return root, write_binary(root / "cifar-100-binary.tar.gz", train=40, test=8, classes=10)
 

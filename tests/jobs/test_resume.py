@@ -33,12 +33,12 @@ def train(framework, ranks, out, *more, die=None):
 
 
 def checkpoints(out):
-    """Steps of the checkpoints, oldest first."""
+    """Return steps of the checkpoints, oldest first."""
     return sorted(int(p.name.removeprefix("step-")) for p in (out / "checkpoints").glob("step-*"))
 
 
 def final(out):
-    """The bytes of the final model; there must be a completion record."""
+    """Return the bytes of the final model; there must be a completion record."""
     assert json.loads((out / "completed.json").read_text())["steps"] == STEPS
     return (out / "model" / "model.safetensors").read_bytes()
 
@@ -51,7 +51,7 @@ def completed(job):
 
 
 def killed(job, out):
-    """The job was ended by the kill, after a checkpoint and before its end."""
+    """Return the job was ended by the kill, after a checkpoint and before its end."""
     assert job.returncode not in (0, None), job.text
     assert not job.orphans and not (out / "completed.json").exists()
     steps = checkpoints(out)
@@ -61,7 +61,7 @@ def killed(job, out):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The final model of a run that nobody disturbed, by framework and ranks, run once."""
+    """Return the final model of a run that nobody disturbed, by framework and ranks, run once."""
     found = {}
 
     def get(framework, ranks):
@@ -90,7 +90,7 @@ def test_killed_and_resumed_is_bit_equal(framework, ranks, uninterrupted, tmp_pa
 
 
 def damaged_newest(out, want):
-    """The newest checkpoint was cut short: that is said, and the one before leads to the same end."""
+    """Cut the newest checkpoint short: a message reports that, and the one before leads to the same end."""
     before, newest = checkpoints(out)[-2:]
     largest = max((out / "checkpoints" / f"step-{newest:08d}").iterdir(), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-100])

@@ -24,7 +24,7 @@ def need(framework):
 
 
 def completed(job, out):
-    """The completion record of a job that ended well."""
+    """Return the completion record of a job that ended well."""
     assert job.returncode == 0, job.text
     assert not job.orphans
     return json.loads((out / "completed.json").read_text())

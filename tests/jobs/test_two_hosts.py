@@ -147,7 +147,7 @@ def test_a_process_in_the_background_ends_with_the_command():
 
 
 def networks(pids):
-    """The network namespaces of processes, as the kernel names them."""
+    """Return the network namespaces of processes, as the kernel names them."""
     found = set()
     for pid in pids:
         try:
@@ -158,7 +158,7 @@ def networks(pids):
 
 
 def machine():
-    """What the script must leave as it was: interfaces, named networks, mounts, host name and files in /dev/shm."""
+    """Return what the script must not change: interfaces, named networks, mounts, host name, files in /dev/shm."""
     named = Path("/run/netns")
     mounts = [line.split(" - ")[0].split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return (sorted(os.listdir("/sys/class/net")), sorted(os.listdir(named)) if named.exists() else [], sorted(mounts),

@@ -1,4 +1,4 @@
-"""What ends a job whose rank, launcher or host is gone: within the bound, with one message, and with nothing left."""
+"""Jobs whose rank, launcher or host dies: an end within the bound, one message, and no process left."""
 
 import json
 import re
@@ -106,7 +106,7 @@ def test_hosts_that_are_cut_off_name_each_other_and_a_short_outage_survives(scri
 
 
 def alive(pid):
-    """Whether there is such a process, and not only its number, which waits for its parent."""
+    """Return whether there is such a process, and not only its number, which waits for its parent."""
     found = stat(pid)
     return found is not None and found.state != "Z"
 

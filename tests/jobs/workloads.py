@@ -1,4 +1,4 @@
-"""What the jobs of these tests train: tiny models with dropout, and data that can end its own process.
+"""Workloads of these tests' jobs: tiny models with dropout, and data that can end its own process.
 
 Named on a command line as ``path/workloads.py:function``. Owns no expectation. Imports a framework only where a model
 of it is built.
@@ -21,7 +21,7 @@ data and the directory holds two checkpoints, which are written beside training.
 
 
 def torch_model(dropout: float = 0.2) -> Any:
-    """A perceptron with dropout, in PyTorch."""
+    """Return a perceptron with dropout, in PyTorch."""
     import torch
 
     return torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Dropout(dropout),
@@ -29,7 +29,7 @@ def torch_model(dropout: float = 0.2) -> Any:
 
 
 def keras_model(dropout: float = 0.2) -> Any:
-    """A perceptron with dropout, in Keras."""
+    """Return a perceptron with dropout, in Keras."""
     import keras
 
     return keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(16, activation="tanh"),
@@ -37,7 +37,7 @@ def keras_model(dropout: float = 0.2) -> Any:
 
 
 def torch_breaks(rank: int, marker: str) -> Any:
-    """A model whose forward raises on one rank at its third call, having written the time to the file ``marker``."""
+    """Build a model whose forward raises on one rank at its third call, after writing the time to ``marker``."""
     import torch
 
     class Broken(torch.nn.Linear):
@@ -54,7 +54,7 @@ def torch_breaks(rank: int, marker: str) -> Any:
 
 
 def my_rank() -> int:
-    """This process's rank as mpirun tells it; 0 alone."""
+    """Return this process's rank as mpirun tells it; 0 alone."""
     return int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
 
 

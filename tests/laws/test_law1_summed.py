@@ -29,7 +29,7 @@ ALL_CUTS = [(size, shares) for size, cuts in CUTS.items() for shares in cuts]
 
 
 def batch_at(cursor):
-    """The global batch, from (seed, t) alone."""
+    """Return the global batch, from (seed, t) alone."""
     x, y = samples(N)
     indices = epoch_order(N, 0, 0, True)[cursor.samples:cursor.samples + BATCH]
     return x[indices], y[indices]
@@ -88,7 +88,7 @@ def test_the_frameworks_sum_too(framework, size, shares, accumulate):
 
 
 def gpt(framework):
-    """A decoder of one block over 11 tokens: its file counts valid tokens."""
+    """Return a decoder of one block over 11 tokens: its file counts valid tokens."""
     shape = {"vocab": 11, "context": 6, "width": 8, "depth": 1, "heads": 2}
     if framework == "torch":
         torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -115,7 +115,7 @@ def tokens(n):
 
 @pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_the_weight_is_valid_tokens_where_the_model_says_so(framework):
-    """One rank's gradient over all tokens, in one process and over three unlike ranks."""
+    """Compare one rank's gradient over all tokens with three ranks of different shares."""
     settings = config(global_batch=13, lr=EXACT, metrics=[])
     (want,) = lockstep(1, settings, lambda rank: gpt(framework), tokens(13), gradient)
     rows = tokens(13)[1]
@@ -136,7 +136,7 @@ def test_the_weight_is_valid_tokens_where_the_model_says_so(framework):
 
 @contextmanager
 def averaging(run):
-    """The mutation: each rank divides by its own samples, and the ranks' means are averaged."""
+    """Return the mutation: each rank divides by its own samples, and the ranks' means are averaged."""
     epoch = run.feed.epoch
     run.feed.epoch = lambda cursor: (replace(b, weight=float(b.n_local * run.control.size)) for b in epoch(cursor))
     yield

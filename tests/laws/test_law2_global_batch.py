@@ -110,7 +110,7 @@ def almost_even(n=53):
 
 
 def zero_biases(framework):
-    """The tiny perceptron, its biases zero, as Keras makes them."""
+    """Return the tiny perceptron, its biases zero, as Keras makes them."""
     model = make_model(framework)
     if framework == "torch":
         for name, param in model.named_parameters():
@@ -120,7 +120,7 @@ def zero_biases(framework):
 
 
 def misread(run):
-    """The last rank reads its first sample in place of its last one, in one step."""
+    """Make the last rank read its first sample in place of its last one, in one step."""
     epoch = run.feed.epoch
 
     def wrong(cursor):
@@ -134,14 +134,14 @@ def misread(run):
 
 
 def heavier(run):
-    """The last rank's samples count one per cent more."""
+    """Make the last rank's samples count one per cent more."""
     if run.control.rank == run.control.size - 1:
         plain = run.parts.stage.run
         run.parts.stage.run = lambda micro, scale, final, sink: plain(micro, 1.01 * scale, final, sink)
 
 
 def averaged(run):
-    """The ranks' gradients are averaged, where their sum is right."""
+    """Average the ranks' gradients, where their sum is right."""
     wire, plain = run.collectives, run.collectives.allreduce
     wire.allreduce = lambda flat_N, name, op="sum": Done(plain(flat_N, name, op).wait() / wire.size)
 

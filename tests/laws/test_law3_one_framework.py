@@ -48,7 +48,7 @@ def imports(source: str) -> set[str]:
 
 
 def strings(node: ast.expr) -> list[str]:
-    """The constant beginning of a string expression."""
+    """Return the constant beginning of a string expression."""
     if isinstance(node, ast.JoinedStr):
         return strings(node.values[0]) if node.values else []
     return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []

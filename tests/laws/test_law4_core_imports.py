@@ -54,7 +54,7 @@ def modules() -> list[str]:
 
 
 def probe(names: list[str], cwd: Path, *paths: str) -> tuple[dict[str, list[str]], list[str]]:
-    """({module: foreign packages it imported}, [modules whose import had an effect])."""
+    """Return ({module: foreign packages it imported}, [modules whose import had an effect])."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT.parent), *paths])}
     done = subprocess.run([sys.executable, "-B", "-c", PROBE, json.dumps(names)], text=True, timeout=60,
                           capture_output=True, cwd=cwd, env=env)  # -B: no cache files

@@ -120,7 +120,7 @@ class Listening(NullCollectives):
 
 
 def heard(order, compressor, steps=2):
-    """What a rank whose buckets fill in ``order`` puts on the wire."""
+    """Return what a rank whose buckets fill in ``order`` puts on the wire."""
     params = [ParamSpec(f"p{i}", (5 + i,), "float64") for i in range(len(order))]
     buckets = plan_buckets(params, 1e-9, world(3, 1).name("grad"))
     assert len(buckets) == len(order)
@@ -173,7 +173,7 @@ FUNCTIONS = {"agreed", "begin", "ensure_out", "export", "evaluate", "fit", "rest
 
 
 def collective_calls(source: str) -> list[str]:
-    """The calls in ``source`` that would enter a collective."""
+    """Return the calls in ``source`` that would enter a collective."""
     found = []
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

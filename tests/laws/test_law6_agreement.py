@@ -109,7 +109,7 @@ def with_nan(at):
 
 
 def outcome(run):
-    """How a fit ended, and with what."""
+    """Return how a fit ended, and with what."""
     run.callbacks[:0] = [record := Record()]
     try:
         loop.fit(run)
@@ -162,7 +162,7 @@ def test_a_nan_that_the_loss_does_not_show_stops_all_before_the_update(framework
 
 
 def test_a_nan_in_a_rank_s_only_sample_is_skipped_with_batchnorm_over_ranks(tmp_path, capsys):
-    """One sample has no statistics of its own: looking for the NaN once more, alone, must not end the run."""
+    """Batches of one sample have no statistics: the second search for the NaN must not end the run."""
     nn = pytest.importorskip("torch").nn
     setting = config(global_batch=2, epochs=1, max_steps=3, data=UNSHUFFLED, nan_guard="skip", sync_batchnorm=True,
                      out=str(tmp_path))

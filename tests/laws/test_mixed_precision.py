@@ -37,7 +37,7 @@ class Watch(Callback):
 
 
 def trained(run):
-    """(what `Watch` saw, weights, how it ended, the summary's lines) of a fit."""
+    """Return (what `Watch` saw, weights, how it ended, the summary's lines) of a fit."""
     run.callbacks[:0] = [watch := Watch()]
     try:
         loop.fit(run)
@@ -48,7 +48,7 @@ def trained(run):
 
 
 def job(framework, precision, tmp_path, data=None, size=2, feed=config().data, **changes):
-    """What every rank's `trained` returned; ``feed``: the configuration's section data."""
+    """Return what every rank's `trained` returned; ``feed``: the configuration's section data."""
     make_model(framework)
     out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
     setting = replace(config(global_batch=8, max_steps=20, out=str(out), precision=precision, data=feed), **changes)

@@ -21,13 +21,13 @@ MEET_S = 60.0
 
 @pytest.fixture(scope="session")
 def control():
-    """The control plane of this job, with a bound below that of a test."""
+    """Return the control plane of this job, with a bound below that of a test."""
     return boot.start_control(launch_facts(os.environ), 60.0)
 
 
 @pytest.fixture(scope="session")
 def comm(control):
-    """A communicator for collectives."""
+    """Return a communicator for collectives."""
     return boot.mpi_comm()
 
 

@@ -22,7 +22,7 @@ def framework(request):
 
 
 def convolutions(framework):
-    """A small network with BatchNorm and dropout."""
+    """Return a small network with BatchNorm and dropout."""
     if framework == "torch":
         import torch
         from torch import nn

@@ -22,7 +22,7 @@ N, BATCH = 107, 53
 
 @pytest.fixture
 def out(control, tmp_path):
-    """A directory of rank 0's that all ranks name alike, and one of this rank's own."""
+    """Return a directory of rank 0's that all ranks name alike, and one of this rank's own."""
     return control.bcast(str(tmp_path / "run")), str(tmp_path / "solo")
 
 

@@ -1,4 +1,4 @@
-"""What carries a pipeline's messages between the ranks of a job: over memory of the host, and over MPI."""
+"""Transport of a pipeline's messages between ranks: over memory of the host, and over MPI."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 
 @pytest.fixture(params=["memory", "MPI"])
 def carrier(request, comm, control):
-    """A carrier between all ranks."""
+    """Return a carrier between all ranks."""
     made = carriers.over_mpi(comm, 30.0, near=request.param == "memory")
     assert (made._near is not None) == (request.param == "memory")
     yield made

@@ -24,7 +24,7 @@ OWN_MIB = 40
 
 
 def peak_of(work):
-    """What ``work`` returns, and the most MiB that it held at once beside what was there."""
+    """Return what ``work`` returns, and the most MiB that it held at once beside what was there."""
     tracemalloc.start()
     try:
         value = work()

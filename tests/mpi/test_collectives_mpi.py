@@ -11,7 +11,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 @pytest.fixture(scope="module")
 def wire(comm):
-    """Collectives with a bound shorter than the test's."""
+    """Yield collectives with a bound shorter than the test's."""
     return MpiCollectives(comm, timeout_s=60)
 
 

@@ -98,7 +98,7 @@ def test_what_came_together_is_shared_by_the_ranks_of_a_host(wire):
 
 
 def test_each_rank_hands_over_any_of_its_slots(wire):
-    """What it did not choose stays; a mean is the sum over the ranks."""
+    """Slots that were not chosen stay; a mean is the sum over the ranks."""
     slots = wire.buffers(1000, "float32", 3)
     mine = slots[(wire.rank + 1) % 3]
     for slot in slots:

@@ -40,20 +40,20 @@ def wire(request, framework):
 
 @pytest.fixture
 def two(control):
-    """What does not depend on the number of ranks is tried at two."""
+    """Skip at three and four ranks what does not depend on their number."""
     if control.size > 2:
         pytest.skip("tried on 2 ranks")
 
 
 @pytest.fixture
 def out(control, tmp_path):
-    """A directory of rank 0's that all ranks name alike."""
+    """Return a directory of rank 0's that all ranks name alike."""
     return control.bcast(str(tmp_path / "run"))
 
 
 @pytest.fixture
 def settings(control, out):
-    """A configuration for a compressor: unequal shares, two micro-batches, clipping, buckets of a few parameters."""
+    """Configure a compressor: unequal shares, two micro-batches, clipping, buckets of a few parameters."""
     count = itertools.count()
 
     def made(name, wire="auto", at="", **changes):
@@ -161,7 +161,7 @@ def test_a_skipped_step_leaves_no_trace_in_the_state(control, settings, framewor
 
 
 def test_adasum_of_a_short_batch_has_the_gradients_own_size(control, out):
-    """One sample, the other ranks have none: what comes out is that sample's gradient, not P times it."""
+    """Only one rank has a sample: the result is its gradient, not P times it."""
     if control.size not in (2, 4):
         pytest.skip("Adasum takes 2, 4, 8, ... ranks")
     pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -196,6 +196,6 @@ def test_a_parameter_without_elements_is_carried_along(control, name, out):
 
 
 def state(run):
-    """The compressor's arrays on this rank."""
+    """Return the compressor's arrays on this rank."""
     return [a.astype(np.float64) for n, a in sorted(run.dp.saved().items())
             if n not in ("compressor.mark", "compressor.steps")]

@@ -26,19 +26,19 @@ DATA = samples(107)
 
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch):
-    """The CPU stands for each of a rank's devices."""
+    """Let the CPU stand for each of a rank's devices."""
     monkeypatch.setattr(placement, "devices", lambda n: [torch.device("cpu")] * n)
 
 
 @pytest.fixture
 def settings(control, tmp_path, monkeypatch):
-    """A run's settings on all ranks, with rank 0's directory."""
+    """Return a run's settings on all ranks, with rank 0's directory."""
     monkeypatch.chdir(tmp_path)
     return replace(BASE, model_parallel=2, out=control.bcast(str(tmp_path / "run")))
 
 
 def alone(tmp_path, settings, **changes):
-    """One rank with one device."""
+    """Run one rank with one device."""
     return fitted(solo(replace(settings, model_parallel=1, collectives="auto", compression="none",
                                out=str(tmp_path / "alone"), **changes), deep(), DATA))
 

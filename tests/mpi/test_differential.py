@@ -1,4 +1,4 @@
-"""One training, five ways: numpy in lockstep and over MPI, each framework over Horovod and over MPI."""
+"""The same training five ways: numpy in lockstep and over MPI, each framework over Horovod and over MPI."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def by_layer(run):
 
 
 def twin(framework):
-    """The reference's weights in a model of ``framework``."""
+    """Return the reference's weights in a model of ``framework``."""
     params = reference_model().params
     if framework == "torch":
         torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -59,7 +59,7 @@ def twin(framework):
 
 @pytest.fixture
 def expected(control, tmp_path):
-    """The weights after the lockstep run of as many ranks in this process."""
+    """Return the weights after the lockstep run of as many ranks in this process."""
     own = config(global_batch=13, max_steps=STEPS, out=str(tmp_path / "lockstep"), shares=CUTS[control.size][-1],
                  optimizer=Named("SGD", {"momentum": 0.5}))
     runs = lockstep(control.size, own, reference_model, samples(40), fitted)

@@ -67,7 +67,7 @@ def test_every_rank_adds_in_rank_order(wire):
 
 
 def exchange(wire, steps, computed_in):
-    """A compressor's exchange of several requests, which notes the threads it computes in."""
+    """Return a compressor's exchange of several requests, which notes the threads it computes in."""
     def run():
         x = np.full(wire.size * 100, float(wire.rank + 1), np.float32)
         for i in range(steps):

@@ -42,7 +42,7 @@ def staged(inner):
 
 
 def trained(control, tmp_path, framework, wire):
-    """The bits of eight steps over ``wire`` with unequal shares, and how the wire is called."""
+    """Return the bits of eight steps over ``wire`` with unequal shares, and how the wire is called."""
     out = str(tmp_path / wire.name.replace(" ", "-"))
     settings = config(global_batch=53, max_steps=8, out=control.bcast(out), accumulate=2,
                       shares=CUTS[control.size][-1], optimizer=Named("SGD", {"momentum": 0.5}))

@@ -54,7 +54,7 @@ def mlp(seed=0, *extra):
 
 
 def mine(hvd, a, batch=12):
-    """This rank's part of every global batch."""
+    """Return this rank's part of every global batch."""
     n, r = batch // hvd.size(), hvd.rank()
     return np.concatenate([a[i + r * n:i + (r + 1) * n] for i in range(0, len(a), batch)])
 

@@ -46,7 +46,7 @@ def variables():
 
 
 def alike(control, arrays):
-    """Whether all ranks hold the same bits."""
+    """Return whether all ranks hold the same bits."""
     return len(set(control.gather(b"".join(a.tobytes() for a in arrays)))) == 1
 
 

@@ -26,7 +26,7 @@ PLACES = [(layer, way, at) for layer in ("low", "high") for way in ("forward", "
 
 @pytest.fixture
 def left(monkeypatch):
-    """How many collectives of how many a graph that failed had not entered, for each time."""
+    """Return how many collectives of how many a graph that failed had not entered, for each time."""
     found = []
 
     def counted(graph, value, own=Graph.enter_rest):
@@ -38,7 +38,7 @@ def left(monkeypatch):
 
 
 def trained(control, settings, at):
-    """A run whose last rank runs out of memory at these places, and tries again at its size each time."""
+    """Return a run whose last rank runs out of memory at these places, and tries again at its size each time."""
     faults = Faults(at if control.rank == control.size - 1 else ())
     run = assemble(settings, model(faults), samples(96))
     run.recovery.training.lower = lambda size: size

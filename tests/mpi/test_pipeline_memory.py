@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline hold at most, each in a process of its own: in no phase the whole model."""
+"""Peak memory of a pipeline's ranks, each in a process of its own: no phase holds the whole model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def held_mib() -> float:
 
 
 def peak_mib(work: Callable[[], Any]) -> float:
-    """The most that this process held while it worked."""
+    """Return the most that this process held while it worked."""
     peak = host_peak_bytes(lambda: [work(), None][1]) / MIB
     if not peak:
         pytest.skip("the kernel does not reset a process' high-water mark")
@@ -58,7 +58,7 @@ def peak_mib(work: Callable[[], Any]) -> float:
 
 
 def phases(run: Any, base: float, out: Path, rank: int) -> dict[str, float]:
-    """The most MiB of each phase: of training with its saves all that the run takes, of others what comes on top."""
+    """Return each phase's peak in MiB: of training with its saves in all, of the others on top of the start."""
     found = {"training": peak_mib(lambda: loop.fit(run)) - base}
     before = held_mib()
     found["export"] = peak_mib(lambda: trainer.export(run)) - before

@@ -33,7 +33,7 @@ def even(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def whole(control: Any, run: Any) -> list[Any]:
-    """The weights of all blocks, which every rank that holds one has alike."""
+    """Return the weights of all blocks, which every rank that holds one has alike."""
     held: dict[str, Any] = {}
     for own in control.gather(run.parts.state.state()[0]["model"]):
         for name, array in own.items():

@@ -33,7 +33,7 @@ class Slow(Callback):
 
 
 def state_of(out, step):
-    """The whole state by group and place, and the manifest's facts without the configuration."""
+    """Return the whole state by group and place, and the manifest's facts without the configuration."""
     snapshot = read_snapshot(out / f"checkpoints/step-{step:08d}")
     facts = {key: value for key, value in snapshot.meta.items() if key not in ("config", "layout")}
     arrays = {group: [a.tobytes() for _, a in sorted(named.items())] for group, named in snapshot.tensors.items()}
@@ -42,7 +42,7 @@ def state_of(out, step):
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """A disk on which a file takes long enough for training to go on."""
+    """Slow the disk down, so that training runs while a file is written."""
     write, pause = files.write_durably, threading.Event()
     monkeypatch.setattr(files, "write_durably", lambda path, pieces: pause.wait(0.02) or write(path, pieces))
     monkeypatch.setattr(adapters, "LEAST_CUT_BYTES", 64)

@@ -1,4 +1,4 @@
-"""Where the seconds of several ranks go, on every wire: each one once, and the slow rank is the one waited for."""
+"""Time breakdown of several ranks on every transport: each second once, and the slow rank is the straggler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, SLOW_S = 12, 0.1  # in all longer than a rank may wait for another's firs
 
 
 def recorded(run):
-    """The "seconds" of the log."""
+    """Return the "seconds" of the log."""
     lines = map(json.loads, (run.out / "log.jsonl").read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line["event"] == "seconds"]
 

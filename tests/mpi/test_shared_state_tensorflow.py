@@ -1,4 +1,4 @@
-"""What the ranks of a TensorFlow model hold alike beside its parameters: statistics, and the optimizer's state."""
+"""State that ranks of a TensorFlow model share beside its parameters: statistics and the optimizer's state."""
 
 import numpy as np
 import pytest

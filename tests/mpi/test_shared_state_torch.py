@@ -1,4 +1,4 @@
-"""What the ranks of a PyTorch model hold alike beside its parameters: buffers, in a state_dict or not."""
+"""State that ranks of a PyTorch model share beside its parameters: buffers, in a state_dict or not."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SETS, KNOWN = {}, {}
 
 @pytest.fixture(scope="module", autouse=True)
 def job(control):
-    """An initialized job with a set of the first ranks and one of the others."""
+    """Initialize a job with a process set of the first ranks and one of the others."""
     reason = horovod.horovod_reason("tensorflow")
     if reason:
         pytest.skip(reason)
@@ -39,7 +39,7 @@ def job(control):
 
 @pytest.fixture(params=["horovod", "plain MPI"])
 def carried(request, comm, monkeypatch):
-    """The job's wire, and the one of jobs without Horovod; no memory that ranks share (tests/mpi/test_near.py)."""
+    """Run over the job's transport and that of jobs without Horovod, without memory that ranks share."""
     monkeypatch.setattr(basics.world(), "near", [None])
     if request.param == "plain MPI":
         mpi = PlainMpi(MpiCollectives(comm, timeout_s=30), list(range(hvd.size())))
@@ -51,7 +51,7 @@ FEW = pytest.mark.usefixtures("few_ranks")
 
 
 def both(fn, *args):
-    """What ``fn`` gives outside of a graph and, called twice, in one."""
+    """Return what ``fn`` gives outside of a graph and, called twice, in one."""
     graph = tf.function(fn)
     graph(*args)
     return fn(*args), graph(*args)

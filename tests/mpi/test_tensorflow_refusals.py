@@ -1,4 +1,4 @@
-"""What `hvdtrain.tensorflow` refuses on 2, 3 or 4 ranks, with Horovod's types: roots that differ, sets of other ranks,
+"""Refusals of `hvdtrain.tensorflow` on 2, 3 or 4 ranks, with Horovod's types: roots that differ, sets of other ranks,
 models that differ; and that the job goes on afterwards."""
 
 import numpy as np
@@ -22,7 +22,7 @@ SETS = {}
 
 @pytest.fixture(scope="module", autouse=True)
 def job(control):
-    """An initialized job with a set of the first two ranks and, where there are more, one of the others."""
+    """Return an initialized job with a set of the first two ranks and, where there are more, one of the others."""
     reason = horovod.horovod_reason("tensorflow")
     if reason:
         pytest.skip(reason)
@@ -36,7 +36,7 @@ def job(control):
 
 @pytest.fixture(params=["horovod", "plain MPI"])
 def carried(request, comm, monkeypatch):
-    """The job's wire, and the one of jobs without Horovod."""
+    """Return the job's wire, and the one of jobs without Horovod."""
     if request.param == "plain MPI":
         mpi = PlainMpi(MpiCollectives(comm, timeout_s=30), list(range(hvd.size())))
         monkeypatch.setattr(basics.world(), "wires", {0: mpi})

@@ -29,7 +29,7 @@ N, BATCH = 107, 53
 
 @pytest.fixture
 def out(control, tmp_path):
-    """A directory of rank 0's that all ranks name alike, and one of this rank's own."""
+    """Return a directory of rank 0's that all ranks name alike, and one of this rank's own."""
     return control.bcast(str(tmp_path / "run")), str(tmp_path / "solo")
 
 
@@ -52,7 +52,7 @@ def usable(wire, framework):
 
 
 def distributed(control, settings, model, data, *callbacks):
-    """A run over all ranks of this job."""
+    """Return a run over all ranks of this job."""
     run = assemble(settings, model, data)
     assert run.control.size == control.size
     run.callbacks[:0] = callbacks
@@ -66,7 +66,7 @@ def same_bits(control, run):
 
 
 def alone(settings, framework, out, data, seed=0):
-    """The same training in one process."""
+    """Return the same training in one process."""
     return fitted(solo(replace(settings, out=out[1], collectives="auto"), make_model(framework, seed), data))
 
 
@@ -132,7 +132,7 @@ def test_a_gradient_that_comes_twice_is_refused(control, out):
         pytest.skip("one rank exchanges nothing, and gradients may come as they like")
 
     class Twice(torch.nn.Module):
-        """One layer under two reentrant checkpoints, each of which runs a backward of its own."""
+        """A layer under two reentrant checkpoints, each of which runs a backward of its own."""
 
         def __init__(self):
             super().__init__()
@@ -211,7 +211,7 @@ def test_streams_of_uneven_length_end_together(control, framework, out):
 
 
 def with_norm(framework):
-    """A model with BatchNorm."""
+    """Return a model with BatchNorm."""
     if framework == "torch":
         import torch
 
@@ -225,7 +225,7 @@ def with_norm(framework):
 
 
 def statistics(run):
-    """Running means and variances, by name."""
+    """Return running means and variances, by name."""
     return [a.astype(np.float64) for n, a in sorted(run.parts.state.state()[0]["model"].items())
             if n.endswith(("running_mean", "running_var", "moving_mean", "moving_variance"))]
 
@@ -247,7 +247,7 @@ def test_batchnorm_statistics_become_their_mean_over_ranks(control, framework, w
 
 
 class WishAt(Callback):
-    """One rank wishes to stop and to save at a step."""
+    """A callback that asks one rank to stop and to save at a step."""
 
     where = "all"
 

@@ -26,7 +26,7 @@ def wire(request):
 
 @pytest.fixture
 def trained(control, wire, tmp_path):
-    """A run to its end under `DataParallel` of these arguments, in a directory of its own."""
+    """Return a run to its end under `DataParallel` of these arguments, in a directory of its own."""
     out, count = control.bcast(str(tmp_path / "run")), itertools.count()
 
     def run(*way, **changes):

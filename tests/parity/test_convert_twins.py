@@ -279,7 +279,7 @@ def test_a_weight_of_zero_hides_no_wrong_pair(tmp_path):
 
 
 class Runs:
-    """What a pickle may do."""
+    """A class whose unpickling runs code, as a hostile pickle's does."""
 
     def __reduce__(self):
         return print, ("run",)
@@ -327,7 +327,7 @@ def torch_net():
 
 
 def trained(tmp_path, optimizer, **more):
-    """A run of three steps of a compiled Keras model; what a conversion of it to torch needs."""
+    """Return a run of three steps of a compiled Keras model; what a conversion of it to torch needs."""
     (tmp_path / "nets.py").write_text(NETS.replace("{optimizer}", optimizer))
     draw = np.random.default_rng(0)
     data = draw.standard_normal((24, 4)).astype(np.float32), draw.integers(0, 3, 24)

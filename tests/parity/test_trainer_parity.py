@@ -55,7 +55,7 @@ def twins(torch_file, tf_file, args):
 
 
 def curve(model, data, settings):
-    """The global loss of every step, and the metrics at the end."""
+    """Return the global loss of every step, and the metrics at the end."""
     run = solo(settings, model, data)
     run.callbacks[:0] = [record := Record()]
     loop.fit(run)

@@ -58,7 +58,7 @@ CUTS = ("device split", "pipeline")
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch, tmp_path):
-    """Runs make their directories there; this host's CPU stands for each of a PyTorch rank's devices."""
+    """Return runs make their directories there; this host's CPU stands for each of a PyTorch rank's devices."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(placement, "devices", lambda n: [torch.device("cpu")] * n)
     before = torch.get_num_threads()
@@ -68,7 +68,7 @@ def elsewhere(monkeypatch, tmp_path):
 
 
 def made(framework, name):
-    """A twin with the same weights whenever it is made."""
+    """Return a twin with the same weights whenever it is made."""
     (file, _, builder), args = TWINS[name][0].partition("."), TWINS[name][1]
     if framework == "torch":
         torch.manual_seed(0)
@@ -100,12 +100,12 @@ def trained(framework, name, size, **changes):
 
 @functools.lru_cache(maxsize=None)
 def alone(framework, name):
-    """What one process trains, and begins with."""
+    """Return what one process trains, and begins with."""
     return trained(framework, name, 1)[0]
 
 
 def took_hold(feature, runs):
-    """Whether the runs did what the test is about."""
+    """Return whether the runs did what the test is about."""
     parts = [run.parts for run in runs]
     return {"remat": all(p.remat.chosen for p in parts), "device split": "split" in parts[0].describe(),
             "zero": all(p.remat.chosen and run.config.data_parallel.name == "zero" for p, run in zip(parts, runs)),

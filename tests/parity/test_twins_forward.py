@@ -104,7 +104,7 @@ def twins(variant: str):
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def each(request):
-    """(the variant, its twins): built once for all tests of it, which leave the weights as they are."""
+    """Return (the variant, its twins), built once for all tests, which leave the weights as they are."""
     return request.param, *twins(request.param)
 
 

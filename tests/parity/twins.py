@@ -21,7 +21,7 @@ NORM_NAMES = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean",
 
 
 class Pair(NamedTuple):
-    """One weight in both twins: its name for messages, and the order of torch's axes in the Keras layout."""
+    """A weight in both twins: its name for messages, and the order of torch's axes in the Keras layout."""
 
     name: str
     tensor: torch.Tensor

@@ -1,4 +1,4 @@
-"""What the rows share: the start of a rank, small models and data, a training, and the same one in plain PyTorch."""
+"""Tools of all rows: the start of a rank, small models and data, a training, and the same one in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ _runs = count()
 
 
 def _out() -> str:
-    """A folder for each training of a row, of one name on all ranks."""
+    """Return a folder for each training of a row, of one name on all ranks."""
     return str(Path.cwd() / f"run-{next(_runs)}")
 
 

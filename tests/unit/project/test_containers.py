@@ -28,12 +28,12 @@ def stages(name):
 
 
 def of(stage, word):
-    """The texts of a stage's steps of one kind."""
+    """Return the texts of a stage's steps of one kind."""
     return [text for kind, text in stage.steps if kind == word]
 
 
 def done(stage):
-    """The steps of containers/install that a stage runs."""
+    """Return the steps of containers/install that a stage runs."""
     return [text.split()[1] for text in of(stage, "RUN")]
 
 

@@ -193,7 +193,7 @@ def test_what_is_downloaded_is_pinned_as_everywhere():
 
 
 def answers(found):
-    """What `machine.answer` gives for a fake set of interpreters: {path: (modules, deep facts or None)}."""
+    """Return what `machine.answer` gives for a fake set of interpreters: {path: (modules, deep facts or None)}."""
     def ask(argv, limit_s, env=None):
         modules, deep = found[argv[0]]
         if len(argv) > 3:

@@ -29,7 +29,7 @@ def methods(node: ast.ClassDef) -> set[str]:
 
 
 def too_large(name: str, text: str, tree: ast.Module) -> Iterator[str]:
-    """What in a file is beyond a limit, in words."""
+    """Yield what in a file is beyond a limit, in words."""
     if text.count("\n") > FILE_LINES:
         yield f"{name} has {text.count(chr(10))} lines, at most {FILE_LINES}"
     for node in ast.walk(tree):

@@ -1,4 +1,7 @@
-"""Who writes a checkpoint once its state is copied: a thread while the run goes on, or the run itself."""
+"""Save in the background: how often, what it takes of the disk, host memory for copies, and the thread that writes.
+
+Knows neither the state that is copied nor its format.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,10 @@ from hvdtrain.core.timeline import Timeline, active, current, span
 
 
 class BackgroundSaver:
-    """Implements `hvdtrain.core.protocols.state.Saver`: one thread, started with the first save, and one save at a
-    time.
+    """Implement `hvdtrain.core.protocols.state.Saver` by one thread, for one save at a time.
 
-    The thread is a daemon, so that a disk or a rank that does not answer keeps no process alive; what it has written by
-    then is no checkpoint yet, and the next save sweeps it up. It is kept from save to save: to start one costs the run
-    milliseconds, in which it waits for Python's lock.
+    The thread is a daemon, so that a disk or a rank that does not answer keeps no process alive; the next save removes
+    its unfinished files. It lasts from save to save: to start one costs milliseconds of waiting for Python's lock.
     """
 
     def __init__(self) -> None:
@@ -47,15 +48,13 @@ class BackgroundSaver:
             self._thread.start()
 
     def settled(self) -> list[Outcome]:
-        """Return the outcomes since the last call."""
         return [self._settled.get() for _ in range(self._settled.qsize())]
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether nothing is left to do, within ``timeout_s``."""
         return self._idle.wait(timeout_s)
 
     def end(self) -> None:
-        """Let the thread go, which ends when what it does is done; a later save has its own."""
+        """Let the thread end after its work; a later save starts another."""
         if self._thread is not None:
             self._orders.put(None)
             if self._idle.is_set():
@@ -72,7 +71,7 @@ class BackgroundSaver:
 
 
 def _done(step: int, work: Callable[[], None]) -> Outcome:
-    """Call ``work`` and tell what came of it."""
+    """Call ``work`` and return its outcome."""
     begin, cpu = time.perf_counter(), time.thread_time()
     error = ""
     try:
@@ -85,13 +84,13 @@ def _done(step: int, work: Callable[[], None]) -> Outcome:
 
 
 class InlineSaver:
-    """Implements `hvdtrain.core.protocols.state.Saver` in the thread that calls it."""
+    """Implement `hvdtrain.core.protocols.state.Saver` in the thread that calls it."""
 
     def __init__(self) -> None:
         self._settled: list[Outcome] = []
 
     def save(self, step: int, work: Callable[[], None]) -> None:
-        """Call ``work``, or note why it cannot be done; what is not about the disk or the state is raised."""
+        """Call ``work``; raise errors that concern neither the disk nor the state."""
         begin, error = time.perf_counter(), ""
         try:
             work()
@@ -100,20 +99,18 @@ class InlineSaver:
         self._settled.append(Outcome(step, error, time.perf_counter() - begin))
 
     def settled(self) -> list[Outcome]:
-        """Return the outcomes since the last call."""
         outcomes, self._settled = self._settled, []
         return outcomes
 
     def wait(self, timeout_s: float) -> bool:
-        """Return True at once: a save is over when `save` returns."""
         return True
 
     def end(self) -> None:
-        """There is no thread."""
+        pass
 
 
 class NoRoom(Exception):
-    """Host memory has no room for a copy of the state; ``needed_bytes`` were asked for so far, ``room_bytes`` left."""
+    """Host memory has no room for a copy: ``needed_bytes`` were requested so far, ``room_bytes`` are left."""
 
     def __init__(self, needed_bytes: int, room_bytes: int) -> None:
         self.needed_bytes, self.room_bytes = needed_bytes, room_bytes
@@ -121,9 +118,9 @@ class NoRoom(Exception):
 
 
 class HostCopies:
-    """Gives the same memory for the same array in every save. ``bytes``: what it holds.
+    """Host memory for copies of a rank's state, reused from save to save: new pages would cost more than the copy.
 
-    ``local_size``: ranks of this host, which share its memory.
+    ``bytes``: what it holds. ``local_size``: ranks of this host, which share its memory.
     """
 
     def __init__(self, local_size: int) -> None:
@@ -134,7 +131,7 @@ class HostCopies:
         self._room_bytes = 0
 
     def begin(self) -> None:
-        """Open a save: ask what room there is, and drop what the last one had no use for."""
+        """Begin a save: free what the last one did not use, and measure the host's room at the first need."""
         for key in set(self._kept) - self._used:
             self.bytes -= self._kept.pop(key).nbytes
         self._used = set()
@@ -151,11 +148,10 @@ class HostCopies:
         return kept
 
     def forget(self) -> None:
-        """Give all memory back."""
         self._kept, self._used, self.bytes = {}, set(), 0
 
     def _take(self, n_bytes: int) -> None:
-        """Count new memory, which counts as used from here on though the system gives its pages later."""
+        """Count new memory as used, though the system gives its pages later."""
         if self._room_bytes < 0:
             room = host_room_bytes(self._local_size)
             self._room_bytes = 2**62 if room is None else room
@@ -166,11 +162,11 @@ class HostCopies:
 
 
 def view(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> None:
-    """Ask for no copy; implements `hvdtrain.core.protocols.state.Place`."""
+    """Request no copy; implements `hvdtrain.core.protocols.state.Place`."""
 
 
 def fresh(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Give new memory for every copy; implements `hvdtrain.core.protocols.state.Place`."""
+    """Return new memory for every copy; implements `hvdtrain.core.protocols.state.Place`."""
     return np.empty(shape, dtype)
 
 
@@ -178,7 +174,7 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def often(settings: Checkpoint) -> str:
-    """Return in words when a run is saved, "" for never. Pure.
+    """Describe when a run is saved, "" for never. Pure.
 
     >>> often(Checkpoint(every_steps=100, at_end=False))
     'every 100 steps'
@@ -194,12 +190,12 @@ def often(settings: Checkpoint) -> str:
 
 
 def most_bytes(one_bytes: int, keep: int) -> int:
-    """Return what checkpoints take at most: those that are kept, and the next one while it is written. Pure."""
+    """Return the bytes of checkpoints at most: those kept, and the next one while it is written. Pure."""
     return one_bytes * (keep + 1)
 
 
 def free_bytes(out: Path) -> int | None:
-    """Return what is free where a run is saved; None where that cannot be told."""
+    """Return the free bytes where a run is saved; None where unknown."""
     try:
         status = os.statvfs(out)
     except OSError:
@@ -226,7 +222,7 @@ def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
 
 
 def sized(n_bytes: int) -> str:
-    """Return bytes in words.
+    """Format bytes.
 
     >>> sized(3 * 2**20 + 2**19), sized(12)
     ('3.5 MiB', '12 bytes')
@@ -253,8 +249,8 @@ DISTANCE = 1.5
 def interval_s(cost_s: float, took_s: float, mtbf_s: float = 0.0) -> float:
     """Return the seconds from the begin of a save to the next one.
 
-    ``cost_s``: what a save costs the run, its training blocked and its threads' processor time. ``took_s``: how long it
-    took to be on the disk. ``mtbf_s``: mean time between failures, 0 if unknown; with it the interval that loses least,
+    ``cost_s``: cost of a save to the run, its training blocked and its threads' processor time. ``took_s``: time until
+    it was on the disk. ``mtbf_s``: mean time between failures, 0 if unknown; with it the interval that loses least,
     sqrt(2 * cost * MTBF) (Young 1974, Daly 2006). Never so short that saves cost more than `PART` of the time.
     """
     wanted_s = math.sqrt(2 * cost_s * mtbf_s) if mtbf_s else LEAST_S

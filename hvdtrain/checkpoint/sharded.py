@@ -1,7 +1,7 @@
-"""A checkpoint that every rank writes its part of, on a file system that all of them share.
+"""Write a checkpoint of which every rank writes its shards, on a file system that all ranks share.
 
-Owns the files of the shards, and the order in which a checkpoint is made of them; `reading` makes them whole again.
-Who tells whom is `saving`'s: one rank calls `open_new` and `seal`, each calls `write_shard` in between.
+Owns the files and the notes between ranks: rank 0's order, every rank's answer, whatever happens to it, and rank 0's
+seal. `hvdtrain.engine.saving` carries the notes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_S = 3.0
 
 
 class ShardFile(NamedTuple):
-    """One rank's file: its name, size and hash, and what its arrays are, as `Manifest` holds it."""
+    """File of one rank: its name, size and hash, and its arrays as in `Manifest`."""
 
     name: str
     entry: FileEntry
@@ -38,7 +38,6 @@ class ShardFile(NamedTuple):
 
 
 def shard_file(rank: int) -> str:
-    """Name of the file that a rank writes."""
     return file_name(f"shard-{rank:04d}")
 
 
@@ -91,10 +90,7 @@ Note = dict[str, Any]
 
 
 def check_shared(control: Control, out: Path) -> None:
-    """Raise `UserError` on every rank unless all ranks see the directory ``out`` of rank 0. Collective.
-
-    Rank 0 puts a file there for as long as the others look.
-    """
+    """Raise `UserError` on every rank unless all ranks see the directory ``out`` of rank 0. Collective."""
     def put() -> str:
         if control.rank != 0:
             return ""
@@ -117,7 +113,7 @@ def check_shared(control: Control, out: Path) -> None:
 
 
 def order(store: CheckpointStore, step: int, needed_bytes: int, log: Log = silent) -> Note:
-    """Make the directory that the ranks are to write into, or say why not; rank 0's part."""
+    """Make the directory that the ranks are to write into; return its note, or the reason for none. Rank 0's part."""
     note: Note = {"step": step, "temp": "", "error": ""}
     try:
         store.begin()
@@ -129,7 +125,7 @@ def order(store: CheckpointStore, step: int, needed_bytes: int, log: Log = silen
 
 
 def answer(order: Note, rank: int, shards: Sequence[Shard], error: str, trainable: Collection[str]) -> Note:
-    """Write this rank's shards as ordered; return what was written, or why nothing was."""
+    """Write this rank's shards as ordered; return a note of the file, or of the reason for none."""
     note: Note = {"step": order["step"], "error": error}
     if error or order["error"]:
         return note
@@ -147,7 +143,7 @@ def answer(order: Note, rank: int, shards: Sequence[Shard], error: str, trainabl
 
 def publish(store: CheckpointStore, order: Note, answers: Sequence[Note], meta: Mapping[str, Any],
             log: Callable[[str], None]) -> None:
-    """Seal what all ranks have written; rank 0's part. Raises the first error, with nothing left behind."""
+    """Seal the files of all ranks; rank 0's part. Raises the first error, with nothing left behind."""
     step, temp = order["step"], Path(order["temp"])
     try:
         for note in (order, *answers):

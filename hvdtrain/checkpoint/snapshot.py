@@ -1,6 +1,7 @@
-"""One checkpoint on disk: a directory of group files and a manifest, written whole, verified when read.
+"""Write one checkpoint, a directory of group files and a manifest; verify it, and read its arrays on demand.
 
-Owns the snapshot that goes in and comes out, and how it is written and read. ``store`` knows which are kept.
+`hvdtrain.checkpoint.store` decides which checkpoints are kept. Values are read, not mapped: pages of a mapped file
+would count as this process's memory.
 """
 
 from __future__ import annotations
@@ -33,15 +34,14 @@ _DAMAGED = "use another checkpoint: this one is damaged"
 class Snapshot:
     """State in memory: ``tensors[group][name]`` arrays of any shape, and JSON-able ``meta``. Implements `Content`.
 
-    Arrays come back with the same dtype, shape and bits, in native byte order and C order, names sorted. In
-    ``meta`` a tuple comes back as a list; keys must be text.
+    Arrays come back with the same dtype, shape and bits, in native byte order and C order, names sorted. In ``meta`` a
+    tuple comes back as a list; keys must be text.
     """
 
     tensors: Mapping[str, Mapping[str, np.ndarray]]
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def specs(self) -> dict[str, dict[str, Spec]]:
-        """What arrays there are, by group and name."""
         found: dict[str, dict[str, Spec]] = {}
         for group, named in self.tensors.items():
             ready = {name: portable(name, array, group) for name, array in named.items()}
@@ -49,19 +49,18 @@ class Snapshot:
         return found
 
     def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
-        """Yield the bytes of arrays; of one that is not C-contiguous, a copy for its turn."""
         for name in names:
             yield portable(name, self.tensors[group][name], group).reshape(-1).view(np.uint8).data
 
 
 def write_snapshot(directory: Path, content: Content, *, step: int = 0,
                    make_room: Callable[[int], None] | None = None) -> Path:
-    """Write state as the checkpoint ``directory``, which appears, or is replaced, whole or not at all.
+    """Write state as the checkpoint ``directory``, which appears, or is replaced, atomically.
 
-    Every file is fsynced, then their directory, which is renamed into place, then the parent. Raises OSError
-    (disk full, I/O error, permission) with nothing left behind and an older checkpoint of that name kept;
-    CheckpointError for what cannot be stored and for a ``directory`` that is no checkpoint. ``make_room``: is given the
-    bytes that are needed before any is written.
+    Every file is fsynced, then their directory, which is renamed into place, then the parent. Raises OSError (disk
+    full, I/O error, permission) with nothing left behind and an older checkpoint of that name kept; CheckpointError for
+    state that cannot be stored and for a ``directory`` that is no checkpoint. ``make_room``: gets the needed bytes
+    beforehand.
     """
     directory = Path(os.path.abspath(directory))
     step = _step(step)
@@ -267,13 +266,13 @@ Places = dict[tuple[int, str, str], tuple[Path, int]]
 
 
 class TensorGroup(Mapping[str, np.ndarray]):
-    """Arrays by name, sorted; each look at one reads it anew."""
+    """Arrays by name, sorted; each access reads the file again."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], places: Places) -> None:
         self.name, self._tensors, self._places = name, {key: tensors[key] for key in sorted(tensors)}, places
 
     def called(self, names: Mapping[str, str]) -> TensorGroup:
-        """Return these arrays with other names; ``names``: those here by new names."""
+        """Return these arrays under other names; ``names``: those here by new names."""
         new = {old: new for new, old in names.items()}
         places = {(source, group, new.get(name, name) if group == self.name else name): place
                   for (source, group, name), place in self._places.items()}
@@ -292,11 +291,10 @@ class TensorGroup(Mapping[str, np.ndarray]):
         return flat.reshape(spec.shape)
 
     def specs(self) -> dict[str, Spec]:
-        """What arrays there are."""
         return {name: tensor.spec for name, tensor in self._tensors.items()}
 
     def heads(self) -> list[Head]:
-        """Each array as one shard without its values."""
+        """Return each array as one shard without its values."""
         return [Head(self.name, name, spec.shape, spec.dtype.str, 0, math.prod(spec.shape))
                 for name, spec in self.specs().items()]
 
@@ -305,7 +303,7 @@ class TensorGroup(Mapping[str, np.ndarray]):
         self._read(name, begin * into.itemsize, into.view(np.uint8).data)
 
     def blocks(self, names: Sequence[str]) -> Iterator[memoryview]:
-        """Yield the bytes of arrays, end to end, each piece good until the next is asked for."""
+        """Yield the bytes of arrays, end to end, each piece valid until the next."""
         for name in names:
             for low, high in pieces_of(self._tensors[name].spec.n_bytes):
                 piece = np.empty(high - low, np.uint8).data
@@ -313,7 +311,7 @@ class TensorGroup(Mapping[str, np.ndarray]):
                 yield piece
 
     def _read(self, name: str, first: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes of an array from ``first`` on, of whatever shards they lie in."""
+        """Fill ``memory`` with the bytes of an array from ``first`` on, from all shards of it."""
         itemsize, last = self._tensors[name].spec.dtype.itemsize, first + len(memory)
         for source, one in self._tensors[name].parts:
             begin = one.begin * itemsize
@@ -329,10 +327,7 @@ class TensorGroup(Mapping[str, np.ndarray]):
 
 
 class OpenCheckpoint:
-    """A checkpoint on disk: implements `hvdtrain.checkpoint.tensors.Content`.
-
-    ``tensors``: its groups, of which nothing is in memory; ``meta``: as it was written.
-    """
+    """A checkpoint on disk: implements `Content`. ``tensors``: its groups, of which nothing is in memory."""
 
     def __init__(self, tensors: Mapping[str, TensorGroup], meta: Mapping[str, Any]) -> None:
         self.tensors, self.meta = tensors, meta
@@ -343,11 +338,9 @@ class OpenCheckpoint:
                      for name, group in self.tensors.items()}, self.meta) if names else self
 
     def specs(self) -> dict[str, dict[str, Spec]]:
-        """What arrays there are, by group and name."""
         return {name: group.specs() for name, group in self.tensors.items()}
 
     def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
-        """Read arrays of ``group``, end to end."""
         return self.tensors[group].blocks(names)
 
 

@@ -1,8 +1,6 @@
-"""State on its way between ranks by the control plane: to the rank that writes it, and from the rank that has read it.
+"""Move shards between ranks, over a `Channel` in the background or by the control plane's collectives.
 
-Owns who sends when, and how much at once: rounds of at most `PIECE_BYTES`, in which all ranks meet, so that a rank
-waits for one round and never for all of another rank's state. Nobody but its receiver keeps a rank's state, and rank 0,
-which reads the files, no more than what travels.
+Rounds of at most `PIECE_BYTES`: no rank waits for all of another's state, and rank 0 holds no more than what travels.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ Groups = dict[str, dict[str, np.ndarray]]
 
 
 def own_group(rank: int) -> str:
-    """The group of what a rank holds for itself."""
+    """Return the group of a rank's own state."""
     return f"rank-{rank:04d}"
 
 
@@ -42,7 +40,7 @@ def whole_shards(tensors: Mapping[str, Mapping[str, np.ndarray]], groups: Iterab
 
 def arriving(control: Control, heads_P: Sequence[Sequence[Head]],
              shards: Sequence[Shard]) -> list[Iterator[np.ndarray]]:
-    """Return what brings each rank's values to rank 0, piece by piece, as `passage.take` does; here a collective.
+    """Return iterators that bring each rank's values to rank 0, as `receive_shards` does, by collectives.
 
     All ranks take the same pieces in the same order; other ranks than 0 have no use for them. ``shards``: this rank's,
     of ``heads_P[control.rank]``.
@@ -64,7 +62,7 @@ def arriving(control: Control, heads_P: Sequence[Sequence[Head]],
 def fetch(control: Control, kept: OpenCheckpoint | None, wants: Sequence[Want], heads: Sequence[Head]) -> Groups:
     """Return what this rank ``wants`` of the checkpoint that rank 0 has open (elsewhere None); collective.
 
-    What is wanted of ``heads`` as a whole has its shape, a window is (n,). What all ranks want they receive together.
+    An array of ``heads`` wanted as a whole keeps its shape, a window is (n,). Wants that all ranks share are broadcast.
     Errors: `UserError` on every rank where rank 0 cannot read.
     """
     wants_P = [[Want(*want) for want in row] for row in control.gather([tuple(want) for want in wants])]
@@ -126,9 +124,9 @@ def send_shards(channel: Channel, note: dict[str, Any], shards: Sequence[Shard],
 
 
 def receive_shards(channel: Channel, source: int) -> tuple[dict[str, Any], list[Head], Iterator[np.ndarray]]:
-    """Return ``source``'s note, the heads of its shards, and what receives their values, piece by piece.
+    """Return ``source``'s note, the heads of its shards, and an iterator that receives their values, piece by piece.
 
-    All pieces are to be taken, before the next note. `WaitTimeout`.
+    All pieces must be taken before the next note. `WaitTimeout`.
     """
     note = receive_note(channel, source)
     heads = [Head(group, name, tuple(shape), dtype, begin, n)
@@ -137,7 +135,6 @@ def receive_shards(channel: Channel, source: int) -> tuple[dict[str, Any], list[
 
 
 def send_note(channel: Channel, note: dict[str, Any], to: int) -> None:
-    """Send a JSON-able note."""
     data = np.frombuffer(json.dumps(note).encode(), np.uint8)
     handles = [channel.send(np.array([data.size], np.int64), to, SIZE), channel.send(data, to, NOTE)]
     for handle in handles:
@@ -145,7 +142,6 @@ def send_note(channel: Channel, note: dict[str, Any], to: int) -> None:
 
 
 def receive_note(channel: Channel, source: int) -> dict[str, Any]:
-    """Receive a note."""
     size = channel.receive(np.zeros(1, np.int64), source, SIZE).wait()
     note = json.loads(channel.receive(np.empty(int(size[0]), np.uint8), source, NOTE).wait().tobytes())
     assert isinstance(note, dict)
@@ -153,7 +149,6 @@ def receive_note(channel: Channel, source: int) -> dict[str, Any]:
 
 
 def _gone(handle: Handle) -> None:
-    """Wait until a message has gone. `WaitTimeout`."""
     for _ in range(PATIENCE - 1):
         try:
             handle.wait()

@@ -1,17 +1,6 @@
-"""The places where Keras decides beside the optimizer, and where a distributed one must be heard.
+"""Change Keras' classes where Keras decides beside a distributed optimizer: loss scales, XLA, comparisons, shards.
 
-Owns the changes to Keras' classes. Each is made once, when the first distributed optimizer is made, and does nothing
-for other optimizers:
-
-- ``LossScaleOptimizer.apply`` looks whether *this rank's* gradients are finite and skips the inner optimizer if not:
-  ranks would skip unlike steps, and those that do not skip would wait for ever. The gradients are exchanged before.
-- ``jit_compile="auto"`` takes XLA where there is a GPU; Horovod's operations have no XLA kernels.
-- ``make_train_function`` knows when a step of ``fit`` is over: there the ranks' weights are compared, which costs less
-  than inside the step (3 to 5 % of a step of 6 ms), and the verdict reaches the user as itself. It also knows that
-  XLA was asked for. ``fit`` gets one more callback, which compares at the end of each epoch and of ``fit``.
-- ``fit`` knows that its data is a `hvdtrain.keras.data.ShardedDataset`, and ``compute_loss`` what a batch's loss is made of:
-  models for which the shard's weights are not enough are refused (`hvdtrain.keras.shardable`, by the source of their
-  own steps `own_steps`, and by evaluating a few samples `hvdtrain.keras.shardable`).
+Each change is made once, with the first distributed optimizer, and has no effect on other optimizers.
 """
 
 from __future__ import annotations
@@ -45,7 +34,6 @@ _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
-    """Make the changes, once per process."""
     if getattr(keras.optimizers.LossScaleOptimizer.apply, "of_hvdtrain", False):
         return
     _scale_after_exchange(keras.optimizers.LossScaleOptimizer)
@@ -56,11 +44,13 @@ def install() -> None:
 
 
 def _owner(cls: type, name: str) -> type:
-    """The class that defines a method."""
+    """Return the class that defines a method."""
     return next(c for c in cls.__mro__ if name in vars(c))
 
 
 def _scale_after_exchange(cls: Any) -> None:
+    # Keras skips the inner optimizer where *this rank's* gradients are not finite: ranks would skip different steps,
+    # and the others would wait for ever.
     plain = cls.apply
 
     @functools.wraps(plain)
@@ -75,6 +65,7 @@ def _scale_after_exchange(cls: Any) -> None:
 
 
 def _auto_without_xla(cls: Any) -> None:
+    # "auto" takes XLA where there is a GPU; Horovod's operations have no XLA kernels.
     plain = cls._resolve_auto_jit_compile
 
     @functools.wraps(plain)
@@ -85,6 +76,7 @@ def _auto_without_xla(cls: Any) -> None:
 
 
 def _compare_between_steps(cls: Any) -> None:
+    # Between steps a comparison costs less than inside (3 to 5 % of a step of 6 ms), and raises its own exception.
     plain = cls.make_train_function
 
     @functools.wraps(plain)
@@ -166,7 +158,8 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
 
 
 def _weighing(plain: Any) -> Any:
-    """``plain``, which reads the data ``x``, with `hvdtrain.keras.shardable.weighing`: callbacks of a fit call it."""
+    """Wrap ``plain``, which reads the data ``x``, in `hvdtrain.keras.shardable.weighing`: callbacks of a fit call it.
+    """
     @functools.wraps(plain)
     def read(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         with shardable.weighing(x):
@@ -182,7 +175,7 @@ def _refuse_class_weight(fit: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _guarded(model: Any, function: Any, exchange: OptimizerExchange) -> Any:
-    """``function`` of one or more steps; after them the broadcast of what layers wrote, and the comparison if due."""
+    """Add to a function of one or more steps the broadcast of what layers wrote, and the comparison if due."""
 
     calls, written = itertools.count(), WrittenVariables(model, exchange)
 
@@ -199,11 +192,11 @@ def _guarded(model: Any, function: Any, exchange: OptimizerExchange) -> Any:
 
 
 class WrittenVariables:
-    """Compares before and after the first, second and eighth call and every N-th (``check_every``), to find variables
-    that the call writes. What callbacks set between calls is no such variable.
+    """Find the variables that layers write in forward passes, and give all ranks one value after each call of ``fit``.
 
-    From then on every rank takes the lowest rank's values after each call, which is one step of ``fit``, or
-    ``steps_per_execution`` of them. A model without such variables exchanges nothing.
+    Compares values before and after the first, second, eighth and every N-th call (``check_every``); later callbacks'
+    changes do not count. Then every rank takes the lowest rank's values after each call. BatchNorm's statistics, random
+    generators and metrics stay each rank's own, as in Horovod.
     """
 
     def __init__(self, model: Any, exchange: OptimizerExchange) -> None:
@@ -220,7 +213,7 @@ class WrittenVariables:
         self._before = {name: to_numpy(v) for name, v in self._variables().items()} if due and self._model.built else {}
 
     def after(self) -> None:
-        """Take the lowest rank's values of what is written; collective."""
+        """Take the lowest rank's values of written variables; collective."""
         if not (self._before or self._known):
             return
         variables = self._variables()

@@ -1,8 +1,7 @@
-"""Which models plain `keras.Model.fit` trains exactly over `hvdtrain.keras.shard`, and the refusal of the others.
+"""Refuse models that plain `keras.Model.fit` does not train exactly over `hvdtrain.keras.shard`.
 
-Owns four checks: the losses' reductions, masks that reach the loss, losses that layers add, and weights that a step
-leaves out. Scaled sample weights put a mean over samples right (`hvdtrain.keras.data`), and nothing else. Knows no
-collectives.
+Owns five checks: the losses' reductions, masks that reach the loss, losses that layers add, weights that a step leaves
+out, and losses that couple samples. Scaled sample weights correct a mean over samples (`hvdtrain.keras.data`) only.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _weighed: list[ShardedDataset] = []
 
 @contextmanager
 def reading(shards: Sequence[ShardedDataset]) -> Iterator[None]:
-    """While a fit reads these: `check_batch` looks at the model's batches, and masked values of a loss are refused."""
+    """Have `check_batch` look at the batches of a fit over ``shards``, and refuse masked values of a loss."""
     plain = loss_base.reduce_weighted_values
 
     def reduce(values: Any, sample_weight: Any = None, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +47,7 @@ def reading(shards: Sequence[ShardedDataset]) -> Iterator[None]:
 
 @contextmanager
 def weighing(data: Any) -> Iterator[None]:
-    """While batches of ``data`` are read, by a fit or by an evaluation within it, such as that of a callback."""
+    """Note the weights of ``data`` while its batches are read, by a fit or an evaluation within it."""
     outer = _weighed[:]
     _weighed[:] = [data] if isinstance(data, ShardedDataset) and not data.of_ones() else []
     try:
@@ -58,7 +57,7 @@ def weighing(data: Any) -> Iterator[None]:
 
 
 def check_losses(model: Any) -> None:
-    """`UserError` where scaled sample weights do not give the mean of the global batch."""
+    """Raise `UserError` where scaled sample weights do not give the mean of the global batch."""
     given = getattr(getattr(model, "_compile_loss", None), "_user_loss", None)
     for loss in keras.tree.flatten(given) if given is not None else ():
         reduction = getattr(loss, "reduction", "sum_over_batch_size")
@@ -75,7 +74,6 @@ def check_losses(model: Any) -> None:
 
 
 def _masked(got: str) -> UserError:
-    """Return the refusal of ``got``, a mask."""
     return through_trace(UserError(
         f"{got} over hvdtrain.keras.shard",
         "a mean over samples: masked losses are means over elements, of which ranks have unlike numbers",
@@ -83,10 +81,9 @@ def _masked(got: str) -> UserError:
 
 
 def check_batch(model: Any, outputs: Any, sample_weight: Any) -> None:
-    """The same for what only a batch shows, while its loss is taken: masks, losses that layers add, and weights that a
-    step of the model's own leaves out.
+    """Raise `UserError` for masks, losses that layers add, and left-out weights, while a batch's loss is computed.
 
-    Nothing unless within `reading`.
+    Has no effect outside `reading`.
     """
     if not _reading:
         return

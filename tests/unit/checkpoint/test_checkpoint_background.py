@@ -316,7 +316,7 @@ def test_an_error_in_training_leaves_a_whole_checkpoint_and_no_thread(tmp_path, 
 def test_a_save_whose_peer_is_gone_is_dropped_at_the_end(tmp_path, monkeypatch):
     """Rank 1 dies after its copy was asked for; rank 0's thread waits for it, and must not hold the process."""
     monkeypatch.setattr(saving, "GRACE_S", 0.2)
-    monkeypatch.setattr(saving, "give", lambda *args: None)
+    monkeypatch.setattr(saving, "send_shards", lambda *args: None)
 
     def work(run):
         run.callbacks[:0] = [Record()]

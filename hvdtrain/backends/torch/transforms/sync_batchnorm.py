@@ -41,8 +41,8 @@ class SyncBatchNorm:
     ``waited_s``: seconds that they waited for other ranks since `begin`. ``local``: statistics over own samples only,
     without a wire. ``factor``: what this rank multiplies its loss by (a loss scale): ranks sum the gradient of the
     loss as it is. ``present``: whether this rank has samples; else what it computes on counts for nothing
-    (`hvdtrain.data.weighting`). ``in_parts``: a rank may cut its samples of a step into several micro-batches. ``tapes``:
-    where statistics are recorded for blocks that are computed again (`hvdtrain.backends.torch.recompute`).
+    (`hvdtrain.data.weighting`). ``in_parts``: a rank may cut its samples of a step into several micro-batches.
+    ``tapes``: where statistics are recorded for blocks that are computed again (`hvdtrain.backends.torch.recompute`).
     """
 
     collective = True

@@ -94,7 +94,7 @@ def files_of(root: str) -> tuple[list[str], list[int]]:
 def own(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, Epoch]:
     """Make hvdtrain's own: the set ``folder``, its worker processes and the feed, as a run has them."""
     from hvdtrain.config import Config, Data
-    from hvdtrain.core.cursor import Cursor
+    from hvdtrain.core.protocols.types import Cursor
     from hvdtrain.data import sources
     from hvdtrain.data.feed import Feed
     from hvdtrain.data.prepare import with_workers

@@ -22,8 +22,8 @@ from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
+from benchmarks.workloads import WORKLOADS
 from hvdtrain.commands.bench import options, record
-from hvdtrain.commands.bench.workloads import WORKLOADS
 from hvdtrain.config.pipeline import FOR_EACH
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError

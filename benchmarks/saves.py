@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.workloads import BATCHES, FILES, WORKLOADS
 from hvdtrain.commands.bench import record
 from hvdtrain.commands.bench.options import Parser, one_of, size, whole
-from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS
 from hvdtrain.core import table
 from hvdtrain.core.table import spread
 from hvdtrain.engine.callbacks.base import Callback

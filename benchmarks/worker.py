@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import floor, throttle
 from benchmarks.peers import IDLE_S, Cut, Prepared, Setup, contender
-from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS, part
+from benchmarks.workloads import BATCHES, FILES, WORKLOADS, part
 
 MARK = "@hvdtrain-bench "
 """What a line for the parent begins with, after a newline of its own: mpirun may mix the ranks' lines."""

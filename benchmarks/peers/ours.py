@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.peers import IDLE_S, Prepared, Setup, tensorflow_common
-from hvdtrain.commands.bench.workloads import LR, MOMENTUM
+from benchmarks.workloads import LR, MOMENTUM
 from hvdtrain.config import Exchange, Pipeline, Rebalance
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.protocols.types import itemsize

@@ -1,4 +1,4 @@
-"""One folder per framework, the same file names in each; this file tells which one a model belongs to.
+"""Decide which framework a model belongs to; one folder per framework, with the same file names in each.
 
 Imports no framework. A backend's package offers ``make_parts``, ``Ops``, ``collectives``, ``stage``,
 ``in_host_memory``, ``device_facts``, ``adapt_data``, ``try_samples`` and ``loss_evaluator``.

@@ -1,4 +1,4 @@
-"""Offer a training step's state to a checkpoint, as `hvdtrain.core.protocols.state.Stateful`, and take it back.
+"""Offer a training step's state to a checkpoint, as `hvdtrain.core.protocols.run.Stateful`, and take it back.
 
 Owns which rank writes and wants which array. A partitioned model's arrays keep their names in the whole model, so that
 a checkpoint of any partition fits any other.
@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.stream import FIRST
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control, ModelState
-from hvdtrain.core.protocols.state import Given, Head, Place, Read, Shard, Want, Window
+from hvdtrain.core.protocols.run import Given, Head, Place, Read, Shard, Want, Window
 
 Arrays = dict[str, np.ndarray]
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.checkpoint.manifest import FileEntry
+from hvdtrain.core.units import format_bytes
 
 CHUNK_BYTES = 4 * 2**20
 FOREIGN_STALE_AFTER_S = 24 * 3600.0
@@ -134,8 +135,8 @@ def require_space(directory: Path, needed_bytes: int) -> None:
     free = free_bytes(directory)
     if free < needed_bytes:
         text = (
-            f"not enough space for a checkpoint: {free / 2**20:.1f} MiB free; expected at least "
-            f"{needed_bytes / 2**20:.1f} MiB. Free some space, keep fewer checkpoints, or save elsewhere"
+            f"not enough space for a checkpoint: {format_bytes(free)} free; expected at least "
+            f"{format_bytes(needed_bytes)}. Free some space, keep fewer checkpoints, or save elsewhere"
         )
         raise OSError(errno.ENOSPC, text, str(directory))
 

@@ -24,9 +24,9 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core import RunFiles
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute
 
 MOST_JSON_BYTES = 16 * 2**20

@@ -20,12 +20,13 @@ import numpy as np
 from hvdtrain.cluster.machine.memory import host_room_bytes
 from hvdtrain.config import Checkpoint
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.core.protocols.run import Outcome
 from hvdtrain.core.timeline import Timeline, active, current, span
+from hvdtrain.core.units import format_bytes
 
 
 class BackgroundSaver:
-    """Implement `hvdtrain.core.protocols.state.Saver` by one thread, for one save at a time.
+    """Implement `hvdtrain.core.protocols.run.Saver` by one thread, for one save at a time.
 
     The thread is a daemon, so that a disk or a rank that does not answer keeps no process alive; the next save removes
     its unfinished files. It lasts from save to save: to start one costs milliseconds of waiting for Python's lock.
@@ -84,7 +85,7 @@ def _done(step: int, work: Callable[[], None]) -> Outcome:
 
 
 class InlineSaver:
-    """Implement `hvdtrain.core.protocols.state.Saver` in the thread that calls it."""
+    """Implement `hvdtrain.core.protocols.run.Saver` in the thread that calls it."""
 
     def __init__(self) -> None:
         self._settled: list[Outcome] = []
@@ -138,7 +139,7 @@ class HostCopies:
         self._room_bytes = -1
 
     def place(self, group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Return the memory for an array, implements `hvdtrain.core.protocols.state.Place`. `NoRoom`."""
+        """Return the memory for an array, implements `hvdtrain.core.protocols.run.Place`. `NoRoom`."""
         key, dtype = (group, name), np.dtype(dtype)
         kept = self._kept.get(key)
         if kept is None or kept.shape != shape or kept.dtype != dtype:
@@ -162,15 +163,12 @@ class HostCopies:
 
 
 def view(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> None:
-    """Request no copy; implements `hvdtrain.core.protocols.state.Place`."""
+    """Request no copy; implements `hvdtrain.core.protocols.run.Place`."""
 
 
 def fresh(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return new memory for every copy; implements `hvdtrain.core.protocols.state.Place`."""
+    """Return new memory for every copy; implements `hvdtrain.core.protocols.run.Place`."""
     return np.empty(shape, dtype)
-
-
-UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def often(settings: Checkpoint) -> str:
@@ -206,10 +204,10 @@ def free_bytes(out: Path) -> int | None:
 def line(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
     """Return the line about checkpoints at a run's start. Pure."""
     who = ", each rank its part" if settings.layout == "sharded" else ""
-    room = "" if free is None else f"; {sized(free)} free"
-    most = sized(most_bytes(one_bytes, settings.keep))
-    return (f"checkpoints: {often(settings)}; about {sized(one_bytes)} each{who}, the newest {settings.keep} kept, so "
-            f"at most {most}{room}")
+    room = "" if free is None else f"; {format_bytes(free)} free"
+    most = format_bytes(most_bytes(one_bytes, settings.keep))
+    return (f"checkpoints: {often(settings)}; about {format_bytes(one_bytes)} each{who}, the newest {settings.keep} "
+            f"kept, so at most {most}{room}")
 
 
 def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
@@ -217,20 +215,8 @@ def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
     needed = most_bytes(one_bytes, settings.keep)
     if free is None or free >= needed:
         return ""
-    return (f"checkpoints may not fit: {sized(needed)} for {settings.keep} and one more while it is written, "
-            f"{sized(free)} free; free some space, set checkpoint.keep lower, or choose another --out")
-
-
-def sized(n_bytes: int) -> str:
-    """Format bytes.
-
-    >>> sized(3 * 2**20 + 2**19), sized(12)
-    ('3.5 MiB', '12 bytes')
-    """
-    for unit, name in UNITS:
-        if n_bytes >= unit:
-            return f"{n_bytes / unit:.1f} {name}"
-    return f"{n_bytes} bytes"
+    return (f"checkpoints may not fit: {format_bytes(needed)} for {settings.keep} and one more while it is written, "
+            f"{format_bytes(free)} free; free some space, set checkpoint.keep lower, or choose another --out")
 
 
 FIRST_S = 60.0

@@ -23,7 +23,7 @@ from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
-from hvdtrain.core.protocols.state import Shard
+from hvdtrain.core.protocols.run import Shard
 
 LOOK_S = 3.0
 """How long a file of another rank may take to be seen: network file systems keep in mind that a name was not there."""

@@ -24,7 +24,7 @@ from hvdtrain.checkpoint.manifest import (
     MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointError, FileEntry, Manifest, decode, encode, file_name, group_name)
 from hvdtrain.checkpoint.stream import Tensor, pieces_of, tensors_of
 from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout, portable, read_header
-from hvdtrain.core.protocols.state import Head
+from hvdtrain.core.protocols.run import Head
 
 BLOCK_BYTES = 4096
 _DAMAGED = "use another checkpoint: this one is damaged"

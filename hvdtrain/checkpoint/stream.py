@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Spec, portable
-from hvdtrain.core.protocols.state import Head, Shard
+from hvdtrain.core.protocols.run import Head, Shard
 
 PIECE_BYTES = 16 << 20
 """Most bytes of values that travel at once, those of a bucket of the default size."""

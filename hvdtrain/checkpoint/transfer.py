@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.stream import head, local_pieces, packed, pieces_of, un
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import WaitTimeout
 from hvdtrain.core.protocols import Channel, Control, Handle
-from hvdtrain.core.protocols.state import Head, Shard, Want
+from hvdtrain.core.protocols.run import Head, Shard, Want
 
 ROUND_SHARDS = 4096
 """Most windows in a round."""

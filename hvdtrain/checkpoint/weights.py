@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.finite import finite, has_nan, spoken
-from hvdtrain.core.protocols.state import Shard
+from hvdtrain.core.protocols.run import Shard
 
 FILE = "model.safetensors"
 _BFLOAT16 = "#bfloat16"

@@ -19,7 +19,8 @@ from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, shar
 from hvdtrain.cluster.liveness import causes, pulse, watch
 from hvdtrain.cluster.liveness.watch.meet import meet
 from hvdtrain.cluster.machine import software
-from hvdtrain.cluster.topology import affinity, cpu_quota
+from hvdtrain.cluster.machine.cgroup import cpu_quota
+from hvdtrain.cluster.topology import affinity
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.protocols import Control

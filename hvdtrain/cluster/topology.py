@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from hvdtrain.cluster.machine.cgroup import tightest_quota
 from hvdtrain.core.errors import count
 from hvdtrain.core.group import spans
 from hvdtrain.core.protocols import Control
@@ -84,50 +84,6 @@ def affinity() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
-
-
-def cpu_quota(cgroup: str = "/sys/fs/cgroup", proc: str = "/proc") -> float:
-    """Cores' worth of time that this process may use; infinite where there is no limit (`tightest_quota`)."""
-    return tightest_quota(cgroup, proc)[0]
-
-
-def tightest_quota(cgroup: str = "/sys/fs/cgroup", proc: str = "/proc") -> tuple[float, str]:
-    """(cores' worth of time, the group) of the tightest processor quota around this process; (inf, "") without one.
-
-    Of the control groups of versions 1 and 2 that this process is in, and of all around those, as far as they can be
-    seen from here: a container sees its own alone, at the top.
-    """
-    found = [(cores, str(folder)) for folder, name in _groups(Path(cgroup), Path(proc))
-             if (cores := _quota(folder, name)) is not None]
-    return min(found, default=(float("inf"), ""))
-
-
-def _groups(cgroup: Path, proc: Path) -> list[tuple[Path, str]]:
-    """(folder, file of the quota) of each control group around this process that may hold one."""
-    one, two = "cpu.cfs_quota_us", "cpu.max"
-    found = {cgroup: two, cgroup / "cpu": one}
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        number, kinds, path = (line.split(":", 2) + ["", ""])[:3]
-        if number != "0" and "cpu" not in kinds.split(","):
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for top in (cgroup, cgroup / "unified") if number == "0" else (cgroup / kinds, cgroup / "cpu"):
-            found |= {top.joinpath(*parts[:i]): two if number == "0" else one for i in range(len(parts) + 1)}
-    return list(found.items())
-
-
-def _quota(folder: Path, name: str) -> float | None:
-    """Cores' worth of time that one group allows; None where it says nothing, or no limit."""
-    try:
-        words = (folder / name).read_text().split()
-        period = int(words[1] if len(words) > 1 else (folder / "cpu.cfs_period_us").read_text())
-        return int(words[0]) / period if int(words[0]) > 0 and period > 0 else None
-    except (OSError, ValueError, IndexError):  # "max" is no number: no limit
-        return None
 
 
 def compute_threads(bound: int, cores: int, local_size: int, asked: int) -> int:

@@ -16,7 +16,8 @@ from typing import Any, Protocol, cast
 
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.devices import DeviceFacts, unlike
-from hvdtrain.cluster.topology import Topology, affinity, cpu_quota
+from hvdtrain.cluster.machine.cgroup import cpu_quota
+from hvdtrain.cluster.topology import Topology, affinity
 from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import Config
 from hvdtrain.config.pipeline import cut_over_ranks

@@ -24,6 +24,7 @@ from hvdtrain.checkpoint.store import ListedCheckpoint
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
+from hvdtrain.core.units import format_bytes
 
 LISTED, WHOLE = "complete by names and sizes", "whole"
 """States of a good checkpoint: not read to its end, and read."""
@@ -32,7 +33,7 @@ HEADERS = ("step", "written", "size", "layout", "ranks", "state")
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """One checkpoint, or what is no checkpoint: ``state`` says which; ``good`` if it can be used as far as was seen."""
 
     path: Path
@@ -47,8 +48,8 @@ class Row:
 
     def cells(self) -> list[str]:
         """The row in words."""
-        return [str(self.step) if self.step >= 0 else self.path.name, self.written, sized(self.size_bytes),
-                self.layout, self.ranks, self.state]
+        return [str(self.step) if self.step >= 0 else self.path.name, self.written,
+                format_bytes(self.size_bytes) if self.size_bytes >= 0 else "", self.layout, self.ranks, self.state]
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +85,7 @@ def root_of(run: str) -> Path:
     raise UserError(f"{run} holds no checkpoints", "the directory of a run that has saved", "correct RUN")
 
 
-def look(root: Path, verify: bool) -> list[Row]:
+def look(root: Path, verify: bool) -> list[CheckpointRow]:
     """Rows of all that lies in ``root``, newest step first, then what is no checkpoint.
 
     Another process may save and remove meanwhile: what has gone when it is looked at is passed over.
@@ -97,26 +98,15 @@ def look(root: Path, verify: bool) -> list[Row]:
     for path in sorted(root.iterdir()):
         if path in left:
             gone = files.writer_is_gone(left[path])
-            rows.append(Row(path, "left over from a save that did not end; the next save removes it" if gone else
-                            f"being written by process {left[path].pid} on host {left[path].host}"))
+            state = ("left over from a save that did not end; the next save removes it" if gone else
+                     f"being written by process {left[path].pid} on host {left[path].host}")
+            rows.append(CheckpointRow(path, state))
         elif path not in known:
-            rows.append(Row(path, "not of hvdtrain: passed over"))
+            rows.append(CheckpointRow(path, "not of hvdtrain: passed over"))
     return rows
 
 
-def sized(n_bytes: int) -> str:
-    """Bytes in words, three digits; "" for -1. Pure."""
-    if n_bytes < 0:
-        return ""
-    size, unit = float(n_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1000:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
-
-
-def _row(one: ListedCheckpoint, verify: bool) -> Row | None:
+def _row(one: ListedCheckpoint, verify: bool) -> CheckpointRow | None:
     """What can be said of one checkpoint; None where it has gone meanwhile."""
     aside = "moved aside by a save that did not end, and used where nothing newer is: " if one.hidden else ""
     try:
@@ -131,19 +121,19 @@ def _row(one: ListedCheckpoint, verify: bool) -> Row | None:
         if not os.path.lexists(one.path):
             return None
         state = f"{aside}not whole: {error.got}".replace(f"{one.path}/", "").replace(str(one.path), "it")
-        return Row(one.path, state, one.step, damaged=True)
+        return CheckpointRow(one.path, state, one.step, damaged=True)
     return replace(row, state=aside + (WHOLE if verify else LISTED), good=True)
 
 
-def _described(path: Path, manifest: Manifest) -> Row:
+def _described(path: Path, manifest: Manifest) -> CheckpointRow:
     meta: dict[str, Any] = manifest.meta
     try:
         manifest_bytes, written = os.lstat(path / MANIFEST_NAME).st_size, os.lstat(path / MANIFEST_NAME).st_mtime
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error})", "a checkpoint", "see its permissions") from None
     size = manifest_bytes + sum(entry.size_bytes for entry in manifest.files.values())
-    return Row(path, "", manifest.step, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)), size,
-               "sharded" if manifest.shards else "gathered", str(meta.get("world_size", "")))
+    return CheckpointRow(path, "", manifest.step, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)), size,
+                         "sharded" if manifest.shards else "gathered", str(meta.get("world_size", "")))
 
 
 def _prune(root: Path, keep: int) -> int:

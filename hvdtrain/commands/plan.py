@@ -16,7 +16,7 @@ from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.units import shown
+from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.machine import reading
 from hvdtrain.engine.memory.plan import Plan
 from hvdtrain.engine.run import Run
@@ -186,7 +186,8 @@ def checked(run: Run, plan: Plan, steps: int) -> None:
     batches.close()
     peaks = control.gather(reading.peak_bytes(run))
     if control.rank == 0:
-        rows = [[str(r), shown(need.total), shown(peak), f"{100 * (need.total / peak - 1):+.1f} %" if peak else "N/A"]
+        rows = [[str(r), format_bytes(need.total), format_bytes(peak),
+                 f"{100 * (need.total / peak - 1):+.1f} %" if peak else "N/A"]
                 for r, (need, peak) in enumerate(zip(plan.needs_P, peaks))]
         table.show(f"measured in {count(steps, 'step')}", ("rank", "predicted", "measured", "off by"), rows,
                    launched=control.size > 1)

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         cases += [(n, uneven(cut(rest, n)[1])) for n in ranks if args.uneven and cut(rest, n)[1] > 1]
         outs = [_train(case, Path(temp), args, rest) for case in cases]
         reference = weights_of(outs[0])
-        rows = [Row.of(case, reference, weights_of(out)) for case, out in zip(cases[1:], outs[1:])]
+        rows = [VerifyRow.of(case, reference, weights_of(out)) for case, out in zip(cases[1:], outs[1:])]
         limit, caveats = Tolerance(curve.LEAST if args.tolerance is None else args.tolerance), caveats_of(outs)
         if args.tolerance is None and _asks_why([row.difference for row in rows], caveats):
             limit = curve.tolerance(reference, lambda parts: weights_of(
@@ -69,7 +69,7 @@ HEADERS = ("np", "shares", "largest relative difference", "in", "verdict")
 
 
 @dataclass(frozen=True)
-class Row:
+class VerifyRow:
     """One run against the first: its ``case``, the largest ``difference`` and ``where``, whether all ``bits`` agree."""
 
     case: Case
@@ -78,7 +78,7 @@ class Row:
     bits: bool
 
     @classmethod
-    def of(cls, case: Case, reference: curve.Weights, weights: curve.Weights) -> Row:
+    def of(cls, case: Case, reference: curve.Weights, weights: curve.Weights) -> VerifyRow:
         """Compare a run's final weights with the first one's."""
         difference, where = curve.largest_difference(reference, weights)
         return cls(case, difference, where, curve.same_bits(reference, weights))
@@ -214,7 +214,7 @@ def _asks_why(differences: Sequence[float], caveats: Sequence[str]) -> bool:
     return any(difference <= curve.MOST for difference in large) or bool(large) and not caveats
 
 
-def _report(first: int, rows: Sequence[Row], limit: Tolerance, steps: int, caveats: Sequence[str]) -> int:
+def _report(first: int, rows: Sequence[VerifyRow], limit: Tolerance, steps: int, caveats: Sequence[str]) -> int:
     """Say what the tolerance is and end with the table; 1 if any run is beyond it."""
     beyond = [row for row in rows if not row.difference <= limit.value]
     if limit.noise:

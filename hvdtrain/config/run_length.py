@@ -12,8 +12,8 @@ from numbers import Real
 from typing import Any
 
 from hvdtrain.config import Config, Schedule
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.protocols.types import Cursor
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 import time
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.report import RecordedRun
+from hvdtrain.core.protocols.run import RecordedRun
 
 
 class Turns:

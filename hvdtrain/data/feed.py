@@ -16,10 +16,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hvdtrain.cluster.views import every_rank
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control
-from hvdtrain.core.protocols.types import StepBatch, Unread
+from hvdtrain.core.protocols.types import Cursor, StepBatch, Unread
 from hvdtrain.core.timeline import active, current, span
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.views import every_rank
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
-from hvdtrain.core.protocols.types import Unread
+from hvdtrain.core.protocols.types import Cursor, Unread
 from hvdtrain.data.comparison import Comparison
 from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched
 from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch

@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.adapters import key
 from hvdtrain.core.buckets import plan_buckets, plan_some
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops, ParamSpec
-from hvdtrain.core.protocols.state import Given, Head, Place, Read, Shard, Stateful, Want
+from hvdtrain.core.protocols.run import Given, Head, Place, Read, Shard, Stateful, Want
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.parallel.parts import Parts
 

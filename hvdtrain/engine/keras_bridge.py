@@ -18,8 +18,8 @@ import keras
 import numpy as np
 
 from hvdtrain.backends.keras.compiled import setup_of
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import averaged
 from hvdtrain.engine.callbacks.history import History

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from hvdtrain.backends.keras.compiled import setup_of, split, widened, with_class_weight
-from hvdtrain.backends.keras.states import vector, zeros_like_one
+from hvdtrain.backends.keras.metrics import vector, zeros_like_one
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.core.protocols.report import Position
+from hvdtrain.core.protocols.run import Position
 from hvdtrain.core.protocols.types import StepBatch
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.core.timeline.clock import StepTotals

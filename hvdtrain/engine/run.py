@@ -22,7 +22,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Callback, ChangesTransport, Collectives, Control, DataParallel, Schedule
-from hvdtrain.core.protocols.state import RunSaver
+from hvdtrain.core.protocols.run import RunSaver
 from hvdtrain.core.protocols.types import StepBatch, Word
 from hvdtrain.core.records.stream import Stream
 from hvdtrain.core.terminal import say

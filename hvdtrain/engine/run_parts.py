@@ -14,14 +14,13 @@ from hvdtrain.checkpoint.run_directory import RunOutput
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
 from hvdtrain.core.group import Group
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, DataParallel, Schedule
-from hvdtrain.core.protocols.state import RunSaver
-from hvdtrain.core.protocols.types import StepBatch, Word
+from hvdtrain.core.protocols.run import RunSaver
+from hvdtrain.core.protocols.types import Cursor, StepBatch, Word
 from hvdtrain.core.records.stream import Stream
 from hvdtrain.core.timeline import Timeline
 from hvdtrain.data.feed import Feed
@@ -116,7 +115,7 @@ class Findings:
 
     ``ledger``: of `hvdtrain.engine.callbacks.ledger`. ``memory``: estimated and measured bytes by rank, of
     `hvdtrain.engine.callbacks.memory`. ``shortages``: each time that a rank ran out of memory, with ``rank`` and the
-    fields of `hvdtrain.core.protocols.shortage.Shortage`. ``solo_lines``: how long each rank takes over a micro-batch,
+    fields of `hvdtrain.core.protocols.types.Shortage`. ``solo_lines``: how long each rank takes over a micro-batch,
     where balance knows it. ``metrics_at``: the step that ``RunState.metrics`` are of. ``unsaved``: why the last
     checkpoint of the latest fit was not written; the final model is written all the same.
     """

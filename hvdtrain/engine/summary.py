@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import IO, Any, cast
+from typing import Any
 
 from hvdtrain.core.errors import count
-from hvdtrain.core.terminal import Stdout, say
-from hvdtrain.core.units import shown
+from hvdtrain.core.table import facts
+from hvdtrain.core.terminal import say
+from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline import words
 
@@ -127,8 +128,8 @@ def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
     if not any(peaks) or len(peaks) != len(states):
         return []
     worst = max(range(len(peaks)), key=lambda r: peaks[r])
-    said = [f"rank {r} at most {shown(peaks[r])}, of it {shown(states[r])} parameters, gradients and optimizer as "
-            f"reckoned{_measured(found, r)}" for r in dict.fromkeys((0, worst)) if peaks[r]]
+    said = [f"rank {r} at most {format_bytes(peaks[r])}, of it {format_bytes(states[r])} parameters, gradients and "
+            f"optimizer as predicted{_measured(found, r)}" for r in dict.fromkeys((0, worst)) if peaks[r]]
     return [("memory", "; ".join(said))]
 
 
@@ -137,7 +138,7 @@ def _measured(found: dict[str, Any], rank: int) -> str:
     measured = found.get("measured", [])
     held = measured[rank] if rank < len(measured) else {}
     kinds = [held.get(kind) for kind in ("parameters", "gradients", "state")]
-    return "" if None in kinds else f" ({shown(sum(n for n in kinds if n is not None))} found)"
+    return "" if None in kinds else f" ({format_bytes(sum(n for n in kinds if n is not None))} found)"
 
 
 def _mfu(run: Run) -> dict[str, Any] | None:
@@ -203,24 +204,8 @@ def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def show(run: Run) -> None:
     """Print the table; on rank 0."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     # mpirun gives ranks pseudo-terminals even where its own output goes to a file: plain text under a launcher.
-    # 64 columns leave room for the tag that horovodrun puts before each line.
-    launched = run.control.size > 1
-    console = Console(file=cast(IO[str], Stdout()), highlight=False, force_terminal=False if launched else None,
-                      width=64 if launched else None)
-    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title="hvdtrain")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows(run):
-        table.add_row(name, Text(value))  # as it is: rich would read [brackets] as markup
-    with console.capture() as text:
-        console.print(table)
-    say(text.get().rstrip())
+    say(facts("hvdtrain", rows(run), plain=run.control.size > 1))
 
 
 def _number(value: float) -> float | None:

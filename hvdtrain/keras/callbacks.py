@@ -16,7 +16,7 @@ from hvdtrain import tensorflow as hvd
 from hvdtrain.core.errors import UserError
 from hvdtrain.keras.exchange import exchange_of, tf_variable
 from hvdtrain.keras.guard import DivergenceGuard, frozen_weights, stops_early
-from hvdtrain.tensorflow import objects
+from hvdtrain.tensorflow import functions
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DivergenceGuardCallback",  # noqa: F822
            "LearningRateScheduleCallback", "LearningRateWarmupCallback", "MetricAverageCallback"]
@@ -56,7 +56,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         from hvdtrain.keras.metrics import check_lengths
 
-        check_lengths(self.model, self.params, objects.gathered)
+        check_lengths(self.model, self.params, functions.gathered)
         exchange = exchange_of(getattr(self.model, "optimizer", None))
         if exchange is not None and not self.broadcast_done and not self.model.built:
             exchange.guard.begin_after(self.model.steps_per_execution)

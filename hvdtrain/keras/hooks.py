@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdtrain import tensorflow as hvd
 from hvdtrain.backends.tensorflow.buffers import LARGE, state_variables
+from hvdtrain.backends.tensorflow.nodes import node_errors
 from hvdtrain.backends.tensorflow.state import to_numpy
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError
@@ -26,8 +27,7 @@ from hvdtrain.keras.data import ShardedDataset
 from hvdtrain.keras.exchange import OptimizerExchange, exchange_of, tf_variable
 from hvdtrain.keras.guard import EARLY, GuardCallback
 from hvdtrain.keras.shardable import check_shard
-from hvdtrain.tensorflow import objects
-from hvdtrain.tensorflow.near import failures
+from hvdtrain.tensorflow import functions
 
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """Models whose steps were looked at while they were traced, and whether for even parts only, which ask for less."""
@@ -183,7 +183,7 @@ def _guarded(model: Any, function: Any, exchange: OptimizerExchange) -> Any:
     def train(iterator: Any) -> Any:
         pulse.at("fit", next(calls) * model.steps_per_execution)
         written.before()
-        with exchange.guard.driven(), failures():
+        with exchange.guard.driven(), node_errors():
             out = function(iterator)
             written.after()
         exchange.guard.between_steps(model.steps_per_execution / exchange.settings.passes)
@@ -228,7 +228,7 @@ class WrittenVariables:
     def _look(self, variables: dict[str, Any]) -> None:
         own = [name for name, before in self._before.items()
                if name not in self._known and before.tobytes() != to_numpy(variables[name]).tobytes()]
-        found = objects.gathered(own, self._exchange.settings.process_set)
+        found = functions.gathered(own, self._exchange.settings.process_set)
         fresh = [name for name in self._before if any(name in names for names in found)]
         self._known += fresh
         if fresh and hvd.rank() == 0:

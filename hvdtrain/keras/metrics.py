@@ -1,7 +1,7 @@
 """Average the logs of plain `keras.Model.fit` exactly over all ranks: `MetricAverageCallback`.
 
 Owns when states are read and how they are combined: the states of metrics are summed over ranks and the metric
-evaluates the sum (`hvdtrain.backends.keras.states`), since a mean of means or of AUCs is neither.
+evaluates the sum (`hvdtrain.backends.keras.metrics`), since a mean of means or of AUCs is neither.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.backends.keras import states
+from hvdtrain.backends.keras.metrics import in_order, is_additive, result_of, vector
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.keras import data
 from hvdtrain.keras.shardable import check_losses
@@ -37,10 +37,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Replace the logs by those over all ranks, at the end of an epoch and of its validation. Collective.
 
     Put it before callbacks that read the logs. Exact for "loss", the losses of single outputs, and metrics whose states
-    are counts or sums: all of Keras' but `states.NOT_ADDITIVE`, subclasses of Mean and Sum, and classes with ``additive
-    = True``. Others are averaged, weighted by samples, and named in a warning once. The scaling of
-    `hvdtrain.keras.shard` is undone. ``device``: accepted as in Horovod, unused. ``process_set``: the ranks that count,
-    all by default.
+    are counts or sums: all of Keras' but `hvdtrain.backends.keras.metrics.NOT_ADDITIVE`, subclasses of Mean and Sum,
+    and classes with ``additive = True``. Others are averaged, weighted by samples, and named in a warning once. The
+    scaling of `hvdtrain.keras.shard` is undone. ``device``: accepted as in Horovod, unused. ``process_set``: the ranks
+    that count, all by default.
     """
 
     def __init__(self, device: str = "", process_set: Any = None) -> None:
@@ -100,7 +100,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         last = len(phase.shard) - 1
         if phase.shard.total(last) != phase.shard.global_batch and batch + self._stride() > last:
             phase.mixed = batch != last
-            phase.before = {name: states.vector(metric) for name, metric, _ in named_metrics(self.model)}
+            phase.before = {name: vector(metric) for name, metric, _ in named_metrics(self.model)}
 
     def _stride(self) -> int:
         return int(getattr(self.model, "steps_per_execution", 1))
@@ -116,7 +116,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         for name, metric, kind in metrics:
             if kind == "loss":
                 mine[name] = _loss(metric, name, phase, samples)
-            elif states.is_additive(metric):
+            elif is_additive(metric):
                 mine[name] = _state(metric, name, kind, phase)
             else:
                 self._tell(f"{name} ({type(metric).__name__}) is averaged over the ranks, weighted by samples: nothing "
@@ -127,8 +127,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         found = {}
         for name, metric, kind in metrics:
             total_k = summed[name]
-            exact = kind != "loss" and states.is_additive(metric)
-            found[name] = states.result_of(metric, total_k) if exact else float(total_k[0] / max(total_k[1], 1e-300))
+            exact = kind != "loss" and is_additive(metric)
+            found[name] = result_of(metric, total_k) if exact else float(total_k[0] / max(total_k[1], 1e-300))
         return found
 
     def _average_plainly(self, logs: Any, known: dict[str, Any]) -> None:
@@ -170,9 +170,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def _gather(self, mine: Any) -> list[Any]:
         if keras.backend.backend() == "tensorflow":
-            from hvdtrain.tensorflow import objects
+            from hvdtrain.tensorflow import functions
 
-            return objects.gathered(mine, *(() if self._process_set is None else (self._process_set,)))
+            return functions.gathered(mine, *(() if self._process_set is None else (self._process_set,)))
         from hvdtrain.cluster import boot
 
         control = boot.current_control()
@@ -213,7 +213,7 @@ def named_metrics(model: Any) -> list[tuple[str, Any, str]]:
     for metric in model.metrics:
         if id(metric) == id(compiled):
             found += [(name, one, "weighted" if weighted else "plain")
-                      for name, one, _, weighted in (states.in_order(metric) if metric.built else [])]
+                      for name, one, _, weighted in (in_order(metric) if metric.built else [])]
         else:
             is_loss = id(metric) == id(tracker) or id(metric) in of_outputs
             found.append((metric.name, metric, "loss" if is_loss else "plain"))
@@ -222,7 +222,7 @@ def named_metrics(model: Any) -> list[tuple[str, Any, str]]:
 
 def _state(metric: Any, name: str, kind: str, phase: Phase) -> np.ndarray:
     """Return this rank's state without the scaling and the placeholders of `ShardedDataset`."""
-    now_k = states.vector(metric)
+    now_k = vector(metric)
     shard = phase.shard
     if shard is None:
         return now_k
@@ -243,7 +243,7 @@ def _loss(metric: Any, name: str, phase: Phase, samples: float) -> np.ndarray:
 
     With a `ShardedDataset` the mean over ranks is the global batch's loss, of W samples.
     """
-    now_k, shard = states.vector(metric), phase.shard
+    now_k, shard = vector(metric), phase.shard
     if shard is None and name == "loss":
         return now_k
     if shard is None:  # Keras weighs the losses of single outputs by batches, where a graph leaves their size open
@@ -262,7 +262,7 @@ def _loss(metric: Any, name: str, phase: Phase, samples: float) -> np.ndarray:
 def _samples(model: Any) -> float:
     """Return the samples seen since the metrics were reset, 1 where the loss was not tracked."""
     tracker = getattr(model, "_loss_tracker", None)
-    return float(states.vector(tracker)[1]) or 1.0 if tracker is not None else 1.0
+    return float(vector(tracker)[1]) or 1.0 if tracker is not None else 1.0
 
 
 def _replace(logs: dict | None, found: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.keras import hooks
 from hvdtrain.keras.exchange import OptimizerExchange, Settings, exchange_of
 from hvdtrain.tensorflow import Adasum, Average, Compression, Sum, global_process_set
-from hvdtrain.tensorflow.errors import WrongValue
+from hvdtrain.tensorflow.nodes import WrongValue
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",

@@ -116,14 +116,14 @@ def check_shard(model: Any, shard: ShardedDataset, ranks: int) -> None:
 
     Errors: `UserError`, the same on every rank. On one rank a warning names the loss.
     """
-    from hvdtrain.tensorflow import objects
+    from hvdtrain.tensorflow import functions
 
     loss = getattr(model, "_compile_loss", None)
     if loss is not None and _accepted.get(model) is loss:
         return
     finding = _judge(model, shard)
     if ranks > 1:
-        finding = loss_coupling.first_of(objects.gathered(finding))
+        finding = loss_coupling.first_of(functions.gathered(finding))
     if finding is None or finding.outputs or finding.unjudged:
         if finding is not None and finding.unjudged and shard.size > 1 and shard.rank == 0:
             warnings.warn(finding.got, stacklevel=4)
@@ -137,7 +137,7 @@ def check_shard(model: Any, shard: ShardedDataset, ranks: int) -> None:
 
 def _judge(model: Any, shard: ShardedDataset) -> loss_coupling.Finding | None:
     """Judge the loss on samples of ``shard``."""
-    from hvdtrain.backends.tensorflow.loss_coupling import evaluator_of
+    from hvdtrain.backends.tensorflow.trial import evaluator_of
 
     pool = shard.spread(loss_coupling.CANDIDATES)
     rows = loss_coupling.choose_rows(keras.tree.flatten(pool), max(shard.count(0), 1))

@@ -14,13 +14,12 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.collectives import peer_failures
-from hvdtrain.tensorflow import basics, roots
-from hvdtrain.tensorflow.basics import Adasum, Average, Max, Min, Product, Sum
+from hvdtrain.tensorflow import basics
+from hvdtrain.tensorflow.basics import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
 from hvdtrain.tensorflow.compression import Compression, kind_of
-from hvdtrain.tensorflow.errors import InvalidArgument, NotSupported, WrongMode
-from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted, unfolded
-from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
-from hvdtrain.tensorflow.wiretypes import Back, differentiable, summable
+from hvdtrain.tensorflow.nodes import (
+    Back, InvalidArgument, NotSupported, WrongMode, assert_same_root, check_root, differentiable, member_root,
+    node_name, refuse_xla, same_root, summable, through_trace, unconverted, unfolded)
 
 KINDS = {Average: "sum", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 """Reduction -> what a wire calls it; an average is a sum, divided."""
@@ -123,17 +122,17 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     x = tf.convert_to_tensor(tensor)
     wire = member_wire(process_set)
     if wire is None:
-        roots.check(root_rank, process_set)
+        check_root(root_rank, process_set.ranks)
         return tf.identity(x)
     moved, back = differentiable(x)
     label = _name("broadcast", name, x)
     if not tf.inside_function():
-        with roots.compared(wire, root_rank, process_set) as root:
+        with same_root(wire, root_rank, process_set.ranks) as root:
             return back(sent(wire.broadcast, moved, label, root))
     refuse_xla("broadcast")
-    with tf.control_dependencies([roots.assertion(wire, root_rank, process_set, label)]):
+    with tf.control_dependencies([assert_same_root(wire, root_rank, process_set.ranks, label)]):
         moved = tf.identity(moved)
-    return back(sent(wire.broadcast, moved, label, roots.stand_in(root_rank, process_set)))
+    return back(sent(wire.broadcast, moved, label, member_root(root_rank, process_set.ranks)))
 
 
 @unconverted

@@ -15,9 +15,10 @@ from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.compressors.powersgd import PowerSGD
 from hvdtrain.comm.compressors.topk import TopK
 from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.units import MIB
 
 
 def exchange(compressor, size, n, dtype, give, steps=1):

@@ -12,7 +12,7 @@ from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableD
 
 from hvdtrain.backends.torch.data import adapt  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.core.cursor import Cursor  # noqa: E402
+from hvdtrain.core.protocols.types import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
 from hvdtrain.data.rows import ColumnNames  # noqa: E402
 from hvdtrain.data.sources import ArraySource, Source, interpret  # noqa: E402

@@ -132,7 +132,7 @@ def test_a_users_way_of_keeping_copies_alike_is_counted_as_whole(tmp_path):
 def test_zero_is_not_offered_for_the_optimizer_that_keras_on_pytorch_compiled():
     """It is refused there, whatever its rule is."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from hvdtrain.backends.torch.footprint import model_bytes
+    from hvdtrain.backends.torch.memory import model_bytes
 
     model = torch.nn.Linear(3, 2)
     tensors = list(model.parameters())

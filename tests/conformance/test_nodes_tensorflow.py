@@ -45,7 +45,7 @@ def traced(wire, n=3):
     def graph(x):
         ready_s = tf.timestamp()
         parts = [own.reducescatterv(x + i, [3, 5], f"b{i}").wait() for i in range(n)]
-        return parts, nodes.stood_s(ready_s + 60, parts)
+        return parts, nodes.blocked_s(ready_s + 60, parts)
 
     return graph
 

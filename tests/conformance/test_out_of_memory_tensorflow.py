@@ -14,7 +14,7 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from fragile_keras import Faults, model  # noqa: E402
 
-from hvdtrain.backends.tensorflow.entered import Graph  # noqa: E402
+from hvdtrain.backends.tensorflow.graphs import Graph  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 SETTINGS = config(global_batch=24, max_steps=3, lr=0.01, accumulate=2, optimizer=Named("Adam"),

@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.backends.torch import Ops, stage  # noqa: E402
-from hvdtrain.backends.torch.staged import CudaLane, Here, HostLane, Memory, StagedCollectives  # noqa: E402
+from hvdtrain.backends.torch.collectives import StagedCollectives  # noqa: E402
+from hvdtrain.backends.torch.pinned import CudaLane, Here, HostLane, Memory  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config  # noqa: E402
@@ -201,7 +202,7 @@ def test_ranks_that_disagree_are_told_so():
 
 def test_a_wait_is_bounded(monkeypatch):
     opened = []
-    monkeypatch.setattr("hvdtrain.backends.torch.staged.deadline", lambda *limit: opened.append(limit) or _Nothing())
+    monkeypatch.setattr("hvdtrain.backends.torch.pinned.deadline", lambda *limit: opened.append(limit) or _Nothing())
     StagedCollectives(NullCollectives(), timeout_s=7.0).allreduce(torch.ones(2), "w").wait()
     assert opened == [(7.0, "allreduce 'w' (2,) float32 over host memory")]
 

@@ -11,7 +11,7 @@ from small_runs import bits, config, fitted, lockstep, make_model, samples, weig
 from hvdtrain.backends.model_spec import spec_of
 from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Head
+from hvdtrain.core.protocols.run import Head
 from hvdtrain.parallel.precision.scaler import LossScale
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")

@@ -523,7 +523,7 @@ def case_too_large_is_said_before_anything_moves(folder):
     placement.capacity_bytes = lambda devices, local: ((60_000, 60_000), 0)
     spec = built("mlp")
     try:
-        text = refused("has 0.06 MiB", lambda: step_of(spec, split()))
+        text = refused("has 58.6 KiB", lambda: step_of(spec, split()))
     finally:
         placement.capacity_bytes = real
     assert "stage" in text and "parameters" in text and set(where(spec.model.weights)) == {"CPU:0"}, text

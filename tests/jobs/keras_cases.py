@@ -295,7 +295,7 @@ def mistakes():
     elsewhere = perceptron()
     elsewhere.compile("sgd", CE)
     try:
-        from hvdtrain.backends.torch.keras.module import KerasModule
+        from hvdtrain.backends.torch.keras.create import KerasModule
 
         KerasModule(elsewhere).to("meta")
     except UserError as error:

@@ -11,7 +11,7 @@ TRAIN = """
 import os, signal, sys
 import numpy as np
 from hvdtrain import Config, Trainer
-from hvdtrain.backends.numpy.chunks import Chunks
+from hvdtrain.backends.numpy.stage import Chunks
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.config import Checkpoint, Pipeline
 

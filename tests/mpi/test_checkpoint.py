@@ -14,7 +14,7 @@ from hvdtrain.checkpoint import read_snapshot, weights, write_snapshot
 from hvdtrain.checkpoint.stream import PIECE_BYTES, StreamedContent, head, in_order, local_pieces
 from hvdtrain.checkpoint.transfer import arriving, fetch, receive_shards, send_shards
 from hvdtrain.config import Exchange
-from hvdtrain.core.protocols.state import Head, Shard, Want
+from hvdtrain.core.protocols.run import Head, Shard, Want
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.saving import session
 

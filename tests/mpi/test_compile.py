@@ -33,12 +33,11 @@ def make():
 @pytest.mark.usefixtures("few_ranks")
 @pytest.mark.parametrize("zero, remat", [("", "off"), ("zero", "every:2")])
 def test_ranks_compile_alike_and_stay_one_model(control, monkeypatch, tmp_path, zero, remat):
-    from hvdtrain.backends.torch import compiler
     from hvdtrain.backends.torch.transforms import compile as transform
     from hvdtrain.engine.compile import timing
 
     torch._dynamo.reset()
-    monkeypatch.setattr(compiler, "compiled", lambda function: torch.compile(function, backend="aot_eager"))
+    monkeypatch.setattr(transform, "compiled", lambda function: torch.compile(function, backend="aot_eager"))
     monkeypatch.setattr(transform, "missing", lambda kind: "")
     slower = control.rank == control.size - 1
 

@@ -36,7 +36,8 @@ def inner(request, control, comm):
 
 @pytest.fixture
 def staged(inner):
-    from hvdtrain.backends.torch.staged import HostLane, StagedCollectives
+    from hvdtrain.backends.torch.collectives import StagedCollectives
+    from hvdtrain.backends.torch.pinned import HostLane
 
     return StagedCollectives(inner, timeout_s=30.0, lane=HostLane())
 
@@ -80,7 +81,8 @@ def test_ranks_with_and_without_copies_are_one_job(control, inner):
     """As CPU ranks beside ranks with a GPU."""
     import torch
 
-    from hvdtrain.backends.torch.staged import Here, HostLane, StagedCollectives
+    from hvdtrain.backends.torch.collectives import StagedCollectives
+    from hvdtrain.backends.torch.pinned import Here, HostLane
 
     wire = StagedCollectives(inner, timeout_s=30.0, lane=Here() if control.rank == 0 else HostLane())
     handles = [wire.allreduce(torch.full((7,), float(control.rank)), f"mixed.{i}") for i in range(5)]

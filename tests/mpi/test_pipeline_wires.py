@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, samples, solo, weights
 
-from hvdtrain.backends.numpy import create
+from hvdtrain.backends import numpy as numpy_backend
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.collectives.shared import SharedCollectives
 from hvdtrain.comm.measure.sweep import exchange
@@ -28,7 +28,7 @@ DATA = samples(100)
 @pytest.fixture(autouse=True)
 def even(monkeypatch: pytest.MonkeyPatch) -> None:
     """About as many blocks on each rank: then copies of unlike depth share blocks."""
-    monkeypatch.setattr(create, "agree", lambda measured, config, control, mesh, *_: even_layout(
+    monkeypatch.setattr(numpy_backend, "agree", lambda measured, config, control, mesh, *_: even_layout(
         config, mesh, [block.name for block in measured.blocks]))
 
 

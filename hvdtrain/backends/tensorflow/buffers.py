@@ -16,10 +16,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.keras.names import stable_names
-from hvdtrain.backends.tensorflow.entered import PLAIN, Mark
-from hvdtrain.backends.tensorflow.optim import Optimization
-from hvdtrain.backends.tensorflow.optim_state import give_back, take_over
+from hvdtrain.backends.keras.saving import stable_names
+from hvdtrain.backends.tensorflow.graphs import PLAIN, Mark
+from hvdtrain.backends.tensorflow.optim import Optimization, give_back
 from hvdtrain.backends.tensorflow.state import assign, named, nbytes, seed_states, to_numpy, view
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.written import combine
@@ -286,6 +285,14 @@ def _array(variable: keras.Variable) -> np.ndarray:
     dtype = keras.backend.standardize_dtype(variable.dtype)
     narrow = dtype == "bfloat16" or dtype.startswith("float8")
     return np.array((tf.cast(variable.value, tf.float64) if narrow else variable.value).numpy())
+
+
+def take_over(opt: Optimization, arrays: Iterable[np.ndarray]) -> None:
+    """Give the optimizer over slices its shard of the values of all variables of one over whole variables."""
+    assert opt.slices is not None
+    for place, (variable, array) in enumerate(zip(opt.optimizer.variables, arrays, strict=True)):
+        part = opt.slices.get(place)
+        assign(variable, array if part is None else np.array(array.reshape(-1)[part.begin:part.end]))
 
 
 class Kept:

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import entered
+from hvdtrain.backends.tensorflow import graphs
 from hvdtrain.backends.tensorflow.named import NamedCalls
 from hvdtrain.backends.tensorflow.nodes import raised
 from hvdtrain.cluster.deadline import deadline
@@ -27,7 +27,7 @@ from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.group import Group
 from hvdtrain.core.protocols import Collectives, Control
-from hvdtrain.core.protocols.wire import Counts
+from hvdtrain.core.protocols.transport import Counts
 from hvdtrain.core.timeline import blocked
 
 
@@ -188,7 +188,7 @@ class HorovodCollectives(WithoutMemory):
         if not tf.inside_function():
             return self._run(placed, name, kind, xs)
         out = placed(name, *xs)
-        entered.note_after(out, lambda value: self._run(placed, name, kind, entered.poison(xs, value)), self._place)
+        graphs.note_after(out, lambda value: self._run(placed, name, kind, graphs.poison(xs, value)), self._place)
         return _Result(out)
 
     def _run(self, operate: Callable[..., Any], name: str, kind: Hashable, xs: Sequence[tf.Tensor]) -> _Result:

@@ -9,16 +9,15 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.keras import compiled
-from hvdtrain.backends.keras.evaluation import Evaluation
 from hvdtrain.backends.keras.facts import KerasFacts
-from hvdtrain.backends.keras.shapes import check_stateful
+from hvdtrain.backends.keras.losses import check_stateful
+from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.keras.task import loss_name
 from hvdtrain.backends.misfit import told
 from hvdtrain.backends.tensorflow import placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers
 from hvdtrain.backends.tensorflow.chain import Chain, chain_of
 from hvdtrain.backends.tensorflow.gradients import Gradients
-from hvdtrain.backends.tensorflow.metrics import Evaluator
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, SplitOptimizer
@@ -29,7 +28,7 @@ from hvdtrain.backends.tensorflow.recompute_costs import Costs
 from hvdtrain.backends.tensorflow.split import Split, measured
 from hvdtrain.backends.tensorflow.stage import Stage
 from hvdtrain.backends.tensorflow.state import ModelState
-from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
+from hvdtrain.backends.tensorflow.task import ClassNumbers, Evaluator, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.placement import Placement

@@ -1,12 +1,16 @@
-"""What a Keras model holds while it trains: its variables, and its optimizer's without making them for all of it."""
+"""Bytes that a Keras model and its optimizer hold while they train, planned and measured.
+
+Owns the count of optimizer state without making it for the whole model. The plan is `hvdtrain.planning.memory`'s.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from hvdtrain.backends.tensorflow.optim_state import alike
+from hvdtrain.backends.tensorflow.optim import alike
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.parallel.parts import Parts
@@ -30,7 +34,7 @@ def model_bytes(parts: Parts) -> Model:
 
 
 def _by_vectors(own: Any) -> tuple[Slots, int]:
-    """(what an optimizer like ``own`` keeps of each variable, bytes that it keeps once), by two small vectors."""
+    """Return (what an optimizer like ``own`` keeps of each variable, bytes that it keeps once), by small vectors."""
     made = [alike(own) for _ in range(2)]
     held = []
     for n_variables, optimizer in enumerate(made, 1):
@@ -50,7 +54,7 @@ def state_now(parts: Parts) -> int:
 
 
 def traced(parts: Parts, batch: object) -> None:
-    """Nothing: a graph's memory is its executor's affair, and is measured."""
+    """Do nothing: a graph's memory is its executor's affair, and is measured."""
 
 
 def _dtype(variable: Any) -> str:
@@ -63,3 +67,25 @@ def nbytes(variable: Any) -> int:
     for length in variable.shape:
         n *= int(length)
     return n * itemsize(_dtype(variable))
+
+
+def held(parts: Parts) -> dict[str, int | None]:
+    """Return the bytes of the model's variables and of optimizer state of this rank.
+
+    Gradients are None: they live within a graph, or in the memory of their buckets.
+    """
+    model: Any = parts.model
+    return {"parameters": sum(map(nbytes, model.variables)), "gradients": None, "state": state_now(parts)}
+
+
+def allocators() -> list[dict[str, Any]]:
+    """Return TensorFlow's allocator statistics of each GPU of this process; [] without a GPU.
+
+    Reserved bytes and free gaps are unknown: None.
+    """
+    found = []
+    for i in range(len(tf.config.list_physical_devices("GPU"))):
+        told = tf.config.experimental.get_memory_info(f"GPU:{i}")
+        found.append({"allocated_bytes": int(told["current"]), "reserved_bytes": None, "peak_bytes": int(told["peak"]),
+                      "fragmentation": None, "retries": None})
+    return found

@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.keras.facts import apply_gradients
-from hvdtrain.backends.tensorflow import entered
-from hvdtrain.backends.tensorflow.entered import PLAIN
+from hvdtrain.backends.tensorflow import graphs
 from hvdtrain.backends.tensorflow.following import follow
+from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.backends.tensorflow.host import readable, view
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
 from hvdtrain.backends.tensorflow.optim import Optimization, instead
@@ -114,9 +114,9 @@ class Optimizer:
             factor = tf.where(norm > limit, limit / norm, 1.0)
             return self._apply([x * tf.cast(factor, x.dtype) for x in grads], unused)
 
-        if not entered.noting():  # a graph of its own, whose errors end the run
+        if not graphs.noting():  # a graph of its own, whose errors end the run
             return tf.cond(good, update, lambda: tf.constant(False))
-        own = entered.Update.here()
+        own = graphs.Update.here()
 
         def counted() -> tf.Tensor:
             with tf.control_dependencies([own.begin()]):

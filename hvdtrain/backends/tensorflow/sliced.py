@@ -18,9 +18,9 @@ import tensorflow as tf
 
 from hvdtrain.backends.keras.facts import apply_gradients
 from hvdtrain.backends.tensorflow import host, state
-from hvdtrain.backends.tensorflow.entered import PLAIN
-from hvdtrain.backends.tensorflow.optim import Optimization, Slice, instead
-from hvdtrain.backends.tensorflow.optim_state import alike, share, take_over
+from hvdtrain.backends.tensorflow.buffers import take_over
+from hvdtrain.backends.tensorflow.graphs import PLAIN
+from hvdtrain.backends.tensorflow.optim import Optimization, Slice, alike, instead, share
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, check_elementwise, fused
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.parallel.precision.scaler import LossScale

@@ -24,11 +24,10 @@ import threading
 
 from hvdtrain.backends.tensorflow import host, placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, holding
-from hvdtrain.backends.tensorflow.calls import Calls
 from hvdtrain.backends.tensorflow.collectives import peer_failures
-from hvdtrain.backends.tensorflow.entered import Graph
 from hvdtrain.backends.tensorflow.gradients import Gradients
-from hvdtrain.backends.tensorflow.nodes import stood_s, telling
+from hvdtrain.backends.tensorflow.graphs import Calls, Graph
+from hvdtrain.backends.tensorflow.nodes import blocked_s, host_node
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.trial import Trial
@@ -123,7 +122,7 @@ class Stage:
         if undo is not None:
             undo()
         if self._across:
-            self.waited_s += _stood_in(self._across)
+            self.waited_s += _waited_in(self._across)
         if not samples:
             return 0.0, 0.0
         assert self.calls.latest is not None
@@ -178,7 +177,7 @@ class Stage:
         elif self._across and self._across.active:  # the other ranks' layers wait for this one too
             self._across.begin(self._loss_scale(), False)
             self._final(self._stand_in.instead(self._like), value, sink)
-            self.waited_s += _stood_in(self._across)
+            self.waited_s += _waited_in(self._across)
         elif sink.in_graph:
             if sink.variant not in self._zeros:
                 def trace(value: tf.Tensor) -> Any:
@@ -243,7 +242,7 @@ class Stage:
         if sink.buckets:
             with tf.control_dependencies(sums):
                 summed_s = tf.maximum(tf.timestamp(), ready_s)
-            waited_s = summed_s - ready_s + stood_s(ready_s, sums)
+            waited_s = summed_s - ready_s + blocked_s(ready_s, sums)
         numbers, wanted = sink.look(loss_sum, sums)
         told = [after(x) for x in (*tensors, *sums)] if closely else []
         return tf.concat([pair, [waited_s, ready_s, summed_s], numbers, *([told] if told else [])], 0), list(wanted)
@@ -312,7 +311,7 @@ class Stage:
         return found
 
 
-def _stood_in(across: sync_batchnorm.Across) -> float:
+def _waited_in(across: sync_batchnorm.Across) -> float:
     """Seconds that the layers of the graph that has just run waited for other ranks."""
     seconds = across.waited_s()
     timeline.stamped(seconds)
@@ -371,13 +370,12 @@ class Leaving:
         bucket = self._sink.buckets[index]
 
         def leave(_: np.ndarray, *arrays: np.ndarray) -> np.float64:
-            with telling(f"gradients of {bucket.name}"):
-                if self._in_place:
-                    host.fill(self._memory[index], bucket, arrays)
-                with self._lock:
-                    self._sink.put(index, self._memory[index] if self._in_place else tf.constant(arrays[0]))
+            if self._in_place:
+                host.fill(self._memory[index], bucket, arrays)
+            with self._lock:
+                self._sink.put(index, self._memory[index] if self._in_place else tf.constant(arrays[0]))
             return np.float64(time.perf_counter())
 
         # Nodes with a state wait for whatever else has one in the graph. One without, fed constants alone, such as
         # gradients that are known to be zero, TensorFlow would run while it optimises the graph, and not again.
-        return tf.ensure_shape(tf.numpy_function(leave, [zero, *group], tf.float64, stateful=False), [])
+        return tf.ensure_shape(host_node(leave, [zero, *group], tf.float64, f"gradients of {bucket.name}"), [])

@@ -18,13 +18,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.keras import final_files
+from hvdtrain.backends.keras import saving
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import Head, Place, Shard, Window
 from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class ModelState:
         """Raise `UserError` for a variable that no file can hold; return what Keras cannot write, or ""."""
         with own_types(self._model):
             _planned(self._model)
-            return final_files.left_out(self._model)
+            return saving.left_out(self._model)
 
     @contextlib.contextmanager
     def final(self) -> Iterator[None]:
@@ -308,7 +308,7 @@ def _write(model: keras.Model, directory: Path) -> list[str]:
     plan, variables = _planned(model)
     blocks = (np.ascontiguousarray(view(variables[name])).reshape(-1).view(np.uint8).data for name in plan.names)
     weights.put(plan, blocks, directory / weights.FILE)
-    return [weights.FILE, *final_files.write(model, directory)]
+    return [weights.FILE, *saving.write(model, directory)]
 
 
 def _planned(model: keras.Model) -> tuple[FileLayout, dict[str, Any]]:

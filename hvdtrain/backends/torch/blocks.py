@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import audit, generators, placement
+from hvdtrain.backends.torch import generators, modules, placement
 from hvdtrain.backends.torch.buffers import remember
-from hvdtrain.backends.torch.modes import modes_kept
+from hvdtrain.backends.torch.modules import modes_kept
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices
 from hvdtrain.backends.torch.trees import count_samples, like, tensors_of
 from hvdtrain.core.errors import UserError
@@ -157,7 +157,7 @@ def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any],
         return
     with modes_kept(model):
         for module in model.modules():
-            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or audit._drops(module):
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or modules.drops(module):
                 module.training = False
         found = _losses(model, blocks, task, batch, least)
         if found is None:

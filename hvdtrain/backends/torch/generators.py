@@ -1,4 +1,4 @@
-"""The random generators that a PyTorch model may draw from: of this process and of each of its devices."""
+"""Random generators that a PyTorch model may draw from: of this process and of each of its devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.core import rng
 
 
 def random_arrays() -> dict[str, np.ndarray]:
-    """Every random generator of this process."""
+    """Return the state of every random generator of this process."""
     out = {**rng.capture(), "torch.cpu": torch.get_rng_state().numpy().copy()}
     if torch.cuda.is_available():
         out["torch.cuda"] = torch.cuda.get_rng_state().numpy().copy()
@@ -29,7 +29,7 @@ def load_random(arrays: dict[str, np.ndarray]) -> None:
 
 
 class Generators:
-    """All of them, for a model on ``devices``."""
+    """All random generators, for a model on ``devices``."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
@@ -44,7 +44,7 @@ class Generators:
         placement.load_further_random(arrays, self._devices)
 
     def mark(self) -> Callable[[], None]:
-        """Note where each is; the function returned puts them back there. Cheaper than `state`, for every step."""
+        """Note all states; the function returned restores them. Cheaper than `state`, for every step."""
         back, cpu = rng.mark(), torch.get_rng_state()
         gpus = [d for d in dict.fromkeys(self._devices) if d.type == "cuda"]
         states = [torch.cuda.get_rng_state(d) for d in gpus]
@@ -58,7 +58,7 @@ class Generators:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """After it, each is as it was before it."""
+        """Restore all states after the body."""
         before = self.state()
         try:
             yield

@@ -1,12 +1,6 @@
 """Gradients in the flat memory of their buckets, each handed over as soon as backward has made all of it.
 
-Owns that memory, the hooks on the parameters, and which gradients are still to come. The first micro-batch of a step
-leaves its gradients where autograd puts them; when a bucket's are all there they are copied into its memory by one
-call, and every ``param.grad`` points there from then on: later micro-batches add to it. A view that is there from the
-start would cost a pass to clear it and one more to add to it.
-
-The last bucket fills when backward ends, so it has no hooks: what is left is handed over after backward. A model whose
-gradients fit one bucket, as those of most small ones do, so runs without a line of Python between its layers.
+Owns that memory and the hooks on the parameters; the exchange is the sink's.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from hvdtrain.core.protocols.types import Bucket
 
 
 class _Filling:
-    """A bucket, its memory, and what of the backward at hand it still waits for.
+    """A bucket, its memory, and the parameters of this backward that it still waits for.
 
     ``taken``: the parameters' gradients are ``views`` of ``flat_N`` in this step. ``full``: they are all there. Where a
     sink keeps no gradients ``flat_N`` is None: the bucket's memory is the sink's then, and asked for by `moved`.
@@ -58,7 +52,7 @@ class _Filling:
         self.drop()
 
     def lying_flat(self) -> torch.Tensor | None:
-        """The gradient of the only parameter as (n,) where it lies, or None where it is to be copied."""
+        """Return the gradient of the only parameter as (n,) where it lies, or None where it is to be copied."""
         grad, dtype = self.tensors[0].grad, self.tensors[0].dtype
         self.unused = []
         if len(self.tensors) > 1 or grad is None or grad.is_sparse or grad.dtype != dtype or not grad.is_contiguous():
@@ -66,7 +60,6 @@ class _Filling:
         return grad.view(-1)
 
     def drop(self) -> None:
-        """Forget the gradients."""
         for param in self.tensors:
             param.grad = None
 
@@ -93,11 +86,15 @@ class Gradients:
     ``place``: puts memory of a sink on the device of its bucket. ``early``: buckets are handed over while backward
     runs, where False after it. Without buckets gradients stay where autograd puts them.
 
-    A sink that does not retain them takes one bucket after the other, in their order, from memory that may be the same
-    for all: a bucket that is full before its turn keeps its gradients where autograd has put them, and a large tensor,
-    which has a bucket of its own, is handed over as it lies there. As every rank has the same order and what one rank
-    hands over waits for no other bucket of its own, ranks may wait for each other in there: the one that is behind goes
-    on by itself.
+    The first micro-batch leaves its gradients where autograd puts them. When a bucket's are all there, one call copies
+    them into the bucket's memory and every ``param.grad`` points there: views from the start would cost a pass to clear
+    and one more to add. The last bucket fills when backward ends, so it has no hooks, and a small model no Python
+    between its layers.
+
+    A sink that does not retain gradients takes the buckets in their order, from memory that may be the same for all. A
+    bucket that is full before its turn keeps its gradients where autograd has put them, and a large tensor, which has a
+    bucket of its own, is handed over as it lies. As all ranks have the same order, they may wait for each other in
+    there without a deadlock.
     """
 
     def __init__(self, params: TorchParams, place: Callable[[torch.Tensor, Bucket], torch.Tensor],
@@ -135,13 +132,11 @@ class Gradients:
                 self._hooks.append(_hooked(param, self._hook(filling, index)))
 
     def disconnect(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def forget(self) -> None:
-        """Drop every gradient."""
         for param in self._params.tensors:
             param.grad = None
         self._void = []
@@ -243,7 +238,7 @@ class Gradients:
         return made
 
     def _filled(self, filling: _Filling) -> None:
-        """Give a full bucket to the sink, in it the gradient of the loss as it is, or see to it that its turn comes."""
+        """Give a full bucket to the sink, with the gradient of the loss as it is, or mark it for its turn."""
         assert self._sink is not None
         filling.full = True
         if filling.flat_N is not None:
@@ -262,12 +257,12 @@ class Gradients:
                 self._put(due, flat_N)
 
     def _due(self) -> _Filling | None:
-        """The next bucket in order, once it is full."""
+        """Return the next bucket in order, once it is full."""
         due = next((f for f in self._fillings if not f.handed_over), None)
         return due if due is not None and due.full else None
 
     def _memory(self, filling: _Filling) -> torch.Tensor:
-        """Memory (n,) of the sink for a bucket; of a bucket of one parameter its own, as other ranks' gradients lie."""
+        """Return the sink's memory (n,) for a bucket; of a bucket of one parameter its own."""
         assert self._sink is not None
         if len(filling.tensors) == 1:
             return torch.empty_like(filling.tensors[0], memory_format=torch.contiguous_format).detach().view(-1)

@@ -1,9 +1,6 @@
-"""What changes how a model computes, in place and for the time of a run; the built-in ones are the backends'.
+"""Order of the transforms, which change how a model computes for the time of a run; each backend has its own.
 
-`ORDER` is the order in which they are installed; they are removed in the opposite one. A user's own come last. Each is
-told what the one before it has left: a model is placed before its layers get compute types, and those before BatchNorm
-takes its moments over ranks, in the type that a layer computes in. What is compiled is all of that, and what is
-recomputed in backward is a block as it computes in the end, compiled or not.
+They are removed in the opposite order; a user's own come last.
 """
 
 from __future__ import annotations

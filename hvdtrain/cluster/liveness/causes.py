@@ -1,6 +1,6 @@
 """Why each rank of an attempt ended, written down by the rank itself for the supervisor outside of MPI.
 
-Owns the records in the attempt's folder, which `hvdtrain.commands.launch.supervise` makes and names in HVDLAUNCH_DIR:
+Owns the records in the attempt's folder, which `hvdtrain.commands.launch.supervisor` makes and names in HVDLAUNCH_DIR:
 one ``cause-RRRR.json`` per rank, its ``marks-RRRR.jsonl`` (moments of its start) and rank 0's ``step`` (steps finished
 so far). Standard library only; no function here raises, since they are called where a process already fails. Without a
 supervisor (no HVDLAUNCH_DIR) nothing is written.

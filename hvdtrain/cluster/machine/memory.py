@@ -1,6 +1,6 @@
 """How large a micro-batch a rank's memory holds: the arithmetic, and a host's memory as the kernel tells it.
 
-Owns the line through two measured peaks and the reading of /proc and control groups. A device's memory is told by its
+Owns the line through two measured peaks and the reading of /proc. A device's memory is told by its
 backend (``peak_bytes``).
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine.cgroup import memory_limits
 
 DEVICE_PART = 0.9
 """Part of a device's memory that a plan may use: fragmentation and what libraries take later need the rest."""
@@ -93,7 +94,7 @@ def left_alive_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int
     with contextlib.suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         if found:
-            return max(0, min([int(found[1]) * 1024, *_groups_left(proc, cgroup)]))
+            return max(0, min([int(found[1]) * 1024, *(limit - used for limit, used in memory_limits(cgroup, proc))]))
     return None
 
 
@@ -102,7 +103,7 @@ def limited(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> bool:
     with contextlib.suppress(OSError):
         found = re.search(r"^MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         total = int(found[1]) * 1024 if found else 0
-        return any(limit < total for limit, _ in groups_limits(proc, cgroup))
+        return any(limit < total for limit, _ in memory_limits(cgroup, proc))
     return False
 
 
@@ -120,50 +121,4 @@ def _own_limits(proc: str) -> dict[str, int]:
             soft = re.search(rf"^{name}\s+(\d+)\s", text, re.MULTILINE)
             if soft:
                 found[used] = int(soft[1])
-    return found
-
-
-def _groups_left(proc: str, cgroup: str) -> list[int]:
-    """What each memory control group around this process leaves, of those that limit (versions 2 and 1)."""
-    return [limit - used for limit, used in groups_limits(proc, cgroup)]
-
-
-def groups_limits(proc: str, cgroup: str) -> list[tuple[int, int]]:
-    """(limit, bytes used) of each memory control group around this process that has one.
-
-    Pages of files that nobody has touched for long count as used there, and go when memory is wanted.
-    """
-    found: list[tuple[int, int]] = []
-    for path, limits, used, idle in _groups(proc):
-        with contextlib.suppress(OSError, ValueError):
-            now = int(Path(cgroup, path, used).read_text()) - _idle(Path(cgroup, path, "memory.stat"), idle)
-            for limit in limits:
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-                    found.append((int(Path(cgroup, path, limit).read_text()), max(0, now)))
-    return found
-
-
-def _idle(stat: Path, name: str) -> int:
-    """A number of a control group's statistics; 0 where it is not told."""
-    with contextlib.suppress(OSError):
-        found = re.search(rf"^{name} (\d+)$", stat.read_text(), re.MULTILINE)
-        return int(found[1]) if found else 0
-    return 0
-
-
-def _groups(proc: str) -> list[tuple[str, tuple[str, ...], str, str]]:
-    """(folder, files of limits, file of use, name of what can go) of this process's groups, the outermost first.
-
-    memory.high ends nothing, but slows down what goes beyond it so much that it is a limit, too.
-    """
-    two = (("memory.max", "memory.high"), "memory.current", "inactive_file")
-    one = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-    found = [("", *two), ("memory", *one)]
-    with contextlib.suppress(OSError):
-        for line in Path(proc, "self/cgroup").read_text().splitlines():
-            number, kinds, path = line.split(":", 2)
-            root, names = ("", two) if number == "0" else ("memory", one)
-            if number == "0" or "memory" in kinds.split(","):
-                parts = [part for part in path.split("/") if part not in ("", "..")]
-                found += [("/".join([root, *parts[:i + 1]]).lstrip("/"), *names) for i in range(len(parts))]
     return found

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.cluster.pair_links import SINGLY, PairLink, others_Bps, slowest
-from hvdtrain.core.table import shown
+from hvdtrain.core.units import format_number
 
 HEADERS = ("way", "size (B)", "count", "type", "redop", "root", "time (us)", "algbw (GB/s)", "busbw (GB/s)",
            "link (Gbit/s)", "latency (us)")
@@ -37,7 +37,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """Return a record as a row of the table."""
     way = "both at once" if row["collective"] == "sendrecv" else f"{row['from']} to {row['to']}"
     return [way, str(row["size_bytes"]), str(row["count"]), row["dtype"], row["redop"], str(row["root"]),
-            *(shown(row[key]) for key in ("time_us", "algbw_GBps", "busbw_GBps", "link_Gbitps", "latency_us"))]
+            *(format_number(row[key]) for key in ("time_us", "algbw_GBps", "busbw_GBps", "link_Gbitps", "latency_us"))]
 
 
 def tables(found: Sequence[PairLink], names: Sequence[str]) -> list[tuple[str, list[list[str]]]]:
@@ -53,7 +53,8 @@ def words(found: Sequence[PairLink], names: Sequence[str]) -> list[str]:
     middle, pairs = others_Bps(worst, found), hosts * (hosts - 1) // 2
     rest = "" if middle is None else f"; median of the others {gbit(middle)}"
     told = [f"{'the slowest' if len(found) > 1 else 'the only'} pair of hosts: {both(worst, names)}, "
-            f"{gbit(worst.rate_Bps)} in each direction with both busy, latency {shown(1e6 * worst.latency_s)} us{rest}"]
+            f"{gbit(worst.rate_Bps)} in each direction with both busy, latency "
+            f"{format_number(1e6 * worst.latency_s)} us{rest}"]
     if len(found) < pairs:
         met = [sum(host in link.hosts for link in found) for host in range(hosts)]
         told.append(f"{len(found)} of {pairs} pairs were measured, each host with {min(met)}"
@@ -74,4 +75,4 @@ def both(link: PairLink, names: Sequence[str]) -> str:
 
 def gbit(rate_Bps: float) -> str:
     """Return a rate in words: "0.9412 Gbit/s"."""
-    return f"{shown(8e-9 * rate_Bps)} Gbit/s"
+    return f"{format_number(8e-9 * rate_Bps)} Gbit/s"

@@ -21,17 +21,17 @@ from hvdtrain.comm.collectives.null import Done, NullCollectives
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
-from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import (
     AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket, itemsize
+from hvdtrain.core.units import KIB, MIB
 from hvdtrain.planning.exchange.choice import Cost, pick_bucket
 from hvdtrain.planning.exchange.link import Link, Traffic, fit
 
 Work = Callable[[Sequence[Array]], list[Array]]
 
-KIB = 1 << 10
 
 SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)
 """Bytes of the vector on each rank that a link is measured with."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hvdtrain.comm.measure.sweep import settle, slowest
 from hvdtrain.comm.reducer.transport import Transport
-from hvdtrain.core.buckets import MIB
 from hvdtrain.core.protocols import AllReduce, Array, Collectives, Control, Ops
+from hvdtrain.core.units import MIB
 from hvdtrain.planning.exchange.link import fit
 from hvdtrain.planning.exchange.wire_choice import Measured
 

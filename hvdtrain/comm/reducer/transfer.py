@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.watched import Watched
-from hvdtrain.core.buckets import MIB
 from hvdtrain.core.protocols import Array, Compressor, Exchange, Handle
 from hvdtrain.core.protocols.types import Bucket, Shards, itemsize
+from hvdtrain.core.units import MIB
 
 PIECE_BYTES = 2 * MIB
 """Of a bucket that a compressor takes apart: one is encoded while another travels."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.core.protocols import AllGather, AllReduce, AllToAllV, Array, Collectives, Handle, Ops, Request
-from hvdtrain.core.protocols.wire import Counts
+from hvdtrain.core.protocols.transport import Counts
 
 
 class Transport:

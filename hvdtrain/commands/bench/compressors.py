@@ -26,7 +26,6 @@ from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench.session import require
-from hvdtrain.commands.bench.workloads import WORKLOADS
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core import table
 from hvdtrain.core.buckets import plan_buckets
@@ -35,10 +34,10 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import (
     AllGather, AllToAll, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.core.table import shown, spread
+from hvdtrain.core.table import spread
+from hvdtrain.core.units import format_number
 
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
-WORKLOAD_NAMES = ("mlp", "resnet", "gpt")
 WARM_UPS = 2
 SAMPLES = 64
 """Samples that a made-up gradient is summed over, as of a batch of this size."""
@@ -66,12 +65,6 @@ class Subject:
 
 # --- the subject ---------------------------------------------------------------------------------------------------
 
-def shapes_of(workload: str) -> Shapes:
-    """Parameter shapes of the model of `WORKLOADS`, as in `torch_models`, in their order. Pure: builds no model."""
-    made: dict[str, Callable[..., Shapes]] = {"mlp": mlp_shapes, "resnet": resnet_shapes, "gpt": gpt_shapes}
-    return made[WORKLOADS[workload].file](**WORKLOADS[workload].args)
-
-
 def mlp_shapes(in_features: int, hidden: Sequence[int], classes: int) -> Shapes:
     """Weight and bias of each layer."""
     widths = [in_features, *hidden, classes]
@@ -98,6 +91,14 @@ def gpt_shapes(vocab: int, context: int, width: int, depth: int) -> Shapes:
     block = [*norm, *linear(width, 3 * width), *linear(width, width), *norm, *linear(width, 4 * width),
              *linear(4 * width, width)]
     return [(vocab, width), (context, width), *block * depth, *norm, (vocab, width)]
+
+
+WORKLOADS: dict[str, tuple[str, Shapes]] = {
+    "mlp": ("1024-2048-2048-1536-10 perceptron, 9.46M parameters", mlp_shapes(1024, [2048, 2048, 1536], 10)),
+    "resnet": ("small ResNet for 32x32x3 images, 0.27M parameters", resnet_shapes()),
+    "gpt": ("decoder, 4 blocks of width 256, 64 tokens, 3.22M parameters", gpt_shapes(96, 64, 256, 4)),
+}
+"""Models of `benchmarks.workloads`: description, and parameter shapes as in `torch_models`, in their order."""
 
 
 def subject(name: str, shapes: Shapes, bucket_mb: float, ranks: int, seed: int) -> Subject:
@@ -265,9 +266,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
     parser.add_argument("--compressors", type=options.some_of("--compressors", summing), default=",".join(summing),
                         metavar="A,B", help="which")
-    parser.add_argument("--workload", type=options.some_of("--workload", WORKLOAD_NAMES), metavar="A,B",
-                        default=",".join(WORKLOAD_NAMES),
-                        help="whose parameters: " + "; ".join(f"{w}: {WORKLOADS[w].doc}" for w in WORKLOAD_NAMES))
+    parser.add_argument("--workload", type=options.some_of("--workload", WORKLOADS), metavar="A,B",
+                        default=",".join(WORKLOADS),
+                        help="whose parameters: " + "; ".join(f"{w}: {text}" for w, (text, _) in WORKLOADS.items()))
     parser.add_argument("--shapes", type=options.shapes("--shapes"), default=None, metavar="2048x512,2048",
                         help="parameters of these shapes instead")
     parser.add_argument("--ranks", type=options.whole("--ranks", 2, 16), default=2, metavar="P",
@@ -318,14 +319,14 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 def _subjects(args: argparse.Namespace) -> list[Subject]:
-    named = [("shapes", args.shapes)] if args.shapes else [(name, shapes_of(name)) for name in args.workload]
+    named = [("shapes", args.shapes)] if args.shapes else [(name, WORKLOADS[name][1]) for name in args.workload]
     return [subject(name, shapes, args.bucket_mb, args.ranks, args.seed) for name, shapes in named]
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A record as a row of the table."""
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.1f}x"
-    times = [shown(row[key]) for key in ("time_ms", "encode_ms", "decode_ms")]
+    times = [format_number(row[key]) for key in ("time_ms", "encode_ms", "decode_ms")]
     return [row["describe"], *times, str(row["bytes_sent"]), ratio, f"{row['error_first']:.2e}",
             f"{row['error_mean']:.2e}"]
 

@@ -27,7 +27,8 @@ from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops
 from hvdtrain.core.protocols.types import itemsize
-from hvdtrain.core.table import shown, spread
+from hvdtrain.core.table import spread
+from hvdtrain.core.units import format_number
 
 KINDS = ("allreduce", "allgather", "alltoall", "reducescatter", "broadcast")
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
@@ -326,7 +327,7 @@ def _measured(session: Session, kind: str, args: argparse.Namespace) -> Iterator
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A record as a row of the table."""
     return [str(row["size_bytes"]), str(row["count"]), row["dtype"], row["redop"],
-            str(row["root"]), shown(row["time_us"]), shown(row["algbw_GBps"]), shown(row["busbw_GBps"]),
+            str(row["root"]), *(format_number(row[key]) for key in ("time_us", "algbw_GBps", "busbw_GBps")),
             "N/A" if row["wrong"] is None else str(row["wrong"])]
 
 

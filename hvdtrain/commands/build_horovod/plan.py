@@ -10,9 +10,9 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdtrain.cluster.machine.software import Facts, Mpi
-from hvdtrain.commands.build_horovod.patches import PATCH_LEVEL
 from hvdtrain.core.errors import UserError
 
 HOROVOD_VERSION = "0.28.1"
@@ -21,7 +21,7 @@ _ENV_NAME = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """What to build: ``env`` for the compiler, ``key`` for the cache, ``notes`` for the user.
 
     ``env`` holds only what this project sets; the caller lays it over a cleaned copy of its own environment.
@@ -51,7 +51,7 @@ class Plan:
         return f"horovod {HOROVOD_VERSION} for {self.facts.python_tag}, {names}, {mpi}, {wire}"
 
 
-def plan(facts: Facts, cpu_only: bool = False) -> Plan:
+def plan(facts: Facts, cpu_only: bool = False) -> BuildPlan:
     """Decide how to build Horovod for ``facts``; ``cpu_only`` leaves CUDA and NCCL out.
 
     Raises UserError where there is no framework, or where a GPU build is wanted and a part of it is missing.
@@ -76,7 +76,7 @@ def plan(facts: Facts, cpu_only: bool = False) -> Plan:
     if cuda:
         env |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED",
                 "HOROVOD_BUILD_CUDA_CC_LIST": ",".join(facts.capabilities)}
-    return Plan(facts, env, cache_key(facts, env, mpi, cuda), cuda, notes)
+    return BuildPlan(facts, env, cache_key(facts, env, mpi, cuda), cuda, notes)
 
 
 def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
@@ -127,3 +127,64 @@ def cache_key(facts: Facts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
     whole = json.dumps([parts, env, facts.platform, facts.libc, SDIST_SHA256, PATCH_LEVEL], sort_keys=True)
     digest = hashlib.sha256(whole.encode()).hexdigest()[:10]
     return re.sub(r"[^A-Za-z0-9.+_-]", "-", "_".join([*parts, digest]))
+
+
+PATCH_LEVEL = 1
+"""Part of the cache key: raise it when an edit changes, so that no old wheel is used."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace ``old`` with ``new``, once, in ``path`` (relative to the unpacked source); ``why`` is for the
+    reader.
+    """
+
+    path: str
+    old: str
+    new: str
+    why: str
+
+
+EDITS = (
+    Edit("CMakeLists.txt",
+         "set(CMAKE_CXX_STANDARD 14)\n",
+         "set(CMAKE_CXX_STANDARD 17)\n"
+         'set(CMAKE_INSTALL_RPATH "$ENV{HVDTRAIN_RPATH}")\n'
+         "set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\n",
+         "the frameworks' headers are C++17; and the run path must not name the environment of the build"),
+    Edit("horovod/torch/CMakeLists.txt",
+         "set(CMAKE_CXX_STANDARD 14)\n",
+         "set(CMAKE_CXX_STANDARD 17)\n",
+         "PyTorch's headers are C++17"),
+    Edit("horovod/tensorflow/CMakeLists.txt",
+         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+         "",
+         "TensorFlow no longer ships the XLA headers that this file includes"),
+)
+
+
+def apply_edits(source_dir: Path, edits: tuple[Edit, ...] = EDITS) -> None:
+    """Apply every edit to the source unpacked at ``source_dir``, or none: all are checked before the first is
+    written.
+
+    Raises UserError naming the file and the text where an edit does not apply exactly once.
+    """
+    texts = {path: _read(source_dir / path) for path in {e.path for e in edits}}
+    for edit in edits:
+        times = texts[edit.path].count(edit.old)
+        if times != 1:
+            raise UserError(f"got {edit.path} with {times} occurrences of {edit.old.strip()!r}",
+                            "exactly one, as in Horovod 0.28.1",
+                            "build from the unmodified source package; this edit no longer applies")
+        texts[edit.path] = texts[edit.path].replace(edit.old, edit.new)
+    for path, text in texts.items():
+        (source_dir / path).write_text(text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise UserError(f"got a source without {path.name} ({error.strerror}: {path})",
+                        "the source package of Horovod 0.28.1",
+                        "delete the cached source and try again") from error

@@ -25,7 +25,7 @@ int main() { return *std::optional<int>{0}; }
 
 
 @dataclass(frozen=True)
-class Tool:
+class RequiredTool:
     """A needed thing: how to find it, and its package on Debian or Ubuntu and on Fedora or RHEL."""
 
     name: str
@@ -68,20 +68,20 @@ def _has_venv() -> bool:
     return importlib.util.find_spec("ensurepip") is not None or sys.prefix != sys.base_prefix
 
 
-def needed() -> tuple[Tool, ...]:
+def needed() -> tuple[RequiredTool, ...]:
     """Everything that must be there before `make setup`, in the order in which it is asked for."""
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     return (
-        Tool("CPython 3.10 or later", lambda: sys.version_info >= MINIMUM_PYTHON, "python3", "python3.11"),
-        Tool("Python's venv module", _has_venv, f"{python}-venv", "python3"),
-        Tool("Python's C headers", _has_headers, f"{python}-dev", "python3-devel"),
-        Tool("a C++17 compiler", compiles_cpp17, "g++", "gcc-c++"),
-        Tool("cmake", _on_path("cmake"), "cmake", "cmake"),
-        Tool("make", _on_path("make"), "make", "make"),
+        RequiredTool("CPython 3.10 or later", lambda: sys.version_info >= MINIMUM_PYTHON, "python3", "python3.11"),
+        RequiredTool("Python's venv module", _has_venv, f"{python}-venv", "python3"),
+        RequiredTool("Python's C headers", _has_headers, f"{python}-dev", "python3-devel"),
+        RequiredTool("a C++17 compiler", compiles_cpp17, "g++", "gcc-c++"),
+        RequiredTool("cmake", _on_path("cmake"), "cmake", "cmake"),
+        RequiredTool("make", _on_path("make"), "make", "make"),
     )
 
 
-def missing(tools: tuple[Tool, ...] | None = None) -> str | None:
+def missing(tools: tuple[RequiredTool, ...] | None = None) -> str | None:
     """One line that names the first missing thing and its package, or None where all are there."""
     for tool in needed() if tools is None else tools:
         if not tool.present():

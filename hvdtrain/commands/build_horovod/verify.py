@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.cluster.machine.software import Mpi, search_path
-from hvdtrain.commands.build_horovod.plan import Plan
-from hvdtrain.commands.build_horovod.progress import SILENT_S, Display
-from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.commands.build_horovod.plan import BuildPlan
+from hvdtrain.commands.build_horovod.run import SILENT_S, ChildFailed, Display, logged
 
 RANKS = 2
 CHECK_TIMEOUT_S = 180.0
@@ -94,7 +93,7 @@ def launch_env(mpi: Mpi | None, root: bool) -> dict[str, str]:
     return env
 
 
-def checks(plan: Plan, python: str, horovodrun: str, root: bool) -> list[Check]:
+def checks(plan: BuildPlan, python: str, horovodrun: str, root: bool) -> list[Check]:
     """The checks of a plan: 2 ranks per framework, and one rank on the GPU where there is a single GPU."""
     mpi = plan.mpi
     wire = "Gloo" if mpi is None else f"{mpi.flavour} {mpi.version}"
@@ -122,7 +121,7 @@ def run(check: Check, log: Path, env: dict[str, str]) -> str:
     return said[0]
 
 
-def run_all(plan: Plan, log: Path, env: dict[str, str], say) -> list[str]:
+def run_all(plan: BuildPlan, log: Path, env: dict[str, str], say) -> list[str]:
     """Run every check of ``plan`` and return their names; ChildFailed at the first that fails."""
     horovodrun = shutil.which("horovodrun", path=search_path()) or "horovodrun"
     passed = []

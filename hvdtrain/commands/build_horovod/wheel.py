@@ -5,19 +5,23 @@ Owns the effects of a build. Decides nothing: the environment and the key come f
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hvdtrain.cluster.machine.software import Cuda, search_path
-from hvdtrain.commands.build_horovod import cache, patches
-from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, SDIST_SHA256, Plan
-from hvdtrain.commands.build_horovod.progress import SILENT_S, Display
-from hvdtrain.commands.build_horovod.run import logged
+from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, SDIST_SHA256, BuildPlan, apply_edits
+from hvdtrain.commands.build_horovod.run import SILENT_S, Display, logged
 from hvdtrain.core.errors import UserError
 
 DOWNLOAD_TIMEOUT_S = 600.0
@@ -50,7 +54,7 @@ def check_build_needs() -> None:
                         "run pip install -r requirements/horovod.txt")
 
 
-def child_env(plan: Plan) -> dict[str, str]:
+def child_env(plan: BuildPlan) -> dict[str, str]:
     """This process's environment with the plan's over it, without any other HOROVOD_* or language setting."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "LC_", "MAKEFLAGS"))}
     first = os.path.dirname(plan.facts.mpi.mpicxx) if plan.facts.mpi and plan.facts.mpi.mpicxx else ""
@@ -63,11 +67,11 @@ def fetch_source(env: dict[str, str], log: Path) -> Path:
     """The source package of Horovod, from the cache or through pip; UserError where its digest is not the
     known one.
     """
-    name = cache.SOURCE
-    kept = cache.root() / "source" / name
+    name = SOURCE
+    kept = root() / "source" / name
     if kept.exists() and sha256_of(kept) == SDIST_SHA256:
         return kept
-    with cache.workspace() as work:
+    with workspace() as work:
         argv = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation",
                 "--no-cache-dir", "--no-binary", "horovod", "-d", str(work), f"horovod=={HOROVOD_VERSION}"]
         logged("fetching the source", argv, log, env, DOWNLOAD_TIMEOUT_S,
@@ -98,17 +102,17 @@ def unpack(archive: Path, into: Path) -> Path:
     return next(p for p in into.iterdir() if p.is_dir())
 
 
-def build(plan: Plan, log: Path, jobs: int, display: Display) -> Path:
+def build(plan: BuildPlan, log: Path, jobs: int, display: Display) -> Path:
     """Compile the wheel of ``plan`` and keep it in the cache; the caller holds the key's lock. ChildFailed on
     failure.
     """
     env = child_env(plan)
     log.write_text(f"# {plan.title()}\n" + "".join(f"# {k}={v}\n" for k, v in sorted(plan.env.items())))
     source = fetch_source(env, log)
-    with cache.workspace() as work:
+    with workspace() as work:
         (work / "source").mkdir()
         tree = unpack(source, work / "source")
-        patches.apply(tree)
+        apply_edits(tree)
         if plan.cuda:
             env |= stage(plan.facts.cuda, work / "toolkit")
         env |= {"MAKEFLAGS": f"-j{jobs}", "TMPDIR": str(work)}
@@ -117,7 +121,7 @@ def build(plan: Plan, log: Path, jobs: int, display: Display) -> Path:
         logged("the build", [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps",
                              "--no-cache-dir", "--no-index", "-w", str(out), str(tree)],
                log, env, COMPILE_TIMEOUT_S, display, cwd=work)
-        return cache.place(plan.key, out)
+        return place(plan.key, out)
 
 
 def install(wheel: Path, log: Path, env: dict[str, str]) -> None:
@@ -161,3 +165,102 @@ def link_libraries(sources: list[Path], into: Path, only: str = "lib") -> None:
         for name in {library.name, re.sub(r"\.so\.[\d.]+$", ".so", library.name)}:
             if not (into / name).is_symlink():
                 (into / name).symlink_to(library)
+
+
+LOCK_TIMEOUT_S = 3600.0
+
+SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
+"""Horovod's source package, in the folder ``source``."""
+
+
+def root() -> Path:
+    """The cache folder, made where it is missing; UserError where it cannot be written."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = Path(base, "hvdtrain")
+    try:
+        for name in ("wheels", "logs", "source"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"got a cache folder that cannot be made ({error})", "a writable folder",
+                        "set XDG_CACHE_HOME to one") from error
+    return path
+
+
+def find(key: str) -> Path | None:
+    """The cached wheel of ``key``, or None."""
+    wheels = sorted((root() / "wheels" / key).glob("horovod-*.whl"))
+    return wheels[0] if wheels else None
+
+
+def place(key: str, built: Path) -> Path:
+    """Move the folder ``built`` (on the cache's own file system) in as ``key``, replacing an older one."""
+    home, old = root() / "wheels" / key, built.with_name(built.name + ".old")
+    if home.exists():
+        home.rename(old)
+    built.rename(home)
+    shutil.rmtree(old, ignore_errors=True)
+    found = find(key)
+    assert found is not None, f"{home} holds no wheel"
+    return found
+
+
+def take_over(folder: Path, key: str) -> Path | None:
+    """Copy what the wheelhouse ``folder`` has of Horovod in where it is missing; the wheel of ``key``, or None.
+
+    UserError where there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"got the wheelhouse {folder}, which is not there", "a folder that make wheelhouse filled",
+                        "correct WHEELHOUSE=DIR, or fill it where there is a network: make wheelhouse WHEELHOUSE=DIR")
+    kept = root() / "source" / SOURCE
+    if not kept.exists() and (folder / "horovod" / SOURCE).exists():
+        copy(folder / "horovod" / SOURCE, kept)
+    found = sorted((folder / "horovod" / key).glob("horovod-*.whl"))
+    if found and find(key) is None:
+        with workspace() as work:
+            copy(found[0], work / "wheel" / found[0].name)
+            place(key, work / "wheel")
+    return find(key)
+
+
+def copy(source: Path, target: Path) -> Path:
+    """Copy a file whole or not at all; returns ``target``."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(source, part)
+    return part.replace(target)
+
+
+@contextmanager
+def workspace() -> Iterator[Path]:
+    """A folder to build in, on the cache's own file system (``place`` is one rename); removed at the end."""
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=root()) as path:
+        yield Path(path)
+
+
+@contextmanager
+def lock(key: str, waiting=lambda: None, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold ``key`` against other builds of the same user; calls ``waiting`` once if another one holds it.
+
+    The lock is the kernel's: it ends with the process, however that ends. UserError after ``timeout_s``.
+    """
+    path, deadline = root() / "wheels" / f".{key}.lock", time.monotonic() + timeout_s
+    with path.open("w") as handle:
+        said = False
+        while not _try_lock(handle.fileno()):
+            if not said:
+                waiting()
+                said = True
+            if time.monotonic() > deadline:
+                raise UserError(f"got no lock on {path} in {timeout_s:.0f} s", "the other build to end",
+                                "look for another `python -m hvdtrain build` and end it")
+            time.sleep(0.2)
+        yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -3,7 +3,7 @@
 Owns what lies in it and where: the wheels of the pins, and below ``horovod`` the built Horovod by its cache key (pip
 does not look there, so that it takes none that was built for something else), and Horovod's source for machines that
 have to build their own. ``python -m hvdtrain.commands.build_horovod.wheelhouse`` fills it in an environment that is set
-up; `cache.take_over` reads it.
+up; `wheel.take_over` reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.commands.build_horovod import cache, flow, wheel
+from hvdtrain.commands.build_horovod import cli, wheel
 from hvdtrain.commands.build_horovod.run import ChildFailed
 from hvdtrain.core.errors import UserError
 
@@ -23,9 +23,9 @@ PIP_TIMEOUT_S = 3600.0
 
 
 def add_horovod(folder: Path, key: str) -> Path | None:
-    """Copy the cached wheel of ``key`` to where `cache.take_over` looks; None where it was not built."""
-    built = cache.find(key)
-    return None if built is None else cache.copy(built, folder / "horovod" / key / built.name)
+    """Copy the cached wheel of ``key`` to where `wheel.take_over` looks; None where it was not built."""
+    built = wheel.find(key)
+    return None if built is None else wheel.copy(built, folder / "horovod" / key / built.name)
 
 
 def add_source(into: Path) -> Path:
@@ -34,7 +34,7 @@ def add_source(into: Path) -> Path:
     Errors: ChildFailed without a network, UserError for a package with another digest.
     """
     env = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    return cache.copy(wheel.fetch_source(env, cache.root() / "logs" / "source.log"), into / cache.SOURCE)
+    return wheel.copy(wheel.fetch_source(env, wheel.root() / "logs" / "source.log"), into / wheel.SOURCE)
 
 
 def listing(folder: Path) -> tuple[list[str], int]:
@@ -55,7 +55,7 @@ def download(folder: Path, pins: Sequence[str], extra_index: str = "") -> list[l
     return [words, other] if extra_index else [words]
 
 
-def fill(folder: Path, pins: Sequence[str], extra_index: str, options: flow.Options) -> int:
+def fill(folder: Path, pins: Sequence[str], extra_index: str, options: cli.Options) -> int:
     """Fill ``folder``; return the exit status, 1 where pip did not find all. What lies there already stays."""
     folder.mkdir(parents=True, exist_ok=True)
     for words in download(folder.absolute(), pins, extra_index):
@@ -64,7 +64,7 @@ def fill(folder: Path, pins: Sequence[str], extra_index: str, options: flow.Opti
     else:
         print("error: pip did not find a wheel for every pin", file=sys.stderr)
         return 1
-    key = flow.make_plan(options).key
+    key = cli.make_plan(options).key
     if add_horovod(folder, key) is None:
         print(f"note: there is no built Horovod for {key}; run python -m hvdtrain build, then this again")
     try:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="the Horovod without CUDA")
     parser.add_argument("--extra-index", default="", help="asked where pip's own indexes lack a pin")
     args = parser.parse_args(argv)
-    options = flow.Options(frameworks=tuple(args.frameworks) if args.frameworks else None, cpu_only=args.cpu)
+    options = cli.Options(frameworks=tuple(args.frameworks) if args.frameworks else None, cpu_only=args.cpu)
     return fill(args.folder, args.pins, args.extra_index, options)
 
 

@@ -7,8 +7,6 @@ own by ``hvdtrain.backends.*.convert``, so that no process imports both (law 3).
 
 from __future__ import annotations
 
-from hvdtrain.commands.convert.job import convert
-from hvdtrain.commands.convert.places import Place, source_of, target_of
-from hvdtrain.commands.convert.request import Request
+from hvdtrain.commands.convert.request import ModelPath, Request, convert, source_of, target_of
 
-__all__ = ["Place", "Request", "convert", "source_of", "target_of"]
+__all__ = ["ModelPath", "Request", "convert", "source_of", "target_of"]

@@ -12,6 +12,7 @@ from hvdtrain.commands.convert import Request, convert, source_of, target_of
 from hvdtrain.commands.convert.request import TOLERANCE
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.table import as_text
 from hvdtrain.core.terminal import say
 
 HELP = "see python -m hvdtrain convert --help"
@@ -71,9 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def table(report: dict[str, Any]) -> list[str]:
     """Lines: each weight of torch beside its Keras twin, how they were matched, the difference, remarks."""
-    rows = [("PyTorch", "Keras", "layout, PyTorch -> Keras"), *map(tuple, report["rows"])]
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    lines = [f"{a:{widths[0]}}  {b:{widths[1]}}  {words}" for a, b, words in rows]
+    lines = as_text(("PyTorch", "Keras", "layout, PyTorch -> Keras"), report["rows"]).splitlines()
     lines.append(f"{len(report['rows'])} weights matched {report['how']}, {report['frameworks'][0]} to "
                  f"{report['frameworks'][1]}")
     if "apart" in report:

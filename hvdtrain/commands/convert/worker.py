@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import backends
-from hvdtrain.backends.interchange import layouts
+from hvdtrain.backends.interchange import layers
 from hvdtrain.backends.interchange import rule as rules
 from hvdtrain.backends.interchange.layers import Model
 from hvdtrain.backends.interchange.pairing import Pairs, carry, carry_moments, hints, pair
@@ -130,7 +130,7 @@ def _save(request: Request, side: Any, parts: Parts, config: Config, found: Open
 
 def _training_remarks(pairs: Pairs) -> list[str]:
     """What the outputs cannot show because it takes part in training only."""
-    found = [text for ends in pairs.ends for text in layouts.remark(ends)]
+    found = [text for ends in pairs.ends for text in layers.remark(ends)]
     if any(ends.torch.kind == "batch norm" for ends in pairs.ends):
         found.append("BatchNorm's running variance is unbiased in PyTorch and biased in Keras: evaluation differs by "
                      "about one part in the values per channel of a micro-batch, training does not")

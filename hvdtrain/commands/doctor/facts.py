@@ -32,6 +32,7 @@ A host's facts, by key:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import ipaddress
 import mmap
@@ -41,7 +42,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,11 @@ from typing import Any
 from hvdtrain.cluster.devices import VISIBLE, count_gpus
 from hvdtrain.cluster.horovod import horovod_libraries, horovod_reason
 from hvdtrain.cluster.launchers.prepare import ROOT_VARIABLES
+from hvdtrain.cluster.machine.cgroup import cpu_quota, memory_limits
+from hvdtrain.cluster.machine.memory import left_alive_bytes
 from hvdtrain.cluster.machine.software import answer_of, find_framework, find_mpi, find_mpirun, version_of
-from hvdtrain.cluster.topology import affinity, cpu_quota
-from hvdtrain.commands.doctor import container, peers, probes
+from hvdtrain.cluster.topology import affinity
+from hvdtrain.commands.doctor import peers, probes
 from hvdtrain.core import __version__
 from hvdtrain.core.launcher import launch_facts
 
@@ -124,12 +128,12 @@ def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
         "mpi_moves": _mpi_moves,
         "visible": lambda: env.get(VISIBLE),
         "interfaces": interfaces,
-        "cores": lambda: min(len(affinity()), cpu_quota(), container.limits()["cores"] or float("inf")),
+        "cores": lambda: min(len(affinity()), cpu_quota(), limits()["cores"] or float("inf")),
         "affinity": lambda: len(affinity()),
-        "limits": container.limits,
-        "container": lambda: container.container(env),
+        "limits": limits,
+        "container": lambda: find_container(env),
         "peers": lambda: neighbours(env, "processes", peers.between_processes()),
-        "memory_bytes": memory_bytes,
+        "memory_bytes": left_alive_bytes,
         "shm_bytes": lambda: shutil.disk_usage("/dev/shm").free,
         "shm_total": lambda: shutil.disk_usage("/dev/shm").total,
         "root": lambda: os.geteuid() == 0,
@@ -190,7 +194,7 @@ def neighbours(env: Mapping[str, str], between: str, found: Mapping[str, str]) -
     """The fact ``peers`` from a trial between processes or ranks."""
     off = env.get(f"OMPI_MCA_{SINGLE_COPY}", "") == "none" or "cma" in env.get("OMPI_MCA_smsc", "").lstrip("^").split(
         ",") and env.get("OMPI_MCA_smsc", "").startswith("^")
-    return {**found, "between": between, "ptrace_scope": container.ptrace_scope(), "single_copy_off": off}
+    return {**found, "between": between, "ptrace_scope": ptrace_scope(), "single_copy_off": off}
 
 
 def boot_id() -> str:
@@ -224,15 +228,87 @@ def interfaces() -> list[dict[str, Any]]:
     return found
 
 
-def memory_bytes(root: str = "/sys/fs/cgroup") -> int:
-    """Memory that processes started here could get: what is available, or less where the control group limits it."""
-    import psutil
+STOPS = "stops"
+"""A run would not start, or would end or hang."""
+SLOWS = "slows"
+"""A run would work, slower or otherwise less well than it could."""
+NOTE = "note"
+"""Nothing is wrong; there is a setting for it."""
 
-    available = int(psutil.virtual_memory().available)
-    for limit, used in (("memory.max", "memory.current"),
-                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        try:
-            return min(available, int(Path(root, limit).read_text()) - int(Path(root, used).read_text()))
-        except (OSError, ValueError):  # this version is not mounted, or "max": no limit
-            continue
-    return available
+SEVERITIES = (STOPS, SLOWS, NOTE)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding: ``got`` is a clause, ``do`` starts with a verb and holds the command. No closing full stops.
+
+    ``hosts``: names of those it was found on, in order.
+    """
+
+    severity: str
+    hosts: tuple[str, ...]
+    got: str
+    do: str
+
+
+def merge(problems: Iterable[Problem]) -> list[Problem]:
+    """The problems, worst first, each once with all its hosts."""
+    hosts: dict[tuple[str, str, str], dict[str, None]] = {}
+    for p in problems:
+        hosts.setdefault((p.severity, p.got, p.do), {}).update(dict.fromkeys(p.hosts))
+    found = [Problem(severity, tuple(names), got, do) for (severity, got, do), names in hosts.items()]
+    return sorted(found, key=lambda p: SEVERITIES.index(p.severity))
+
+
+def stops(problems: Iterable[Problem]) -> bool:
+    """Whether any of them would stop a run."""
+    return any(p.severity == STOPS for p in problems)
+
+
+UNLIMITED = 1 << 60
+"""Version 1 tells no limit as a number near 2 ** 63."""
+
+NAMED = (("APPTAINER_CONTAINER", "Apptainer"), ("SINGULARITY_CONTAINER", "Singularity"),
+         ("KUBERNETES_SERVICE_HOST", "Kubernetes"), ("ENROOT_ROOTFS", "enroot"))
+FILES = (("run/.containerenv", "Podman"), (".dockerenv", "Docker"))
+GROUPS = (("kubepods", "Kubernetes"), ("docker", "Docker"), ("libpod", "Podman"), ("lxc", "LXC"),
+          ("containerd", "containerd"))
+
+
+def find_container(env: Mapping[str, str], root: str = "/") -> dict[str, Any] | None:
+    """Which container this is and by what that is known: {"kind", "by", "namespaced"}; None outside of one.
+
+    ``namespaced``: in a user namespace of its own, as rootless engines and Apptainer make one.
+    """
+    found = next(((kind, name) for name, kind in NAMED if env.get(name)), None)
+    found = found or next(((kind, f"/{name}") for name, kind in FILES if Path(root, name).exists()), None)
+    found = found or next(((kind, "/proc/self/cgroup") for word, kind in GROUPS
+                           if re.search(rf"[/\-.]{word}\b", _text(root, "proc/self/cgroup"))), None)
+    if found is None and env.get("container"):  # what systemd-nspawn, LXC and Podman tell their first process
+        found = (env["container"], "the variable container")
+    return None if found is None else {"kind": found[0], "by": found[1], "namespaced": namespaced(root)}
+
+
+def namespaced(root: str = "/") -> bool:
+    """Whether user ids here are mapped: the whole range onto itself is the first namespace."""
+    rows = _text(root, "proc/self/uid_map").split()
+    return bool(rows) and rows[:3] != ["0", "0", "4294967295"]
+
+
+def ptrace_scope(root: str = "/") -> int | None:
+    """Yama's rule of who may read whose memory, 0 to 3; None where the kernel has no Yama."""
+    text = _text(root, "proc/sys/kernel/yama/ptrace_scope").strip()
+    return int(text) if text.isdigit() else None
+
+
+def limits(root: str = "/") -> dict[str, Any]:
+    """What the control groups around this process allow: {"cores", "memory_bytes"}, None where there is no limit."""
+    memory = [limit for limit, _ in memory_limits(f"{root}/sys/fs/cgroup", f"{root}/proc") if limit < UNLIMITED]
+    cores = cpu_quota(f"{root}/sys/fs/cgroup", f"{root}/proc")
+    return {"cores": None if cores == float("inf") else cores, "memory_bytes": min(memory, default=None)}
+
+
+def _text(root: str, name: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(root, name).read_text(errors="replace")
+    return ""

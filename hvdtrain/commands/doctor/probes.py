@@ -106,7 +106,7 @@ def run_all(programs: Mapping[str, str], env: Mapping[str, str], timeout_s: floa
         started = []
         try:
             for name, text in programs.items():
-                started.append((name, _Probe(text, env, folder)))
+                started.append((name, _ProbeProcess(text, env, folder)))
             return {name: probe.answer(ends_at, timeout_s) for name, probe in started}
         finally:
             for _, probe in started:
@@ -136,7 +136,7 @@ def how_it_ended(code: int | None, stderr: str, timeout_s: float) -> str:
     return lines[-1][:300] if lines else f"exit status {code}"
 
 
-class _Probe:
+class _ProbeProcess:
     """One program that runs, its output in files."""
 
     def __init__(self, text: str, env: Mapping[str, str], folder: str) -> None:

@@ -1,7 +1,7 @@
 """``python -m hvdtrain launch``: start a job on several hosts, under whichever launcher is here.
 
 Owns the options, the dry run and the effect: this process becomes the launcher, or with ``--restarts`` its supervisor
-(`hvdtrain.commands.launch.supervise`). Decisions are in `hvdtrain.cluster.launchers.prepare`, flags in the launchers'
+(`hvdtrain.commands.launch.supervisor`). Decisions are in `hvdtrain.cluster.launchers.prepare`, flags in the launchers'
 files.
 """
 
@@ -22,9 +22,9 @@ from hvdtrain.cluster.launchers.mpich import LAST
 from hvdtrain.cluster.launchers.options import add_options, wishes
 from hvdtrain.cluster.launchers.prepare import Here, prepare
 from hvdtrain.cluster.launchers.spec import BINDINGS
-from hvdtrain.commands.launch.around import Launching
+from hvdtrain.commands.launch.hosts import LaunchCommands
 from hvdtrain.commands.launch.job import job_of
-from hvdtrain.commands.launch.supervise import Around, Supervisor, say
+from hvdtrain.commands.launch.supervisor import Supervisor, SupervisorEnvironment, say
 from hvdtrain.core.errors import UserError
 from hvdtrain.reports.ends.writer import Writer
 
@@ -77,7 +77,7 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
                         "take the outer launcher away, or the inner one")
     for line in notes:
         print(f"note: {line}", file=sys.stderr)
-    launching = Launching(args, machine, tool)
+    launching = LaunchCommands(args, machine, tool)
     hosts = launching.placed(launching.hosts)
     launching.spec(hosts, program, {})  # refuses what cannot be launched before anything is made
     job = job_of(args.words, program, args.out, hosts)
@@ -88,7 +88,7 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
     start_s = job.config.control_timeout_s if near and job.config is not None else 0.0
     if not near:
         say(f"rank 0 is on {hosts[0].name}: {job.out} must be the same folder there and here")
-    around = Around(launching.command, launching.candidates, launching.placed, say, start_s,
+    around = SupervisorEnvironment(launching.command, launching.candidates, launching.placed, say, start_s,
                     time.time() + limit_s if limit_s else 0.0, tool.flavour == "openmpi", machine.names)
     around.page = (pages := Writer()).start
     say(f"files in {job.out}, by {tool.launcher}")

@@ -9,17 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster.launchers.spec import Host
 from hvdtrain.cluster.liveness import causes
-from hvdtrain.commands.launch.recut import options, recut
-from hvdtrain.commands.launch.supervisor import refit
+from hvdtrain.commands.launch.restart_policy import refit
 from hvdtrain.config import Config, schema
 from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import depths_of
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 
@@ -27,7 +28,7 @@ Stamp = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Job:
+class SupervisedJob:
     """A program under supervision.
 
     ``words``: what each rank runs. ``out``: the run's folder. ``config``: of ``train``, else None. ``first``: the
@@ -61,7 +62,7 @@ class Job:
         lists = schema.per_rank(self.config)
         more: list[str] = []
         if cut_over_ranks(self.config):
-            more += options(self.config, recut(self.config, self.first, hosts))
+            more += pipeline_options(self.config, recut(self.config, self.first, hosts))
             del lists["shares"]  # of copies of the model, not of ranks
         for name, values in lists.items():
             # Settings by host or by kind of device need no fitting: they are mappings.
@@ -120,7 +121,7 @@ class Job:
         return self.config is None and status == 0 and bool(done) and len(done) >= max(1, ranks)
 
 
-def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tuple[Host, ...]) -> Job | None:
+def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tuple[Host, ...]) -> SupervisedJob | None:
     """The job that stands after ``--``; None where nothing is to be run (``train --help``).
 
     ``program``: the words as ranks run them; ``out``: launch's own --out. `UserError` for a configuration that a rank
@@ -131,7 +132,7 @@ def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tupl
             raise UserError(f"launch --restarts does not know where {words[0]} keeps its files",
                             "--out FOLDER before the --",
                             "name the folder in which its Trainer writes, or an empty one")
-        return Job(program, Path(out).absolute())
+        return SupervisedJob(program, Path(out).absolute())
     if out:
         raise UserError("launch was given --out for train, which has one itself", "--out behind the --",
                         "write: launch ... -- train --out FOLDER")
@@ -140,7 +141,7 @@ def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tupl
     config = parse(list(words[1:] if words[0] == "train" else words))
     if config is None:
         return None
-    return Job(program, folder_of(config).absolute(), config, hosts, config.resume)
+    return SupervisedJob(program, folder_of(config).absolute(), config, hosts, config.resume)
 
 
 def folder_of(config: Config) -> Path:
@@ -152,7 +153,7 @@ def folder_of(config: Config) -> Path:
     return outdir.choose(config, name)[0]
 
 
-def prepare_attempt(job: Job, number: int) -> Path:
+def prepare_attempt(job: SupervisedJob, number: int) -> Path:
     """Make an attempt's folder, ``OUT/attempts/NNN``; `UserError` where that is impossible."""
     where = job.out / "attempts" / f"{number:03d}"
     try:
@@ -172,3 +173,87 @@ def next_number(out: Path) -> int:
     except OSError:
         taken = []
     return max(taken, default=0) + 1
+
+
+if TYPE_CHECKING:
+    from hvdtrain.config import Config
+
+
+class Recut(NamedTuple):
+    """``depths``: ranks of each copy of the model. ``owners``: the copy of before that each takes its settings from.
+
+    ``why``: in words, "" where the cut is the user's own.
+    """
+
+    depths: tuple[int, ...]
+    owners: tuple[int, ...]
+    why: str = ""
+
+
+def recut(config: Config, before: Sequence[Host], after: Sequence[Host]) -> Recut:
+    """Return the copies of a model for the ranks of ``after``, where the user's configuration is for ``before``.
+
+    A multiple of ``pipeline.stages`` keeps them. Other ranks make as many copies as keep each as deep as may be, none
+    deeper than it was: 2 ranks of 3 stages are one copy over 2, and 5 are copies over 3 and 2. Given depths are those
+    of the ranks that are left of each copy.
+    """
+    old, new = _ranks(before), _ranks(after)
+    stages, given = config.pipeline.stages, config.pipeline.depths
+    if not given and new % stages == 0:
+        return _taken(config, before, after, (stages,) * (new // stages), "")
+    if not given:
+        copies = -(-new // stages)
+        depths = tuple(new // copies + (i < new % copies) for i in range(copies))
+        return _taken(config, before, after, depths, f"{new} rank{'s are' * (new > 1) or ' is'} no multiple of "
+                      f"pipeline.stages {stages}: the model is {_cut_in_words(depths)}")
+    if sum(given) == new and before == after:
+        return Recut(tuple(given), tuple(range(len(given))))
+    owners = [copy for copy, depth in enumerate(given) for _ in range(depth)]
+    if sum(given) != old:  # never the user's own ranks: the job refuses it in words
+        return Recut(tuple(given), tuple(range(len(given))))
+    left = [int(copy) for copy in refit([str(copy) for copy in owners], before, after)]
+    found: list[tuple[int, int]] = []
+    for copy, ranks in groupby(left):
+        n = len(list(ranks))
+        found += [(copy, min(given[copy], n - at)) for at in range(0, n, given[copy])]
+    depths, taken = tuple(depth for _, depth in found), tuple(copy for copy, _ in found)
+    why = "" if depths == tuple(given) else f"of pipeline.depths {given} the ranks that are left make {list(depths)}"
+    return Recut(depths, taken, why)
+
+
+def pipeline_options(config: Config, found: Recut) -> list[str]:
+    """Return the options of ``train`` for these copies, with the user's shares of them; none for the user's own."""
+    words: list[str] = []
+    if found.why:
+        alike = len(set(found.depths)) == 1
+        words += ["--pipeline.stages", str(found.depths[0] if alike else 1)]
+        words += ["--pipeline.depths", "[]" if alike else str(list(found.depths))]
+        words += ["--pipeline.cut", "[]"] if config.pipeline.cut else []
+    shares = config.shares
+    if isinstance(shares, (list, tuple)) and max(found.owners) < len(shares):
+        own = [shares[copy] for copy in found.owners]
+        words += ["--shares", str(own if any(own) else [1] * len(own))]
+    return words
+
+
+def _taken(config: Config, before: Sequence[Host], after: Sequence[Host], depths: tuple[int, ...], why: str) -> Recut:
+    """The copies of ``depths``, each with the settings of the one that its first rank was in."""
+    stages, old = config.pipeline.stages, _ranks(before)
+    if old % stages:
+        return Recut(depths, tuple(0 for _ in depths), why)
+    copy_of = [copy for copy, depth in enumerate(depths_of(stages, [], old)) for _ in range(depth)]
+    left = refit([str(copy) for copy in copy_of], before, after)
+    firsts = [sum(depths[:i]) for i in range(len(depths))]
+    return Recut(depths, tuple(int(left[first]) for first in firsts), why)
+
+
+def _ranks(hosts: Sequence[Host]) -> int:
+    return sum(host.slots for host in hosts)
+
+
+def _cut_in_words(depths: Sequence[int]) -> str:
+    if set(depths) == {1}:
+        return "trained whole on each"
+    if len(set(depths)) == 1:
+        return f"cut over {depths[0]}" + (f" in each of {len(depths)} copies" if len(depths) > 1 else "")
+    return f"cut over {', '.join(map(str, depths[:-1]))} and {depths[-1]} in {len(depths)} copies"

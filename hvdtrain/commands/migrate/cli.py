@@ -18,11 +18,11 @@ def main(argv: list[str]) -> int:
     """Print the diffs and findings; 0 where a script was recognised, 1 where none was. `UserError` for a bad file."""
     args = parser().parse_args(argv)
     from hvdtrain.commands.migrate import plan, source
-    from hvdtrain.commands.migrate.rules import Wish
+    from hvdtrain.commands.migrate.finding import MigrateOptions
 
-    wish = Wish(args.to, args.ranks)
-    plan.check(wish)
-    found = [plan.migrate(source.read(name), wish) for name in dict.fromkeys(args.scripts)]
+    options = MigrateOptions(args.to, args.ranks)
+    plan.check(options)
+    found = [plan.migrate(source.read(name), options) for name in dict.fromkeys(args.scripts)]
     for migration in found:
         show(migration)
     changed = [m for m in found if m.after != m.source.data]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import libcst as cst
+import re
 
 from hvdtrain.commands.migrate.scan import Scan, local_name, name_of
 
@@ -28,16 +29,16 @@ class Edits:
     first: list[str] = field(default_factory=list)
 
     def put(self, node: cst.CSTNode, change: Change) -> None:
-        """Plan ``change``, after an earlier one of the same node."""
+        """Rewrite ``change``, after an earlier one of the same node."""
         earlier = self.changes.get(node)
         self.changes[node] = change if earlier is None else lambda new: change(earlier(new))
 
     def swap(self, node: cst.CSTNode, text: str) -> None:
-        """Plan the expression ``text`` in place of an expression."""
+        """Rewrite the expression ``text`` in place of an expression."""
         self.put(node, lambda old: expression(text, old))
 
     def remove(self, line: cst.CSTNode) -> None:
-        """Plan to take a statement out, with the comment right above it; a comment further up stays. Its block gets
+        """Rewrite to take a statement out, with the comment right above it; a comment further up stays. Its block gets
         ``pass`` if nothing else is left."""
         self.put(line, lambda old: Gone(body=[cst.Pass()], leading_lines=_apart(old.leading_lines)))
 
@@ -342,3 +343,28 @@ def guarded(line: Any, condition: str) -> cst.If:
     inner = line.with_changes(leading_lines=[])
     made = cast(cst.If, statement(f"if {condition}:\n    pass"))
     return made.with_changes(leading_lines=line.leading_lines, body=cst.IndentedBlock(body=[inner]))
+
+
+HOMES = {"Config": "hvdtrain", "Trainer": "hvdtrain", "Data": "hvdtrain.config", "Exchange": "hvdtrain.config",
+         "Named": "hvdtrain.config", "Schedule": "hvdtrain.config"}
+
+
+class Names:
+    """``names["Trainer"]``: its local name. ``trainer``: one for a Trainer."""
+
+    def __init__(self, scan: Scan) -> None:
+        self.trainer = "trainer" if "trainer" not in scan.bound else "hvd_trainer"
+        self._as = {name: name if name not in scan.bound else f"Hvd{name}" for name in HOMES}
+
+    def __getitem__(self, name: str) -> str:
+        return self._as[name]
+
+    def imports(self, text: str) -> list[str]:
+        """The import lines of what ``text`` calls."""
+        called = [name for name, local in self._as.items() if re.search(rf"\b{local}\(", text)]
+        lines = []
+        for module in dict.fromkeys(HOMES.values()):
+            said = [name if name == self._as[name] else f"{name} as {self._as[name]}" for name in called
+                    if HOMES[name] == module]
+            lines += [f"from {module} import {', '.join(said)}"] if said else []
+        return lines

@@ -25,7 +25,7 @@ MOST_BYTES = 2**21
 
 
 @dataclass(frozen=True)
-class Source:
+class ScriptSource:
     """``name``: as the user gave it. ``data``: its bytes. ``module``: their syntax tree, which gives them back."""
 
     name: str
@@ -34,7 +34,7 @@ class Source:
     module: cst.Module
 
 
-def read(name: str) -> Source:
+def read(name: str) -> ScriptSource:
     """Return the parsed file; `UserError` where it is missing, no file, too large, or not Python of this version."""
     path = Path(name)
     try:
@@ -49,13 +49,13 @@ def read(name: str) -> Source:
         raise UserError(f"{name!r} cannot be read: {error}", "a readable Python file", "check the path") from None
     if len(data) > MOST_BYTES:
         raise UserError(f"{name} has {len(data)} bytes", f"{MOST_BYTES} at most", "name a script, not data")
-    return Source(name, path, data, parse(name, data))
+    return ScriptSource(name, path, data, parse(name, data))
 
 
-def of_text(text: str, name: str = "script.py") -> Source:
+def of_text(text: str, name: str = "script.py") -> ScriptSource:
     """A source that is no file, such as a test's or a page's; `UserError` as in `read`."""
     data = text.encode()
-    return Source(name, Path(name), data, parse(name, data))
+    return ScriptSource(name, Path(name), data, parse(name, data))
 
 
 def parse(name: str, data: bytes) -> cst.Module:
@@ -96,7 +96,7 @@ def _syntax(name: str, data: bytes) -> str:
     return ""
 
 
-def diff(source: Source, after: bytes) -> str:
+def diff(source: ScriptSource, after: bytes) -> str:
     """A unified diff of ``source`` to ``after`` that ``patch`` takes; "" where nothing changes."""
     if after == source.data:
         return ""
@@ -116,7 +116,7 @@ def _lines(text: str) -> list[str]:
     return lines + ([last] if last else [])
 
 
-def write(source: Source, after: bytes) -> None:
+def write(source: ScriptSource, after: bytes) -> None:
     """Replace the file by ``after`` in one rename, mode kept; through a link, the file it leads to.
 
     `UserError` where it cannot be written, or has changed since it was read; it is then as it was.

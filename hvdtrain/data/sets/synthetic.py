@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdtrain.cluster.machine.memory import host_budget_bytes
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.units import format_bytes
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.splits import SPLITS, STREAM, uniform
 from hvdtrain.planning.batch.sampler import at_least, epoch_order
@@ -48,8 +49,8 @@ def _check_memory(what: str, needed_bytes: int) -> None:
     """Raise `UserError` where this host has less memory left: ``samples`` may have a digit too many."""
     left_bytes = host_budget_bytes(1)
     if 0 < left_bytes < needed_bytes:
-        raise UserError(f"data synthetic of {what} takes {needed_bytes / 2**30:,.1f} GiB while it is made",
-                        f"at most the {left_bytes / 2**30:,.1f} GiB that this host has left",
+        raise UserError(f"data synthetic of {what} takes {format_bytes(needed_bytes)} while it is made",
+                        f"at most the {format_bytes(left_bytes)} that this host has left",
                         "set data.args.samples, or shape, to less")
 
 

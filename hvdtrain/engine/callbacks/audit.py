@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.core.finite import spoken
-from hvdtrain.core.protocols.shortage import ALONE, Shortage
+from hvdtrain.core.protocols.types import ALONE, Shortage
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.guards.audit_pairs import Pair, comparable, left_out, pairs
 from hvdtrain.engine.guards.fingerprint import vectors_of

@@ -127,8 +127,7 @@ class AutoCompression(Callback):
             rows += choice.predict(found.costs, links, base, overlaps, wire.in_graph, name, found.links)
         decision = run.control.bcast(choice.decide(rows, config.exchange.auto_margin))
         if run.control.rank == 0 and config.progress != "off":
-            for line in choice.table(rows, found.refused, decision.name, wire.size, decision.wire):
-                say(line)
+            say(choice.table(rows, found.refused, decision.name, wire.size, decision.wire))
         run.record("compression", stage="decided", choice=decision.name, reason=decision.reason, base=asdict(base),
                    rows=[asdict(row) for row in rows], refused=found.refused, sweep_s=found.seconds,
                    links={kind: asdict(link) for kind, link in found.links.items()}, wire=decision.wire or wire.name)

@@ -155,8 +155,7 @@ class AutoWire(Callback):
             if name != self.choice:
                 wires.give_back(name)
         if control.rank == 0 and run.config.progress != "off":
-            for line in wire_choice.table(self._rows, left_out, self.choice, nbytes):
-                say(line)
+            say(wire_choice.table(self._rows, left_out, self.choice, nbytes))
         run.note(f"collectives auto: {self._decision.reason}")
         run.record("wire", stage="decided", choice=self.choice, reason=self._decision.reason, bytes=int(nbytes),
                    rows=[asdict(row) for row in self._rows], measured=[asdict(m) for m in measured], refused=left_out,

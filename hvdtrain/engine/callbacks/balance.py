@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.cluster.control import agreed
+from hvdtrain.core.table import as_text
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.balance import copies
 from hvdtrain.engine.balance.probe import probe, verified
@@ -200,8 +201,7 @@ class Balance(Callback):
         made, config = self._rebalancer.plan, run.config
         rows, heads = plans.table(made, copies.labels(run), [s.ceiling for s in speeds]), copies.columns(run.mesh)
         if run.control.rank == 0 and config.progress != "off":
-            for line in grid(heads, rows):
-                say(line)
+            say(as_text(heads, rows))
         lines = [s.line for s in speeds]
         equal = plans.equal(lines, *_work(run, [s.ceiling for s in speeds]))
         remembered = ", as measured before and confirmed" if all(s.remembered for s in speeds) else ""
@@ -242,13 +242,6 @@ def cut_of(made: plans.Plan) -> Cut:
     """The plan as the feed cuts by it."""
     return Cut(tuple(float(part.samples) for part in made.parts), tuple(max(1, p.accumulate) for p in made.parts),
                tuple(part.micro_batch for part in made.parts))
-
-
-def grid(heads: Any, rows: list[list[str]]) -> list[str]:
-    """Lines of a plain table, columns as wide as they need."""
-    cells = [list(heads), *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
 
 
 def _those(run: Run) -> str:

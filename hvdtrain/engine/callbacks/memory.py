@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from hvdtrain import backends
 from hvdtrain.cluster.control import agreed
-from hvdtrain.core.units import shown
+from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.machine import reading
 from hvdtrain.engine.memory import survey
@@ -54,8 +54,8 @@ class Memory(Callback):
             return
         peak = reading.peak_bytes(run)
         if peak >= plans.CLOSE * self._free:
-            run.tell_all("memory", f"has held {shown(peak)} of the {shown(self._free)} that it may take; python -m "
-                         "hvdtrain plan --memory with the same options tells what would take less")
+            run.tell_all("memory", f"has held {format_bytes(peak)} of the {format_bytes(self._free)} that it may take; "
+                         "python -m hvdtrain plan --memory with the same options tells what would take less")
 
     def told(self, run: Run) -> None:
         """Say what ranks have told."""

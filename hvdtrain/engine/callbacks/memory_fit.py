@@ -15,11 +15,10 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import imported, memory
 from hvdtrain.core.errors import count
-from hvdtrain.core.protocols.shortage import Shortage, first_line
-from hvdtrain.core.terminal import say
-from hvdtrain.core.units import shown
+from hvdtrain.core.protocols.types import Shortage, first_line
+from hvdtrain.core.table import show
+from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.engine.balance import learnt
-from hvdtrain.engine.callbacks.balance import grid
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.settle import Own, Settling, reckoned
@@ -154,9 +153,8 @@ class MemoryFit(Callback):
         worst = max(range(len(owns_P)), key=lambda r: len(owns_P[r].fit.choice.names))
         rows = table(owns_P[worst])
         if rows and run.control.rank == 0 and run.config.progress != "off":
-            say(f"blocks of rank {worst}, for a micro-batch of {owns_P[worst].fit.micro_batch}")
-            for line in grid(COLUMNS, rows):
-                say(line)
+            show(f"blocks of rank {worst}, for a micro-batch of {owns_P[worst].fit.micro_batch}", COLUMNS, rows,
+                 launched=True)
         run.record("memory_fit", ranks=[own.to_dict() for own in owns_P])
 
 
@@ -188,7 +186,7 @@ def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
     fit, free = own.fit, own.free
     if not own.samples:
         return f"rank {rank} has no samples"
-    room = "unknown room" if free is None else f"{shown(free)} that it may take"
+    room = "unknown room" if free is None else f"{format_bytes(free)} that it may take"
     words = []
     if micro:
         words.append(f"{count(fit.parts, 'micro-batch', 'micro-batches')} of {fit.micro_batch}")
@@ -197,20 +195,20 @@ def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
         some = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
         words.append(f"recomputes {len(names)} of {len(own.costs)} blocks ({some}) for {1e3 * fit.choice.seconds:.3g} "
                      "ms a micro-batch" if names else "recomputes nothing")
-    then = f"{shown(fit.choice.peak)} in place of {shown(fit.need)}" if fit.choice.names else shown(fit.need)
+    then = (f"{format_bytes(fit.choice.peak)} in place of " if fit.choice.names else "") + format_bytes(fit.need)
     fits = "" if fit.choice.fits else ", which does not fit: nothing that is left to choose would"
-    tried = (f"; in a trial of {count(own.tried, 'sample')} that saved {shown(max(0, own.measured))}, predicted "
-             f"{shown(own.predicted)}") if own.tried else ""
+    tried = (f"; in a trial of {count(own.tried, 'sample')} that saved {format_bytes(max(0, own.measured))}, predicted "
+             f"{format_bytes(own.predicted)}") if own.tried else ""
     return f"rank {rank}: {', '.join(words)}; needs {then} of {room}{fits}{tried}"
 
 
 def table(own: Own) -> list[list[str]]:
     """Return rows under `COLUMNS`: bytes and milliseconds of each block for this rank's micro-batch."""
-    rows = [[cost.name, shown(max(0, cost.saved_bytes)), f"{1e3 * cost.forward_s:.3g} ms",
+    rows = [[cost.name, format_bytes(max(0, cost.saved_bytes)), format_ms(cost.forward_s),
              "yes" if cost.name in own.fit.choice.names else "no"] for cost in own.costs]
     chosen = [cost for cost in own.costs if cost.name in own.fit.choice.names]
     if chosen:
-        rows.append(["together", shown(own.fit.need - own.fit.choice.peak), f"{1e3 * own.fit.choice.seconds:.3g} ms",
+        rows.append(["together", format_bytes(own.fit.need - own.fit.choice.peak), format_ms(own.fit.choice.seconds),
                      f"{len(chosen)} of {len(own.costs)}"])
     return rows
 

@@ -16,6 +16,7 @@ from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.machine.nvml import Gpus
 from hvdtrain.config import Config
 from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.run import Run
 
 PACKAGES = {"hvdtrain": "hvdtrain", "numpy": "numpy", "torch": "torch", "tensorflow": "tensorflow", "keras": "keras",
@@ -79,7 +80,7 @@ def environment(run: Run, facts_P: list[dict[str, Any]]) -> dict[str, Any]:
     return {"versions": versions(), "python": platform.python_version(), "mpi": software.running(),
             "launcher": facts.launcher or facts.kind, "hosts": hosts,
             "devices": [f"{device.name} ({device.arch})" if device.kind == "cpu" else
-                        f"{device.name} ({device.kind} {device.arch}, {device.memory_bytes / 2**30:.0f} GiB)"
+                        f"{device.name} ({device.kind} {device.arch}, {format_bytes(device.memory_bytes)})"
                         for device in run.devices],
             "differs": differs(run.config), "resumed_from": step if run.config.resume and step else None,
             "attempt": int(attempt) if attempt.isdigit() else None}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from hvdtrain.core.protocols import BlockCost
-from hvdtrain.core.units import shown
+from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.survey import Scene
 from hvdtrain.planning.memory import knapsack
@@ -33,12 +33,12 @@ def rows(scene: Scene, costs: Sequence[BlockCost], n: int) -> list[list[str]]:
     found: list[list[str]] = []
     for names in [tuple(cost.name for cost in costs), *((cost.name,) for cost in costs)]:
         seconds = sum(cost.forward_s for cost in costs if cost.name in names)
-        row = ["all" if not found else names[0], _bytes(whole - knapsack.peak(costs, names, whole)), "-",
-               _ms(seconds), "-"]
+        row = ["all" if not found else names[0], format_bytes(whole - knapsack.peak(costs, names, whole)), "-",
+               format_ms(seconds), "-"]
         if time.monotonic() - begin < LONGEST_S:
             remat.choose(names)
-            row[2] = _bytes(whole - survey.pass_bytes(scene, n))
-            row[4] = _ms(_longer_s(scene, names, n))
+            row[2] = format_bytes(whole - survey.pass_bytes(scene, n))
+            row[4] = format_ms(_longer_s(scene, names, n))
         found.append(row)
     remat.choose(())
     return [*found[1:], found[0]]
@@ -57,11 +57,3 @@ def _longer_s(scene: Scene, names: Sequence[str], n: int) -> float:
             pair.append(time.perf_counter() - begin)
         seconds.append(pair[1] - pair[0])
     return statistics.median(seconds[1:])
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
-
-
-def _bytes(n: int) -> str:
-    return shown(n) if n >= 0 else f"-{shown(-n)}"

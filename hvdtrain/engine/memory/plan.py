@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hvdtrain.core.units import KINDS, Footprint, shown
+from hvdtrain.core.units import KINDS, Footprint, format_bytes
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.survey import Scene
 from hvdtrain.planning import shards
@@ -51,12 +51,12 @@ class Plan:
             return ""
         need, free = self.needs_P[rank].total, self.free_P[rank]
         assert free is not None
-        said = f"memory: rank {rank} will hold about {shown(need)} of the {shown(free)} that it may take"
+        said = f"memory: rank {rank} will hold about {format_bytes(need)} of the {format_bytes(free)} that it may take"
         if not self.options:
             return said
         best = self.options[0]
         then = best.needs_P[rank].total
-        return f"{said}; {best.name} would take {shown(then)} ({best.cost}): add {best.line}"
+        return f"{said}; {best.name} would take {format_bytes(then)} ({best.cost}): add {best.line}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it JSON-able."""
@@ -68,14 +68,14 @@ class Plan:
 
     def rows(self) -> list[list[str]]:
         """Return the table's cells: one row a rank."""
-        return [[str(r), *(shown(getattr(need, kind)) for kind in KINDS), shown(need.total),
-                 "unknown" if self.free_P[r] is None else shown(self.free_P[r] or 0),
+        return [[str(r), *(format_bytes(getattr(need, kind)) for kind in KINDS), format_bytes(need.total),
+                 "unknown" if self.free_P[r] is None else format_bytes(self.free_P[r] or 0),
                  "unknown" if self.free_P[r] is None else "yes" if self.fits(r) else "no"]
                 for r, need in enumerate(self.needs_P)]
 
     def option_rows(self) -> list[list[str]]:
         """Return the cells of what would help, best first."""
-        return [[o.name, shown(o.saved(self.needs_P)), "yes" if o.fits(self.free_P) else "no", o.cost, o.line]
+        return [[o.name, format_bytes(o.saved(self.needs_P)), "yes" if o.fits(self.free_P) else "no", o.cost, o.line]
                 for o in self.options]
 
 

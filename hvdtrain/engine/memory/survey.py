@@ -15,9 +15,8 @@ from hvdtrain.cluster import heap
 from hvdtrain.cluster.machine import imported, memory
 from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.protocols import Batch, BlockCost, Control
-from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.protocols.types import Bucket, Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run

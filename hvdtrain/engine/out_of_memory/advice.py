@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain import backends
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.shortage import ALONE, REPEAT, Shortage, among
-from hvdtrain.core.units import shown
+from hvdtrain.core.protocols.types import ALONE, REPEAT, Shortage, among
+from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory import plan as plans
 
@@ -99,7 +99,7 @@ def of_plan(run: Run, rank: int) -> str:
     recomputed = run.control.gather(_recomputed(run))[rank]
     if not any("remat" in line for _, line, _ in found):
         found.append((recomputed, "--remat auto", "activations of one sample"))
-    ways = [f"{line} saves about {shown(saved)} ({name})" for saved, line, name in sorted(found, reverse=True)
+    ways = [f"{line} saves about {format_bytes(saved)} ({name})" for saved, line, name in sorted(found, reverse=True)
             if saved > 0]
     return "add to the command what helps: " + "; ".join(ways[:MOST]) if ways else ""
 

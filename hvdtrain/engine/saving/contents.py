@@ -16,8 +16,8 @@ from hvdtrain.checkpoint.adapters import (
 from hvdtrain.checkpoint.manifest import encode_state
 from hvdtrain.config import run_length
 from hvdtrain.core import __version__
-from hvdtrain.core.cursor import Cursor
-from hvdtrain.core.protocols.state import Given, Stateful
+from hvdtrain.core.protocols.run import Given, Stateful
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.engine.average import WithAverage
 from hvdtrain.engine.run import Run
 

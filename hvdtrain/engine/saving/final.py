@@ -26,7 +26,7 @@ from hvdtrain.checkpoint.transfer import arriving
 from hvdtrain.checkpoint.weights import check_finite, check_shards
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Head, Shard
+from hvdtrain.core.protocols.run import Head, Shard
 from hvdtrain.engine.average import averaged
 from hvdtrain.engine.guards.finite import trained
 from hvdtrain.engine.run import Run

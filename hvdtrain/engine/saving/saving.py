@@ -27,8 +27,9 @@ from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.protocols import Channel
-from hvdtrain.core.protocols.state import Given, Head, Outcome, Saver, Shard, Spent
+from hvdtrain.core.protocols.run import Given, Head, Outcome, Saver, Shard, Spent
 from hvdtrain.core.terminal import say
+from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.guards.finite import trained
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.contents import given_by, held_by, meta_of
@@ -42,7 +43,7 @@ GRACE_S = 3.0
 
 
 class Saving:
-    """Implements `hvdtrain.core.protocols.state.RunSaver`; made when the run is saved first.
+    """Implements `hvdtrain.core.protocols.run.RunSaver`; made when the run is saved first.
 
     ``saver``: does what is left when the state is copied; a thread, unless it is given.
     """
@@ -232,8 +233,8 @@ class Saving:
         if not self._said:
             self._said = True
             self._run.note(f"rank {self._run.control.rank} on host {self._run.control.node}: host memory has no room "
-                           f"for a copy of the state ({lack.needed_bytes / 2**20:.0f} MiB and more, "
-                           f"{lack.room_bytes / 2**20:.0f} MiB can be had), so training waits while it is saved")
+                           f"for a copy of the state ({format_bytes(lack.needed_bytes)} and more, "
+                           f"{format_bytes(lack.room_bytes)} can be had), so training waits while it is saved")
 
     def settled(self) -> list[Outcome]:
         """Return what has been written or given up since the last call, oldest first.

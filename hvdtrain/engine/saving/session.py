@@ -23,11 +23,11 @@ from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config, Schedule, run_length, schema
 from hvdtrain.config.pipeline import cut_over_ranks
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Before
 from hvdtrain.core.protocols import Callback, Control
-from hvdtrain.core.protocols.state import Head, Want
+from hvdtrain.core.protocols.run import Head, Want
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute
 from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.machine import memory
-from hvdtrain.core.units import shown
+from hvdtrain.core.units import GIB, MIB, format_bytes
 from hvdtrain.parallel.data_parallel.attach import compression_of
 from hvdtrain.planning import shards
 from hvdtrain.planning.memory.facts import Way
@@ -20,7 +20,6 @@ from hvdtrain.planning.memory.forecast import forecast
 if TYPE_CHECKING:
     from hvdtrain.parallel.data_parallel import Setup
 
-GIB, MIB = float(1 << 30), float(1 << 20)
 MOST_NAMED = 8
 """Ranks whose numbers are written out."""
 
@@ -122,11 +121,12 @@ def least_stage(needs_PS: Sequence[Sequence[int]], free_P: Sequence[int | None])
     stage = fitting[0] if fitting else min((2, 1), key=lambda s: max(loads_S[s]))
     rank = max(range(len(free_P)), key=lambda r: (loads_S[0][r], needs_PS[r][0]))
     free = free_P[rank]
-    room = "whose room is unknown" if free is None else f"which has {shown(free)} free"
-    words = f"unsharded needs {shown(needs_PS[rank][0])} on rank {rank}, {room}"
+    room = "whose room is unknown" if free is None else f"which has {format_bytes(free)} free"
+    words = f"unsharded needs {format_bytes(needs_PS[rank][0])} on rank {rank}, {room}"
     if stage == 0:
         return 0, f"data_parallel.stage auto divides nothing: {words}"
     tight = max(range(len(free_P)), key=lambda r: loads_S[stage][r])
-    where = "" if tight == rank else f" on rank {tight}, which has {shown(free_P[tight] or 0)} free"
+    where = "" if tight == rank else f" on rank {tight}, which has {format_bytes(free_P[tight] or 0)} free"
     fits = "" if fitting else ": no stage fits, and this one comes nearest"
-    return stage, f"zero stage {stage}: {words}; stage {stage} needs {shown(needs_PS[tight][stage])}{where}{fits}"
+    return stage, (f"zero stage {stage}: {words}; stage {stage} needs {format_bytes(needs_PS[tight][stage])}{where}"
+                   f"{fits}")

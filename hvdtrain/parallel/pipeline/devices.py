@@ -13,8 +13,10 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
+from hvdtrain.core.table import as_text
 from hvdtrain.core.terminal import say
-from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs, shown
+from hvdtrain.core.units import MIB, format_bytes
+from hvdtrain.planning.pipeline.blocks import Block, Needs
 from hvdtrain.planning.pipeline.devices.cut import Cut, min_max_cut
 from hvdtrain.planning.pipeline.devices.schedule import bubble
 
@@ -142,9 +144,10 @@ def _check_together(joint: Measured) -> None:
     """Raise `UserError` where devices that share a memory would hold more than it has, however the model is cut."""
     held = joint.needs.of(joint.blocks)
     if joint.together_bytes and held.total > joint.together_bytes:
-        raise UserError(f"training needs {shown(held.total)} and the devices share {shown(joint.together_bytes)} "
-                        f"({held.words()})", "a model that fits the memory they share",
-                        "use a smaller model or micro_batch, or fewer ranks on each host")
+        raise UserError(f"training needs {format_bytes(held.total)} and the devices share "
+                        f"{format_bytes(joint.together_bytes)} ({held.words()})",
+                        "a model that fits the memory they share", "use a smaller model or micro_batch, or "
+                        "fewer ranks on each host")
 
 
 class Row(NamedTuple):
@@ -184,18 +187,11 @@ def rows(plan: Plan) -> list[Row]:
 
 def text(plan: Plan) -> str:
     """The table with a first and a last line in words."""
-    lines: list[tuple[str, ...]] = [HEAD]
+    lines: list[tuple[str, ...]] = []
     for row in rows(plan):
         capacity = f"{row.capacity_mib:.0f}" if row.capacity_mib else "?"
         lines.append((str(row.stage), row.device, row.blocks, f"{row.cost_share:.0%}",
                       *(f"{mib:.2f}" for mib in row[4:9]), capacity))
-    body = ["  " + line for line in columns(lines, ("device", "blocks"))]
     return "\n".join([f"model split over {len(plan.stages)} devices, a micro-batch in {plan.needs.micros} parts "
-                      "(memory predicted, MiB)", *body, f"  bubble: {plan.bubble():.1%} predicted"])
-
-
-def columns(lines: Sequence[Sequence[str]], left: Sequence[str]) -> list[str]:
-    """Cells under their heads, the first line, in columns as wide as they need; those of ``left`` begin alike."""
-    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
-    return ["  ".join(cell.ljust(w) if head in left else cell.rjust(w)
-                      for cell, head, w in zip(line, lines[0], widths)).rstrip() for line in lines]
+                      "(memory predicted, MiB)", as_text(HEAD, lines, "  "),
+                      f"  bubble: {plan.bubble():.1%} predicted"])

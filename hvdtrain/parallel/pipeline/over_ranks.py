@@ -14,7 +14,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.finite import Origin
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import Batch, Cargo, Control, Done, Evaluator, GradientSink, Pair, PipelineStage
-from hvdtrain.core.protocols.shortage import Lost, first_line
+from hvdtrain.core.protocols.types import Lost, first_line
 from hvdtrain.core.timeline import idle, span
 from hvdtrain.parallel.parts import Parts
 from hvdtrain.parallel.pipeline.accumulate import Accumulate

@@ -15,13 +15,15 @@ from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Control
+from hvdtrain.core.table import as_text
 from hvdtrain.core.terminal import say
+from hvdtrain.core.units import MIB, format_bytes
 from hvdtrain.parallel.pipeline import link
-from hvdtrain.parallel.pipeline.devices import columns, span
+from hvdtrain.parallel.pipeline.devices import span
 from hvdtrain.parallel.pipeline.link import Link
 from hvdtrain.planning.batch.sampler import cut
 from hvdtrain.planning.batch.sampler import micro_batches as bounds_of
-from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs, shown
+from hvdtrain.planning.pipeline.blocks import Block, Needs
 from hvdtrain.planning.pipeline.measured import Measured, evened, measured_samples
 from hvdtrain.planning.pipeline.predict import Step
 from hvdtrain.planning.pipeline.search import Choice, Task, fullness, search, spread
@@ -33,8 +35,6 @@ MORE_STAGES = 8
 
 HEAD = ("copy", "stage", "rank", "host", "device", "blocks", "ms", "parameters", "gradients", "optimizer",
         "activations", "MiB in all", "of MiB")
-
-LEFT = ("host", "device", "blocks")
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ def _too_large(task: Task, config: Config) -> UserError:
     place = max(range(task.depth), key=lambda i: full[i])
     kind, held = task.kinds[choice.places[place]], choice.holds(task, place)
     blocks = ", ".join(span(kind.blocks, chunk) for chunk in choice.chunks(task, place))
-    return UserError(f"stage {place} of {task.depth} ({blocks}) needs {shown(held.total)} and {kind.device} has "
-                     f"{shown(kind.capacity_bytes)} ({held.words()}), in the cut that spreads memory best",
+    return UserError(f"stage {place} of {task.depth} ({blocks}) needs {format_bytes(held.total)} and {kind.device} has "
+                     f"{format_bytes(kind.capacity_bytes)} ({held.words()}), in the cut that spreads memory best",
                      "a cut that fits the memory of the ranks", _remedy(task, config))
 
 
@@ -271,14 +271,14 @@ def record(layout: Planned) -> dict[str, Any]:
 
 def text(layout: Planned) -> str:
     """Return the table with a first line and the predictions in words."""
-    lines: list[tuple[str, ...]] = [HEAD]
+    lines: list[tuple[str, ...]] = []
     for row in rows(layout):
         sizes = [row[f"{kind}_bytes"] / MIB for kind in ("parameters", "gradients", "optimizer", "activations")]
         capacity = f"{row['capacity_bytes'] / MIB:.0f}" if row["capacity_bytes"] else "?"
         lines.append((str(row["copy"]), str(row["stage"]), str(row["rank"]), row["host"], row["device"], row["blocks"],
                       f"{1e3 * row['busy_s']:.2f}", *(f"{mib:.2f}" for mib in (*sizes, sum(sizes))), capacity))
     return "\n".join([f"model cut over ranks, {layout.plans[0].task.order} (predicted; ms of a step, memory in MiB)",
-                      *("  " + line for line in columns(lines, LEFT)), *("  " + line for line in foretold(layout))])
+                      as_text(HEAD, lines, "  "), *("  " + line for line in foretold(layout))])
 
 
 def foretold(layout: Planned) -> list[str]:
@@ -297,11 +297,10 @@ def foretold(layout: Planned) -> list[str]:
 
 def measured_text(layout: Planned, busy_s: Sequence[float], step_s: float, idle_share: float) -> str:
     """Return the stages' planned and measured times of a step side by side; ``busy_s``: measured, by rank."""
-    lines: list[tuple[str, ...]] = [("copy", "stage", "rank", "host", "device", "blocks", "ms planned", "ms measured")]
-    for row in rows(layout):
-        lines.append((*(str(row[name]) for name in ("copy", "stage", "rank", "host", "device", "blocks")),
-                      f"{1e3 * row['busy_s']:.2f}", f"{1e3 * busy_s[row['rank']]:.2f}"))
+    lines = [(*(str(row[name]) for name in HEAD[:6]), f"{1e3 * row['busy_s']:.2f}",
+              f"{1e3 * busy_s[row['rank']]:.2f}") for row in rows(layout)]
     return "\n".join([
-        "model cut over ranks, planned and measured (of a step)", *("  " + line for line in columns(lines, LEFT)),
+        "model cut over ranks, planned and measured (of a step)",
+        as_text((*HEAD[:6], "ms planned", "ms measured"), lines, "  "),
         f"  forwards and backwards: {1e3 * layout.step_s:.2f} ms planned, {1e3 * step_s:.2f} ms measured",
         f"  idle: {layout.idle_share:.1%} planned, {idle_share:.1%} measured"])

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from hvdtrain.cluster import heap
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.shortage import first_line
+from hvdtrain.core.protocols.types import first_line
 
 T = TypeVar("T")
 

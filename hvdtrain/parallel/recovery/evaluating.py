@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.protocols import Batch, Evaluator
-from hvdtrain.core.protocols.shortage import Shortage, first_line
+from hvdtrain.core.protocols.types import Shortage, first_line
 from hvdtrain.parallel.recovery.recovery import Recovery, parts, stopped
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
-from hvdtrain.core.protocols.shortage import Ceiling, Shortage, first_line
-from hvdtrain.core.protocols.types import StepBatch
+from hvdtrain.core.protocols.types import Ceiling, Shortage, StepBatch, first_line
 from hvdtrain.parallel.recovery.attempt import T, attempt
 from hvdtrain.parallel.recovery.guard import Guard
 from hvdtrain.planning.batch.sampler import micro_batches

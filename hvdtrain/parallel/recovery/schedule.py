@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Done, GradientSink, Schedule, Stage
-from hvdtrain.core.protocols.shortage import Lost, first_line
+from hvdtrain.core.protocols.types import Lost, first_line
 from hvdtrain.parallel.recovery.recovery import Recovery, largest, no_repeat, stopped
 
 if TYPE_CHECKING:

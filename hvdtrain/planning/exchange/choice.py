@@ -26,7 +26,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.core.table import as_text
+from hvdtrain.core.units import MIB, format_ms
 from hvdtrain.planning.exchange.link import Link, Traffic, wire_seconds
+
+HEADERS = ("", "choice", "numerics", "MiB sent", "codec ms", "wire ms", "step ms", "over")
 
 TIE = 0.02
 """Predicted steps this near to the shortest count as equal; of those the gentlest compressor is taken."""
@@ -132,8 +136,8 @@ def decide(rows: Sequence[Row], margin: float) -> Choice:
     best = next(row for row in others if row.step_s <= shortest_s * (1 + TIE))
     saved = 1.0 - best.step_s / none.step_s if none.step_s > 0 else 0.0
     over = f" over {best.wire}" if best.wire else ""
-    against = (f"{best.name}{over} is predicted to take {_ms(best.step_s)} a step against {_ms(none.step_s)} "
-               "uncompressed")
+    against = (f"{best.name}{over} is predicted to take {format_ms(best.step_s)} a step against "
+               f"{format_ms(none.step_s)} uncompressed")
     if saved > margin:
         return Choice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from here on; "
                       f"gradients are no longer exact ({best.numerics})", best.wire)
@@ -144,8 +148,8 @@ def decide(rows: Sequence[Row], margin: float) -> Choice:
 
 def verdict(choice: Choice, base: Baseline, measured_s: float) -> tuple[bool, str]:
     """(whether to keep ``choice``, why), from the measured step with it: it must be shorter than without."""
-    numbers = (f"{_ms(measured_s)} a step, predicted were {_ms(choice.step_s)}, "
-               f"without compression {_ms(base.step_s)}")
+    numbers = (f"{format_ms(measured_s)} a step, predicted were {format_ms(choice.step_s)}, "
+               f"without compression {format_ms(base.step_s)}")
     if measured_s >= base.step_s:
         return False, f"none from here on: {choice.name} took {numbers}; the prediction was wrong"
     late = measured_s / choice.step_s - 1.0 if choice.step_s > 0 else 0.0
@@ -153,16 +157,14 @@ def verdict(choice: Choice, base: Baseline, measured_s: float) -> tuple[bool, st
     return True, f"{choice.name} stays: it took {numbers}{remark}"
 
 
-def table(rows: Sequence[Row], refused: Mapping[str, str], chosen: str, size: int, wire: str = "") -> list[str]:
-    """Lines for people: what a rank of ``size`` sends and how long it takes; the chosen row is marked."""
-    lines = [f"compression auto: a step on each of {size} ranks, predicted", f"  {'choice':<9} {'numerics':<24} "
-             f"{'MB sent':>9} {'codec ms':>9} {'wire ms':>9} {'step ms':>9}"]
-    for row in rows:
-        mark = ">" if (row.name, row.wire) == (chosen, wire) else " "
-        lines.append(f"{mark} {row.name:<9} {row.numerics:<24} {row.wire_bytes / 1e6:>9.3f} "
-                     f"{1e3 * row.codec_s:>9.2f} {1e3 * row.wire_s:>9.2f} {1e3 * row.step_s:>9.2f}"
-                     + (f"  over {row.wire}" if row.wire else ""))
-    return lines + [f"  {name:<9} not considered: {why}" for name, why in refused.items()]
+def table(rows: Sequence[Row], refused: Mapping[str, str], chosen: str, size: int, wire: str = "") -> str:
+    """Return the table of what a rank of ``size`` sends and how long it takes; the chosen row is marked."""
+    cells = [[">" if (row.name, row.wire) == (chosen, wire) else "", row.name, row.numerics,
+              f"{row.wire_bytes / MIB:.3f}", *(f"{1e3 * s:.2f}" for s in (row.codec_s, row.wire_s, row.step_s)),
+              row.wire]
+             for row in rows]
+    return "\n".join([f"compression auto: a step on each of {size} ranks, predicted", as_text(HEADERS, cells),
+                      *(f"   {name} not considered: {why}" for name, why in refused.items())])
 
 
 def pick_bucket(totals_s: Mapping[float, float], tails_s: Mapping[float, float],
@@ -176,9 +178,5 @@ def pick_bucket(totals_s: Mapping[float, float], tails_s: Mapping[float, float],
     costs_s = {mb: total_s + (tails_s[mb] if overlaps else 0.0) for mb, total_s in totals_s.items()}
     least_s = min(costs_s.values())
     best = max(mb for mb, cost_s in costs_s.items() if cost_s <= least_s * (1 + BUCKET_TIE))
-    numbers = ", ".join(f"{mb:g} MiB {_ms(costs_s[mb])}" for mb in sorted(costs_s))
+    numbers = ", ".join(f"{mb:g} MiB {format_ms(costs_s[mb])}" for mb in sorted(costs_s))
     return best, numbers + (" (with the last bucket once more, which nothing hides)" if overlaps else "")
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"

@@ -18,7 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.core.table import as_text
+from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.planning.exchange.link import Link
+
+HEADERS = ("", "wire", "MB/s", "wire ms", "cpu ms", "cost ms", "idle cpu")
 
 TIE = 0.05
 """Costs this near to the least count as equal; of those the wire that takes the least processor time is taken."""
@@ -152,7 +156,7 @@ def decide(rows: Sequence[Row]) -> WireChoice:
     if not others:
         return WireChoice(best.name, f"{best.name}: there is no other")
     second = others[0]
-    than = f"{_ms(best.cost_s)} a step at most, {second.name} {_ms(second.cost_s)}"
+    than = f"{format_ms(best.cost_s)} a step at most, {second.name} {format_ms(second.cost_s)}"
     if best.cost_s > second.cost_s or best.cost_s > (1 - TIE) * second.cost_s and best.busy_s < second.busy_s:
         reason = f"{than}: within {TIE:.0%}, and it takes less processor time"
     else:
@@ -177,7 +181,7 @@ def doubt(rows: Sequence[Row], choice: WireChoice, step_s: float, wait_s: float,
     others = sorted((row for row in rows if row.name != choice.name), key=lambda row: row.cost_s)
     if own is None or not others or wait_s <= SEEN * step_s:
         return None
-    wait = f"steps of {_ms(step_s)} wait {_ms(wait_s)}"
+    wait = f"steps of {format_ms(step_s)} wait {format_ms(wait_s)}"
     if wait_s > own.cost_s * (1 + OFF) and wait_s - own.cost_s > SEEN * step_s and others[0].cost_s < wait_s:
         return others[0].name, f"{wait}, longer than was reckoned"
     near = [row.name for row in others if row.name in easy and row.cost_s <= own.cost_s * (1 + NEAR)]
@@ -186,7 +190,7 @@ def doubt(rows: Sequence[Row], choice: WireChoice, step_s: float, wait_s: float,
 
 def better(choice: str, step_s: float, tried: str, tried_s: float) -> tuple[str, str]:
     """(the wire with the shorter measured step, why). Pure."""
-    numbers = f"{choice} took {_ms(step_s)} a step, {tried} {_ms(tried_s)}"
+    numbers = f"{choice} took {format_ms(step_s)} a step, {tried} {format_ms(tried_s)}"
     return (tried, f"{tried} from here on: {numbers}") if tried_s < step_s else (choice, f"{choice} stays: {numbers}")
 
 
@@ -204,16 +208,10 @@ def changed(settled: tuple[float, float], windows: Sequence[tuple[float, float]]
             or all(w < wait_s / CHANGED and wait_s - w > seen_s for w in last))
 
 
-def table(rows: Sequence[Row], left_out: Mapping[str, str], chosen: str, nbytes: float) -> list[str]:
-    """Lines for people; the chosen row is marked. Pure."""
-    lines = [f"collectives auto: {nbytes / 1e6:.3f} MB of gradients a step, reckoned",
-             f"  {'wire':<8} {'MB/s':>9} {'wire ms':>9} {'cpu ms':>9} {'cost ms':>9} {'idle cpu':>9}"]
-    for row in rows:
-        mark = ">" if row.name == chosen else " "
-        lines.append(f"{mark} {row.name:<8} {row.rate_Bps / 1e6:>9.1f} {1e3 * row.wire_s:>9.2f} "
-                     f"{1e3 * row.busy_s:>9.2f} {1e3 * row.cost_s:>9.2f} {row.idle_cores:>9.0%}")
-    return lines + [f"  {name:<8} not considered: {why}" for name, why in left_out.items()]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
+def table(rows: Sequence[Row], left_out: Mapping[str, str], chosen: str, nbytes: float) -> str:
+    """Return the table of predictions; the chosen row is marked. Pure."""
+    cells = [[">" if row.name == chosen else "", row.name, f"{row.rate_Bps / 1e6:.1f}",
+              *(f"{1e3 * seconds:.2f}" for seconds in (row.wire_s, row.busy_s, row.cost_s)), f"{row.idle_cores:.0%}"]
+             for row in rows]
+    return "\n".join([f"collectives auto: {format_bytes(nbytes)} of gradients a step, predicted",
+                      as_text(HEADERS, cells), *(f"   {name} not considered: {why}" for name, why in left_out.items())])

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.core.protocols.model_state import BlockCost
+from hvdtrain.core.protocols.model import BlockCost
 
 MOST_SETS = 1024
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.core.units import Footprint, shown
+from hvdtrain.core.units import Footprint, format_bytes
 from hvdtrain.planning.memory import knapsack
 from hvdtrain.planning.memory.facts import Facts
 from hvdtrain.planning.memory.forecast import MARGIN, forecast
@@ -103,7 +103,7 @@ def _zero(facts: Facts, config: Config, buckets: Sequence[Bucket], parts_P: Sequ
     split_keras = config.model_parallel > 1 and facts.model.framework == "tensorflow"
     if split_keras or config.compression == "auto" or facts.way.wire == "null":  # which ZeRO refuses
         return
-    gathered = shown(sum(b.nbytes for b in buckets))
+    gathered = format_bytes(sum(b.nbytes for b in buckets))
     for stage in range(facts.way.stage + 1, 3):
         if stage == 2 and facts.rank.micros > 1:
             continue  # gradients stay whole while they are accumulated

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-MIB = 1 << 20
-GIB = 1 << 30
+from hvdtrain.core.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class Holds:
 
     def words(self) -> str:
         """For an error or a table."""
-        return (f"parameters {shown(self.parameters)}, gradients {shown(self.gradients)}, optimizer "
-                f"{shown(self.slots)}, activations {shown(self.activations)}")
+        return (f"parameters {format_bytes(self.parameters)}, gradients {format_bytes(self.gradients)}, optimizer "
+                f"{format_bytes(self.slots)}, activations {format_bytes(self.activations)}")
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,3 @@ class Needs:
         parameters = sum(b.param_bytes for b in blocks)
         return Holds(parameters, parameters * self.gradients, parameters * self.slots,
                      sum(b.activation_bytes for b in blocks) * self.micros)
-
-
-def shown(n_bytes: float) -> str:
-    """Bytes in MiB, or GiB from a thousand MiB on."""
-    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= 1000 * MIB else f"{n_bytes / MIB:.2f} MiB"

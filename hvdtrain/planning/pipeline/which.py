@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvdtrain.core.units import format_bytes, format_ms
+
 PIPELINE, DATA_PARALLEL, EITHER = "pipeline", "data parallel", "either"
 
 
@@ -79,16 +81,12 @@ def sentence(work: Work) -> str:
     least_s, most_s = data_parallel_s(work)
     take = {PIPELINE: "take the pipeline", DATA_PARALLEL: "take data parallelism",
             EITHER: "either: measure both"}[which(work)]
-    return (f"{take}: about {_ms(pipeline_s(work))} a step cut over {work.ranks} hosts, {_ms(least_s)} to "
-            f"{_ms(most_s)} with whole copies; at {work.link_bytes_s / 1e6:.0f} MB/s each host sends "
-            f"{work.sums_bytes / 1e6:.1f} MB of gradients a step, or {work.cut_bytes / 1e6:.1f} MB cross each cut, "
+    return (f"{take}: about {format_ms(pipeline_s(work))} a step cut over {work.ranks} hosts, {format_ms(least_s)} to "
+            f"{format_ms(most_s)} with whole copies; at {work.link_bytes_s / 1e6:.0f} MB/s each host sends "
+            f"{format_bytes(work.sums_bytes)} of gradients a step, or {format_bytes(work.cut_bytes)} cross each cut, "
             f"and the pipeline stands idle for {100 * idle_share(work):.0f} %")
 
 
 def idle_share(work: Work) -> float:
     """Part of the ranks' time in which a pipeline's stages do not compute."""
     return 1 - work.compute_s / (work.ranks * pipeline_s(work))
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f} ms"

@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import grouped_torch  # noqa: E402
 
-from hvdtrain.backends.torch.groups import given_by  # noqa: E402
+from hvdtrain.backends.torch.optim import given_by  # noqa: E402
 from hvdtrain.config import Checkpoint, Config, DataParallel, Exchange, Named, Pipeline, Schedule  # noqa: E402
-from hvdtrain.commands.convert import places, worker  # noqa: E402
+from hvdtrain.commands.convert import worker  # noqa: E402
+from hvdtrain.commands.convert import request as places  # noqa: E402
 from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.model_spec import Spec, spec_of  # noqa: E402
@@ -287,7 +288,7 @@ def test_zero_refuses_an_optimizer_of_the_file_that_it_does_not_know(tmp_path, m
 
 def test_models_of_other_kinds_refuse_both(monkeypatch):
     spec = replace(spec_of(make_model("numpy")), parameter_groups=lambda model: [])
-    from hvdtrain.backends.numpy.create import make_parts
+    from hvdtrain.backends.numpy import make_parts
 
     with pytest.raises(UserError, match="parameter_groups in the file of a model of the numpy backend"):
         make_parts(spec, config(), None, None, 1)

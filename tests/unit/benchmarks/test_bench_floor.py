@@ -62,7 +62,7 @@ def test_the_least_marks_and_the_median_rate_of_hvdtrains_contenders():
         "hvdtrain": pytest.approx(441 / 424), "hvdtrain-mpi": pytest.approx(431 / 424),
         "hvdtrain+fp16": pytest.approx(241 / 224)}
     text = "\n".join(floor.lines(least, times, contenders(*names)))
-    for words in ("compute 51.00 ms (plain-each)", "first bucket ready 20.00 ms", "bytes 40.00 MB", "update 4.00 ms",
+    for words in ("compute 51.00 ms (plain-each)", "first bucket ready 20.00 ms", "bytes 38.1 MiB", "update 4.00 ms",
                   "0.8000 Gbit/s in each direction (a and b", "floor, uncompressed: 424.00 ms", "floor, fp16: 224.00",
                   "hvdtrain-mpi: 431.00 ms, 1.017 of the floor, uncompressed", "hvdtrain+fp16: 241.00 ms, 1.076"):
         assert words in text, text

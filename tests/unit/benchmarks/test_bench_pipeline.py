@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import peers, pipeline, race, stages, throttle, worker
 from benchmarks.peers import Prepared, contender, pipelining
-from hvdtrain.commands.bench.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.pipeline import which
@@ -183,8 +183,8 @@ def test_the_sentence_takes_what_is_faster(work, take):
 
 def test_the_sentence_says_the_bytes_and_the_idle_share():
     assert which.sentence(MLP).endswith(
-        "about 185 ms a step cut over 2 hosts, 304 ms to 404 ms with whole copies; at 125 MB/s each host sends 38.0 MB "
-        "of gradients a step, or 16.0 MB cross each cut, and the pipeline stands idle for 46 %")
+        "about 184.5 ms a step cut over 2 hosts, 304 ms to 404 ms with whole copies; at 125 MB/s each host sends "
+        "36.2 MiB of gradients a step, or 15.3 MiB cross each cut, and the pipeline stands idle for 46 %")
 
 
 def test_without_a_link_to_wait_for_the_idle_share_is_that_of_the_order():

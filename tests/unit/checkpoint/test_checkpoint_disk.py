@@ -6,6 +6,7 @@ from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo, we
 from hvdtrain.checkpoint import inspect
 from hvdtrain.checkpoint import savers as disk
 from hvdtrain.config import Checkpoint, Named
+from hvdtrain.core.units import format_bytes
 
 DATA = samples(40)
 
@@ -21,10 +22,10 @@ def test_when_a_run_is_saved_in_words(keys, words):
 def test_room_is_for_one_more_than_are_kept():
     settings = Checkpoint(keep=2, every_steps=9)
     assert disk.line(settings, 10 * 2**20, 2**31) == (
-        "checkpoints: every 9 steps, at the end; about 10.0 MiB each, the newest 2 kept, so at most 30.0 MiB; 2.0 GiB "
+        "checkpoints: every 9 steps, at the end; about 10.0 MiB each, the newest 2 kept, so at most 30.0 MiB; 2.00 GiB "
         "free")
     assert disk.warning(settings, 100, 300) == disk.warning(settings, 100, None) == ""
-    assert disk.warning(settings, 100, 299).startswith("checkpoints may not fit: 300 bytes for 2 and one more")
+    assert disk.warning(settings, 100, 299).startswith("checkpoints may not fit: 300 B for 2 and one more")
 
 
 @pytest.mark.parametrize("framework, optimizer", [("numpy", "SGD"), *((f, "Adam") for f in FRAMEWORKS),
@@ -39,7 +40,7 @@ def test_the_size_that_is_foretold_is_the_size_that_is_written(tmp_path, capsys,
     fitted(run)
     written = sum(entry.size_bytes for entry in inspect(tmp_path / "checkpoints/step-00000002").files.values())
     assert foretold <= written < foretold + 6000  # names and shapes
-    assert f"about {disk.sized(foretold)} each, the newest 3 kept" in capsys.readouterr().out
+    assert f"about {format_bytes(foretold)} each, the newest 3 kept" in capsys.readouterr().out
 
 
 def test_a_disk_without_room_is_a_note(tmp_path, monkeypatch):

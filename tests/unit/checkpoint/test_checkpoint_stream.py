@@ -11,7 +11,7 @@ from hvdtrain.checkpoint.stream import (
     StreamedContent, head, in_order, local_pieces, messages, n_bytes, packed, unpacked)
 from hvdtrain.checkpoint.tensors import layout
 from hvdtrain.checkpoint.transfer import whole_shards
-from hvdtrain.core.protocols.state import Shard
+from hvdtrain.core.protocols.run import Shard
 
 DTYPES = ["float32", "float64", "float16", "int64", "uint16", "uint8", "bool"]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.transfer import arriving, fetch, own_group, whole_shard
 from hvdtrain.comm.collectives.lockstep import LockstepControl, LockstepWorld
 from hvdtrain.config import Checkpoint, DataParallel
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Head, Want
+from hvdtrain.core.protocols.run import Head, Want
 from hvdtrain.engine.saving import session
 
 

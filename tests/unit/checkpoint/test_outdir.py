@@ -17,8 +17,8 @@ from hvdtrain.cluster.control import SoloControl, agreed
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, Data, Named
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import RunSetup, RunState, Services
 

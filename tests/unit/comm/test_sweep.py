@@ -12,8 +12,9 @@ from hvdtrain.comm.collectives.lockstep import LockstepWorld, ring_bytes
 from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.measure import sweep
 from hvdtrain.config import Config, Exchange
-from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.units import MIB
 
 KINDS = ["allgather", "allreduce float32", "alltoall"]
 PARAMS = [ParamSpec("w", (64, 96), "float32"), ParamSpec("b", (96,), "float32"), ParamSpec("v", (96, 32), "float32")]

@@ -9,8 +9,8 @@ import pytest
 
 from hvdtrain.cluster.machine import software as detect
 from hvdtrain.cluster.machine.software import Cuda, Facts, Framework, Mpi
-from hvdtrain.commands.build_horovod import patches
 from hvdtrain.commands.build_horovod import cli as build
+from hvdtrain.commands.build_horovod import plan as patches
 from hvdtrain.commands.build_horovod.plan import plan
 from hvdtrain.core.errors import UserError
 
@@ -122,7 +122,7 @@ def _source(tmp_path: Path) -> Path:
 
 
 def test_the_edits_apply(tmp_path: Path) -> None:
-    patches.apply(_source(tmp_path))
+    patches.apply_edits(_source(tmp_path))
     whole = (tmp_path / "CMakeLists.txt").read_text()
     assert "CMAKE_CXX_STANDARD 17" in whole and "HVDTRAIN_RPATH" in whole
     assert "xla" not in (tmp_path / "horovod/tensorflow/CMakeLists.txt").read_text()
@@ -136,7 +136,7 @@ def test_an_edit_that_does_not_apply_once_is_named_and_nothing_is_written(
     (source / last.path).write_text(text.format(last.old))
     before = (source / "CMakeLists.txt").read_text()
     with pytest.raises(UserError, match=rf"{last.path} with {times} occurrences of .*xla_mpi_ops"):
-        patches.apply(source)
+        patches.apply_edits(source)
     assert (source / "CMakeLists.txt").read_text() == before
 
 

@@ -184,11 +184,6 @@ def test_a_directory_without_checkpoints_is_a_mistake(tmp_path):
             checkpoints.main([str(path)])
 
 
-def test_sizes_in_words():
-    assert [checkpoints.sized(n) for n in (-1, 0, 999, 1000, 2**20, 3 * 2**29, 2**40 * 200)] == [
-        "", "0 B", "999 B", "1.0 KiB", "1.0 MiB", "1.5 GiB", "200 TiB"]
-
-
 def test_bfloat16_is_written_as_such(tmp_path):
     bits = np.array([0x3F80, 0xC000], np.uint16)  # 1 and -2
     weights.write(Snapshot({"model": {"w#bfloat16": bits}}, {"framework": "torch"}), tmp_path / "a.safetensors")

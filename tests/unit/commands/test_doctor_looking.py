@@ -14,10 +14,13 @@ from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.launchers.prepare import Here
 from hvdtrain.cluster.launchers.spec import Host, Tool
 from hvdtrain.cluster.machine.software import Framework
-from hvdtrain.commands.doctor import container, facts, gather, peers, probes, start, table
+from hvdtrain.commands.doctor import facts, gather, peers, probes
 from hvdtrain.commands.doctor import cli as doctor
+from hvdtrain.commands.doctor import cli as table
+from hvdtrain.commands.doctor import facts as container
+from hvdtrain.commands.doctor import gather as start
 from hvdtrain.commands.doctor.checks import diagnose
-from hvdtrain.commands.doctor.problem import SLOWS, STOPS, Problem
+from hvdtrain.commands.doctor.facts import SLOWS, STOPS, Problem
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts
 
@@ -65,7 +68,7 @@ def test_what_cannot_be_had_is_unknown_and_says_why(monkeypatch):
         raise PermissionError("not for you\nmore")
 
     for module, name in ((probes, "run_all"), (facts, "interfaces"), (facts, "find_mpirun"), (facts, "boot_id"),
-                         (facts.socket, "getaddrinfo"), (facts.shutil, "disk_usage"), (facts, "memory_bytes")):
+                         (facts.socket, "getaddrinfo"), (facts.shutil, "disk_usage"), (facts, "left_alive_bytes")):
         monkeypatch.setattr(module, name, no)
     found = facts.collect({})
     assert {"interfaces", "mpirun", "mpi_moves", "boot", "addresses", "shm_bytes", "shm_total", "memory_bytes"} == {
@@ -122,7 +125,7 @@ def test_a_container_is_known_by_its_marks(tmp_path, env, files, kind):
     for name, text in {**files, "proc/self/uid_map": "0 1000 1"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = container.container(env, str(tmp_path))
+    found = container.find_container(env, str(tmp_path))
     assert (found and found["kind"]) == kind and (found is None or found["namespaced"])
 
 
@@ -164,15 +167,6 @@ def test_an_mpirun_that_does_not_answer_is_there_and_of_no_use(monkeypatch):
     (problem,) = diagnose(hosts)
     assert problem.severity == STOPS and "/x/mpirun --version did not answer within 20 s" in problem.got
     assert dict(table.rows(hosts))["mpirun"] == "/x/mpirun, did not answer within 20 s"
-
-
-def test_memory_is_what_the_control_group_leaves(tmp_path):
-    free = facts.memory_bytes(str(tmp_path))
-    (tmp_path / "memory.max").write_text("1000")
-    (tmp_path / "memory.current").write_text("400")
-    assert facts.memory_bytes(str(tmp_path)) == 600 < free
-    (tmp_path / "memory.max").write_text("max")
-    assert facts.memory_bytes(str(tmp_path)) > 600
 
 
 @pytest.mark.parametrize("ahead_s", [-3.0, 0.0, 0.004])
@@ -251,7 +245,7 @@ def test_what_hosts_share_is_told_once():
     assert rows["python"].splitlines() == ["a: 3.11.7, /env/bin/python", "b: 3.10.2, /env/bin/python"]
     assert "give or take 0.50 ms" in rows["clock"]
     alike = dict(table.rows([host(), host(boot="2", memory_bytes=1 << 30)]))
-    assert alike["memory"] == "a: 16.0 GiB\na: 1.0 GiB", "also of hosts with one name"
+    assert alike["memory"] == "a: 16.0 GiB\na: 1.00 GiB", "also of hosts with one name"
 
 
 @pytest.mark.parametrize("name", CASES)

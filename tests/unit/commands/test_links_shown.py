@@ -12,7 +12,9 @@ from hvdtrain.cluster.pair_links import SINGLY, PairLink, Way, rounds
 from hvdtrain.comm.measure import link_rows as shown
 from hvdtrain.commands.bench import wire
 from hvdtrain.commands.bench.session import Session
-from hvdtrain.commands.doctor import checks, gather, link_checks, table
+from hvdtrain.commands.doctor import checks, gather
+from hvdtrain.commands.doctor import cli as table
+from hvdtrain.commands.doctor import network_checks as link_checks
 from hvdtrain.core.errors import WaitTimeout
 
 NAMES = ["a", "b", "c", "d"]

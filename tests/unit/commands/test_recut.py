@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.cluster.launchers.spec import Host
-from hvdtrain.commands.launch.job import Job
-from hvdtrain.commands.launch.recut import recut
+from hvdtrain.commands.launch.job import SupervisedJob, recut
 from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, Pipeline
 
@@ -46,7 +45,7 @@ def test_given_depths_keep_the_ranks_that_are_left_of_each_copy() -> None:
 def test_the_options_of_an_attempt_are_ones_that_train_takes(tmp_path: Path) -> None:
     config = Config(pipeline=Pipeline(3, cut=["b", "c"]), shares=[3, 1])
     words = ("train", "--pipeline", "3", "--pipeline.cut", "[b, c]", "--shares", "[3, 1]")
-    job = Job(words, tmp_path, config, (A, B, C))
+    job = SupervisedJob(words, tmp_path, config, (A, B, C))
     for hosts, want in (((A, B, C), Pipeline(3, cut=["b", "c"])), ((A,), Pipeline(2)),
                         ((A, B, Host("c", 1)), Pipeline(1, depths=[3, 2])), ((C, Host("d", 1)), Pipeline(
                             3, cut=["b", "c"]))):

@@ -24,7 +24,7 @@ CASES = [
      "hvdtrain.parallel.data_parallel.replicate:Replicate"),
     ("from hvdtrain.records.numbers import numbers as m", "hvdtrain.core.records.numbers:numbers"),
     ("from hvdtrain.protocols import Tracker as m", "hvdtrain.core.protocols:Tracker"),
-    ("from hvdtrain.protocols.state import Head as m", "hvdtrain.core.protocols.state:Head"),
+    ("from hvdtrain.protocols.state import Head as m", "hvdtrain.core.protocols.run:Head"),
     ("from hvdtrain.errors import UserError as m", "hvdtrain.core.errors:UserError"),
     ("from hvdtrain.exchange.compressors.base import Uncompressed as m", "hvdtrain.comm.compressors.base:Uncompressed"),
     ("from hvdtrain.cluster.launcher import launch_facts as m", "hvdtrain.core.launcher:launch_facts"),

@@ -9,8 +9,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.data.weighting import PlaceholderSample

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.views import Copies
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed, Shelf, prefetched
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.data.stream import fingerprint, rebatch

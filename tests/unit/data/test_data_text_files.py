@@ -11,8 +11,8 @@ import threading
 import numpy as np
 import pytest
 
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data import tokenizer as tokenizers_of_files
 from hvdtrain.data import tokenizer as tokens
 from hvdtrain.data.feed import Feed

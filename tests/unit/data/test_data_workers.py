@@ -152,7 +152,7 @@ def test_workers_give_what_the_rank_would_read_itself(one):
         return [np.concatenate([m[1] for m in batch.micros]) for batch in feed.epoch(next_to())]
 
     def next_to():
-        from hvdtrain.core.cursor import Cursor
+        from hvdtrain.core.protocols.types import Cursor
 
         return Cursor()
 
@@ -162,7 +162,7 @@ def test_workers_give_what_the_rank_would_read_itself(one):
 
 def test_a_walk_that_stops_leaves_nothing_behind(one):
     data, _ = one
-    from hvdtrain.core.cursor import Cursor
+    from hvdtrain.core.protocols.types import Cursor
 
     feed = Feed(data, 4, seed=1)
     walk = feed.epoch(Cursor())

@@ -82,7 +82,7 @@ def test_it_takes_the_best_and_keeps_it(script, capsys):
     s.same(100, 1)
     assert s.used == ["powersgd"] and not s.auto.settled
     out = capsys.readouterr().out
-    assert "> powersgd" in out and "not considered: not here" in out and "  42.00" in out
+    assert ">  powersgd" in out and "not considered: not here" in out and "  42.00" in out
     s.steps(900, 900, *[45] * WINDOW_STEPS)
     assert s.auto.settled and s.auto.choice == "powersgd" and s.used == ["powersgd"]
     assert s.run.notes == [
@@ -122,7 +122,7 @@ def test_where_the_wire_hides_it_takes_none(script, capsys):
     s = script()
     s.steps(*[100] * STEPS, wait_ms=1.0)
     assert s.auto.settled and s.auto.choice == "none" and not s.used
-    assert "compression auto: none: " in s.run.notes[0] and "> none" in capsys.readouterr().out
+    assert "compression auto: none: " in s.run.notes[0] and ">  none" in capsys.readouterr().out
 
 
 def test_a_margin_of_the_configuration(script):

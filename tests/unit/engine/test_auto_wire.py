@@ -85,7 +85,7 @@ def test_it_takes_the_best_gives_the_other_back_and_keeps_it(script, capsys):
     s = script()
     assert s.sweeps == 1 and s.auto.choice == "mpi" and not s.run.wires.used and "horovod" in s.run.wires.returned
     out = capsys.readouterr().out
-    assert "> mpi" in out and "not considered: it would be mpi" in out and "48.00" in out
+    assert ">  mpi" in out and "not considered: it would be mpi" in out and "48.00" in out
     s.steps(STEPS, 100, 45)
     assert s.auto.settled and s.run.notes == [
         "collectives auto: mpi, plain MPI from rank to rank (flat): 40 ms a step at most, horovod 48 ms",

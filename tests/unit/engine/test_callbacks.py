@@ -14,10 +14,10 @@ import hvdtrain.engine.callbacks
 from hvdtrain.checkpoint.adapters import state_key_of
 from hvdtrain.config import Checkpoint as CheckpointSettings
 from hvdtrain.config import EarlyStop as EarlyStopSettings
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
-from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.core.protocols.run import Outcome
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.timeline import active, blocked
 from hvdtrain.core.timeline.clock import StepTotals
 from hvdtrain.engine.callbacks import checkpoint as checkpoint_module

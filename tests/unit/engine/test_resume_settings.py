@@ -12,8 +12,8 @@ from small_runs import FRAMEWORKS, SLOW_TENSORFLOW, apart, config, fitted, locks
 
 from hvdtrain.config import Checkpoint, Config, DataParallel, EarlyStop, Named, Schedule
 from hvdtrain.config.run_length import changed, check_resumed, filled, kept, length, own_of, updates
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.trainer import Trainer
 

@@ -13,9 +13,8 @@ import pytest
 from small_runs import CUTS, Record, apart, bits, config, fitted, lockstep, make_model, samples, weights
 
 from hvdtrain.config import DataParallel
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.types import StepBatch
+from hvdtrain.core.protocols.types import Cursor, StepBatch
 from hvdtrain.engine import summary
 from hvdtrain.parallel.recovery.attempt import attempt, attempt_halving
 from hvdtrain.parallel.recovery.recovery import no_repeat, recut, stopped

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
-from hvdtrain.backends.numpy import create
+from hvdtrain.backends import numpy as numpy_backend
 from hvdtrain.comm import wires as wire
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.comm.collectives.null import NullCollectives
@@ -51,7 +51,7 @@ def whole(runs: list[Any]) -> list[np.ndarray]:
 @pytest.fixture(autouse=True)
 def even(monkeypatch: pytest.MonkeyPatch) -> None:
     """About as many blocks on each rank, in the order of the ranks: then copies of unlike depth share blocks."""
-    monkeypatch.setattr(create, "agree", lambda measured, config, control, mesh, *_: even_layout(
+    monkeypatch.setattr(numpy_backend, "agree", lambda measured, config, control, mesh, *_: even_layout(
         config, mesh, [block.name for block in measured.blocks]))
 
 
@@ -193,7 +193,7 @@ def test_a_group_without_an_owner_is_refused() -> None:
 
 
 def test_an_optimizer_that_needs_all_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdtrain.backends.numpy.params import Sgd
+    from hvdtrain.backends.numpy.model import Sgd
 
     monkeypatch.setattr(Sgd, "needs_all", "global_clipnorm 1 of SGD")
     with pytest.raises(UserError, match="global_clipnorm 1 of SGD with a pipeline.*clip_norm"):

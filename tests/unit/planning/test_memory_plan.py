@@ -141,8 +141,8 @@ def test_a_plan_near_the_limit_says_what_to_type():
     half = Option("zero stage 2", "--data_parallel zero", "gathers 4 GB of parameters a step",
                   (Footprint(4 * 10**9),) * 2)
     plan = Plan((need, need), (13 * 10**9, 20 * 10**9), (half,))
-    assert plan.sentence() == ("memory: rank 0 will hold about 12 GB of the 13 GB that it may take; zero stage 2 would "
-                               "take 4 GB (gathers 4 GB of parameters a step): add --data_parallel zero")
+    assert plan.sentence() == ("memory: rank 0 will hold about 11.2 GiB of the 12.1 GiB that it may take; zero stage 2 "
+                               "would take 3.73 GiB (gathers 4 GB of parameters a step): add --data_parallel zero")
     assert Plan((need,), (16 * 10**9,)).sentence() == "" and Plan((need,), (None,)).sentence() == ""
     assert [row[-1] for row in Plan((need, need), (10**9, None)).rows()] == ["no", "unknown"]
     assert plan.to_dict()["options"][0]["saves"] == 8 * 10**9

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.units import MIB, format_bytes
 from hvdtrain.parallel.pipeline import devices as plan
-from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs, shown
+from hvdtrain.planning.pipeline.blocks import Block, Needs
 from hvdtrain.planning.pipeline.devices.cut import Cut, min_max_cut
 
 BLOCK = st.builds(Block, st.just("b"), st.integers(0, 20).map(float), st.integers(0, 50), st.integers(0, 50))
@@ -83,7 +84,7 @@ def test_what_a_device_holds():
     assert (held.parameters, held.gradients, held.slots, held.activations) == (
         2 * MIB, 4 * MIB, 4 * MIB, 24 * MIB)
     assert held.total == 34 * MIB == Needs(2, 2, 4).total(2 * MIB, 6 * MIB)
-    assert (shown(1.5 * MIB), shown(2048 * MIB)) == ("1.50 MiB", "2.00 GiB")
+    assert (format_bytes(1.5 * MIB), format_bytes(2048 * MIB)) == ("1.50 MiB", "2.00 GiB")
 
 
 def measured(*costs, **more):
@@ -113,7 +114,7 @@ def test_every_rank_cuts_by_the_slowest():
 
 
 def test_devices_that_share_a_memory():
-    with pytest.raises(UserError, match=r"training needs 16.00 MiB and the devices share 15.00 MiB"):
+    with pytest.raises(UserError, match=r"training needs 16.0 MiB and the devices share 15.0 MiB"):
         plan.agree(measured(1, 1, 1, 1, together_bytes=15 * MIB), Config(model_parallel=2), SoloControl())
     plan.agree(measured(1, 1, 1, 1, together_bytes=16 * MIB), Config(model_parallel=2), SoloControl())
 

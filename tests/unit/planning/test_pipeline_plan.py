@@ -15,8 +15,9 @@ from hvdtrain.config import Config, Pipeline
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.units import MIB
 from hvdtrain.parallel.pipeline.plan import planned, rows, text
-from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs
+from hvdtrain.planning.pipeline.blocks import Block, Needs
 from hvdtrain.planning.pipeline.measured import Measured, evened, measured_samples
 from hvdtrain.planning.pipeline.orders import gpipe, interleaved, one_f_one_b
 from hvdtrain.planning.pipeline.predict import play

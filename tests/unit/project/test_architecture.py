@@ -35,7 +35,7 @@ def test_no_import_cycle_between_files():
     graph = grimp.build_graph("hvdtrain", cache_dir=None)
     imports = {module: {one for one in graph.find_modules_directly_imported_by(module)
                         if not module.startswith(f"{one}.")} for module in graph.modules}
-    assert sum(map(len, imports.values())) > 2000
+    assert sum(map(len, imports.values())) > 1000
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.backends.keras import compiled
-from hvdtrain.backends.keras.evaluation import Evaluation
 from hvdtrain.backends.keras.facts import KerasFacts
+from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.keras.task import loss_name
 from hvdtrain.backends.tensorflow import placement, state
 from hvdtrain.backends.tensorflow.chain import Chain, chain_of

@@ -8,15 +8,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.keras.evaluation import Evaluation
+from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.tensorflow.buffers import Kept, holding
-from hvdtrain.backends.tensorflow.entered import PLAIN
-from hvdtrain.backends.tensorflow.metrics import Evaluator
+from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.backends.tensorflow.pipelined.cargo import Crossing, crossing_of
 from hvdtrain.backends.tensorflow.pipelined.ends import Last
 from hvdtrain.backends.tensorflow.pipelined.measuring import CALLS
 from hvdtrain.backends.tensorflow.pipelined.runs import Runs
-from hvdtrain.backends.tensorflow.task import ClassNumbers
+from hvdtrain.backends.tensorflow.task import ClassNumbers, Evaluator
 from hvdtrain.core.protocols import Batch
 
 

@@ -17,7 +17,7 @@ from tensorflow.python.framework.func_graph import func_graph_from_py_func
 from tensorflow.python.ops.handle_data_util import copy_handle_data
 
 from hvdtrain.backends.tensorflow import recompute
-from hvdtrain.backends.tensorflow.entered import Graph
+from hvdtrain.backends.tensorflow.graphs import Graph
 from hvdtrain.backends.tensorflow.pipelined.cargo import has_gradient
 
 Trace = Callable[..., list[tf.Tensor]]

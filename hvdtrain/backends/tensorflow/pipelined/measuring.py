@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.keras import compiled
-from hvdtrain.backends.keras.states import zeros_like_one
+from hvdtrain.backends.keras.metrics import zeros_like_one
 from hvdtrain.backends.keras.task import Phase
 from hvdtrain.backends.misfit import told
 from hvdtrain.backends.tensorflow import costs, placement

@@ -12,8 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow.optim import instead
-from hvdtrain.backends.tensorflow.optim_state import alike
+from hvdtrain.backends.tensorflow.optim import alike, instead
 from hvdtrain.core.errors import UserError
 
 

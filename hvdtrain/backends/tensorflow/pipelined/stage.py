@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.collectives import peer_failures
-from hvdtrain.backends.tensorflow.entered import Graph
+from hvdtrain.backends.tensorflow.graphs import Graph
 from hvdtrain.backends.tensorflow.pipelined.cargo import (
     Crossing, absent_form, absent_of, crossing_of, flat, has_gradient, tensors_of, to_cargo)
 from hvdtrain.backends.tensorflow.pipelined.ends import First, Last, input_of

@@ -10,7 +10,7 @@ import numpy as np
 from hvdtrain.backends.tensorflow import state
 from hvdtrain.backends.tensorflow.pipelined.names import Names
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Head, Place
+from hvdtrain.core.protocols.run import Head, Place
 
 
 class PartState(state.ModelState):

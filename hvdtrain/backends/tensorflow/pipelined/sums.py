@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow.entered import PLAIN
+from hvdtrain.backends.tensorflow.graphs import PLAIN
 
 
 class Sums:

@@ -14,8 +14,8 @@ from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import generators, keras, placement
 from hvdtrain.backends.torch.blocks import refuse_shared
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.evaluator import TorchEvaluator
 from hvdtrain.backends.torch.maker import Maker, build_lazy
+from hvdtrain.backends.torch.memory import free_cached, out_of_memory
 from hvdtrain.backends.torch.optimizer import slot_share
 from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.backends.torch.pipelined import in_parts, measuring
@@ -25,11 +25,11 @@ from hvdtrain.backends.torch.pipelined.outline import free, source_of, why_whole
 from hvdtrain.backends.torch.pipelined.own import UNDO, Cut, refuse_cut, take_out
 from hvdtrain.backends.torch.pipelined.stage import PipelineStage
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape
-from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
+from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
+from hvdtrain.backends.torch.task import TorchEvaluator
 from hvdtrain.backends.torch.transforms.placement import Placement, least_samples
 from hvdtrain.backends.torch.transforms.remat import Remat
-from hvdtrain.backends.torch.trial import free_cached, out_of_memory
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.in_turn import in_turn

@@ -17,7 +17,7 @@ from hvdtrain.backends.torch.blocks import Named
 from hvdtrain.backends.torch.buffers import remember
 from hvdtrain.backends.torch.pipelined.by_block import Blocks
 from hvdtrain.backends.torch.pipelined.own import UNDO
-from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
+from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
 from hvdtrain.backends.torch.trees import like, tensors_of
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.pipeline.blocks import Block

@@ -11,12 +11,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from hvdtrain.backends.torch import placement as devices_of
 from hvdtrain.backends.torch.blocks import model_input
-from hvdtrain.backends.torch.evaluator import TorchEvaluator
+from hvdtrain.backends.torch.modules import check_loss
 from hvdtrain.backends.torch.pipelined import cargo as cargos
 from hvdtrain.backends.torch.pipelined.own import UNDO, Cut
-from hvdtrain.backends.torch.stage import TorchStage, check_loss, few_samples
+from hvdtrain.backends.torch.stage import TorchStage, few_samples
+from hvdtrain.backends.torch.task import TorchEvaluator
 from hvdtrain.backends.torch.trees import like, tensors_of
-from hvdtrain.backends.torch.trial import first_not_finite, untouched
+from hvdtrain.backends.torch.trial import first_not_finite, restoring
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import Batch, Cargo, GradientSink, Pair
@@ -144,7 +145,7 @@ class PipelineStage(TorchStage):
 
         An input is what came when the blocks were measured, for as many samples as ``batch`` has.
         """
-        with untouched(self._model, self._params.tensors, self.generators):
+        with restoring(self._model, self._params.tensors, self.generators):
             for chunk, number in enumerate(self._numbers):
                 came = None if number == 0 else self._made_up(chunk, len(batch[0]))
                 if number == self._last:

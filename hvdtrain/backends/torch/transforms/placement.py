@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import audit, blocks, generators, placement
-from hvdtrain.backends.torch.groups import Given
+from hvdtrain.backends.torch import blocks, generators, modules, placement
+from hvdtrain.backends.torch.memory import free_cached, out_of_memory
 from hvdtrain.backends.torch.ops import Ops
+from hvdtrain.backends.torch.optim import Given
 from hvdtrain.backends.torch.optimizer import slot_share
+from hvdtrain.backends.torch.pinned import Uploads
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision, floating_dtype
 from hvdtrain.backends.torch.trees import count_samples
-from hvdtrain.backends.torch.trial import free_cached, out_of_memory
-from hvdtrain.backends.torch.uploads import Uploads
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Control
@@ -170,7 +170,7 @@ class Placement:
         if self._changing:
             more = ", ..." if len(self._changing) > 3 else ""
             found.append(f"buffers of {', '.join(self._changing[:3])}{more} change with each part of a micro-batch")
-        draws = any(audit._drops(m) for m in self._spec.model.modules())
+        draws = any(modules.drops(m) for m in self._spec.model.modules())
         return found + (["dropout draws differ with the parts of a micro-batch"] if draws else [])
 
 

@@ -7,12 +7,12 @@ Keras 3 refuses outright. Where a used name is missing in hvdtrain, the whole sc
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import libcst as cst
 
 from hvdtrain.commands.migrate.edit import Change, Edits, expression
-from hvdtrain.commands.migrate.rules import Plan, keras2
+from hvdtrain.commands.migrate.finding import MigrateOptions, Rewrite
+from hvdtrain.commands.migrate.rules import keras2
 from hvdtrain.commands.migrate.scan import Scan, argument, local_name, name_of
 
 TITLE = "a script of Horovod's Keras or TensorFlow API"
@@ -36,9 +36,9 @@ def recognise(scan: Scan) -> bool:
     return scan.imports_any("horovod.keras", "horovod.tensorflow", "horovod._keras")
 
 
-def plan(scan: Scan, wish: Any) -> Plan:
+def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
     """Move what can be moved, module by module."""
-    made = Plan()
+    made = Rewrite()
     moved = False
     for node in scan.nodes:
         if isinstance(node, cst.Import):
@@ -92,7 +92,7 @@ def _used(scan: Scan, local: str) -> set[str]:
     return found
 
 
-def _import(scan: Scan, node: cst.Import, made: Plan) -> bool:
+def _import(scan: Scan, node: cst.Import, made: Rewrite) -> bool:
     """``import horovod.x [as y]``, each of the names apart; whether any moved."""
     moved = False
     for alias in node.names:
@@ -135,7 +135,7 @@ def _other_chains(scan: Scan, module: str) -> set[str]:
     return found
 
 
-def _chains(scan: Scan, made: Plan, module: str, to: str) -> None:
+def _chains(scan: Scan, made: Rewrite, module: str, to: str) -> None:
     """Rename ``horovod.keras.x`` to ``hvdtrain.keras.x`` wherever it is used."""
     for node in scan.all(cst.Attribute):
         is_import = any(isinstance(up, (cst.Import, cst.ImportFrom)) for up in scan.above(node))
@@ -149,7 +149,7 @@ def _next(scan: Scan, node: cst.CSTNode) -> str:
     return up.attr.value if isinstance(up, cst.Attribute) else ""
 
 
-def _import_from(scan: Scan, node: cst.ImportFrom, made: Plan) -> bool:
+def _import_from(scan: Scan, node: cst.ImportFrom, made: Rewrite) -> bool:
     """``from horovod.x import a, b``; whether it moved."""
     module = name_of(node.module) or ""
     if node.relative or module.split(".")[0] != "horovod":
@@ -194,14 +194,14 @@ def _public(module: str, name: str) -> str:
     return "horovod.tensorflow" if module in inner else module
 
 
-def _rename(scan: Scan, made: Plan, alias: cst.ImportAlias, name: str) -> None:
+def _rename(scan: Scan, made: Rewrite, alias: cst.ImportAlias, name: str) -> None:
     """``from horovod import tensorflow`` where hvdtrain's module has another name: keep the local name by ``as``."""
     local = local_name(alias)
     made.edits.put(alias, lambda new: new.with_changes(
         name=cst.Name(name), asname=new.asname or cst.AsName(cst.Name(local))))
 
 
-def _stays(scan: Scan, node: cst.CSTNode, made: Plan, module: str, missing: set[str]) -> None:
+def _stays(scan: Scan, node: cst.CSTNode, made: Rewrite, module: str, missing: set[str]) -> None:
     """Say why nothing is moved: what stands against it in this import."""
     line = scan.line(node)
     if "elastic" in module or "elastic" in missing:
@@ -217,7 +217,7 @@ def _stays(scan: Scan, node: cst.CSTNode, made: Plan, module: str, missing: set[
                   "use hvdtrain.keras, or hvdtrain.tensorflow with a tape, then run migrate again")
 
 
-def _passes(scan: Scan, made: Plan) -> None:
+def _passes(scan: Scan, made: Rewrite) -> None:
     """Tell what ``iterations`` counts where gradients are summed over several passes."""
     for call in scan.calls("DistributedOptimizer", "PartialDistributedOptimizer"):
         passes = argument(call, "backward_passes_per_step")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-from hvdtrain.commands.migrate.rules import Plan, keras2
+from hvdtrain.commands.migrate.finding import MigrateOptions, Rewrite
+from hvdtrain.commands.migrate.rules import keras2
 from hvdtrain.commands.migrate.scan import Scan
 
 TITLE = "a script of hvdtrain already"
@@ -16,9 +16,9 @@ def recognise(scan: Scan) -> bool:
     return scan.imports_any("hvdtrain")
 
 
-def plan(scan: Scan, wish: Any) -> Plan:
+def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
     """What an import that was changed by hand has left behind."""
-    made = Plan()
+    made = Rewrite()
     if scan.imports_any("hvdtrain.keras", "hvdtrain.tensorflow"):
         keras2.rewrite(scan, made)
     return made

@@ -5,12 +5,15 @@ Owns finding and reading. Rewrites nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import libcst as cst
 
-from hvdtrain.commands.migrate.finding import Refused
+from hvdtrain.commands.migrate.edit import arg, in_a_row, with_args
+from hvdtrain.commands.migrate.finding import Refused, Rewrite
 from hvdtrain.commands.migrate.scan import Scan, argument, is_false, is_true, name_of, starred
+from hvdtrain.keras.own_steps import STEPS, UNPACK, taken
 
 FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data", "shuffle",
        "class_weight", "sample_weight", "initial_epoch", "steps_per_epoch", "validation_steps",
@@ -130,3 +133,110 @@ def sole(scan: Scan, node: cst.CSTNode) -> cst.SimpleStatementLine:
         raise Refused(scan.line(node), f"{scan.short(node)} shares its line with other statements",
                       "one of them cannot be moved alone", "put it on a line of its own, then run migrate again")
     return line
+
+
+UNDISTRIBUTED = "a model that is trained without the distributed optimizer becomes another on every rank"
+
+
+def check(scan: Scan) -> None:
+    """`Refused` at the first model that may be trained with an optimizer that was not wrapped."""
+    known = models(scan)
+    fitted = {scan.code(call.func.value) for call in fits(scan) if isinstance(call.func, cst.Attribute)}
+    for load in _loads(scan):
+        up = scan.parent[load]
+        owner = scan.code(up.targets[0].target) if isinstance(up, cst.Assign) else ""
+        if owner in fitted and not _compiled_behind(scan, owner, load):
+            raise Refused(scan.line(load), f"{owner} can come from a file: {scan.short(load)}",
+                          "it brings the plain optimizer that it was saved with; " + UNDISTRIBUTED,
+                          f"load it by hvd.load_model of hvdtrain.keras, or compile {owner} anew right behind")
+    for node in scan.all(cst.Attribute):
+        word, owner, up = node.attr.value, scan.code(node.value), scan.parent[node]
+        called = isinstance(up, cst.Call) and up.func is node
+        if owner in known and word in ("train_on_batch", "fit_generator", "train_step") or (
+                owner in known and word == "fit" and not called):
+            raise Refused(scan.line(node), f"{scan.short(scan.statement(node))} trains beside fit",
+                          "which part of the data is whose cannot be read there", "call fit itself there")
+        if word == "fit" and called and owner not in known and _unknown(scan, node.value):
+            raise Refused(scan.line(node), f"{scan.short(node)} is called, of something that no compile is seen of",
+                          "if it is a model of Keras: " + UNDISTRIBUTED,
+                          "write model.compile(...) and model.fit(...) of one name, then run migrate again")
+
+
+def _loads(scan: Scan) -> list[cst.Call]:
+    """Calls of load_model, and of functions of this file that return what it gives."""
+    loads = [call for call in scan.all(cst.Call) if (name_of(call.func) or "").rpartition(".")[2] == "load_model"]
+    makers = {scope.name.value for call in loads for scope in [scan.scope(call)] if isinstance(scope, cst.FunctionDef)
+              and any(True for _ in scan.all(cst.Return, scope))}
+    return loads + [call for call in scan.all(cst.Call) if name_of(call.func) in makers]
+
+
+def _compiled_behind(scan: Scan, owner: str, load: cst.Call) -> bool:
+    """Whether every way from ``load`` comes by a compile of the model: one in its block, or in one around it."""
+    blocks = [up for up in scan.above(load) if isinstance(up, (cst.IndentedBlock, cst.Module))]
+    return any(isinstance(call.func, cst.Attribute) and scan.code(call.func.value) == owner
+               and scan.line(call) > scan.line(load) and scan.parent[scan.statement(call)] in blocks
+               for call in compiles(scan))
+
+
+def _unknown(scan: Scan, owner: cst.BaseExpression) -> bool:
+    """Whether an object may be a model of Keras: it is not made by another package."""
+    value = scan.value(owner)
+    dotted = scan.dotted(value.func) if isinstance(value, cst.Call) else scan.dotted(value)
+    return not dotted or dotted.startswith(("keras.", "tensorflow.", "tf_keras."))
+
+
+WEIGHT = "sample_weight"
+TAKERS = {"compute_loss": 3, "compiled_loss": 2, "compute_metrics": 3}
+"""Methods of a Keras model that take the weights, and how many arguments come before those."""
+WEIGHTS = ("hvd.shard gives x, y and sample_weight, whose scaling makes the mean over ranks that of the global batch: "
+       "without it ranks with unequal shares train on a wrong mean")
+DO = (f"write x, y, {WEIGHT} = keras.utils.{UNPACK}(data), and take the loss by "
+      f"self.compute_loss(x, y, y_pred, {WEIGHT})")
+
+
+def methods(scan: Scan, *names: str) -> Iterator[cst.FunctionDef]:
+    """Yield the methods of these names that classes of a script with a base define, such as models."""
+    return (node for node in scan.all(cst.FunctionDef) if node.name.value in names
+            and isinstance(owner := scan.parent.get(scan.parent[node]), cst.ClassDef) and owner.bases)
+
+
+def weigh_steps(scan: Scan, made: Rewrite) -> None:
+    """Rewrite the weights of every step; `Refused` where a step does not leave its loss to Keras."""
+    for step in methods(scan, *STEPS):
+        how = taken(cst.Module([]).code_for_node(step))
+        if how in ("pairs", "unweighted"):
+            _weigh(scan, made, step)
+
+
+def _weigh(scan: Scan, made: Rewrite, step: cst.FunctionDef) -> None:
+    """Rewrite ``x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)``, and the weights of the calls."""
+    name, data = step.name.value, step.params.params[1].name.value
+    pairs = [node for node in scan.all(cst.Assign, step) if name_of(node.value) == data
+             and isinstance(node.targets[0].target, cst.Tuple) and len(node.targets[0].target.elements) == 2]
+    takers = [call for call in scan.methods(*TAKERS, within=step) if isinstance(call.func, cst.Attribute)
+              and name_of(call.func.value) == step.params.params[0].name.value]
+    losses = [call for call in takers if not (name_of(call.func) or "").endswith("_metrics")]
+    own = {node.value for node in scan.all(cst.Name, step)}
+    if len(pairs) != 1 or not losses or WEIGHT in own or any(starred(call) for call in takers):
+        raise Refused(scan.line(step), f"{name} of a model of your own takes no sample weights", WEIGHTS, DO)
+    made.edits.swap(pairs[0].value, f"{_keras(scan, made)}.utils.{UNPACK}({data})")
+    made.edits.put(pairs[0].targets[0].target, lambda new: new.with_changes(
+        elements=in_a_row([*new.elements, cst.Element(cst.Name(WEIGHT))])))
+    for call in takers:
+        assert isinstance(call.func, cst.Attribute)
+        if argument(call, WEIGHT, TAKERS[call.func.attr.value]) is None:
+            made.edits.put(call, lambda new: with_args(new, [*new.args, arg(WEIGHT, WEIGHT)]))
+    made.tell(scan.line(pairs[0]), "changed", f"{name} takes the sample weights and gives them to the loss", WEIGHTS,
+              "look at the diff: what else the step computes as a mean over the batch needs the weights, too")
+
+
+def _keras(scan: Scan, made: Rewrite) -> str:
+    """Code of the module keras, imported where the script has it under no name."""
+    for name, means in scan.imports.items():
+        if means in ("keras", "tensorflow.keras"):
+            return name
+    tf = next((name for name, means in scan.imports.items() if means == "tensorflow"), "")
+    if tf:
+        return f"{tf}.keras"
+    made.edits.imports.append("import keras")
+    return "keras"

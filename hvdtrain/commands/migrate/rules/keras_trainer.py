@@ -7,11 +7,10 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.commands.migrate.edit import arg, comments, expression, guarded, in_a_row, keyword, with_args
-from hvdtrain.commands.migrate.finding import Refused
-from hvdtrain.commands.migrate.rules import Plan, keras_steps
+from hvdtrain.commands.migrate.edit import Names, arg, comments, expression, guarded, in_a_row, keyword, with_args
+from hvdtrain.commands.migrate.finding import Refused, Rewrite
+from hvdtrain.commands.migrate.rules import keras_calls
 from hvdtrain.commands.migrate.rules.keras_calls import FIT, fits, given, saves, sole
-from hvdtrain.commands.migrate.rules.own import Names
 from hvdtrain.commands.migrate.scan import Scan, argument, name_of, text_of
 
 NEITHER = ("validation_split", "steps_per_epoch", "initial_epoch", "validation_steps")
@@ -21,8 +20,8 @@ HANDED = ("callbacks", "class_weight")
 """Arguments that Trainer.fit takes by the same names."""
 
 
-def rewrite(scan: Scan, made: Plan) -> None:
-    """Plan ``trainer = Trainer(Config(...))`` and ``trainer.fit(model, data)`` for the one ``fit`` of a script."""
+def rewrite(scan: Scan, made: Rewrite) -> None:
+    """Rewrite ``trainer = Trainer(Config(...))`` and ``trainer.fit(model, data)`` for the one ``fit`` of a script."""
     calls = fits(scan)
     if len(calls) != 1:
         raise Refused(scan.line(calls[1]), f"fit is called {len(calls)} times", "a Trainer is one run, with its own "
@@ -78,7 +77,7 @@ def _result(scan: Scan, call: cst.Call, small: cst.BaseSmallStatement) -> None:
 
 def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
     line = scan.line(call)
-    for step in keras_steps.methods(scan, "train_step", "compute_loss"):
+    for step in keras_calls.methods(scan, "train_step", "compute_loss"):
         raise Refused(scan.line(step), f"a model of your own has {step.name.value}", "Trainer does not call it",
                       "give the model's file a task(model, batch) -> (loss_sum, weight), or run migrate with --to "
                       "hvdtrain.keras, whose fit calls it")
@@ -115,7 +114,7 @@ def _links(scan: Scan, node: cst.BaseExpression) -> Iterator[tuple[str, cst.Call
         node = returned(scan, node.func.value)
 
 
-def _endless(scan: Scan, made: Plan, data: cst.BaseExpression) -> None:
+def _endless(scan: Scan, made: Rewrite, data: cst.BaseExpression) -> None:
     """Give a dataset's shuffle a seed, which all ranks have to share; `Refused` for a dataset that has no end."""
     for name, link in _links(scan, data):
         if name == "repeat" and not link.args:
@@ -198,7 +197,7 @@ def _tuple(values: list[cst.BaseExpression]) -> cst.Tuple:
     return cst.Tuple(in_a_row([cst.Element(value) for value in values]))
 
 
-def _saves(scan: Scan, made: Plan, fit: cst.Call, root: str) -> None:
+def _saves(scan: Scan, made: Rewrite, fit: cst.Call, root: str) -> None:
     """``model.save(...)`` behind the fit, on rank 0."""
     for call in saves(scan):
         if scan.scope(call) is not scan.scope(fit) or scan.line(call) < scan.line(fit):

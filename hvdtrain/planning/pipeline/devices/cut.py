@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.planning.pipeline.blocks import Block, Needs, shown
+from hvdtrain.core.units import format_bytes
+from hvdtrain.planning.pipeline.blocks import Block, Needs
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def _too_large(blocks: Sequence[Block], devices: int, room: Sequence[float], nee
     part = blocks[stages[full].start].name
     if len(stages[full]) > 1:
         part += f"..{blocks[stages[full].stop - 1].name}"
-    return UserError(f"stage {full} ({part}) needs {shown(held.total)} and device {full} has {shown(room[full])} "
-                     f"({held.words()}), in the cut that spreads memory best",
+    return UserError(f"stage {full} ({part}) needs {format_bytes(held.total)} and device {full} has "
+                     f"{format_bytes(room[full])} ({held.words()}), in the cut that spreads memory best",
                      "a cut that fits the devices", _remedy(blocks, devices, room, needs, fullness))
 
 

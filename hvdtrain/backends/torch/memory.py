@@ -1,0 +1,228 @@
+"""Memory of a PyTorch process: errors that mean a shortage, peaks, what a model, its optimizer and a pass hold.
+
+Plans are `hvdtrain.planning.memory`'s, recovery is `hvdtrain.engine`'s.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hvdtrain.backends.torch.optimizer import TorchOptimizer
+from hvdtrain.core.protocols import Batch
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.planning.memory.facts import Model, Slots
+from hvdtrain.planning.memory.pass_trace import Trace
+
+LIBRARIES = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|\bout of memory\b|"
+    r"(CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|CUFFT_ALLOC_FAILED|"
+    # cuDNN where memory for its workspace lacks: no convolution fits any more
+    r"CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine to execute this computation|"
+    r"Unable to find a valid cuDNN algorithm", re.IGNORECASE)
+"""What a RuntimeError says where memory does not suffice."""
+
+WIRES = re.compile(r"nccl|horovod|gloo|\bMPI_", re.IGNORECASE)
+"""What an error of a wire says."""
+
+
+def hold_bytes(n: int) -> torch.Tensor | None:
+    """Take memory of the device for as long as the result lives; None on a CPU."""
+    return torch.empty(n, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() and n else None
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` means too little memory of device or host; frees what was cached.
+
+    Beside PyTorch's own class these are RuntimeErrors of the CPU's allocator and of libraries that allocate themselves
+    (`LIBRARIES`). A shortage in a wire does not count: its ranks are no longer at one place.
+    """
+    found = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and bool(LIBRARIES.search(str(error))) and not WIRES.search(
+            f"{type(error).__name__} {error}"))
+    if found:
+        free_cached()
+    return found
+
+
+def free_cached() -> None:
+    """Return memory to the device that PyTorch caches for tensors to come."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(work: Callable[[], None]) -> int:
+    """Return the most bytes that the device held at once while ``work`` ran, with all of this process; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        work()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_reserved())
+
+
+def peak_so_far() -> int:
+    """Return the most bytes that the device has held at once in this process; 0 on a CPU."""
+    return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
+
+
+def model_bytes(parts: Parts) -> Model:
+    """Return the sizes of a model and its optimizer before the first step."""
+    params: Any = parts.params
+    own = {id(t) for t in params.tensors}
+    others = [t for t in (*parts.model.parameters(), *parts.model.buffers()) if id(t) not in own]
+    optimizer: Any = parts.optimizer
+    return Model(params.specs, sum(t.nbytes for t in others), slots_of(optimizer, params.tensors),
+                 elementwise=optimizer.elementwise and optimizer.adopted is None)  # that of Keras is not divided
+
+
+def state_now(parts: Parts) -> int:
+    """Return the bytes of the optimizer's state that are there already."""
+    optimizer: Any = parts.optimizer
+    return sum(v.nbytes for entries in optimizer.optimizer.state.values() for v in entries.values()
+               if isinstance(v, torch.Tensor))
+
+
+def slots_of(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> list[Slots]:
+    """Return the state that ``optimizer``, or one of its kind, keeps of each of ``tensors``.
+
+    Found by one update of tensors of the same shapes without memory (PyTorch's meta device). A compiled Keras model's
+    optimizer has made its own.
+    """
+    if optimizer.adopted is not None:
+        return [_slots(t, optimizer.optimizer.state.get(t, {})) for t in optimizer.tensors]
+    if optimizer.elementwise:  # one element of each type tells of all
+        tensors = [torch.empty(1, dtype=t.dtype) for t in tensors]
+    standing, state = _updated(optimizer, tensors)
+    slots = {id(t): _slots(t, state.get(t, {})) for t in standing}
+    return [slots[id(t)] for t in standing]
+
+
+def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+    """Return placeholders for ``tensors`` and their state after one update: on the meta device, else small ones.
+
+    An optimizer that fails on both counts as one without state.
+    """
+    for where in ("meta", "cpu"):
+        try:
+            alike = {(tuple(t.shape), t.dtype): torch.nn.Parameter(torch.zeros(
+                t.shape if where == "meta" else (2,) * t.dim(), dtype=t.dtype, device=where)) for t in tensors}
+            made = optimizer.given.plain().make(optimizer.config, (), list(alike.values()), optimizer.base_lr)
+            for param in alike.values():
+                param.grad = torch.zeros_like(param)
+            made.step()
+        except Exception:  # noqa: BLE001, S112  (an optimizer of the user's; kernels that the meta device lacks)
+            continue
+        return [alike[tuple(t.shape), t.dtype] for t in tensors], made.state
+    return tensors, {}
+
+
+def _slots(tensor: torch.Tensor, entries: dict[str, Any]) -> Slots:
+    held = [v for v in entries.values() if isinstance(v, torch.Tensor)]
+    shaped = sum(v.element_size() for v in held if v.shape == tensor.shape and v.dim())
+    return Slots(shaped, sum(v.nbytes for v in held if v.shape != tensor.shape or not v.dim()))
+
+
+def traced(parts: Parts, batch: Batch) -> Trace:
+    """Compute the gradient of ``batch`` for its memory alone; return what was alive at each moment."""
+    params: Any = parts.params
+    live = _Live()
+    hooks = [param.register_post_accumulate_grad_hook(live.made(i)) for i, param in enumerate(params.tensors)]
+    try:
+        with live:
+            parts.stage.trial(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Trace(len(batch[0]), np.array(live.after, np.int64), tuple(live.gradients))
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of all storages that are made within it, as long as they live, beside gradients.
+
+    ``after``: bytes after each allocation. ``gradients``: (allocations before, index) of each gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after: list[int] = []
+        self.gradients: list[tuple[int, int]] = []
+        self._bytes: dict[int, int] = {}
+        self._live = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in before and storage._cdata not in self._bytes:
+                    self._count(storage)
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key, n_bytes = storage._cdata, storage.nbytes()
+        self._bytes[key] = n_bytes
+        self._live += n_bytes
+        self.after.append(self._live)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self._live -= self._bytes.pop(key, 0)
+
+    def made(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook that takes the gradient of parameter ``index`` out of the count."""
+        def hook(param: torch.Tensor) -> None:
+            key = param.grad.untyped_storage()._cdata if param.grad is not None else 0
+            self._live -= self._bytes.get(key, 0)
+            self._bytes[key] = 0
+            self.gradients.append((len(self.after), index))
+        return hook
+
+
+def held(parts: Parts) -> dict[str, int | None]:
+    """Return the bytes of parameters (and buffers), gradients and optimizer state of this rank, on all its devices.
+
+    Tensors that share memory, such as gradients in the flat memory of their buckets, count once. Between two steps.
+    """
+    params: Any = parts.params
+    model: Any = parts.model
+    return {"parameters": _storages([*model.parameters(), *model.buffers(), *params.tensors]),
+            "gradients": _storages(p.grad for p in params.tensors if p.grad is not None), "state": state_now(parts)}
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> int:
+    found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+    return sum(found.values())
+
+
+def allocators() -> list[dict[str, Any]]:
+    """Return the statistics of PyTorch's allocator for each GPU of this process; [] without a GPU.
+
+    ``allocated_bytes``: in tensors; ``reserved_bytes``: taken from the device; ``peak_bytes``: most in tensors since
+    the start. ``fragmentation``: share of reserved that lies free between tensors in blocks that cannot be returned
+    (inactive_split_bytes of `torch.cuda.memory_stats`). ``retries``: times that the allocator had to return all it kept
+    and ask again.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return []
+    return [_allocator(torch.cuda.memory_stats(i)) for i in range(torch.cuda.device_count())]
+
+
+def _allocator(stats: dict[str, Any]) -> dict[str, Any]:
+    reserved = int(stats.get("reserved_bytes.all.current", 0))
+    split = int(stats.get("inactive_split_bytes.all.current", 0))
+    return {"allocated_bytes": int(stats.get("allocated_bytes.all.current", 0)), "reserved_bytes": reserved,
+            "peak_bytes": int(stats.get("allocated_bytes.all.peak", 0)),
+            "fragmentation": round(split / reserved, 4) if reserved else 0.0,
+            "retries": int(stats.get("num_alloc_retries", 0))}

@@ -1,0 +1,145 @@
+"""What a supervisor sees around it: the hosts of now, which of them answer, and the command line of an attempt.
+
+Owns the question to another host (the launch's own ssh words, a bounded command) and what comes back with the answer:
+the causes that ranks left there, where its folder is not shared. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.cluster.launchers import LAUNCHERS, Host, Tool
+from hvdtrain.cluster.launchers.detect import hosts_of
+from hvdtrain.cluster.launchers.environment import laid_over
+from hvdtrain.cluster.launchers.hosts import place
+from hvdtrain.cluster.launchers.options import wishes
+from hvdtrain.cluster.launchers.prepare import Here, prepare
+from hvdtrain.cluster.launchers.spec import LaunchSpec
+from hvdtrain.cluster.launchers.ssh import AGENT_VARIABLES, DEFAULT_SSH, parse_ssh
+from hvdtrain.cluster.liveness.causes import is_cause
+from hvdtrain.commands.launch.restart_policy import HostCandidate
+from hvdtrain.core.errors import UserError
+
+ANSWER_S = 10.0
+"""Longest wait for a host's answer."""
+
+MOST_BYTES = 1 << 20
+"""Of an answer; the rest is not read."""
+
+UNREACHED = 255
+"""ssh's own status where it did not get there."""
+
+
+class LaunchCommands:
+    """Writes the command line of each attempt from the options of ``launch``, and looks after the hosts."""
+
+    def __init__(self, args: argparse.Namespace, machine: Here, tool: Tool) -> None:
+        self.args, self.machine, self.tool = args, machine, tool
+        self.hosts = hosts_of(args.hosts, args.hostfile)
+        if not self.hosts and not machine.in_slurm and args.np:
+            self.hosts = (Host("localhost", args.np),)
+        self.said: set[str] = set()
+
+    def spec(self, hosts: tuple[Host, ...], program: tuple[str, ...], told: Mapping[str, str]) -> LaunchSpec:
+        """One launch on exactly ``hosts``; ``told``: variables for the ranks. Says each note once."""
+        args = self.args
+        asked = wishes(args, hosts, program, ranks=0 if hosts else args.np, env=tuple(args.env), bind=args.bind,
+                       cores_per_rank=args.cores_per_rank, oversubscribe=args.oversubscribe)
+        spec, notes = prepare(asked, dataclasses.replace(self.machine, env={**self.machine.env, **told}), self.tool)
+        for note in notes:
+            if note not in self.said:
+                self.said.add(note)
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads any more
+                    print(f"note: {note}", file=sys.stderr, flush=True)
+        return spec
+
+    def command(self, hosts: tuple[Host, ...], program: tuple[str, ...],
+                told: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """(the launcher's words, its whole environment)."""
+        words, env = LAUNCHERS[self.tool.launcher].command(self.spec(hosts, program, told))
+        return words, laid_over({**self.machine.env, **told}, env)
+
+    def placed(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+        """``-np`` ranks on some hosts, fewer where their slots do not suffice; all slots without ``-np``."""
+        slots = sum(host.slots for host in hosts)
+        if not hosts or not self.args.np:
+            return hosts
+        return place(hosts, self.args.np if self.args.oversubscribe else min(self.args.np, slots),
+                     self.args.oversubscribe)
+
+    def candidates(self, where: Path | None) -> list[HostCandidate]:
+        """The hosts of now: host files are read anew, and hosts elsewhere are asked, once an attempt has failed.
+
+        ``where``: that attempt's folder, into which the causes come that lie in a folder of that name elsewhere; None
+        before the first one, when nobody is asked.
+        """
+        if where is not None:
+            with contextlib.suppress(UserError):  # somebody may be writing it just now
+                self.hosts = hosts_of(self.args.hosts, self.args.hostfile) or self.hosts
+        far = [host for host in self.hosts if host.name not in self.machine.names]
+        if where is None or not far or self.tool.launcher == "srun":
+            return [HostCandidate(host, here=host not in far) for host in self.hosts]
+        answers = ask(far, self._ssh(), _look(where))
+        for _, text in answers.values():
+            _keep(where, text)
+        return [HostCandidate(host, host not in far or answers[host.name][0] != UNREACHED, host not in far,
+                          host not in far or answers[host.name][0] == 0) for host in self.hosts]
+
+    def _ssh(self) -> tuple[str, ...]:
+        """The words that reach a host: the user's, those of the MPI's variables, ours."""
+        if self.args.ssh is not None:
+            return parse_ssh(self.args.ssh)
+        for name in AGENT_VARIABLES.get(self.tool.launcher, ()):
+            words = self.machine.env.get(name, "").split()
+            if words and name.lower().endswith(("agent", "exec")):
+                return tuple(words)
+        return DEFAULT_SSH
+
+
+def _look(where: Path) -> str:
+    """The command that shows the causes in an attempt's folder; its status is 0 where there is such a folder."""
+    return shlex.join(["find", str(where), "-maxdepth", "1", "-name", "cause-*.json", "-exec", "cat", "{}", "+"])
+
+
+def ask(hosts: Sequence[Host], ssh: Sequence[str], command: str,
+        bound_s: float = ANSWER_S) -> dict[str, tuple[int, str]]:
+    """(status, answer) of a command on each host, all at once and within ``bound_s``; `UNREACHED` for no answer."""
+    children = {}
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            children[host.name] = subprocess.Popen(
+                [*ssh, host.name, command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, start_new_session=True)
+    ends_at = time.monotonic() + bound_s
+    found = {host.name: (UNREACHED, "") for host in hosts}
+    for name, child in children.items():
+        try:
+            text, _ = child.communicate(timeout=max(0.0, ends_at - time.monotonic()))
+            found[name] = (child.returncode, text[:MOST_BYTES].decode(errors="replace"))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, 9)
+            with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
+                child.communicate(timeout=1.0)
+    return found
+
+
+def _keep(where: Path, text: str) -> None:
+    """Write the causes in another host's answer into the attempt's folder, where that lacks them."""
+    for line in text.splitlines():
+        with contextlib.suppress(OSError, ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and is_cause(row) and 0 <= row["rank"] < 1 << 20:
+                path = where / f"cause-{row['rank']:04d}.json"
+                if not path.exists():
+                    path.write_text(line + "\n", encoding="utf-8")

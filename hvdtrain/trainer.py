@@ -24,6 +24,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import Interrupted, UserError, nearest
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.resolve import paths_from
+from hvdtrain.core.timeline import active
 from hvdtrain.data.workers.worker import refuse_inside
 from hvdtrain.engine import loop, summary
 from hvdtrain.engine.assemble import assemble
@@ -158,8 +159,8 @@ class Trainer:
             run.record("failed", **failure(error, run.control.rank))
             raise
         finally:
-            for callback in run.callbacks:
-                getattr(callback, "close", _nothing)(run)
+            with active(run.timeline):
+                run.call("close")
             run.records.close(run)
         if run.average is not None and run.average not in run.services.final and not run.state.requeue:
             run.average.hold()
@@ -235,16 +236,12 @@ def _continue(run: Run) -> None:
     state.requeue, state.interrupted, state.save_due, state.wishes.save = False, False, False, False
     state.stop, state.wishes.stop = "", ""
     causes.withdraw()
+    run.call("continued")
     for callback in run.callbacks:
-        getattr(callback, "continued", _nothing)(run)
         if hasattr(callback, "arrays") and hasattr(callback, "load_arrays"):  # Keras' on_train_begin sets them back
             callback.load_arrays(callback.arrays())
             callback.load_state_dict(callback.state_dict())
     run.note(f"fit continues at step {state.cursor.step}, after the requeue")
-
-
-def _nothing(run: Run) -> None:
-    """Do nothing, for a callback without ``close`` or ``continued``."""
 
 
 def _is_keras(thing: Any, base: str) -> bool:

@@ -103,7 +103,9 @@ class Named:
 class Schedule:
     """How the learning rate moves."""
 
-    name: str = key("none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name; none: constant")
+    name: str = key(
+        "none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name, or module:callable "
+        "(path/file.py:callable) of another such class; none: constant")
     args: dict = key({}, "", "keyword arguments", unused=(NO_SCHEDULE,))
     interval: Literal["step", "epoch"] = key(
         "step", "",
@@ -244,7 +246,9 @@ class EarlyStop:
     """Stop when a metric no longer gets better."""
 
     metric: str = key("", "", "evaluation metric to watch, for example loss or accuracy; empty: off", quiet="")
-    mode: Literal["min", "max"] = key("min", "", "whether smaller or larger is better", unused=(NO_EARLY_STOP,))
+    mode: Literal["auto", "min", "max"] = key(
+        "auto", "", "whether smaller or larger is better; auto: larger for accuracy and other scores, smaller for "
+        "losses and for what is not known", unused=(NO_EARLY_STOP,))
     patience: int = key(
         5, "evaluations", "evaluations without a better value before the run stops", unused=(NO_EARLY_STOP,), least=1)
     min_delta: float = key(0.0, "", "smallest change that counts as better", unused=(NO_EARLY_STOP,))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain.core.errors import count
+from hvdtrain.core.protocols import DataParallel, DividesState
 from hvdtrain.core.table import facts
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
@@ -115,11 +116,12 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [("samples", "; ".join(said))] if said else []
 
 
-def _zero(dp: Any) -> dict[str, Any] | None:
+def _zero(dp: DataParallel) -> dict[str, Any] | None:
     """The stage of ZeRO, and the mean milliseconds in which a step's parameters came together; None without it."""
-    if not dp.divides_state or not dp.gathers:
+    zero = cast(DividesState, dp) if dp.divides_state else None
+    if zero is None or not zero.gathers:
         return None
-    return {"stage": dp.stage, "gather_ms": round(1e3 * dp.gathered_s / dp.gathers, 3)}
+    return {"stage": zero.stage, "gather_ms": round(1e3 * zero.gathered_s / zero.gathers, 3)}
 
 
 def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:

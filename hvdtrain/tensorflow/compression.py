@@ -19,9 +19,11 @@ class Compressor:
     """What a script may subclass: both methods see one tensor; what ``compress`` returns is summed over ranks.
 
     ``project``: the compressor of this project that a gradient exchange uses instead, "" for the script's own.
+    ``narrow``: the type that floating point of a single tensor travels as, None for its own.
     """
 
     project = ""
+    narrow: Any = None
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -57,8 +59,6 @@ class NoneCompressor(Compressor):
 
 class _Cast(Compressor):
     """Floating point travels as ``narrow``, all else as it is."""
-
-    narrow: Any = None
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:

@@ -273,7 +273,8 @@ def member_wire(process_set: ProcessSet) -> Any:
 def _each(process_set: ProcessSet, collective: str, tensors: Sequence[Any]) -> Any:
     """The wire's ``collective`` of several tensors at the same time; None where it has none, and in a graph, whose
     operations run at the same time anyway."""
-    return None if tf.inside_function() or not tensors else getattr(member_wire(process_set), collective, None)
+    wire = None if tf.inside_function() or not tensors else member_wire(process_set)
+    return None if wire is None or not wire.has_each else getattr(wire, collective)
 
 
 def _sums(each: Any, tensors: Sequence[Any], compression: Any, op: int, before: float, after: float,
@@ -292,7 +293,7 @@ def _reduced(wire: Any, x: tf.Tensor, compression: Any, op: int, before: float, 
     Where a wire can divide without other bits it does, which saves a pass over memory. Factors have no say in that:
     they may be another rank's other ones.
     """
-    if op == Average and compression is Compression.none and getattr(wire, "halves", False):
+    if op == Average and compression is Compression.none and wire.halves:
         own, back = _packed(x, compression, before, after)
         if own.dtype.is_floating:
             return own, back, "mean"
@@ -347,10 +348,10 @@ def _packed(x: tf.Tensor, compression: Any, before: float, after: float, divisor
     float16 is summed in float32 unless the caller asks for it as compression; factors have the digits of the sum, and
     where the caller compresses those of ``x``.
     """
-    kind = kind_of(compression)
-    if kind in ("fp16", "bf16") and x.dtype not in (tf.float16, tf.bfloat16):
+    narrow = compression.narrow if kind_of(compression) else None  # a script's own class has no such attribute
+    if narrow is not None and x.dtype not in (tf.float16, tf.bfloat16):
         small, context = compression.compress(_times(x, before))
-        own, wide = (small, lambda y: y) if kind == "fp16" else summable(small)
+        own, wide = (small, lambda y: y) if narrow == tf.float16 else summable(small)
         return own, lambda y: _part(compression.decompress(wide(y), context), after, divisor)
     small, context = compression.compress(x)
     own, narrow = summable(small)

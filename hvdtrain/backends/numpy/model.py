@@ -68,6 +68,7 @@ class Sgd:
     elementwise = True
     looks = False
     needs_all = ""
+    traced = None
     overruled: frozenset[str] = frozenset()
 
     def __init__(self, tensors: Sequence[np.ndarray], lr: float, momentum: float = 0.0) -> None:

@@ -47,7 +47,7 @@ class _Pending:
         return bool(self._hvd.poll(self._handle))
 
 
-class _Parts:
+class _Parts(Handle):
     """Handle of all ranks' rows of this rank's shard, summed in rank order on arrival."""
 
     def __init__(self, pending: _Pending, rank: int, size: int, k: int) -> None:
@@ -144,6 +144,9 @@ class _OwnResult:
     def wait(self) -> Any:
         found = self._handle.wait()
         return found if isinstance(found, torch.Tensor) else found.copy()
+
+    def done(self) -> bool:
+        return self._handle.done()
 
 
 class StagedCollectives(WithoutMemory):

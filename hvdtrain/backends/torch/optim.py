@@ -18,6 +18,7 @@ from hvdtrain.backends.model_spec import called
 from hvdtrain.backends.torch.modules import named_parameters
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, count, nearest
+from hvdtrain.core.resolve import load_callable
 
 UNUSABLE = {"lbfgs": "needs a closure that is evaluated several times a step",
             "sparseadam": "takes sparse gradients, which are not exchanged here"}
@@ -102,9 +103,11 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, ratios: Sequ
     classes = {n.lower(): c for n, c in vars(space).items()
                if isinstance(c, type) and issubclass(c, space.LRScheduler) and not n.startswith("_")
                and c not in (space.LRScheduler, space.ReduceLROnPlateau, space.ChainedScheduler, space.SequentialLR)}
-    if named.name.lower() not in classes:
+    if ":" not in named.name and named.name.lower() not in classes:
         raise UserError(f"schedule {named.name!r} is not one of torch.optim.lr_scheduler's",
-                        nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
+                        nearest(named.name, [c.__name__ for c in classes.values()]) + ", or module:callable",
+                        "correct schedule.name")
+    make = load_callable(named.name, "schedule.name") if ":" in named.name else classes[named.name.lower()]
     args = dict(named.args)
     if named.name.lower() == "onecyclelr":
         args.setdefault("max_lr", [group["lr"] for group in optimizer.param_groups])
@@ -112,7 +115,7 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, ratios: Sequ
         args |= {key: [args[key] * ratio for ratio in ratios] for key in FIRST_RATES
                  if isinstance(args.get(key), (int, float))}
     try:
-        return classes[named.name.lower()](optimizer, **args)
+        return make(optimizer, **args)
     except (TypeError, ValueError) as error:
         raise UserError(f"schedule {named.name} refused args {named.args}: {error}", "keyword arguments it knows",
                         "correct schedule.args") from None

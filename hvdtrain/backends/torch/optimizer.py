@@ -100,6 +100,8 @@ class TorchOptimizer:
     optimizer; its groups are of ``names``, parallel to ``tensors``.
     """
 
+    traced = None
+
     def __init__(self, config: Config, tensors: Sequence[torch.Tensor], steps_per_epoch: int,
                  scale: LossScale | None = None, adopted: Any = None, slices: Slices | None = None,
                  names: Sequence[str] = (), given: Given | None = None) -> None:

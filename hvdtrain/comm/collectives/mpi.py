@@ -48,6 +48,9 @@ class Pending:
         assert self._value is not None
         return self._value
 
+    def done(self) -> bool:
+        return self._run is None
+
 
 class Moving:
     """Handle of an operation of ``wire``, issued when this is made. ``then``: gives the result from its value."""

@@ -31,6 +31,9 @@ class Done:
         """Return the result."""
         return self._value
 
+    def done(self) -> bool:
+        return True
+
 
 class NullCollectives(WithoutMemory):
     """Every rank hears only itself. Works on arrays of any backend, also while TensorFlow traces."""

@@ -112,10 +112,22 @@ class Callback(Protocol[RunT]):
 
     ``where``: "root" (rank 0 only; gets no group, so it cannot enter a collective) or "all".
     ``every``: "N step", "N epoch" or "N s" thins out STEP_END (root only for seconds); "" is every time.
+    ``doing``: what it does, for a person who waits for it; "": the name of the event tells. ``steers``: metrics change
+    the training through it.
     """
 
     where: str
     every: str
+    doing: str
+
+    @property
+    def steers(self) -> bool:
+        """See above."""
+        ...
+
+    def hears(self, event: Event) -> bool:
+        """Return whether `on` does anything at ``event``."""
+        ...
 
     def on(self, event: Event, run: RunT) -> None:
         """See one moment."""

@@ -28,6 +28,10 @@ class Handle(Protocol):
         """Return the result; waits for it outside a graph, returns the symbolic tensor inside one."""
         ...
 
+    def done(self) -> bool:
+        """Return whether the result is there, without waiting; False where `wait` alone tells."""
+        return False
+
 
 class Collectives(Protocol):
     """Moves gradients: each call takes a deterministic ``name`` and returns a `Handle` (law 5).
@@ -249,6 +253,7 @@ class AllToAllV:
 
 Request = AllReduce | AllGather | AllToAll | AllToAllV
 Exchange = Generator[Request, Array, tuple[Array, dict[str, Array]]]
+Spread = Generator[Request, Array, Array]
 
 
 class Control(Protocol):

@@ -38,6 +38,7 @@ class Audit(Callback):
     """
 
     where = "all"
+    doing = "computing a micro-batch on another rank"
     before = ("Checkpoint",)  # so that what was computed wrongly is not saved
 
     @classmethod

@@ -36,6 +36,7 @@ class Balance(Callback):
     which a new plan would change."""
 
     where = "all"
+    doing = "measuring each rank's speed"
     state_key = "Balance"
 
     @classmethod

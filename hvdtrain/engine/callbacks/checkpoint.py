@@ -32,6 +32,7 @@ class Checkpoint(Callback):
     """Saves on all ranks, because each has state of its own in a checkpoint; rank 0 writes."""
 
     where = "all"
+    doing = "saving a checkpoint"
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:

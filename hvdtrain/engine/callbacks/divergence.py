@@ -42,6 +42,7 @@ class Divergence(Callback):
     """
 
     where = "all"
+    doing = "comparing the ranks' weights"
     after = ("Ema", "MemoryFit")  # and all callbacks of users: any of them may change weights
     before = ("Checkpoint",)  # so that weights that differ are not saved
 

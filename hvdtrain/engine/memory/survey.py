@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from hvdtrain.cluster import heap
 from hvdtrain.cluster.machine import imported, memory
 from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
-from hvdtrain.core.protocols import Batch, BlockCost, Control
+from hvdtrain.core.protocols import Batch, BlockCost, Control, DataParallel, DividesState
 from hvdtrain.core.protocols.types import Bucket, Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
@@ -115,13 +115,13 @@ def room_bytes(scene: Scene) -> int | None:
     return None if free is None else max(0, free + base - _now(scene))
 
 
-def way_of(scene: Scene, dp: Any) -> Way:
+def way_of(scene: Scene, dp: DataParallel) -> Way:
     """Return how the copies of the model stay one in ``dp``."""
     if not dp.buckets:
         return Way(wire=scene.wire.name)
-    stage, sizes_BP = (dp.stage, dp.sizes_BP) if dp.divides_state else (0, ())
-    return Way(stage, dp.buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression, dp.remembered_bytes(),
-               sizes_BP)
+    zero = cast(DividesState, dp) if dp.divides_state else None
+    return Way(zero.stage if zero else 0, dp.buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression,
+               dp.remembered_bytes(), zero.sizes_BP if zero else ())
 
 
 def facts_of(scene: Scene, way: Way, measured: Measured | None = None) -> Facts:

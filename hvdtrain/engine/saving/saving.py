@@ -75,9 +75,7 @@ class Saving:
         self._trainable = self._trainable or trained(run.parts)
         self._opened = True
         run.written.sync(run)
-        for callback in run.callbacks:
-            if callback.where == "all" or control.rank == 0:
-                callback.saving(run)
+        run.call("saving")
         self._copy(began, *given_by(run, held_by(run)))
 
     def _copy(self, began: float, shared: Given, own: Given) -> None:

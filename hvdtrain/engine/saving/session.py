@@ -302,7 +302,7 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     """
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
-    steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
+    steered = any(callback.steers for callback in run.callbacks)
     quiet = schema.affecting(type(run.config), "nothing") | run.setup.idle | set(optimizer.overruled)
     # How a batch is cut matters only to what depends on the number of ranks too.
     quiet |= set() if run.parts.caveats() else schema.affecting(type(run.config), "split")

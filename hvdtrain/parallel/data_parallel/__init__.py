@@ -83,6 +83,11 @@ def create(setup: Setup) -> DataParallel:
         raise UserError(f"data_parallel {name}, whose update takes no unused parameters",
                         "update(step, grads, unused), where unused are the parameters without a gradient",
                         "add the argument and hand it to Optimizer.step") from None
+    lacking = [each for each in ("stage", "sizes_BP") if not hasattr(made, each)]
+    if lacking and hasattr(made, "divides_state") and made.divides_state:
+        raise UserError(f"data_parallel {name} divides the state and has no {' and no '.join(lacking)}",
+                        "the members of hvdtrain.core.protocols.DividesState, from which memory is planned",
+                        "add them, or set divides_state to False")
     if name in OWN and isinstance(made, Alone) and setup.parts.layout is None:
         made.fuses = True
     return made if name in OWN else cast(DataParallel, completed(made, Undeclared))
@@ -94,8 +99,7 @@ class Undeclared:
     divides_state = copies_equal = can_change_transport = overlaps = False
     compressor: Compressor = cast(Compressor, NoCompression())
     buckets: Sequence[Bucket] = ()
-    stage, gathers, gathered_s = 0, 0, 0.0
-    sizes_BP: Sequence[Sequence[int]] = ()
+    gathers, gathered_s = 0, 0.0
 
     def remembered_bytes(self) -> int:
         """0."""

@@ -36,14 +36,15 @@ def make(setup: Setup) -> DataParallel:
     check(setup, name)
     # A device that decides by itself tells too late for a step that is to be undone as a whole.
     look = stage.asynchronous and config.nan_guard == "skip"
-    if setup.collectives.size == 1 and name == "none":
+    compressor = create(name, config)
+    if setup.collectives.size == 1 and compressor.in_place:
         return Alone(optimizer, setup.ops, config.clip_norm, look, setup.decides)
-    reducer = Reducer(buckets_of(setup), create(name, config), setup.collectives, setup.ops, setup.parts.ops_of_place,
+    reducer = Reducer(buckets_of(setup), compressor, setup.collectives, setup.ops, setup.parts.ops_of_place,
                       setup.wires)
     # In a graph the copy that undoing needs costs a pass over the state; elsewhere the old arrays are merely kept.
     reducer.state.undoable = (config.nan_guard == "skip" or setup.parts.scale.on or not setup.collectives.in_graph
                               or config.on_oom == "shrink")
-    if name not in ("none", "adasum"):
+    if reducer.compressor.approximates:
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
     made = Replicate(reducer, optimizer, config.clip_norm, look, setup.decides)
     made.plan = lambda wire: buckets_of(replace(setup, collectives=wire))

@@ -84,7 +84,7 @@ def make(setup: Setup) -> DataParallel:
     elif stage == 2 and config.sync_batchnorm and not during.in_graph:
         setup.notes.append("data_parallel.stage 2: gradients stay whole, as in stage 1, until backward ends, with "
                            "sync_batchnorm, whose layers wait for other ranks in backward")
-    if name != "none":
+    if reducer.compressor.approximates:
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
     return Zero(stage, reducer, setup, sizes_BP)
 

@@ -469,6 +469,10 @@ def test_a_callback_of_rank_0_alone_enters_no_exchange(run, where, size):
         hangs = (where, size) == ("root", 2)
         with pytest.raises(UserError, match="step_end of Sums entered") if hangs else contextlib.nullcontext():
             run.emit(Event.STEP_END)
+        for method in ("saving", "close"):
+            setattr(Sums, method, Sums.step_end)
+            with pytest.raises(UserError, match=f"{method} of Sums ent") if hangs else contextlib.nullcontext():
+                run.call(method)
         with blocked("sum"):  # of the loop
             pass
 

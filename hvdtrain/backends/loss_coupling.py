@@ -21,7 +21,7 @@ from hvdtrain.backends.misfit import out_of_memory
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.data.feed import Feed
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
 
 FIRST, SECOND, THIRD = (0, 1), (2, 3), (4, 5, 6)
@@ -348,7 +348,7 @@ def note_of(finding: Finding) -> str:
            "would change its gradient, and are refused"
 
 
-def apply_finding(finding: Finding | None, feed: Feed, parts: Parts, recovery: Recovery, notes: list[str]) -> None:
+def apply_finding(finding: Finding | None, feed: Feed, parts: ModelParts, recovery: Recovery, notes: list[str]) -> None:
     """Refuse a run's loss where its batch is divided, else keep the batch undivided; alike on every rank.
 
     Errors: `UserError`.

@@ -1,4 +1,4 @@
-"""Cut each global batch over the ranks and into micro-batches: `Feed` yields one rank's batches, step by step.
+"""BatchShares each global batch over the ranks and into micro-batches: `Feed` yields one rank's batches, step by step.
 
 Owns the plan of cuts, the steps of an epoch and the thread that fetches ahead. `hvdtrain.data.walk` reads the data and
 calls the control plane.
@@ -24,7 +24,7 @@ from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.data.walk import LocalBatch, SourceWalk, StreamWalk, WeightFn
 from hvdtrain.data.weighting import LabelWeight
-from hvdtrain.planning.batch.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
+from hvdtrain.planning.batch.sampler import BatchShares, at_least, cut, micro_batches, padded, steps_per_epoch
 
 
 class Feed:
@@ -62,7 +62,7 @@ class Feed:
                             "one share per rank",
                             f"give {size} shares")
         cut(0, shares)
-        self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
+        self._cuts = [(0, BatchShares.of(shares, accumulate, micro_batch))]
         self.unread, self._named = 0, set[int]()
         self.undivided: UserError | None = None
         self._unnamed: list[Unread] = []
@@ -89,8 +89,8 @@ class Feed:
         """Return how many steps after the next one may be fetched already, and so keep their cut."""
         return (self.prefetch + 1 if self.prefetch else 0) + self._walk.begins
 
-    def recut(self, cut: Cut, from_step: int) -> None:
-        """Cut by ``cut`` from step ``from_step`` of the run on; all ranks call it alike, between two steps.
+    def recut(self, cut: BatchShares, from_step: int) -> None:
+        """BatchShares by ``cut`` from step ``from_step`` of the run on; all ranks call it alike, between two steps.
 
         During an epoch ``from_step`` has to be `ahead` steps after the next one at least. The global batch of a step
         stays the same (law 2). Errors: ``undivided``, where that is set and ``cut`` divides a batch.
@@ -100,13 +100,13 @@ class Feed:
             raise self.undivided
         self._cuts = [(at, old) for at, old in self._cuts if at < from_step] + [(from_step, cut)]
 
-    def divides(self, cut: Cut | None = None) -> bool:
+    def divides(self, cut: BatchShares | None = None) -> bool:
         """Return whether ``cut``, by default the first one, makes several micro-batches of a global batch."""
         cut = cut or self.cut_at(0)
         counts = np.diff(cut.offsets(min(self.global_batch, self.samples or self.global_batch))).tolist()
         return sum(len(cut.bounds(count, rank)) for rank, count in enumerate(counts)) > 1
 
-    def cut_at(self, step: int) -> Cut:
+    def cut_at(self, step: int) -> BatchShares:
         return next(cut for at, cut in reversed(self._cuts) if at <= step)
 
     def weigh(self, weight: LabelWeight | None) -> None:

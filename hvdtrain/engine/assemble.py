@@ -51,12 +51,12 @@ from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services
 from hvdtrain.engine.saving import session
 from hvdtrain.parallel import data_parallel
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
-from hvdtrain.parallel.parts import Parts
-from hvdtrain.parallel.pipeline import over_ranks, words
+from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.parallel.pipeline import over_ranks, plan
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
 from hvdtrain.parallel.precision import policy
 from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.recovery.guard import Guard
+from hvdtrain.parallel.recovery.guard import MemoryGuard
 from hvdtrain.parallel.recovery.recovery import Recovery
 from hvdtrain.parallel.recovery.schedule import Recovering
 from hvdtrain.reports import trackers
@@ -123,8 +123,8 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     group = parts.replicas[0].group if parts.replicas else world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
     if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast
-        recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
-    pulse.role(words.role(parts.layout))
+        recovery.guard = MemoryGuard(len(topology.host_of(control.rank).ranks))
+    pulse.role(plan.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
     run = Run(RunSetup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
                        mesh if parts.layout is None else parts.layout.mesh, unused.idle(setup)),
@@ -138,7 +138,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     return run
 
 
-def _schedule(parts: Parts, control: Control, config: Config, recovery: Recovery) -> Schedule:
+def _schedule(parts: ModelParts, control: Control, config: Config, recovery: Recovery) -> Schedule:
     """In which order a step's forwards and backwards are done; collective where the model is cut over ranks."""
     if parts.layout is not None:
         return over_ranks.join(parts, control, config, recovery)
@@ -154,7 +154,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     # Before the exchange is attached, so that the samples enter no collective, such as BatchNorm's over ranks.
     run.written.start(run, first_sample.check(run, backend))
     run.notes += [note] if (note := note_of(feed.data, run.spec.task is not None)) else []
-    run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
+    run.dp = agreed(control, lambda: data_parallel.create(data_parallel.DataParallelSetup(
         run.spelled, control, run.topology, run.setup.group, run.collectives, backend.Ops(), parts, run.notes,
         scene_of(run, backend))), "exchange")
     agreed(control, lambda: settle(run, backend), "remat")

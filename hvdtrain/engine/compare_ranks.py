@@ -19,7 +19,7 @@ from hvdtrain.core.mesh import depths_of
 from hvdtrain.core.protocols import Control
 
 if TYPE_CHECKING:
-    from hvdtrain.parallel.parts import Parts
+    from hvdtrain.parallel.parts import ModelParts
 
 
 def check_config(config: Config, control: Control) -> None:
@@ -55,7 +55,7 @@ def check_alike(control: Control, group: Group, lines: Sequence[str]) -> None:
     _compare(control, {group.ranks: list(lines)})
 
 
-def check_parts(control: Control, parts: Parts, group: Group) -> None:
+def check_parts(control: Control, parts: ModelParts, group: Group) -> None:
     """Compare what ``parts`` are made of with those of the ranks that hold the same, as `check_alike` does.
 
     ``group``: the ranks that hold all that this one does. Of copies of unlike depth, where a rank shares some of its

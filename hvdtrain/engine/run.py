@@ -32,7 +32,7 @@ from hvdtrain.engine.phases import RunPhases
 from hvdtrain.engine.run_parts import RunSetup, RunState, Services
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Run:
     topology: Topology = _of("setup.topology")
     devices: list[DeviceFacts] = _of("setup.devices")
     mesh: Mesh = _of("setup.mesh")
-    parts: Parts = _of("setup.parts")
+    parts: ModelParts = _of("setup.parts")
     schedule: Schedule = _of("setup.schedule")
     feed: Feed = _of("setup.feed")
     eval_feed: Feed | None = _of("setup.eval_feed")

@@ -27,7 +27,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.engine.phases import RunPhases
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
 from hvdtrain.planning.batch.line import Line
 
@@ -50,7 +50,7 @@ class RunSetup:
     group: Group
     topology: Topology
     spec: Spec
-    parts: Parts
+    parts: ModelParts
     schedule: Schedule
     feed: Feed
     eval_feed: Feed | None = None

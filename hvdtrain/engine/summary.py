@@ -11,7 +11,7 @@ from hvdtrain.core.table import facts
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.pipeline import words
+from hvdtrain.parallel.pipeline import plan
 
 
 MOST_RANKS = 8
@@ -30,7 +30,7 @@ def record(run: Run) -> dict[str, Any]:
         "model": run.spec.name,
         "ranks": run.control.size,
         "hosts": run.topology.describe(),
-        "pipeline": words.facts(run.parts.layout, run.config),
+        "pipeline": plan.facts(run.parts.layout, run.config),
         "wire": run.collectives.name,
         "compression": run.dp.describe(),
         "global_batch": run.config.global_batch,
@@ -62,7 +62,7 @@ def rows(run: Run) -> list[tuple[str, str]]:
     table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank),
              ("wire", f"{r['wire']}, compression {r['compression']}"),
              ("global batch", count(r["global_batch"], "sample")),
-             *([("pipeline", words.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
+             *([("pipeline", plan.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
              ("steps", f"{r['steps']} in {count(r['epochs'], 'epoch')}"
               + (f", stopped: {r['stop']}" if r["stop"] else "")),
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),

@@ -19,7 +19,7 @@ import numpy as np
 
 from hvdtrain.backends.keras.compiled import check_class_weight, with_class_weight
 from hvdtrain.core.errors import UserError, count, nearest
-from hvdtrain.planning.batch.sampler import Cut, at_least, epoch_order
+from hvdtrain.planning.batch.sampler import BatchShares, at_least, epoch_order
 
 
 def shard(x: Any, y: Any = None, sample_weight: Any = None, *, global_batch: int, shares: Sequence[float] | None = None,
@@ -63,7 +63,7 @@ class ShardedDataset(keras.utils.PyDataset):
                 with_class_weight(check_class_weight(class_weight), self._y, sample_weight))
         self._weight = np.ones(self.samples, np.float32) if sample_weight is None else sample_weight
         self._weighted = sample_weight is not None
-        self._cut, self.rank, self.size = Cut.of(shares), rank, len(shares)
+        self._cut, self.rank, self.size = BatchShares.of(shares), rank, len(shares)
         self._cut.offsets(0)
         assert 0 <= rank < self.size
         self.global_batch, self._shuffle, self._seed = int(global_batch), shuffle, seed

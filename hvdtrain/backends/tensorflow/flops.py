@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _BRANCHING = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")
@@ -26,7 +26,7 @@ class Unknown(Exception):
     """The operations cannot be counted; its text says why."""
 
 
-def product_type(parts: Parts) -> str:
+def product_type(parts: ModelParts) -> str:
     """Return the type of most products: "bf16", "fp16", "tf32" or "fp32"; "" for another one."""
     if parts.precision.own != "fp32":
         return parts.precision.own
@@ -37,12 +37,12 @@ def product_type(parts: Parts) -> str:
     return "tf32" if tf.config.experimental.tensor_float_32_execution_enabled() else "fp32"
 
 
-def flops_of_pass(parts: Parts, batch: object) -> tuple[None, str]:
+def flops_of_pass(parts: ModelParts, batch: object) -> tuple[None, str]:
     """Return nothing: `flops_of_graphs` counts a graph that has been traced for training."""
     return None, ""
 
 
-def flops_of_graphs(parts: Parts, dp: Any) -> tuple[float | None, str]:
+def flops_of_graphs(parts: ModelParts, dp: Any) -> tuple[float | None, str]:
     """Return (operations of one sample's forward and backward, "") or (None, why), by a graph for a known size."""
     if getattr(dp, "compression", "") == "powersgd":
         return None, "PowerSGD multiplies matrices in the same graph"

@@ -54,7 +54,7 @@ class Stage:
                  exact: bool, loss_words: str) -> None:
         self.model, self.task, self.class_numbers = model, task, class_numbers
         self._buffers, self._gradients, self._loss_scale, self._across = buffers, gradients, loss_scale, across
-        self.divides = gradients.split is not None and gradients.split.plan.needs.micros > 1
+        self.divides = gradients.split is not None and gradients.split.plan.micros > 1
         self._exact, self._words = exact and gradients.split is None, {"loss": loss_words}
         self.asynchronous = placement.on_gpu(model)
         self.waited_s = 0.0

@@ -34,7 +34,7 @@ from hvdtrain.backends.transforms import in_order
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Batch, Collectives
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.precision.scaler import LossScale
 
@@ -75,7 +75,7 @@ class Maker:
         """Return the ranks that multiply their loss by the loss scale."""
         return precision.scaled
 
-    def parts(self) -> Parts:
+    def parts(self) -> ModelParts:
         """Return the parts; a split model is on its devices by now."""
         params = self.params()
         optimizer = params.optimizer()
@@ -87,7 +87,7 @@ class Maker:
         plain = self.config.model_parallel == 1 and self.config.compile == "off" and self.config.remat == "off"
         transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync,
                               compile=compile, remat=remat)
-        return Parts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
+        return ModelParts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
                      state, transforms, self.policy, self.scale, self.placement.ops(), remat, compile,
                      facts=TorchFacts(self.model, params, state, plain), batch_weight=self.batch_weight)
 

@@ -35,7 +35,7 @@ from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 SHORT = {"torch": "torch", "tensorflow": "keras"}
 
@@ -114,7 +114,7 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     return report | {"optimizer": f"{name} {args}", "step": meta["run"]["cursor"]["step"], "slots": sorted(slots)}
 
 
-def _save(request: Request, side: Any, parts: Parts, config: Config, found: OpenCheckpoint, made: Path) -> None:
+def _save(request: Request, side: Any, parts: ModelParts, config: Config, found: OpenCheckpoint, made: Path) -> None:
     """The run's directory: one checkpoint, as the run itself would write it, and its configuration."""
     run = found.meta["run"]
     groups, rest = parts.state.state()
@@ -194,11 +194,11 @@ def _built(text: str, args: dict[str, Any], seed: int) -> tuple[Spec, Any]:
     return spec, importlib.import_module(f"hvdtrain.backends.{spec.framework}.convert")
 
 
-def _parts(spec: Spec, config: Config) -> Parts:
+def _parts(spec: Spec, config: Config) -> ModelParts:
     """The model's parts as a run has them, to load and keep state with; they will not train."""
     plain = replace(spec, task=None, metrics=None, weight=None)
     make = backends.load(spec.framework).make_parts
-    parts: Parts = make(plain, resume.bare(config), SoloControl(), NullCollectives(), 0)
+    parts: ModelParts = make(plain, resume.bare(config), SoloControl(), NullCollectives(), 0)
     return parts
 
 

@@ -21,7 +21,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.parallel.data_parallel.attach import unlike_threads
 from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.planning.exchange import choice
-from hvdtrain.planning.exchange.choice import Baseline, Choice
+from hvdtrain.planning.exchange.choice import Baseline, CompressorChoice
 from hvdtrain.planning.exchange.link import Link
 
 OtherWire = tuple[Mapping[str, Link], bool]
@@ -64,7 +64,7 @@ class AutoCompression(Callback):
         self._world = ""
         self._sweep: sweep.Sweep | None = None
         self._base: Baseline | None = None
-        self._decision: Choice | None = None
+        self._decision: CompressorChoice | None = None
         self._watch = StepWatch(WARM_STEPS)
 
     def fit_start(self, run: Run) -> None:

@@ -12,7 +12,7 @@ from hvdtrain.core.records import schema
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter, meter_of
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.pipeline.words import facts
+from hvdtrain.parallel.pipeline.plan import facts
 from hvdtrain.planning.batch.meter import Reading
 
 

@@ -34,7 +34,7 @@ from hvdtrain.engine.average import GROUP
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.contents import held_by, json_able, parts_of, schedule_of
 from hvdtrain.engine.saving.saving import Saving
-from hvdtrain.parallel.pipeline.words import ranks_of
+from hvdtrain.parallel.pipeline.plan import ranks_of
 
 MOST_NAMES = 8
 """Damaged checkpoints that are named."""

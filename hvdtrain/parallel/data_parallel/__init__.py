@@ -20,14 +20,14 @@ from hvdtrain.core.protocols import Collectives, Compressor, Control, DataParall
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.slots import completed, load_slot
 from hvdtrain.parallel.data_parallel.alone import Alone
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 OWN = ("replicate", "zero")
 """The ways of this package."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class DataParallelSetup:
     """What ``make`` gets. ``group``: the ranks that hold copies. ``notes``: remarks for the summary, to be added to.
 
     ``control``: of all ranks of the job. Of a model that is cut over ranks ``group`` and ``collectives`` are those of
@@ -41,7 +41,7 @@ class Setup:
     group: Group
     collectives: Collectives
     ops: Ops
-    parts: Parts
+    parts: ModelParts
     notes: list[str]
     scene: Any = None
 
@@ -62,7 +62,7 @@ class Setup:
         return self.control if self.parts.layout is not None else None
 
 
-def create(setup: Setup) -> DataParallel:
+def create(setup: DataParallelSetup) -> DataParallel:
     """Return the way that ``config.data_parallel`` names, made of ``setup``; collective.
 
     Errors: `UserError` for a name that is none, and for what does not go together.
@@ -111,7 +111,7 @@ class Undeclared:
                         "a way with extend(specs, first), such as replicate or zero", "unfreeze before the run begins")
 
 
-def _among_replicas(setup: Setup) -> Setup:
+def _among_replicas(setup: DataParallelSetup) -> DataParallelSetup:
     """``setup`` for the ranks that hold the same part of a model which is cut over ranks.
 
     Errors: `UserError` for a way of a user's own where this rank is in several groups on some rank.

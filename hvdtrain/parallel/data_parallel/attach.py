@@ -18,7 +18,7 @@ from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Bucket
 
 if TYPE_CHECKING:
-    from hvdtrain.parallel.data_parallel import Setup
+    from hvdtrain.parallel.data_parallel import DataParallelSetup
 
 FIRST_MB = 1.0
 """So much is enough for a wire to begin with that works beside backward: it is still busy when more is there."""
@@ -28,7 +28,7 @@ BESIDE_MB = 2.0
 what a call costs is hidden as well. Large ones are for wires that block, or that fuse by themselves."""
 
 
-def compression_of(setup: Setup) -> str:
+def compression_of(setup: DataParallelSetup) -> str:
     """Return the name of the compressor to begin with; what is not as asked is added to the notes."""
     asked, exchange, size = setup.config.compression, setup.config.exchange, setup.collectives.size
     if exchange.adasum and size > 1:
@@ -42,7 +42,7 @@ def compression_of(setup: Setup) -> str:
     return asked
 
 
-def buckets_of(setup: Setup) -> list[Bucket]:
+def buckets_of(setup: DataParallelSetup) -> list[Bucket]:
     """Return the plan for ``exchange.bucket_mb``; with Adasum, which looks at each tensor by itself, one tensor each.
 
     Of a model that is cut over ranks each bucket holds blocks of one group of replicas; the groups' buckets come one
@@ -85,7 +85,7 @@ def unlike_threads(config: Config, control: Control, topology: Topology) -> str:
     return "" if len(set(threads)) == 1 else f"ranks with {min(threads)} to {max(threads)} compute threads"
 
 
-def check(setup: Setup, name: str) -> None:
+def check(setup: DataParallelSetup, name: str) -> None:
     """Raise `UserError` for what this run cannot do with compressor ``name``; collective."""
     config, size, made = setup.config, setup.collectives.size, create(name, setup.config)
     key = made.own_key or f"compression {name}"

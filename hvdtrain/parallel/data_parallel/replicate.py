@@ -14,7 +14,7 @@ from hvdtrain.comm.compressors import create
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.squares import sum_squares
 from hvdtrain.core.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer, ParamSpec
-from hvdtrain.parallel.data_parallel import Setup
+from hvdtrain.parallel.data_parallel import DataParallelSetup
 from hvdtrain.parallel.data_parallel.alone import Alone
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
 from hvdtrain.parallel.data_parallel.reducing import Reducing
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import Bucket
 
 
-def make(setup: Setup) -> DataParallel:
+def make(setup: DataParallelSetup) -> DataParallel:
     """Plan buckets and compressor as the configuration says; collective.
 
     A rank alone compresses nothing, unless topk stands in for the optimizer's momentum. compression auto begins with

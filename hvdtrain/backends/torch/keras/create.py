@@ -40,7 +40,7 @@ from hvdtrain.checkpoint import weights
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Collectives
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.precision.policy import Precision
 
 _STRIDE = 1_000_003
@@ -82,7 +82,7 @@ class KerasMaker(Maker):
             first, counter = (int(n) for n in keras.ops.convert_to_numpy(seed))
             seed.assign([(first + _STRIDE * rank) % 2**31, counter])
 
-    def parts(self) -> Parts:
+    def parts(self) -> ModelParts:
         made = super().parts()
         facts = KerasFacts(self.keras_model, made.facts)
         made.facts, made.state.facts = facts, facts.saved  # type: ignore[attr-defined]

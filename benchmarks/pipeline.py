@@ -24,7 +24,7 @@ from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
 from benchmarks.workloads import WORKLOADS
 from hvdtrain.commands.bench import options, record
-from hvdtrain.config.pipeline import FOR_EACH
+from hvdtrain.config import FOR_EACH
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals

@@ -36,8 +36,8 @@ from hvdtrain.engine.feeds import eval_feed
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import session
 from hvdtrain.engine.saving.final import export
-from hvdtrain.reports.ends.words import failure
 from hvdtrain.reports.progress import silence
+from hvdtrain.reports.survivor import failure
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,7 +16,6 @@ from hvdtrain.checkpoint.adapters import key
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.finite import finite, has_nan, spoken
 from hvdtrain.core.protocols.run import Shard
 
 FILE = "model.safetensors"

@@ -1,4 +1,4 @@
-"""BatchShares each global batch over the ranks and into micro-batches: `Feed` yields one rank's batches, step by step.
+"""Cut each global batch over the ranks and into micro-batches: `Feed` yields one rank's batches, step by step.
 
 Owns the plan of cuts, the steps of an epoch and the thread that fetches ahead. `hvdtrain.data.walk` reads the data and
 calls the control plane.
@@ -90,7 +90,7 @@ class Feed:
         return (self.prefetch + 1 if self.prefetch else 0) + self._walk.begins
 
     def recut(self, cut: BatchShares, from_step: int) -> None:
-        """BatchShares by ``cut`` from step ``from_step`` of the run on; all ranks call it alike, between two steps.
+        """Cut by ``cut`` from step ``from_step`` of the run on; all ranks call it alike, between two steps.
 
         During an epoch ``from_step`` has to be `ahead` steps after the next one at least. The global batch of a step
         stays the same (law 2). Errors: ``undivided``, where that is set and ``cut`` divides a batch.

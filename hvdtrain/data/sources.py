@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.core.resolve import absolute, load_callable
-from hvdtrain.core.slots import in_slot, load_slot
+from hvdtrain.core.resolve import absolute, in_slot, load_callable, load_slot
 from hvdtrain.data.splits import SPLITS
 from hvdtrain.data.stream import Arrays, Stream
 

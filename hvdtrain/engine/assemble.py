@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends, reports
+from hvdtrain import config as settings
 from hvdtrain.backends import transforms
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
@@ -27,12 +28,10 @@ from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.cluster.machine import imported
 from hvdtrain.cluster.topology import survey
 from hvdtrain.comm.wires import Wires
-from hvdtrain.config import Config, run_length, unused
-from hvdtrain.config import pipeline as settings
+from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import world
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
-from hvdtrain.core.mesh import Mesh, depths_of
+from hvdtrain.core.mesh import Mesh, depths_of, world
 from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule
 from hvdtrain.core.records.stream import Stream
 from hvdtrain.core.terminal import say
@@ -102,8 +101,8 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spelled = per_rank.of_copies(config, per_rank.spelled_out(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
-    setup = unused.setup_of(config, spec, wire.name, facts.kind, model, data)
-    notes += unused.notes(setup)
+    setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)
+    notes += settings.notes(setup)
     build_model.seed_all(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     rows = rows_of(spec)
     spec = rows.of_model_file(spec)
@@ -127,7 +126,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     pulse.role(plan.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
     run = Run(RunSetup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
-                       mesh if parts.layout is None else parts.layout.mesh, unused.idle(setup)),
+                       mesh if parts.layout is None else parts.layout.mesh, settings.idle(setup)),
               Services(control, wire, recovery=recovery), RunState(findings=Findings(notes)))
     run.wires = wires
     try:

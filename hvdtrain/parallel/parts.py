@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.core.group import Group
-from hvdtrain.core.mesh import Layout
+from hvdtrain.core.mesh import Group, Layout
 from hvdtrain.core.protocols import (
     Buffers, Collectives, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, ParamSpec, Params, Remat, Stage,
     Transform)

@@ -20,7 +20,7 @@ from hvdtrain.cluster.liveness import pulse
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Control
 from hvdtrain.core.protocols.transport import Counts
 from hvdtrain.core.timeline import blocked

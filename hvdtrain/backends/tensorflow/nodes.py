@@ -25,7 +25,7 @@ from tensorflow.python.eager import context, execute, record
 from hvdtrain.backends.tensorflow import graphs
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Handle
 from hvdtrain.core.protocols.transport import Counts
 

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.core.protocols import Batch
-from hvdtrain.core.timeline.profiler import KERNEL, Marks, Span
+from hvdtrain.core.timeline.spans import KERNEL, Marks, Span
 from hvdtrain.parallel.parts import ModelParts
 
 _MARK, _WARM = "hvdtrain mark", "hvdtrain start"
 
 
 class Profiler:
-    """Implements `hvdtrain.core.timeline.profiler.Profiler` for PyTorch."""
+    """Implements `hvdtrain.core.timeline.spans.Profiler` for PyTorch."""
 
     def __init__(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]

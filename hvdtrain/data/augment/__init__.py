@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.core.resolve import load_callable
-from hvdtrain.core.slots import in_slot, load_slot
+from hvdtrain.core.resolve import in_slot, load_callable, load_slot
 from hvdtrain.data.augment import mixup
 from hvdtrain.data.augment.draw import uniform_of
 from hvdtrain.data.sources import EpochSource, Source, Unreadable

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.config.pipeline import micro_batches
+from hvdtrain.config import micro_batches
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.balance.probe import LEAST_REPEATS, sizes_of

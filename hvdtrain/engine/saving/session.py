@@ -21,8 +21,7 @@ from hvdtrain.checkpoint.run_directory import RunDirectory, ensure_out, find_out
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.cluster.control import agreed
-from hvdtrain.config import Config, Schedule, run_length, schema
-from hvdtrain.config.pipeline import cut_over_ranks
+from hvdtrain.config import Config, Schedule, cut_over_ranks, run_length, schema
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Before
 from hvdtrain.core.protocols import Callback, Control

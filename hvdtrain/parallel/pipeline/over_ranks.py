@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hvdtrain.config import Config
+from hvdtrain.core.comparison import Origin
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.finite import Origin
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import Batch, Cargo, Control, Done, Evaluator, GradientSink, Pair, PipelineStage
 from hvdtrain.core.protocols.types import Lost, first_line

@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from hvdtrain.cluster.control import agreed
-from hvdtrain.config import Config
-from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
+from hvdtrain.config import Config, cut_over_ranks, micro_batches
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Control

@@ -11,7 +11,7 @@ from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors import create as compressor
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import world
+from hvdtrain.core.mesh import world
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.parallel.data_parallel import DataParallelSetup, create
 from hvdtrain.parallel.data_parallel.alone import Alone

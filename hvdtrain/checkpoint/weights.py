@@ -15,6 +15,7 @@ from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.adapters import key
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout
+from hvdtrain.core.comparison import finite, has_nan, spoken
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.run import Shard
 

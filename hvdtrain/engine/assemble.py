@@ -37,7 +37,7 @@ from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
-from hvdtrain.data.workers import choose, start
+from hvdtrain.data.workers import start
 from hvdtrain.engine import build_model, feeds, first_sample, per_rank
 from hvdtrain.engine.balance.emulate import Slowed
 from hvdtrain.engine.callbacks.order import in_order
@@ -71,7 +71,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     Errors: `UserError`, the same on every rank.
     """
     config.check()
-    with start.early(choose.may_need(config, data)):
+    with start.early(prepare.may_need(config, data)):
         return _assembled(config, model, data, control, collectives, more)
 
 

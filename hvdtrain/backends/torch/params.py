@@ -15,7 +15,7 @@ from hvdtrain.backends.torch.modules import PlainNames, named_parameters
 from hvdtrain.backends.torch.optimizer import ELEMENTWISE, Slices, TorchOptimizer
 from hvdtrain.backends.torch.resuming import KERNELS
 from hvdtrain.backends.torch.state import TorchState
-from hvdtrain.checkpoint.holders import fitting
+from hvdtrain.checkpoint.adapters import fitting
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.protocols.types import Bucket

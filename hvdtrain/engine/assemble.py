@@ -19,7 +19,6 @@ from typing import Any
 
 from hvdtrain import backends, reports
 from hvdtrain import config as settings
-from hvdtrain.backends import transforms
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import DeviceFacts
@@ -32,12 +31,13 @@ from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
-from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule
+from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule, Transform
 from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
-from hvdtrain.data.workers import choose, start
+from hvdtrain.data.workers import start
 from hvdtrain.engine import build_model, feeds, first_sample, per_rank
 from hvdtrain.engine.balance.emulate import Slowed
 from hvdtrain.engine.callbacks.order import in_order
@@ -71,7 +71,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     Errors: `UserError`, the same on every rank.
     """
     config.check()
-    with start.early(choose.may_need(config, data)):
+    with start.early(prepare.may_need(config, data)):
         return _assembled(config, model, data, control, collectives, more)
 
 
@@ -118,7 +118,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     feed.weigh(parts.batch_weight)
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
-    parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
+    parts.transforms += agreed(control, lambda: _transforms(config), "transforms")
     group = parts.replicas[0].group if parts.replicas else world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
     if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast
@@ -205,6 +205,11 @@ def _precision(config: Config, control: Control, devices: list[DeviceFacts], not
     names = policy.resolve(str(config.precision), devices)  # whose names have been spelled out
     notes += policy.remarks(names, devices)
     return Precision(tuple(names), control.rank)
+
+
+def _transforms(config: Config) -> list[Transform]:
+    """Return the user's transforms: each entry of ``config.transforms`` names a callable that makes one."""
+    return [load_callable(text, "transforms")() for text in config.transforms]
 
 
 def _mesh(config: Config, control: Control) -> Mesh:

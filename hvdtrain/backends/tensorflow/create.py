@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends import in_order
 from hvdtrain.backends.keras import compiled
 from hvdtrain.backends.keras.facts import KerasFacts
 from hvdtrain.backends.keras.losses import check_stateful
@@ -34,9 +35,8 @@ from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
-from hvdtrain.backends.transforms import in_order
 from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.machine import memory
+from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
@@ -116,10 +116,10 @@ class _Making:
         self._evaluator = Evaluator(Evaluation(self._spec, self._config, self._task), self._class_numbers)
         divided = self._config.data_parallel.name == "zero" and self._wire.size > 1 and self._config.model_parallel == 1
         self.opt = Optimization(self._config, self._spec, self._steps, whole=not divided)
-        if divided and not placement.on_gpu(model) and state.nbytes(model.trainable_variables) >= memory.LARGE_BYTES:
+        if divided and not placement.on_gpu(model) and state.nbytes(model.trainable_variables) >= heap.LARGE_BYTES:
             # Gradients come and go among what stays: of a large model their gaps would be much. For good: TensorFlow
             # makes parameters anew in every update, so that nothing ever has a place of its own.
-            memory.map_large()
+            heap.map_large()
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)
 

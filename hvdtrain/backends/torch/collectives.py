@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch.pinned import CudaLane, Here, Key, Pipe, Transfer
+from hvdtrain.backends.torch.pinned import CudaLane, DirectLane, Key, Pipe, Transfer
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.comm.collectives.base import ReadyHandle, WithoutMemory
@@ -161,13 +161,13 @@ class StagedCollectives(WithoutMemory):
     host = False
     hierarchical = False
 
-    def __init__(self, inner: Collectives, timeout_s: float = 600.0, lane: Here | None = None) -> None:
+    def __init__(self, inner: Collectives, timeout_s: float = 600.0, lane: DirectLane | None = None) -> None:
         self.name = f"{inner.name} over host memory"
         self.rank, self.size = inner.rank, inner.size
         self.dtypes, self.reductions = inner.dtypes, inner.reductions
         self.timeout_s = timeout_s
         self._inner, self._lane = inner, lane
-        self._lanes: dict[torch.device, Here] = {}
+        self._lanes: dict[torch.device, DirectLane] = {}
         self._pipe: Pipe | None = None
 
     def among(self, group: Group) -> StagedCollectives:
@@ -219,11 +219,11 @@ class StagedCollectives(WithoutMemory):
         self._pipe.issued.put(transfer)
         return transfer
 
-    def _lane_of(self, device: torch.device) -> Here:
+    def _lane_of(self, device: torch.device) -> DirectLane:
         if self._lane is not None:
             return self._lane
         if device not in self._lanes:
-            self._lanes[device] = CudaLane(device) if device.type == "cuda" else Here()
+            self._lanes[device] = CudaLane(device) if device.type == "cuda" else DirectLane()
         return self._lanes[device]
 
 

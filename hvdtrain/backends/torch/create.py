@@ -61,7 +61,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     def measure() -> list[DeviceProfile]:
         source = sample or spec.example
         with told(spec.model, source(2) if source else ()):
-            return maker.placement.measure(maker.task, sample, control, maker.precision, maker.given)
+            return maker.placement.measure(maker.task, sample, control, maker.precision, maker.optimizer_spec)
 
     def finish(plan: DevicePlan) -> ModelParts:
         maker.placement.split(plan)

@@ -24,7 +24,7 @@ from hvdtrain.backends.interchange.layers import Model
 from hvdtrain.backends.interchange.pairing import Pairs, carry, carry_moments, hints, pair
 from hvdtrain.backends.interchange.rule import Rule, remarks
 from hvdtrain.backends.model_spec import Spec, build_spec
-from hvdtrain.checkpoint import Kept, Snapshot, read_snapshot, write_snapshot
+from hvdtrain.checkpoint import OpenCheckpoint, Snapshot, read_snapshot, write_snapshot
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
@@ -114,7 +114,7 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     return report | {"optimizer": f"{name} {args}", "step": meta["run"]["cursor"]["step"], "slots": sorted(slots)}
 
 
-def _save(request: Request, side: Any, parts: ModelParts, config: Config, found: Kept, made: Path) -> None:
+def _save(request: Request, side: Any, parts: ModelParts, config: Config, found: OpenCheckpoint, made: Path) -> None:
     """The run's directory: one checkpoint, as the run itself would write it, and its configuration."""
     run = found.meta["run"]
     groups, rest = parts.state.state()
@@ -137,7 +137,7 @@ def _training_remarks(pairs: Pairs) -> list[str]:
     return found
 
 
-def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: Kept) -> dict[str, Any]:
+def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: OpenCheckpoint) -> dict[str, Any]:
     """Compare outputs; `UserError` where they are apart."""
     x = _in_order(found, "input")
     may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
@@ -206,7 +206,7 @@ def _numbered(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{i:03d}": array for i, array in enumerate(arrays)}
 
 
-def _in_order(found: Kept, group: str) -> list[np.ndarray]:
+def _in_order(found: OpenCheckpoint, group: str) -> list[np.ndarray]:
     """Undo `_numbered`."""
     return [array for _, array in sorted(found.tensors[group].items())]
 

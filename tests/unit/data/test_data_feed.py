@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.control import ReplicaControl, SoloControl
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
-from hvdtrain.data.feed import Feed
-from hvdtrain.data.prefetch import Shelf, prefetched
+from hvdtrain.data.feed import Feed, Shelf, prefetched
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.data.stream import fingerprint, rebatch
 from hvdtrain.planning.batch.sampler import BatchShares, cut

@@ -24,7 +24,7 @@ from hvdtrain.cluster.messages.carrier import Boxes, ByHost, ThreadCarrier, over
 from hvdtrain.cluster.messages.channel import Mail, MailChannel, MpiChannel
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.launcher import LaunchFacts
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.processes import wait_for
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.timeline import blocked
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.group import spans
+from hvdtrain.core.mesh import spans
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -21,7 +21,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.pair_links import BUDGET_S, LEAST_PIECE, MOST_PIECES, PIECE, PairLink, Way, plan, sizing
 from hvdtrain.core.errors import WaitTimeout
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.processes import wait_for
 
 WINDOW = 4
 """Pieces of one direction under way at once: the next one leaves while this one arrives."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hvdtrain.cluster.machine.cgroup import tightest_quota
 from hvdtrain.core.errors import count
-from hvdtrain.core.group import spans
+from hvdtrain.core.mesh import spans
 from hvdtrain.core.protocols import Control
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, Manifest, files, read_snapshot, weights
+from hvdtrain.checkpoint import (
+    CheckpointError, CheckpointStore, Manifest, OpenCheckpoint, files, read_snapshot, weights)
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.snapshot import check_listing, inspect
-from hvdtrain.checkpoint.store import Candidate
+from hvdtrain.checkpoint.store import ListedCheckpoint
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
@@ -103,7 +104,7 @@ def look(root: Path, verify: bool) -> list[CheckpointRow]:
     return rows
 
 
-def _row(one: Candidate, verify: bool) -> CheckpointRow | None:
+def _row(one: ListedCheckpoint, verify: bool) -> CheckpointRow | None:
     """Return the row of one checkpoint; None where it has gone meanwhile."""
     aside = "moved aside by a save that did not end, and used where nothing newer is: " if one.hidden else ""
     try:
@@ -202,7 +203,7 @@ def _export(root: Path, args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(root: Path, step: int | None) -> tuple[Path, Kept]:
+def chosen(root: Path, step: int | None) -> tuple[Path, OpenCheckpoint]:
     """Return the checkpoint of ``step``, or the newest whole one for None, and report newer damaged ones.
 
     Errors: `UserError` where there is none or it is damaged.

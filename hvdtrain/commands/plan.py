@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from hvdtrain.cluster import exit_calls
-    from hvdtrain.config.pipeline import cut_over_ranks
+    from hvdtrain.config import cut_over_ranks
 
     with exit_calls.told():
         if memory and cut_over_ranks(config):

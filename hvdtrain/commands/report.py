@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     runs = [Path(run) for run in args.run]
     if args.watch:
-        from hvdtrain.reports.html.watch import serve
+        from hvdtrain.reports.html.page import serve
 
         return serve(runs, args.port)
     from hvdtrain.reports.html import write_of

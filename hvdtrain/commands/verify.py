@@ -1,6 +1,6 @@
 """``python -m hvdtrain verify``: train the same on 1, 2, 3, ... ranks and compare the final weights.
 
-`hvdtrain.core.curve` decides how much of a difference is rounding (law 2).
+`hvdtrain.core.comparison` decides how much of a difference is rounding (law 2).
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from hvdtrain.cluster.machine.software import find_mpi
 from hvdtrain.commands import train
 from hvdtrain.commands.build_horovod.run import ChildFailed, logged
 from hvdtrain.commands.build_horovod.verify import launch_argv
-from hvdtrain.config import Config, schema
-from hvdtrain.config.pipeline import cut_over_ranks
-from hvdtrain.core import curve, table
-from hvdtrain.core.curve import Tolerance
+from hvdtrain.config import Config, cut_over_ranks, schema
+from hvdtrain.core import comparison, table
+from hvdtrain.core.comparison import Tolerance
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -56,9 +55,9 @@ def main(argv: list[str]) -> int:
         outs = [_train(case, Path(temp), args, rest) for case in cases]
         reference = weights_of(outs[0])
         rows = [VerifyRow.of(case, reference, weights_of(out)) for case, out in zip(cases[1:], outs[1:])]
-        limit, caveats = Tolerance(curve.LEAST if args.tolerance is None else args.tolerance), caveats_of(outs)
+        limit, caveats = Tolerance(comparison.LEAST if args.tolerance is None else args.tolerance), caveats_of(outs)
         if args.tolerance is None and _asks_why([row.difference for row in rows], caveats):
-            limit = curve.tolerance(reference, lambda parts: weights_of(
+            limit = comparison.tolerance(reference, lambda parts: weights_of(
                 _train(cases[0], Path(temp), args, rest, parts)), parts_of(rest))
         return _report(cases[0][0], rows, limit, args.steps, caveats)
 
@@ -76,9 +75,9 @@ class VerifyRow:
     bits: bool
 
     @classmethod
-    def of(cls, case: Case, reference: curve.Weights, weights: curve.Weights) -> VerifyRow:
-        difference, where = curve.largest_difference(reference, weights)
-        return cls(case, difference, where, curve.same_bits(reference, weights))
+    def of(cls, case: Case, reference: comparison.Weights, weights: comparison.Weights) -> VerifyRow:
+        difference, where = comparison.largest_difference(reference, weights)
+        return cls(case, difference, where, comparison.same_bits(reference, weights))
 
     def cells(self, beyond: bool, limit: float) -> list[str]:
         n, shares = self.case
@@ -119,8 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--np", default="1,2,3", help="numbers of ranks, the first is compared with (default 1,2,3)")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
     parser.add_argument("--tolerance", type=float, default=None,
-                        help=f"largest relative difference that passes (default {curve.LEAST:g}, or where the first "
-                        f"run's own rounding needs more, {curve.TIMES:g} times that, {curve.MOST:g} at most)")
+                        help=f"largest relative difference that passes (default {comparison.LEAST:g}, or where the "
+                        f"first run's own rounding needs more, {comparison.TIMES:g} times that, "
+                        f"{comparison.MOST:g} at most)")
     parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with unlike shares")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds each run may take (default 300)")
     return parser
@@ -206,15 +206,15 @@ def _asks_why(differences: Sequence[float], caveats: Sequence[str]) -> bool:
 
     A caveat, where there is one, explains what is beyond all tolerance.
     """
-    large = [difference for difference in differences if not difference <= curve.LEAST]
-    return any(difference <= curve.MOST for difference in large) or bool(large) and not caveats
+    large = [difference for difference in differences if not difference <= comparison.LEAST]
+    return any(difference <= comparison.MOST for difference in large) or bool(large) and not caveats
 
 
 def _report(first: int, rows: Sequence[VerifyRow], limit: Tolerance, steps: int, caveats: Sequence[str]) -> int:
     beyond = [row for row in rows if not row.difference <= limit.value]
     if limit.noise:
         moved = f"note: np {first} alone moves by {limit.noise:.1e} where its batch is cut otherwise"
-        chaos = limit.noise > curve.MOST
+        chaos = limit.noise > comparison.MOST
         say(f"{moved}, which is rounding; up to {limit.value:.1e} counts as the same curve" if not chaos else
             f"{moved}: this training magnifies rounding so much that a fault would not stand out; verify it with a "
             "smaller lr or fewer --steps")

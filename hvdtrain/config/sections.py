@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 
 class Unused(NamedTuple):
-    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.unused.Setup`, which lies above this file.
+    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.Setup`, which lies above this file.
 
     ``but``: the key of a section for which it does not hold.
     """
@@ -103,7 +103,9 @@ class Named:
 class Schedule:
     """How the learning rate moves."""
 
-    name: str = key("none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name; none: constant")
+    name: str = key(
+        "none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name, or module:callable "
+        "(path/file.py:callable) of another such class; none: constant")
     args: dict = key({}, "", "keyword arguments", unused=(NO_SCHEDULE,))
     interval: Literal["step", "epoch"] = key(
         "step", "",
@@ -244,7 +246,9 @@ class EarlyStop:
     """Stop when a metric no longer gets better."""
 
     metric: str = key("", "", "evaluation metric to watch, for example loss or accuracy; empty: off", quiet="")
-    mode: Literal["min", "max"] = key("min", "", "whether smaller or larger is better", unused=(NO_EARLY_STOP,))
+    mode: Literal["auto", "min", "max"] = key(
+        "auto", "", "whether smaller or larger is better; auto: larger for accuracy and other scores, smaller for "
+        "losses and for what is not known", unused=(NO_EARLY_STOP,))
     patience: int = key(
         5, "evaluations", "evaluations without a better value before the run stops", unused=(NO_EARLY_STOP,), least=1)
     min_delta: float = key(0.0, "", "smallest change that counts as better", unused=(NO_EARLY_STOP,))

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends, reports
-from hvdtrain.backends import transforms
+from hvdtrain import config as settings
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import DeviceFacts
@@ -27,18 +27,17 @@ from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.cluster.machine import imported
 from hvdtrain.cluster.topology import survey
 from hvdtrain.comm.wires import Wires
-from hvdtrain.config import Config, run_length, unused
-from hvdtrain.config import pipeline as settings
+from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import world
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
-from hvdtrain.core.mesh import Mesh, depths_of
-from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule
+from hvdtrain.core.mesh import Mesh, depths_of, world
+from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule, Transform
 from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
-from hvdtrain.data.workers import choose, start
+from hvdtrain.data.workers import start
 from hvdtrain.engine import build_model, feeds, first_sample, per_rank
 from hvdtrain.engine.balance.emulate import Slowed
 from hvdtrain.engine.callbacks.order import in_order
@@ -51,12 +50,12 @@ from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services
 from hvdtrain.engine.saving import session
 from hvdtrain.parallel import data_parallel
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
-from hvdtrain.parallel.parts import Parts
-from hvdtrain.parallel.pipeline import over_ranks, words
+from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.parallel.pipeline import over_ranks, plan
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
 from hvdtrain.parallel.precision import policy
 from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.recovery.guard import Guard
+from hvdtrain.parallel.recovery.guard import MemoryGuard
 from hvdtrain.parallel.recovery.recovery import Recovery
 from hvdtrain.parallel.recovery.schedule import Recovering
 from hvdtrain.reports import trackers
@@ -72,7 +71,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     Errors: `UserError`, the same on every rank.
     """
     config.check()
-    with start.early(choose.may_need(config, data)):
+    with start.early(prepare.may_need(config, data)):
         return _assembled(config, model, data, control, collectives, more)
 
 
@@ -102,8 +101,8 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spelled = per_rank.of_copies(config, per_rank.spelled_out(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
-    setup = unused.setup_of(config, spec, wire.name, facts.kind, model, data)
-    notes += unused.notes(setup)
+    setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)
+    notes += settings.notes(setup)
     build_model.seed_all(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     rows = rows_of(spec)
     spec = rows.of_model_file(spec)
@@ -119,15 +118,15 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     feed.weigh(parts.batch_weight)
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
-    parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
+    parts.transforms += agreed(control, lambda: _transforms(config), "transforms")
     group = parts.replicas[0].group if parts.replicas else world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
     if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast
-        recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
-    pulse.role(words.role(parts.layout))
+        recovery.guard = MemoryGuard(len(topology.host_of(control.rank).ranks))
+    pulse.role(plan.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
     run = Run(RunSetup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
-                       mesh if parts.layout is None else parts.layout.mesh, unused.idle(setup)),
+                       mesh if parts.layout is None else parts.layout.mesh, settings.idle(setup)),
               Services(control, wire, recovery=recovery), RunState(findings=Findings(notes)))
     run.wires = wires
     try:
@@ -138,7 +137,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     return run
 
 
-def _schedule(parts: Parts, control: Control, config: Config, recovery: Recovery) -> Schedule:
+def _schedule(parts: ModelParts, control: Control, config: Config, recovery: Recovery) -> Schedule:
     """In which order a step's forwards and backwards are done; collective where the model is cut over ranks."""
     if parts.layout is not None:
         return over_ranks.join(parts, control, config, recovery)
@@ -154,7 +153,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     # Before the exchange is attached, so that the samples enter no collective, such as BatchNorm's over ranks.
     run.written.start(run, first_sample.check(run, backend))
     run.notes += [note] if (note := note_of(feed.data, run.spec.task is not None)) else []
-    run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
+    run.dp = agreed(control, lambda: data_parallel.create(data_parallel.DataParallelSetup(
         run.spelled, control, run.topology, run.setup.group, run.collectives, backend.Ops(), parts, run.notes,
         scene_of(run, backend))), "exchange")
     agreed(control, lambda: settle(run, backend), "remat")
@@ -206,6 +205,11 @@ def _precision(config: Config, control: Control, devices: list[DeviceFacts], not
     names = policy.resolve(str(config.precision), devices)  # whose names have been spelled out
     notes += policy.remarks(names, devices)
     return Precision(tuple(names), control.rank)
+
+
+def _transforms(config: Config) -> list[Transform]:
+    """Return the user's transforms: each entry of ``config.transforms`` names a callable that makes one."""
+    return [load_callable(text, "transforms")() for text in config.transforms]
 
 
 def _mesh(config: Config, control: Control) -> Mesh:

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.checkpoint import weights
-from hvdtrain.checkpoint.holders import key
+from hvdtrain.checkpoint.adapters import key
 from hvdtrain.core.buckets import plan_buckets, plan_some
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops, ParamSpec
 from hvdtrain.core.protocols.run import Given, Head, Place, Read, Shard, Stateful, Want
 from hvdtrain.core.protocols.types import itemsize
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 GROUP = weights.AVERAGES
 """The group of a checkpoint that holds the averages, under the names of the parameters."""
@@ -48,7 +48,7 @@ class Average:
     Starts as a copy of the weights. ``rank``: of the job, to know which of several holders speaks for a tensor.
     """
 
-    def __init__(self, parts: Parts, ops: Ops, decay: float, rank: int) -> None:
+    def __init__(self, parts: ModelParts, ops: Ops, decay: float, rank: int) -> None:
         self.decay, self._params = decay, parts.params
         self._buckets = plan_buckets(parts.params.specs, _BUCKET_MB)
         self._ops_of = lambda bucket: parts.ops_of_place[bucket.place] if parts.ops_of_place else ops

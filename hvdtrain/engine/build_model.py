@@ -12,15 +12,14 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends
+from hvdtrain import config as settings
 from hvdtrain.backends.model_spec import Spec, build_spec, spec_of
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.in_turn import in_turn
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.machine import imported
 from hvdtrain.cluster.topology import affinity, compute_threads, survey
-from hvdtrain.config import Config
-from hvdtrain.config import pipeline as settings
-from hvdtrain.config.pipeline import cut_over_ranks
+from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core import rng
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.protocols import Control

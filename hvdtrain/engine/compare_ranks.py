@@ -12,14 +12,13 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from hvdtrain.config import Config, schema
+from hvdtrain.core.comparison import spoken
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.finite import spoken
-from hvdtrain.core.group import Group, spans
-from hvdtrain.core.mesh import depths_of
+from hvdtrain.core.mesh import Group, depths_of, spans
 from hvdtrain.core.protocols import Control
 
 if TYPE_CHECKING:
-    from hvdtrain.parallel.parts import Parts
+    from hvdtrain.parallel.parts import ModelParts
 
 
 def check_config(config: Config, control: Control) -> None:
@@ -55,7 +54,7 @@ def check_alike(control: Control, group: Group, lines: Sequence[str]) -> None:
     _compare(control, {group.ranks: list(lines)})
 
 
-def check_parts(control: Control, parts: Parts, group: Group) -> None:
+def check_parts(control: Control, parts: ModelParts, group: Group) -> None:
     """Compare what ``parts`` are made of with those of the ranks that hold the same, as `check_alike` does.
 
     ``group``: the ranks that hold all that this one does. Of copies of unlike depth, where a rank shares some of its

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends
+from hvdtrain import config as settings
 from hvdtrain.backends.model_spec import Spec
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.views import voices
 from hvdtrain.config import Config
-from hvdtrain.config import pipeline as settings
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Control
 from hvdtrain.data import prepare

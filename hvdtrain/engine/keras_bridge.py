@@ -54,6 +54,7 @@ class Bridge(History):
         left_out = [type(c).__name__ for c in given if type(c).__name__ in NOT_NEEDED]
         self.callbacks = [c for c in given if type(c).__name__ not in NOT_NEEDED]
         self._mine = [c for c in self.callbacks if run.control.rank == 0 or not writes(c)]
+        self.steers = bool(self.callbacks)
         self._writers = any(writes(c) for c in self.callbacks)
         self._model, self._setup, self._trained = model, setup_of(model), TrainingMetrics(model)
         self._compiled_optimizer: Any = None

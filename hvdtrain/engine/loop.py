@@ -26,7 +26,7 @@ from hvdtrain.engine.guards.finite import blame
 from hvdtrain.engine.model_changes import check_late, follow, watched
 from hvdtrain.engine.out_of_memory.advice import mended, repeats, tell
 from hvdtrain.engine.saving import dry_run
-from hvdtrain.parallel.recovery.evaluating import Evaluating
+from hvdtrain.parallel.recovery.evaluating import RecoveringEvaluator
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
@@ -332,7 +332,7 @@ def _measured(run: Run, feed: Feed) -> dict[str, float]:
     run.written.evaluating(run)
     again, samples = True, 0
     while again:
-        adding = Evaluating(evaluator, run.recovery, run.state.cursor.step)
+        adding = RecoveringEvaluator(evaluator, run.recovery, run.state.cursor.step)
         with contextlib.closing(feed.eval_epoch()) as batches:
             for batch in batches:
                 adding.add(batch)

@@ -32,7 +32,7 @@ from hvdtrain.engine.phases import RunPhases
 from hvdtrain.engine.run_parts import RunSetup, RunState, Services
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Run:
     topology: Topology = _of("setup.topology")
     devices: list[DeviceFacts] = _of("setup.devices")
     mesh: Mesh = _of("setup.mesh")
-    parts: Parts = _of("setup.parts")
+    parts: ModelParts = _of("setup.parts")
     schedule: Schedule = _of("setup.schedule")
     feed: Feed = _of("setup.feed")
     eval_feed: Feed | None = _of("setup.eval_feed")
@@ -113,6 +113,21 @@ class Run:
         finally:
             state._event, state._alone, timeline.alone = outer, root_alone, outer_alone
 
+    def call(self, method: str) -> None:
+        """Call ``method`` of every callback that has one, outside of events; of "root" on rank 0, where it enters no
+        exchange either."""
+        timeline, control = self.services.timeline, self.services.control
+        outer = timeline.alone
+        for callback in self.callbacks:
+            everywhere = callback.where == "all"
+            if not (everywhere or control.rank == 0) or not hasattr(callback, method):
+                continue
+            timeline.alone = "" if everywhere or control.size == 1 else f"{method} of {type(callback).__name__}"
+            try:
+                getattr(callback, method)(self)
+            finally:
+                timeline.alone = outer
+
     def _listeners(self, event: Event) -> list[tuple[Callback[Run], str, bool]]:
         """Return the callbacks that see ``event`` here, what the heartbeat shows, and whether all ranks call each.
 
@@ -123,8 +138,8 @@ class Run:
             return known[1]
         method, on_root = event.value, self.services.control.rank == 0
         found = [(one, f"{method} of {type(one).__name__}" if hasattr(one, method) else "", one.where == "all")
-                 for one in self.callbacks if (one.where == "all" or on_root)
-                 and (not hasattr(one, "hears") or one.hears(event))]
+                 for one in self.callbacks if (one.where == "all" or on_root) and one.hears(event)]
+        pulse.doing.update({name: one.doing for one, name, _ in found if name and one.doing})
         self._heard[event] = (list(self.callbacks), found)
         return found
 
@@ -136,7 +151,7 @@ class Run:
             say(f"note: {text}")
 
     def record(self, event: str, **values: Any) -> None:
-        """Tell the reports of rank 0 what has happened (`hvdtrain.core.records.schema`); enters no collective."""
+        """Tell the reports of rank 0 what has happened (`hvdtrain.core.records`); enters no collective."""
         if self.control.rank == 0:
             self.records.write(self, event, values)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain.core.errors import count
+from hvdtrain.core.protocols import DataParallel, DividesState
 from hvdtrain.core.table import facts
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.pipeline import words
+from hvdtrain.parallel.pipeline import plan
 
 
 MOST_RANKS = 8
@@ -29,7 +30,7 @@ def record(run: Run) -> dict[str, Any]:
         "model": run.spec.name,
         "ranks": run.control.size,
         "hosts": run.topology.describe(),
-        "pipeline": words.facts(run.parts.layout, run.config),
+        "pipeline": plan.facts(run.parts.layout, run.config),
         "wire": run.collectives.name,
         "compression": run.dp.describe(),
         "global_batch": run.config.global_batch,
@@ -61,7 +62,7 @@ def rows(run: Run) -> list[tuple[str, str]]:
     table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank),
              ("wire", f"{r['wire']}, compression {r['compression']}"),
              ("global batch", count(r["global_batch"], "sample")),
-             *([("pipeline", words.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
+             *([("pipeline", plan.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
              ("steps", f"{r['steps']} in {count(r['epochs'], 'epoch')}"
               + (f", stopped: {r['stop']}" if r["stop"] else "")),
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
@@ -115,11 +116,12 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [("samples", "; ".join(said))] if said else []
 
 
-def _zero(dp: Any) -> dict[str, Any] | None:
+def _zero(dp: DataParallel) -> dict[str, Any] | None:
     """The stage of ZeRO, and the mean milliseconds in which a step's parameters came together; None without it."""
-    if not dp.divides_state or not dp.gathers:
+    zero = cast(DividesState, dp) if dp.divides_state else None
+    if zero is None or not zero.gathers:
         return None
-    return {"stage": dp.stage, "gather_ms": round(1e3 * dp.gathered_s / dp.gathers, 3)}
+    return {"stage": zero.stage, "gather_ms": round(1e3 * zero.gathered_s / zero.gathers, 3)}
 
 
 def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:

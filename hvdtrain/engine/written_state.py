@@ -21,7 +21,7 @@ from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, Writable
 from hvdtrain.core.protocols.types import Word
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 TOPIC = "written buffers"
 BENT = "not independent of the number of ranks: "
@@ -44,7 +44,7 @@ class Replicas(Protocol):
     collectives: Collectives
     mesh: Mesh
     spec: Spec
-    parts: Parts
+    parts: ModelParts
     updated: bool
 
     @property

@@ -127,7 +127,7 @@ class PlainMpi(HostNodes):
 
     overlaps = False
     hierarchical = False
-    compares_roots = False
+    compares_roots = halves = has_each = False
 
     def __init__(self, wire: MpiCollectives, world_rank_of: list[int]) -> None:
         super().__init__(wire)

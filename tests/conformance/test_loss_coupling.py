@@ -13,7 +13,7 @@ from small_runs import FEATURES, config, fitted, lockstep, solo, weights
 from hvdtrain.backends.loss_coupling import LossValue, choose_rows, judge
 from hvdtrain.config import Data, Named, Pipeline
 from hvdtrain.core.errors import UserError
-from hvdtrain.planning.batch.sampler import Cut
+from hvdtrain.planning.batch.sampler import BatchShares
 
 N = 24
 DRAW = np.random.default_rng(5)
@@ -272,9 +272,9 @@ def test_a_model_that_is_cut_over_ranks_is_judged_too(name):
 
 def test_a_batch_that_is_divided_later_is_refused_then():
     run = solo(config(global_batch=8), torch_model(torch_tasks()[0]["dice"]), (X, MASK))
-    run.feed.recut(Cut.of([1]), 0)
+    run.feed.recut(BatchShares.of([1]), 0)
     with pytest.raises(UserError, match=REFUSED):
-        run.feed.recut(Cut.of([1], micro_batch=4), 0)
+        run.feed.recut(BatchShares.of([1], micro_batch=4), 0)
 
 
 def test_out_of_memory_ends_the_run_where_smaller_micro_batches_would_change_the_loss():

@@ -177,7 +177,7 @@ def assert_places(step):
     chain, plan = step.stage._gradients.split.chain, step.stage._gradients.split.plan
     names = [short(d) for d in plan.devices]
     for layer, i in zip(chain.layers, range(len(chain.layers))):
-        assert set(where(layer.variables)) <= {names[plan.cut.stage_of(i)]}, chain.names[i]
+        assert set(where(layer.variables)) <= {names[plan.stage_of(i)]}, chain.names[i]
     trainable = step.model.trainable_variables
     assert set(where(trainable)) == {"CPU:0", "CPU:1"}
     assert [f"CPU:{p.place}" for p in step.params()] == where(trainable)
@@ -197,7 +197,7 @@ def assert_places(step):
         block = next((i for i, name in enumerate(chain.names) if home == name or home.removeprefix(name + "_").isdigit()
                       and home.startswith(name + "_")), None)
         if block is not None and op.device:
-            assert short(op.device) == names[plan.cut.stage_of(block)], (op.name, op.device)
+            assert short(op.device) == names[plan.stage_of(block)], (op.name, op.device)
             seen[block] += 1
     assert len(seen) == len(chain.names), seen
 

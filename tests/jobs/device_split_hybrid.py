@@ -51,7 +51,7 @@ def main():
         control = run.control
         alike = control.gather([w.tobytes() for w in found])
         assert alike[0] == alike[1], "ranks with other weights"
-        cuts = control.gather(run.parts.stage._gradients.split.plan.cut)
+        cuts = control.gather(run.parts.stage._gradients.split.plan.choice)
         assert cuts[0] == cuts[1]
         _, whole = weights(dataclasses.replace(CONFIG, out=f"{folder}/one-{wire}-{compression}-{control.rank}"),
                            control=SoloControl(), collectives=NullCollectives())

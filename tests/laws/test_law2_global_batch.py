@@ -16,7 +16,7 @@ from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, SLOW_TENSORFLOW, Re
 
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.config import DataParallel, Exchange, Named
-from hvdtrain.core import curve as curve_of
+from hvdtrain.core import comparison as curve_of
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.augment import Augmented
 from hvdtrain.data.feed import Feed

@@ -22,7 +22,7 @@ from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks import auto_compression, auto_wire
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
 from hvdtrain.engine.callbacks.auto_wire import AutoWire
-from hvdtrain.planning.exchange.choice import Choice
+from hvdtrain.planning.exchange.choice import CompressorChoice
 from hvdtrain.planning.exchange.wire_choice import WireChoice
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -147,7 +147,7 @@ def test_wire_and_compressor_are_decided_together_and_alike(control, tmp_path, m
 
     def decide(rows, margin):
         tables.append({(r.name, r.wire) for r in rows})
-        return Choice("fp16", 0.1, "made up", next((r.wire for r in rows if r.wire), ""))
+        return CompressorChoice("fp16", 0.1, "made up", next((r.wire for r in rows if r.wire), ""))
 
     monkeypatch.setattr(auto_compression.choice, "decide", decide)
     monkeypatch.setattr(auto_compression.choice, "verdict", lambda *_: (True, "stays"))

@@ -14,9 +14,9 @@ from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.collectives.shared import SharedCollectives
 from hvdtrain.comm.measure.sweep import exchange
 from hvdtrain.config import DataParallel, Exchange, Named, Pipeline
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.parallel.pipeline.plan import even_layout
+from hvdtrain.parallel.pipeline.partition import even_layout
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.timeout(120)]
 SIZES = (FEATURES, 16, 14, 12, 10, CLASSES)

@@ -13,7 +13,7 @@ from collectives_cases import CASES, name_of  # noqa: E402
 from tensorflow.python.eager import context  # noqa: E402
 from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
-from hvdtrain.backends.tensorflow import collectives, named  # noqa: E402
+from hvdtrain.backends.tensorflow import collectives, nodes  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Exchange  # noqa: E402
@@ -60,7 +60,7 @@ def test_calls_outside_graphs_pair_by_name_and_not_by_order(wire, control):
 @FEW
 @pytest.mark.parametrize("tape", [None, tf.GradientTape], ids=["plain", "taped"])
 def test_ever_new_names_take_no_ever_more_memory(wire, monkeypatch, tape):
-    monkeypatch.setattr(named, "MOST", 4)
+    monkeypatch.setattr(nodes, "MOST_NAMES", 4)
     for n in range(24):
         if n == 8:
             gc.collect()

@@ -46,13 +46,15 @@ def check(control, wire, run, whole):
     assert apart(weights(run), weights(whole)) < 1e-5
 
 
-@pytest.mark.parametrize("wire, stage", [("shared", 1), ("shared", 2), ("mpi", 2), ("horovod", 2)], indirect=["wire"])
-def test_it_gives_the_unsharded_run_s_model(control, wire, trained, stage):
+@pytest.mark.parametrize("wire", ["shared", "mpi", "horovod"], indirect=True)
+def test_it_gives_the_unsharded_run_s_model(control, wire, trained):
+    """In stage 2; the other goes on below, and is in conformance/test_zero_tensorflow.py."""
     whole, shards = trained(), list(range(control.size))
-    check(control, wire, trained("zero", stage, shards), whole)
+    check(control, wire, trained("zero", 2, shards), whole)
     assert "tensorflow" in imported()
 
 
+@pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("wire", ["horovod"], indirect=True)
 def test_shards_of_compressed_gradients_have_the_bits_of_the_whole(control, wire, trained):
     more = {"max_steps": 2, "compression": "topk", "exchange": Exchange(bucket_mb=0.0005, topk_ratio=0.2)}
@@ -60,6 +62,7 @@ def test_shards_of_compressed_gradients_have_the_bits_of_the_whole(control, wire
     assert set(control.gather(own)) == {own} and own == bits(trained(**more))
 
 
+@pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("wire", ["shared"], indirect=True)
 def test_a_run_goes_on_with_other_parts_and_unsharded(control, wire, trained):
     whole, kept = trained(), Checkpoint(at_end=True)

@@ -56,6 +56,7 @@ def test_shared_memory_keeps_the_bits_of_the_unsharded_run(control, out):
     assert len({text for run in found for text in control.gather(bits(run))}) == 1
 
 
+@pytest.mark.usefixtures("few_ranks")
 @pytest.mark.parametrize("wire, stage, name", [("horovod", 2, "topk"), ("mpi", 1, "topk"), ("mpi", 2, "int8"),
                                                ("shared", 2, "bf16")])
 def test_shards_of_compressed_gradients_have_the_bits_of_the_whole(control, out, wire, stage, name):
@@ -80,6 +81,7 @@ def test_over_memory_of_several_hosts(control, comm, out, stage):
     assert apart(weights(run), weights(alone)) < 1e-5
 
 
+@pytest.mark.usefixtures("few_ranks")
 @pytest.mark.parametrize("wire", ("horovod", "mpi", "shared"))
 def test_a_model_that_is_split_over_devices(control, out, wire, monkeypatch):
     usable(wire)

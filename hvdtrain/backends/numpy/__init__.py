@@ -16,8 +16,8 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control
 from hvdtrain.core.protocols.types import itemsize
-from hvdtrain.parallel.parts import Parts, replicas_of
-from hvdtrain.parallel.pipeline.plan import agree, measured_samples
+from hvdtrain.parallel.parts import ModelParts, replicas_of
+from hvdtrain.parallel.pipeline.partition import agree, measured_samples
 from hvdtrain.parallel.precision.policy import FP32, Precision
 from hvdtrain.parallel.precision.scaler import LossScale
 from hvdtrain.planning.memory.facts import Model, Slots
@@ -130,7 +130,8 @@ def untouched(parts: object, batch: object) -> contextlib.AbstractContextManager
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
-               precision: Precision = FP32, sample: Any = None, data: Any = None, mesh: Mesh | None = None) -> Parts:
+               precision: Precision = FP32, sample: Any = None, data: Any = None,
+               mesh: Mesh | None = None) -> ModelParts:
     """Return parts over ``spec.model``, trained with SGD; `UserError` for what only frameworks can do."""
     if config.model_parallel > 1:
         raise UserError(f"model_parallel {config.model_parallel} with the numpy backend", "a PyTorch or Keras model",
@@ -153,7 +154,8 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     optimizer = params.optimizer(params.tensors)
     stage = Stage(model) if layout is None else Chunks(model, layout, evaluator)
     wires = [Transport(r.wire, Ops()) for r in replicas] or [Transport(wire, Ops())]
-    return Parts(model, [], stage, params, optimizer, Buffers(model, wires, [r.blocks for r in replicas]), evaluator,
+    return ModelParts(model, [], stage, params, optimizer, Buffers(model, wires, [r.blocks for r in replicas]),
+                      evaluator,
                  State(model, optimizer), [], precision, LossScale(), layout=layout, replicas=replicas)
 
 

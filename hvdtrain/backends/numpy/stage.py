@@ -9,8 +9,7 @@ import numpy as np
 from hvdtrain.backends.numpy.model import Evaluator, Model
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import Batch, Cargo, GradientSink, Pair
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.measured import Measured
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 
 class Stage:
@@ -171,7 +170,7 @@ def keep_own(model: Model, layout: Layout) -> None:
     model.params = {name: p for name, p in model.params.items() if name in own}
 
 
-def estimated(model: Model, samples: int, slots: int) -> Measured:
+def estimated(model: Model, samples: int, slots: int) -> DeviceProfile:
     """Return the costs of the layers over ``samples``, estimated from their products in place of a measurement."""
     blocks, width = [], np.dtype(model.dtype).itemsize
     for i in range(model.layers):
@@ -180,4 +179,4 @@ def estimated(model: Model, samples: int, slots: int) -> Measured:
         size = model.params[f"w{i}"].nbytes + model.params[f"b{i}"].nbytes
         blocks.append(Block(f"layer{i}", 3 * forward_s, size, samples * (n_in + n_out) * width, forward_s,
                             samples * n_out * width))
-    return Measured(tuple(blocks), samples, 0, Needs(1.0, float(slots)), "numpy")
+    return DeviceProfile(tuple(blocks), samples, 0, Needs(1.0, float(slots)), "numpy")

@@ -10,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends.misfit import told
 from hvdtrain.backends.tensorflow.chain import Chain
 from hvdtrain.backends.tensorflow.moving import lent
+from hvdtrain.backends.tensorflow.placement import HOST
+from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
+from hvdtrain.parallel.recovery.attempt import attempt_halving
 from hvdtrain.planning.pipeline.blocks import Block
 
 SLOT_S = 0.05
@@ -27,7 +31,7 @@ _VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims")
 _FREE = ("Placeholder", "Const", "ReadVariableOp", "VarHandleOp")
 
 
-class Cost(NamedTuple):
+class BlockCost(NamedTuple):
     """Of one kind of block.
 
     ``forward_s``: of its forward alone, 0 where that was not timed. ``kept_bytes``: inside it; ``keeps_input``,
@@ -41,6 +45,29 @@ class Cost(NamedTuple):
     keeps_output: bool
 
 
+def profile(chain: Chain, sample: Callable[[int], Sequence[Any]], samples: int, device: str,
+            entry: Callable[[tuple[Any, ...]], Any], **options: Any) -> tuple[tuple[Block, ...], str]:
+    """Return every block with a batch of ``samples``, of which ``entry`` gives the model's input; see `measure`.
+
+    A shortage of memory halves the samples measured; the reason is returned too, "" without a shortage.
+    """
+    def blocks_of(n: int) -> tuple[Block, ...]:
+        found: list[Block] = []
+
+        def work(batch: tuple[Any, ...]) -> list[tf.Tensor]:
+            tensors = tf.nest.map_structure(tf.convert_to_tensor, batch)
+            found.extend(measure(chain, entry(tensors), device, **options))
+            return []
+
+        batch = tuple(sample(n))
+        with told(chain.model, batch), tf.device(HOST):
+            Trial(chain.model, work)(batch)
+        return tuple(found)
+
+    found, n, why = attempt_halving(blocks_of, samples, out_of_memory, free_cached)
+    return tuple(block.over(samples / n) for block in found), why
+
+
 def measure(chain: Chain, batch_x: Any, device: str, apart: bool = False,
             around: Callable[[Any], Any] = contextlib.nullcontext) -> tuple[Block, ...]:
     """Every block, with inputs of one split micro-batch ``batch_x``; computed on ``device``.
@@ -48,8 +75,8 @@ def measure(chain: Chain, batch_x: Any, device: str, apart: bool = False,
     ``apart``: time forwards alone, too. ``around(variables)``: entered around a block's measurement.
     """
     x = chain.entry(tf.nest.map_structure(tf.convert_to_tensor, batch_x))
-    known: dict[Any, tuple[Cost, Any]] = {}
-    costs: list[Cost] = []
+    known: dict[Any, tuple[BlockCost, Any]] = {}
+    costs: list[BlockCost] = []
     edges_bytes = [_bytes(x)]
     for layer in chain.layers:
         kind = _kind(layer, x)
@@ -85,7 +112,7 @@ def _settings(layer: Any) -> str:
                               for x in (value if isinstance(value, (list, tuple)) else [value]))))
 
 
-def _measured(layer: Any, x: Any, device: str, apart: bool) -> tuple[Cost, Any]:
+def _measured(layer: Any, x: Any, device: str, apart: bool) -> tuple[BlockCost, Any]:
     """The cost of a block, and its output for ``x``."""
     variables = [v.value for v in layer.trainable_variables]
     n_forward = 0
@@ -110,7 +137,7 @@ def _measured(layer: Any, x: Any, device: str, apart: bool) -> tuple[Cost, Any]:
         forward = tf.function(lambda x: _on(device, layer, x), jit_compile=False, autograph=False)
         forward(x)
         forward_s = min(_seconds(forward, x), seconds)
-    return Cost(seconds, forward_s, kept_bytes, keeps_input, keeps_output), y
+    return BlockCost(seconds, forward_s, kept_bytes, keeps_input, keeps_output), y
 
 
 def _on(device: str, layer: Any, x: Any) -> Any:

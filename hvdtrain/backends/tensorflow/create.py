@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends import in_order
 from hvdtrain.backends.keras import compiled
 from hvdtrain.backends.keras.facts import KerasFacts
 from hvdtrain.backends.keras.losses import check_stateful
@@ -34,7 +35,6 @@ from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
-from hvdtrain.backends.transforms import in_order
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.control import agreed
 from hvdtrain.comm.reducer.transport import Transport
@@ -42,8 +42,8 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, ModelSpec
-from hvdtrain.parallel.parts import Parts
-from hvdtrain.parallel.pipeline import devices as plan
+from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.parallel.pipeline.partition import agree_devices
 from hvdtrain.parallel.precision.policy import FP32, Precision
 from hvdtrain.parallel.precision.scaler import LossScale
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
                precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None,
-               mesh: Mesh | None = None) -> Parts:
+               mesh: Mesh | None = None) -> ModelParts:
     """Return the parts of ``spec.model`` on this rank's device or devices.
 
     A model that has no variables yet is built from ``sample(1)`` of the run's ``data``, which knows how nested inputs
@@ -86,7 +86,7 @@ def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collecti
             return measured(chain, own, config, control, samples)
 
     found = agreed(control, measure, "split")
-    return making.parts(Split(chain, plan.agree(found, config, control), own))
+    return making.parts(Split(chain, agree_devices(found, config, control), own))
 
 
 class _Making:
@@ -123,7 +123,7 @@ class _Making:
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)
 
-    def parts(self, split: Split | None) -> Parts:
+    def parts(self, split: Split | None) -> ModelParts:
         """Return the parts, of a model that is spread by ``split`` or whole."""
         model, config, scale = self._spec.model, self._config, self._scale
         across = sync_batchnorm.Across(self._wire, config.in_parts) if config.sync_batchnorm else None
@@ -151,7 +151,7 @@ class _Making:
                               sync_batchnorm=across, compile=compile, remat=remat)
         model_state = ModelState(model, self.opt, scale, buffers.restart, self._rank)
         model_state.facts = facts.saved
-        return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator, model_state, transforms,
+        return ModelParts(model, blocks, stage, params, optimizer, buffers, self._evaluator, model_state, transforms,
                      self._precision, scale,
                      [Ops(device) for device in split.plan.devices] if split else (), remat,
                      compile, facts=facts, batch_weight=self._task.batch_weight)

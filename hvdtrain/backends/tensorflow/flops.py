@@ -1,6 +1,6 @@
-"""How many operations a sample costs a Keras model on TensorFlow, read off a graph that it trains with.
+"""Number of operations that a sample costs a Keras model on TensorFlow, read off a graph that it trains with.
 
-Nothing is traced or computed for it. A graph with a loop in it, or with products of unknown shapes, tells nothing.
+Owns the count; nothing is traced or computed for it. Loops with products, and unknown shapes, have no count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _BRANCHING = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")
@@ -26,8 +26,8 @@ class Unknown(Exception):
     """The operations cannot be counted; its text says why."""
 
 
-def product_type(parts: Parts) -> str:
-    """Return what most products are made in: "bf16", "fp16", "tf32" or "fp32"; "" for another type."""
+def product_type(parts: ModelParts) -> str:
+    """Return the type of most products: "bf16", "fp16", "tf32" or "fp32"; "" for another one."""
     if parts.precision.own != "fp32":
         return parts.precision.own
     model: Any = parts.model
@@ -37,12 +37,12 @@ def product_type(parts: Parts) -> str:
     return "tf32" if tf.config.experimental.tensor_float_32_execution_enabled() else "fp32"
 
 
-def flops_of_pass(parts: Parts, batch: object) -> tuple[None, str]:
-    """Return nothing: a graph that has been traced for training tells."""
+def flops_of_pass(parts: ModelParts, batch: object) -> tuple[None, str]:
+    """Return nothing: `flops_of_graphs` counts a graph that has been traced for training."""
     return None, ""
 
 
-def flops_of_graphs(parts: Parts, dp: Any) -> tuple[float | None, str]:
+def flops_of_graphs(parts: ModelParts, dp: Any) -> tuple[float | None, str]:
     """Return (operations of one sample's forward and backward, "") or (None, why), by a graph for a known size."""
     if getattr(dp, "compression", "") == "powersgd":
         return None, "PowerSGD multiplies matrices in the same graph"
@@ -79,7 +79,9 @@ def count(graph: Any) -> float:
 
 
 def _run(graph: Any) -> list[Any]:
-    """The operations that a call of ``graph`` runs: not what nobody reads, such as the gradient of a first input."""
+    """Return the operations that a call of ``graph`` runs: not those that nobody reads, such as a first input's
+    gradient.
+    """
     todo = [t.op for t in graph.outputs] + list(graph.control_outputs)
     todo += [op for op in graph.get_operations() if op.op_def is not None and op.op_def.is_stateful]
     found: dict[str, Any] = {}
@@ -92,7 +94,7 @@ def _run(graph: Any) -> list[Any]:
 
 
 def _function(graph: Any, name: str) -> Any:
-    """The graph of a function that ``graph`` calls."""
+    """Return the graph of a function that ``graph`` calls."""
     while graph is not None:
         found = graph._functions.get(name)
         if found is not None:
@@ -102,7 +104,7 @@ def _function(graph: Any, name: str) -> Any:
 
 
 def _without_products(graph: Any, op: Any) -> None:
-    """Raise `Unknown` where a loop or a branch has products: how often they are made is not known."""
+    """Raise `Unknown` if a loop or a branch has products: how often they are made is not known."""
     for name in ("body", "then_branch", "else_branch"):
         if any(attribute == name for attribute in op.node_def.attr):
             if count(_function(graph, op.get_attr(name).name)):
@@ -112,7 +114,7 @@ def _without_products(graph: Any, op: Any) -> None:
 
 
 def _dims(tensor: Any) -> list[int]:
-    """Its lengths. Errors: `Unknown`."""
+    """Return a tensor's lengths. Errors: `Unknown`."""
     if not tensor.shape.is_fully_defined():
         raise Unknown(f"the shape of {tensor.name} is not known")
     return [int(n) for n in tensor.shape]
@@ -129,7 +131,7 @@ def _batched(op: Any) -> float:
 
 
 def _einsum(op: Any) -> float:
-    """Every combination of all letters is one multiplication; a sum over one tensor is none."""
+    """Count a multiplication for each combination of all letters; none for a sum over one tensor."""
     if len(op.inputs) < 2:
         return 0.0
     left = op.get_attr("equation").decode().split("->")[0].split(",")
@@ -146,7 +148,7 @@ def _einsum(op: Any) -> float:
 
 
 def _filter(tensor: Any) -> list[int]:
-    """The lengths of a convolution's filter, which is given itself or by its lengths."""
+    """Return the lengths of a convolution's filter, which is given itself or by its lengths."""
     if tensor.dtype != tf.int32:
         return _dims(tensor)
     if tensor.op.type in ("Shape", "ShapeN"):
@@ -158,9 +160,10 @@ def _filter(tensor: Any) -> list[int]:
 
 
 def _convolution(filters: int, result: Callable[[Any], Any], depthwise: bool = False) -> Callable[[Any], float]:
-    """A counter of convolutions: input ``filters`` holds the filter, or its shape; ``result`` gives forward's output.
+    """Return a counter of convolutions: input ``filters`` holds the filter, or its shape; ``result`` gives forward's
+    output.
 
-    Forward and both parts of backward make as many: each output element by each element of its filter.
+    Forward and both parts of backward cost the same: each output element by each element of its filter.
     """
     def counted(op: Any) -> float:
         dims = _filter(op.inputs[filters])

@@ -13,14 +13,14 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow.optim import alike
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.core.protocols.types import itemsize
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.planning.memory.facts import Model, Slots
 
 SMALL = 3
 """Elements of the vectors that stand in for variables."""
 
 
-def model_bytes(parts: Parts) -> Model:
+def model_bytes(parts: ModelParts) -> Model:
     """Return what is known of a model and its optimizer before the first step."""
     params, optimizer = parts.params, parts.optimizer
     assert isinstance(optimizer, Optimizer)
@@ -47,13 +47,13 @@ def _by_vectors(own: Any) -> tuple[Slots, int]:
     return Slots(float(shaped), fixed), common
 
 
-def state_now(parts: Parts) -> int:
+def state_now(parts: ModelParts) -> int:
     """Return the bytes of the optimizer's state that are there already."""
     assert isinstance(parts.optimizer, Optimizer)
     return sum(map(nbytes, parts.optimizer.own.variables))
 
 
-def traced(parts: Parts, batch: object) -> None:
+def traced(parts: ModelParts, batch: object) -> None:
     """Do nothing: a graph's memory is its executor's affair, and is measured."""
 
 
@@ -69,7 +69,7 @@ def nbytes(variable: Any) -> int:
     return n * itemsize(_dtype(variable))
 
 
-def held(parts: Parts) -> dict[str, int | None]:
+def held(parts: ModelParts) -> dict[str, int | None]:
     """Return the bytes of the model's variables and of optimizer state of this rank.
 
     Gradients are None: they live within a graph, or in the memory of their buckets.

@@ -22,6 +22,7 @@ from hvdtrain.backends.keras.one_cycle import OneCycle
 from hvdtrain.backends.tensorflow import groups
 from hvdtrain.config import Config, Schedule
 from hvdtrain.core.errors import UserError, count, nearest
+from hvdtrain.core.resolve import load_callable
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -96,7 +97,7 @@ class Optimization:
         self.overruled: frozenset[str] = frozenset()
         self.changes: list[str] = []
         left_out = ("learning_rate",) if given is None else ()  # copies of a compiled model get the first rank's rate
-        self._settings = groups.words(given or own, left_out) if given is not None or self.compiled else ""
+        self._settings = groups.settings_of(given or own, left_out) if given is not None or self.compiled else ""
         self.optimizer = self._create() if given is None and not self.compiled else self._adopt(given or own)
         _refuse(self.optimizer)
         self._without_decay = groups.without_decay(spec, self.optimizer.weight_decay)
@@ -184,10 +185,11 @@ class Optimization:
         root = schedules.LearningRateSchedule
         classes = {n.lower(): c for n, c in vars(schedules).items()
                    if isinstance(c, type) and issubclass(c, root) and c is not root} | {"onecycle": OneCycle}
-        if named.name.lower() not in classes:
+        if ":" not in named.name and named.name.lower() not in classes:
             raise UserError(f"schedule {named.name!r} is not in keras.optimizers.schedules",
-                            nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
-        made = classes[named.name.lower()]
+                            nearest(named.name, [c.__name__ for c in classes.values()]) + ", or module:callable",
+                            "correct schedule.name")
+        made = load_callable(named.name, "schedule.name") if ":" in named.name else classes[named.name.lower()]
         takes = inspect.signature(made).parameters
         start = {key: lr for key in ("initial_learning_rate", "max_learning_rate") if key in takes}
         try:

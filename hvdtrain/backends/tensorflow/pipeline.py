@@ -4,7 +4,7 @@ Owns what is traced: each stage under its device with a tape of its own, copies 
 of the parts' gradients. Moves no variable (`hvdtrain.backends.tensorflow.split`), knows no optimizer.
 
 The order is laid down by control edges: a stage computes one part at a time, all forward, then backward from the last
-part to the first (`hvdtrain.planning.pipeline.devices.schedule.gpipe`). Between that TensorFlow's executor starts
+part to the first (`hvdtrain.planning.pipeline.orders.gpipe_slots`). Between that TensorFlow's executor starts
 whatever has its inputs, so that the devices work at once. What layers add to the loss (regularisers) is computed on
 their own stage and crosses the cut as a scalar, so that no variable ever does.
 """
@@ -19,11 +19,11 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.chain import Chain
+from hvdtrain.backends.tensorflow.pipelined.ends import ModelPlaceholder
 from hvdtrain.backends.tensorflow.placement import HOST
 from hvdtrain.backends.tensorflow.task import Task
 from hvdtrain.core.errors import UserError
-from hvdtrain.planning.pipeline.devices.schedule import gpipe
-from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD
+from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, gpipe_slots
 
 Gradient = Any
 
@@ -60,13 +60,13 @@ class Pipeline:
         backs = []
         for m, part in enumerate(_cut(batch, parts)):
             with tf.device(self.devices[-1]):
-                stand_in = StandIn(self.chain.model, trace, m)
+                placeholder = AllStages(self.chain.model, trace, m)
                 with tf.GradientTape() as tape:
-                    stand_in.tape = tape
-                    loss_sum, weight = task(stand_in, part, True)
+                    placeholder.tape = tape
+                    loss_sum, weight = task(placeholder, part, True)
                     scaled = loss_sum * tf.cast(scale, loss_sum.dtype)
             losses.append((loss_sum, weight))
-            backs.append((tape, scaled, stand_in))
+            backs.append((tape, scaled, placeholder))
         recompute.backward_begins()
         for m in reversed(range(parts)):
             trace.backward(m, *backs[m])
@@ -83,22 +83,18 @@ class Pipeline:
         return x, [loss for layer in layers for loss in layer.losses]
 
 
-class StandIn:
-    """What a task is given in place of the model: called, it runs all stages. Not more than that can be split.
-
-    Plain values of the model (numbers, words) can be read from it, and ``losses``. It is equal to its model, so that
-    what is kept for that (`hvdtrain.backends.keras.compiled.setup_of`) is found for it too.
-    """
+class AllStages(ModelPlaceholder):
+    """Called, it runs all stages over part ``micro``."""
 
     def __init__(self, model: keras.Model, trace: _Trace, micro: int) -> None:
-        self._model, self._trace, self._micro = model, trace, micro
+        super().__init__(model, "split over devices", "set model_parallel: 1")
+        self._trace, self._micro = trace, micro
         self.tape: tf.GradientTape | None = None
         self.ends: list[tuple[list[tf.Tensor], list[_Visit], int]] = []
-        self.losses: list[tf.Tensor] = []
 
     def __call__(self, x: Any, training: bool | None = None) -> Any:
         """The model's output on the last device; its gradient is taken over by the stages."""
-        assert self.tape is not None, "a stand-in is used inside of a tape"
+        assert self.tape is not None, "a placeholder is called within a tape"
         with self.tape.stop_recording():
             y, extras, visits = self._trace.forward(self._micro, x, training)
             y, extras = tf.nest.map_structure(_seam, (y, extras))
@@ -107,19 +103,6 @@ class StandIn:
         self.ends.append((watched, visits, len(extras)))
         self.losses = extras
         return y
-
-    def __hash__(self) -> int:
-        return hash(self._model)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self._model
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._model, name)
-        if value is None or isinstance(value, (bool, int, float, str, tuple, dict)):
-            return value
-        raise UserError(f"the task uses model.{name} of a model that is split over devices", "a task that calls "
-                        "model(x) and reads plain values", "compute it inside a block, or set model_parallel: 1")
 
 
 class _Trace:
@@ -153,14 +136,14 @@ class _Trace:
             extras = [_copy(term) for stage in terms for term in stage]
             return tf.nest.map_structure(_copy, x), extras, visits
 
-    def backward(self, m: int, tape: tf.GradientTape, scaled: tf.Tensor, stand_in: StandIn) -> None:
+    def backward(self, m: int, tape: tf.GradientTape, scaled: tf.Tensor, placeholder: AllStages) -> None:
         """The gradient of part m's loss, from the last stage to the first."""
         last = len(self._p.devices) - 1
         with tf.device(self._p.devices[last]), tf.control_dependencies(self._last[last]):
-            watched = [t for end in stand_in.ends for t in end[0]]
+            watched = [t for end in placeholder.ends for t in end[0]]
             given = tape.gradient(scaled, watched) if watched else []
         flows = []
-        for tensors, visits, n_extras in stand_in.ends:
+        for tensors, visits, n_extras in placeholder.ends:
             own, given = given[:len(tensors)], given[len(tensors):]
             at = len(own) - n_extras
             flows.append((own[:at], own[at:], visits))
@@ -228,7 +211,7 @@ class _Trace:
 
     def times(self) -> tf.Tensor:
         """float64[1 + slots]: the begin, then the end of each slot in the schedule's order."""
-        slots = gpipe(len(self._p.stages), self._parts)
+        slots = gpipe_slots(len(self._p.stages), self._parts)
         with tf.device(HOST):
             return tf.stack([self._begin_s, *(self._ends[slot[1:]] for slot in slots)])
 

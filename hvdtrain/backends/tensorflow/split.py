@@ -1,5 +1,4 @@
-"""A plan of `hvdtrain.planning.pipeline.devices` carried out on a Keras model: variables and optimizer slots on their
-devices.
+"""A `DevicePlan` carried out on a Keras model: variables and optimizer slots on their devices.
 
 Owns where things live. The graphs are in `pipeline`, the measuring is in `costs`; that blocks compute where their
 variables are is `transforms.placement`'s.
@@ -19,13 +18,11 @@ from hvdtrain.backends.tensorflow import costs, placement
 from hvdtrain.backends.tensorflow.chain import Chain, check_same
 from hvdtrain.backends.tensorflow.moving import move, move_slots
 from hvdtrain.backends.tensorflow.pipeline import Pipeline
-from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Control
-from hvdtrain.parallel.pipeline.devices import Measured, Plan, micros_of, part_samples, parts_of
-from hvdtrain.parallel.recovery.attempt import attempt_halving
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.devices.schedule import measured_bubble
+from hvdtrain.parallel.pipeline.plan import DevicePlan
+from hvdtrain.planning.pipeline.blocks import DeviceProfile, Needs, part_samples, parts_of
+from hvdtrain.planning.pipeline.orders import measured_bubble
 
 KEPT = 32
 """Steps whose times are kept for the measured bubble; the first calls, which trace and warm up, are not among them."""
@@ -34,30 +31,20 @@ WARM = 2
 
 
 def measured(chain: Chain, optimizer: Any, config: Config, control: Control,
-             sample: Callable[[int], Sequence[Any]]) -> Measured:
-    """What this rank finds out for a plan, with ``sample(n)`` giving n samples as numpy arrays; nothing remains of it.
+             sample: Callable[[int], Sequence[Any]]) -> list[DeviceProfile]:
+    """Return a profile of each device, with ``sample(n)`` giving n samples as numpy arrays; nothing remains of it.
 
     Errors: `UserError` for too few devices, and for a model whose blocks are not all of it.
     """
     devices = placement.split_devices(config.model_parallel)
     with tf.device(placement.HOST):
         check_same(chain, sample(2)[0])
-
-    def blocks_of(samples: int) -> list[Block]:
-        found: list[Block] = []
-
-        def work(batch: tuple[Any, ...]) -> list[tf.Tensor]:
-            found.extend(costs.measure(chain, batch[0], devices[0]))
-            return []
-
-        Trial(chain.model, work)(tuple(sample(samples)))
-        return found
-
     samples = part_samples(config, control.rank, control.size)
-    found, n, _ = attempt_halving(blocks_of, samples, out_of_memory, free_cached)
+    blocks, _ = costs.profile(chain, sample, samples, devices[0], lambda batch: batch[0])
     capacity, together = placement.capacity_bytes(devices, control.local_size)
-    blocks = tuple(block.over(samples / n) for block in found)
-    return Measured(blocks, devices, capacity, _needs(chain, optimizer, config, control.size), together)
+    needs = _needs(chain, optimizer, config, control.size)
+    return [DeviceProfile(blocks, samples, own, needs, device, together_bytes=together)
+            for device, own in zip(devices, capacity)]
 
 
 def _needs(chain: Chain, optimizer: Any, config: Config, ranks: int) -> Needs:
@@ -65,13 +52,13 @@ def _needs(chain: Chain, optimizer: Any, config: Config, ranks: int) -> Needs:
     weights = sum(_bytes(v) for v in chain.model.weights)
     slots = sum(_bytes(v) for v in optimizer.variables)
     sums = int(config.in_parts)
-    return Needs(1.0 + sums + int(ranks > 1), slots / max(1, weights), micros_of(config))
+    return Needs(1.0 + sums + int(ranks > 1), slots / max(1, weights))
 
 
 class Split:
     """One model, spread over the devices of ``plan``. Making it moves the variables."""
 
-    def __init__(self, chain: Chain, plan: Plan, optimizer: Any) -> None:
+    def __init__(self, chain: Chain, plan: DevicePlan, optimizer: Any) -> None:
         self.chain, self.plan = chain, plan
         self._times: deque[tuple[int, tf.Tensor]] = deque(maxlen=KEPT)
         self._calls = 0
@@ -86,7 +73,7 @@ class Split:
 
     def place(self, variable: keras.Variable) -> int:
         """The stage of a variable."""
-        return self.plan.cut.stage_of(self.chain.owner[id(variable)])
+        return self.plan.stage_of(self.chain.owner[id(variable)])
 
     def device(self, variable: keras.Variable) -> str:
         """The device of a variable."""
@@ -94,7 +81,7 @@ class Split:
 
     def parts(self, samples: int) -> int:
         """Parts of a micro-batch of ``samples``."""
-        return parts_of(samples, self.plan.needs.micros)
+        return parts_of(samples, self.plan.micros)
 
     def took(self, parts: int, times: tf.Tensor) -> None:
         """Keep when the slots of a call ended."""
@@ -104,9 +91,9 @@ class Split:
 
     def describe(self) -> dict[str, str]:
         """For the summary: the cut, and the bubble as predicted and as measured."""
-        words = f"{self.plan.bubble():.1%} of the devices' time predicted"
+        words = f"{self.plan.step.idle_share:.1%} of the devices' time predicted"
         seen = [measured_bubble(self.plan.devices, parts, float(t[0]), [float(x) for x in t[1:]])
-                for parts, t in self._times if parts == self.plan.needs.micros]
+                for parts, t in self._times if parts == self.plan.micros]
         if seen:
             words += f", {statistics.median(seen):.1%} measured"
         return {"split": self.plan.words(), "bubble": words}

@@ -19,7 +19,7 @@ from hvdtrain.backends.tensorflow import state
 from hvdtrain.backends.tensorflow.buffers import Kept, written_in_forward
 from hvdtrain.core import rng
 from hvdtrain.core.protocols import Batch
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 
 class Trial:
@@ -73,7 +73,7 @@ def peak_so_far() -> int:
     return int(tf.config.experimental.get_memory_info("GPU:0")["peak"]) if gpus else 0
 
 
-def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
+def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
     """Run forward and loss as in training, or metrics as in an evaluation; no backward. Raise what the model raises.
 
     Eager, so that the graphs of training are traced once, by its first step. Return the variables that this wrote to,
@@ -93,7 +93,7 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
+def untouched(parts: ModelParts, batch: Batch) -> Iterator[None]:
     """Restore everything after the body: for `hvdtrain.engine.pipeline_first_sample`."""
     stage: Any = parts.stage
     evaluator: Any = parts.evaluator
@@ -139,7 +139,7 @@ def _load_eager_state(drawn: Any) -> None:
         context.context().clear_kernel_cache()
 
 
-def loss_evaluator(parts: Parts, pool: Batch) -> contextlib.AbstractContextManager[Evaluate]:
+def loss_evaluator(parts: ModelParts, pool: Batch) -> contextlib.AbstractContextManager[Evaluate]:
     """Return a context that gives an evaluator of the loss of samples of ``pool``, and restores everything."""
     stage: Any = parts.stage
 

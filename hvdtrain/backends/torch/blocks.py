@@ -1,7 +1,7 @@
 """The named blocks of a PyTorch model that is to be split: which they are, whether they are the model, what they cost.
 
-Owns what has to be true of such a model, and the measuring, before which nothing is allocated on the devices. The cut
-is `hvdtrain.planning.pipeline.devices`'s; `split` puts the blocks where they belong.
+Owns what has to be true of such a model, and the measuring, before which nothing is allocated on the devices. The
+partition is `hvdtrain.parallel.pipeline.partition`'s; `split` puts the blocks on their devices.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch.pinned import CudaLane, Here, Key, Pipe, Transfer
+from hvdtrain.backends.torch.pinned import CudaLane, DirectLane, Key, Pipe, Transfer
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Control, Handle
 from hvdtrain.core.timeline import blocked
 
@@ -47,7 +47,7 @@ class _Pending:
         return bool(self._hvd.poll(self._handle))
 
 
-class _Parts:
+class _Parts(Handle):
     """Handle of all ranks' rows of this rank's shard, summed in rank order on arrival."""
 
     def __init__(self, pending: _Pending, rank: int, size: int, k: int) -> None:
@@ -145,6 +145,9 @@ class _OwnResult:
         found = self._handle.wait()
         return found if isinstance(found, torch.Tensor) else found.copy()
 
+    def done(self) -> bool:
+        return self._handle.done()
+
 
 class StagedCollectives(WithoutMemory):
     """Implements `hvdtrain.core.protocols.Collectives` for tensors of a GPU, over ``inner`` collectives of host memory.
@@ -159,13 +162,13 @@ class StagedCollectives(WithoutMemory):
     host = False
     hierarchical = False
 
-    def __init__(self, inner: Collectives, timeout_s: float = 600.0, lane: Here | None = None) -> None:
+    def __init__(self, inner: Collectives, timeout_s: float = 600.0, lane: DirectLane | None = None) -> None:
         self.name = f"{inner.name} over host memory"
         self.rank, self.size = inner.rank, inner.size
         self.dtypes, self.reductions = inner.dtypes, inner.reductions
         self.timeout_s = timeout_s
         self._inner, self._lane = inner, lane
-        self._lanes: dict[torch.device, Here] = {}
+        self._lanes: dict[torch.device, DirectLane] = {}
         self._pipe: Pipe | None = None
 
     def among(self, group: Group) -> StagedCollectives:
@@ -217,11 +220,11 @@ class StagedCollectives(WithoutMemory):
         self._pipe.issued.put(transfer)
         return transfer
 
-    def _lane_of(self, device: torch.device) -> Here:
+    def _lane_of(self, device: torch.device) -> DirectLane:
         if self._lane is not None:
             return self._lane
         if device not in self._lanes:
-            self._lanes[device] = CudaLane(device) if device.type == "cuda" else Here()
+            self._lanes[device] = CudaLane(device) if device.type == "cuda" else DirectLane()
         return self._lanes[device]
 
 

@@ -22,14 +22,16 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control
-from hvdtrain.parallel.parts import Parts
-from hvdtrain.parallel.pipeline.devices import Measured, Plan, agree
+from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.parallel.pipeline.partition import agree_devices
+from hvdtrain.parallel.pipeline.plan import DevicePlan
 from hvdtrain.parallel.precision.policy import FP32, Precision
+from hvdtrain.planning.pipeline.blocks import DeviceProfile
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
                precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None,
-               mesh: Mesh | None = None) -> Parts:
+               mesh: Mesh | None = None) -> ModelParts:
     """Parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
 
     ``sample``: so many samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras
@@ -56,19 +58,19 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
                             "a model whose framework splits it", "set model_parallel: 1, or KERAS_BACKEND=tensorflow")
         return keras.maker(spec, config, control.rank, wire, steps_per_epoch, precision, sample=sample, data=data)
 
-    def measure() -> Measured:
+    def measure() -> list[DeviceProfile]:
         source = sample or spec.example
         with told(spec.model, source(2) if source else ()):
-            return maker.placement.measure(maker.task, sample, control, maker.precision, maker.given)
+            return maker.placement.measure(maker.task, sample, control, maker.precision, maker.optimizer_spec)
 
-    def finish(plan: Plan) -> Parts:
+    def finish(plan: DevicePlan) -> ModelParts:
         maker.placement.split(plan)
         return maker.parts()
 
     if config.model_parallel == 1:
         return begin().parts()
     maker = agreed(control, begin, "model")
-    plan = agree(agreed(control, measure, "split"), config, control)
+    plan = agree_devices(agreed(control, measure, "split"), config, control)
     return agreed(control, lambda: finish(plan), "split")
 
 

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.core.protocols import Batch
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.planning.memory.facts import Model, Slots
-from hvdtrain.planning.memory.pass_trace import Trace
+from hvdtrain.planning.memory.pass_trace import MemoryTrace
 
 LIBRARIES = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|\bout of memory\b|"
@@ -75,7 +75,7 @@ def peak_so_far() -> int:
     return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
 
 
-def model_bytes(parts: Parts) -> Model:
+def model_bytes(parts: ModelParts) -> Model:
     """Return the sizes of a model and its optimizer before the first step."""
     params: Any = parts.params
     own = {id(t) for t in params.tensors}
@@ -85,7 +85,7 @@ def model_bytes(parts: Parts) -> Model:
                  elementwise=optimizer.elementwise and optimizer.adopted is None)  # that of Keras is not divided
 
 
-def state_now(parts: Parts) -> int:
+def state_now(parts: ModelParts) -> int:
     """Return the bytes of the optimizer's state that are there already."""
     optimizer: Any = parts.optimizer
     return sum(v.nbytes for entries in optimizer.optimizer.state.values() for v in entries.values()
@@ -116,7 +116,7 @@ def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> tupl
         try:
             alike = {(tuple(t.shape), t.dtype): torch.nn.Parameter(torch.zeros(
                 t.shape if where == "meta" else (2,) * t.dim(), dtype=t.dtype, device=where)) for t in tensors}
-            made = optimizer.given.plain().make(optimizer.config, (), list(alike.values()), optimizer.base_lr)
+            made = optimizer.optimizer_spec.plain().make(optimizer.config, (), list(alike.values()), optimizer.base_lr)
             for param in alike.values():
                 param.grad = torch.zeros_like(param)
             made.step()
@@ -132,7 +132,7 @@ def _slots(tensor: torch.Tensor, entries: dict[str, Any]) -> Slots:
     return Slots(shaped, sum(v.nbytes for v in held if v.shape != tensor.shape or not v.dim()))
 
 
-def traced(parts: Parts, batch: Batch) -> Trace:
+def traced(parts: ModelParts, batch: Batch) -> MemoryTrace:
     """Compute the gradient of ``batch`` for its memory alone; return what was alive at each moment."""
     params: Any = parts.params
     live = _Live()
@@ -143,7 +143,7 @@ def traced(parts: Parts, batch: Batch) -> Trace:
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(len(batch[0]), np.array(live.after, np.int64), tuple(live.gradients))
+    return MemoryTrace(len(batch[0]), np.array(live.after, np.int64), tuple(live.gradients))
 
 
 class _Live(TorchDispatchMode):
@@ -190,7 +190,7 @@ class _Live(TorchDispatchMode):
         return hook
 
 
-def held(parts: Parts) -> dict[str, int | None]:
+def held(parts: ModelParts) -> dict[str, int | None]:
     """Return the bytes of parameters (and buffers), gradients and optimizer state of this rank, on all its devices.
 
     Tensors that share memory, such as gradients in the flat memory of their buckets, count once. Between two steps.

@@ -18,6 +18,7 @@ from hvdtrain.backends.model_spec import called
 from hvdtrain.backends.torch.modules import named_parameters
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, count, nearest
+from hvdtrain.core.resolve import load_callable
 
 UNUSABLE = {"lbfgs": "needs a closure that is evaluated several times a step",
             "sparseadam": "takes sparse gradients, which are not exchanged here"}
@@ -102,9 +103,11 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, ratios: Sequ
     classes = {n.lower(): c for n, c in vars(space).items()
                if isinstance(c, type) and issubclass(c, space.LRScheduler) and not n.startswith("_")
                and c not in (space.LRScheduler, space.ReduceLROnPlateau, space.ChainedScheduler, space.SequentialLR)}
-    if named.name.lower() not in classes:
+    if ":" not in named.name and named.name.lower() not in classes:
         raise UserError(f"schedule {named.name!r} is not one of torch.optim.lr_scheduler's",
-                        nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
+                        nearest(named.name, [c.__name__ for c in classes.values()]) + ", or module:callable",
+                        "correct schedule.name")
+    make = load_callable(named.name, "schedule.name") if ":" in named.name else classes[named.name.lower()]
     args = dict(named.args)
     if named.name.lower() == "onecyclelr":
         args.setdefault("max_lr", [group["lr"] for group in optimizer.param_groups])
@@ -112,7 +115,7 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, ratios: Sequ
         args |= {key: [args[key] * ratio for ratio in ratios] for key in FIRST_RATES
                  if isinstance(args.get(key), (int, float))}
     try:
-        return classes[named.name.lower()](optimizer, **args)
+        return make(optimizer, **args)
     except (TypeError, ValueError) as error:
         raise UserError(f"schedule {named.name} refused args {named.args}: {error}", "keyword arguments it knows",
                         "correct schedule.args") from None
@@ -137,7 +140,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Given:
+class OptimizerSpec:
     """Parameter groups and optimizer of a model's file; empty unless the file defines them.
 
     ``groups``: every parameter of the model is in one of them, if there are any; parameters in no group of the file's
@@ -161,7 +164,7 @@ class Given:
                         "every parameter that is ever trained in a group, also while it is frozen",
                         "give it to a group in the model file, or leave it frozen")
 
-    def joined(self, names: Sequence[str]) -> Given:
+    def joined(self, names: Sequence[str]) -> OptimizerSpec:
         """Return a copy with ``names``, which were frozen, each in its group."""
         of = [self.group_of(name) for name in names] if self.groups else []
         return replace(self, groups=tuple(
@@ -178,7 +181,7 @@ class Given:
                  if value is None or isinstance(value, (bool, int, float, str, tuple)))
         return "".join(f" {key} {value}" for key, value in plain)
 
-    def plain(self) -> Given:
+    def plain(self) -> OptimizerSpec:
         """Return a copy without groups, for tensors without names."""
         return replace(self, groups=())
 
@@ -207,7 +210,7 @@ class Given:
                 for group, rate in zip(self.groups, rates)]
 
 
-def given_by(spec: Any, config: Config) -> Given:
+def optimizer_spec(spec: Any, config: Config) -> OptimizerSpec:
     """Return the optimizer and groups that the file of ``spec.model`` gives.
 
     Where it gives both, groups of the optimizer's own count before those of `parameter_groups`. Errors: `UserError` for
@@ -225,7 +228,7 @@ def given_by(spec: Any, config: Config) -> Given:
                                  _defaults(class_of(config)) if kind is None else made.defaults)
         for group in groups:
             _check_values(group, config, kind, settings)
-    return Given(_all(groups, named), kind, settings, frozen)
+    return OptimizerSpec(_all(groups, named), kind, settings, frozen)
 
 
 def _named(model: torch.nn.Module) -> dict[int, str]:

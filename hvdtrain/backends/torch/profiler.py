@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.core.protocols import Batch
-from hvdtrain.core.timeline.profiler import KERNEL, Marks, Span
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.core.timeline.spans import KERNEL, Marks, Span
+from hvdtrain.parallel.parts import ModelParts
 
 _MARK, _WARM = "hvdtrain mark", "hvdtrain start"
 
 
 class Profiler:
-    """Implements `hvdtrain.core.timeline.profiler.Profiler` for PyTorch."""
+    """Implements `hvdtrain.core.timeline.spans.Profiler` for PyTorch."""
 
     def __init__(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -69,7 +69,7 @@ _PRODUCTS = re.compile(r"rnn|lstm|gru|attention|conv(?!ert)|matmul|(^|_)(add|bad
 """Names of operations that hold products, some of which PyTorch's counter takes for none."""
 
 
-class _Seen(TorchDispatchMode):
+class _UncountedProducts(TorchDispatchMode):
     """Notes operations whose products are not counted: recurrent layers in one kernel, and operations of others."""
 
     def __init__(self, counted: Container[Any]) -> None:
@@ -85,7 +85,7 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def product_type(parts: Parts) -> str:
+def product_type(parts: ModelParts) -> str:
     """Return the type of most products: "bf16", "fp16", "tf32" or "fp32"; "" for another type."""
     if parts.precision.own != "fp32":
         return parts.precision.own
@@ -103,7 +103,7 @@ def product_type(parts: Parts) -> str:
     return "tf32" if rounds else "fp32"
 
 
-def flops_of_pass(parts: Parts, batch: Batch) -> tuple[float | None, str]:
+def flops_of_pass(parts: ModelParts, batch: Batch) -> tuple[float | None, str]:
     """Return (operations of one sample's forward and backward, "") or (None, why); restores everything.
 
     Blocks are neither recomputed nor compiled meanwhile: that adds to a model's operations, and hides them. Attention
@@ -111,7 +111,7 @@ def flops_of_pass(parts: Parts, batch: Batch) -> tuple[float | None, str]:
     """
     recomputed, compiled = _off(parts)
     counter = FlopCounterMode(display=False)
-    seen = _Seen(counter.flop_registry)
+    seen = _UncountedProducts(counter.flop_registry)
     try:
         with sdpa_kernel(SDPBackend.MATH), counter, seen:
             parts.stage.trial(batch)
@@ -126,7 +126,7 @@ def flops_of_pass(parts: Parts, batch: Batch) -> tuple[float | None, str]:
     return (total / len(batch[0]), "") if total else (None, "PyTorch counts no operation")
 
 
-def _off(parts: Parts) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _off(parts: ModelParts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Switch recomputing and compiling off; return (blocks that were recomputed, options of compile in use)."""
     recomputed = parts.remat.chosen if parts.remat is not None else ()
     compiled = tuple(getattr(parts.compile, "chosen", ())) if parts.compile is not None else ()
@@ -137,6 +137,6 @@ def _off(parts: Parts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return recomputed, compiled
 
 
-def flops_of_graphs(parts: Parts, dp: object) -> tuple[float | None, str]:
+def flops_of_graphs(parts: ModelParts, dp: object) -> tuple[float | None, str]:
     """Return (None, ""): a pass is counted instead."""
     return None, ""

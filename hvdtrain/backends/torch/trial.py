@@ -1,6 +1,6 @@
 """Trial passes of a PyTorch model: few samples are computed, and everything is restored.
 
-Exchanges nothing: the first comes before `Stage.connect` and `Parts.install`.
+Exchanges nothing: the first comes before `Stage.connect` and `ModelParts.install`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvdtrain.backends.torch.modules import (
     assign, check_loss, holders_of, mark_written, modes_kept, put_back_buffers, written_parameters)
 from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
 from hvdtrain.core.protocols import Batch
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ COPIED_BYTES = 1 << 28
 _DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", RuntimeError)
 
 
-def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
+def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
     """Compute forward and loss as in training, or metrics as in an evaluation; no backward.
 
     Raises what the model raises. Returns the buffers and parameters that were written, BatchNorm's statistics aside.
@@ -69,7 +69,7 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
+def untouched(parts: ModelParts, batch: Batch) -> Iterator[None]:
     """Restore everything after the body, for `hvdtrain.engine.pipeline_first_sample`."""
     stage: Any = parts.stage
     with _uncompiled(), _untouched(parts):
@@ -85,7 +85,7 @@ def _uncompiled() -> Any:
 
 
 @contextlib.contextmanager
-def _untouched(parts: Parts) -> Iterator[list[str]]:
+def _untouched(parts: ModelParts) -> Iterator[list[str]]:
     """Yield a list that gets, after the body, the names of what was restored."""
     written: list[str] = []
     stage: Any = parts.stage
@@ -142,7 +142,7 @@ _NEUTRAL = (_BatchNorm, _DropoutNd, torch.nn.RNNBase, torch.nn.MultiheadAttentio
 
 
 @contextlib.contextmanager
-def loss_evaluator(parts: Parts, pool: Batch) -> Iterator[Evaluate]:
+def loss_evaluator(parts: ModelParts, pool: Batch) -> Iterator[Evaluate]:
     """Yield a function that evaluates the loss of samples of ``pool``, for `hvdtrain.backends.loss_coupling`."""
     stage: Any = parts.stage
     floating = [p.dtype for p in parts.model.parameters() if p.is_floating_point()]

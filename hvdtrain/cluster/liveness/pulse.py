@@ -219,6 +219,8 @@ class Listener(Protocol):
 
 
 listener: Listener | None = None
+doing: dict[str, str] = {}
+"""Phase to what a rank does in it, for a person; of phases whose owners say so."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import WaitTimeout
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.processes import wait_for
 from hvdtrain.core.timeline import span
 
 CHUNK = 1 << 29

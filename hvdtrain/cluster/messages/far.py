@@ -18,7 +18,7 @@ import numpy as np
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.packing import ALIGNED, KINDS, ROOM, begins, copied, room_for
 from hvdtrain.core.errors import WaitTimeout
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.processes import wait_for
 
 FIRST = 16384
 """Bytes of a message's first part at most: a small one takes no second."""

@@ -31,7 +31,7 @@ from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.packing import KINDS, ROOM, begins, copied
 from hvdtrain.cluster.messages.segments import map_of
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
-from hvdtrain.core.patience import AWAKE_S, SPINS
+from hvdtrain.core.processes import AWAKE_S, SPINS
 
 TAGS = 4
 """Kinds of messages."""

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.processes import wait_for
 
 MOST_OPEN = 64
 """Operations under way at once."""

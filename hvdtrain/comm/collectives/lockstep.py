@@ -20,7 +20,7 @@ from hvdtrain.cluster.messages.channel import Mail, MailChannel
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.collectives.parts import WithoutMemory, add_rows
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.timeline import blocked
 
 Key = tuple[Any, ...]

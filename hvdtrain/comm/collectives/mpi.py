@@ -21,7 +21,7 @@ from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.progress import Operation, Progress
 from hvdtrain.comm.collectives.parts import Scratch, WithoutMemory, begins
 from hvdtrain.comm.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
-from hvdtrain.core.group import Group, spans
+from hvdtrain.core.mesh import Group, spans
 from hvdtrain.core.protocols import AllGather, AllReduce, AllToAllV, Exchange, Request
 from hvdtrain.core.timeline import blocked
 
@@ -47,6 +47,9 @@ class Pending:
             self._value, self._run = self._run(), None
         assert self._value is not None
         return self._value
+
+    def done(self) -> bool:
+        return self._run is None
 
 
 class Moving:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.collectives.parts import WithoutMemory
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Array
 
 DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
@@ -30,6 +30,9 @@ class Done:
     def wait(self) -> Array:
         """Return the result."""
         return self._value
+
+    def done(self) -> bool:
+        return True
 
 
 class NullCollectives(WithoutMemory):

@@ -32,8 +32,8 @@ from hvdtrain.comm.collectives.parts import TILE, add_rows, begins, windows
 from hvdtrain.comm.collectives.rounds import Peers
 from hvdtrain.comm.collectives.striped import Striped
 from hvdtrain.core.errors import PeerFailed
-from hvdtrain.core.group import Group, spans
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.mesh import Group, spans
+from hvdtrain.core.processes import wait_for
 
 LOOK_S, GRACE_S = 0.5, 5.0
 """How often a wait looks whether a rank has left, and how long it waits on for one that has."""

@@ -25,6 +25,8 @@ class Adasum(Uncompressed):
     reductions = frozenset({"adasum"})
     own_mean = True
     own_key = "exchange.adasum"
+    approximates = False
+    pairs_ranks = True
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:

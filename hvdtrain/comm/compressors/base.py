@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hvdtrain.core import protocols
-from hvdtrain.core.protocols import Array, Exchange
+from hvdtrain.core.protocols import AllGather, Array, Exchange, Spread
 from hvdtrain.core.protocols.types import Bucket, Shards
 
 
@@ -65,6 +65,14 @@ class Stateless:
     """Steps at the start of a run that send more."""
     own_key = ""
     """Key that asks for the compressor in place of ``compression``."""
+    approximates = True
+    """The sum is not that of the gradients up to rounding, which a note of the run says."""
+    same_threads = False
+    """Ranks get the same bits with the same number of compute threads only."""
+    own_momentum = ""
+    """Key and value of the momentum that the compressor applies, on one rank too, in place of the optimizer's."""
+    pairs_ranks = False
+    """The number of ranks has to be a power of two."""
 
     def describe(self) -> str:
         """The name alone."""
@@ -88,6 +96,11 @@ class Stateless:
         """Sum the whole bucket, and return a copy of this rank's shard: a view would keep the whole."""
         sum_N, new = yield from self.exchange(ops, flat_N, state, bucket, len(shards.sizes), stage)
         return ops.pack([sum_N[shards.own]]), new
+
+    def spread(self, ops: Ops, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """Move the sums as they are."""
+        gathered_PK = yield AllGather(sum_K)
+        return ops.reshape(gathered_PK, (-1,))[:bucket.n]
 
 
 class Uncompressed(Stateless):

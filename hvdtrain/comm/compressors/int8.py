@@ -14,7 +14,7 @@ from hvdtrain import config
 from hvdtrain.comm.compressors.base import Ops, Stateless
 from hvdtrain.comm.compressors.twoshot import as_rows, part_length, sum_of_rows
 from hvdtrain.core import protocols
-from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Request
+from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Request, Spread
 from hvdtrain.core.protocols.types import Bucket, Shards
 
 BLOCK = 1024
@@ -49,7 +49,8 @@ class Int8(Stateless):
                  stage: int = 0) -> Exchange:
         """All-to-all of int8 (P, scales + K + 4), all-gather of int8 (scales + K,)."""
         wire, residual_N = yield from self._sum(ops, flat_N, state, bucket, size)
-        return (yield from self.spread(ops, wire, bucket, size)), {"residual": residual_N}
+        sum_L = ops.pack([w[0] for w in wire])
+        return (yield from self.spread(ops, sum_L, bucket, size)), {"residual": residual_N}
 
     def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
                 stage: int = 0) -> Exchange:
@@ -72,10 +73,9 @@ class Int8(Stateless):
         # Of an empty shard too the result is made of the answer: TensorFlow leaves a request out that nobody reads.
         return ops.pack(found or [ops.cast(received_L, "float32")]), {"residual": residual_N}
 
-    def spread(self, ops: Ops, wire: tuple[Array, Array], bucket: Bucket,
-               size: int) -> Generator[Request, Array, Array]:
-        """Bring the encoded sums of all ranks' parts together: (scales (1, 4 B), int8 (1, K)) -> float32 (N,)."""
-        gathered_PL = yield AllGather(ops.pack([w[0] for w in wire]))
+    def spread(self, ops: Ops, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """All-gather of int8 (scales + K,)."""
+        gathered_PL = yield AllGather(sum_K)
         return ops.reshape(self.decode(ops, gathered_PL, size, int8_length(bucket.n, size)), (-1,))[:bucket.n]
 
     def _sum(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket,

@@ -82,7 +82,7 @@ class PowerSGD(Stateless):
     """
 
     name, numerics = "powersgd", "lossy: low rank"
-    bytes_share = 0.05
+    bytes_share, same_threads = 0.05, True
     auto_order = 6
 
     def __init__(self, rank: int = 4) -> None:

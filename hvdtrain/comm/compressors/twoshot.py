@@ -8,10 +8,8 @@ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 from hvdtrain.comm.compressors.base import Ops, Stateless
-from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Request
+from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Spread
 from hvdtrain.core.protocols.types import Bucket, Shards
 
 
@@ -26,7 +24,7 @@ class Halves(Stateless):
         """All-to-all of int16 (P, K), all-gather of int16 (K,), K = ceil(N / P)."""
         k = part_length(bucket.n, size)
         received_PK = yield AllToAll(self.encode(ops, as_rows(ops, flat_N, bucket.n, size, k)))
-        return (yield from self.spread(ops, self._sum(ops, received_PK, size, k), bucket)), state
+        return (yield from self.spread(ops, self._sum(ops, received_PK, size, k), bucket, size)), state
 
     def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
                 stage: int = 0) -> Exchange:
@@ -39,8 +37,8 @@ class Halves(Stateless):
         """Sum encoded rows, in any shape of P K elements, in rank order: the sum encoded (K,)."""
         return self.encode(ops, sum_of_rows(ops, ops.reshape(self.decode(ops, bits), (size, k)), size))
 
-    def spread(self, ops: Ops, sum_K: Array, bucket: Bucket) -> Generator[Request, Array, Array]:
-        """Bring the encoded sums of all ranks' parts together: int16 (K,) -> float32 (N,)."""
+    def spread(self, ops: Ops, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """All-gather of int16 (K,)."""
         gathered_PK = yield AllGather(sum_K)
         return self.decode(ops, gathered_PK)[:bucket.n]
 

@@ -27,7 +27,7 @@ from hvdtrain.core.protocols import (
     AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.units import KIB, MIB
-from hvdtrain.planning.exchange.choice import Cost, pick_bucket
+from hvdtrain.planning.exchange.choice import CompressorCost, pick_bucket
 from hvdtrain.planning.exchange.link import Link, Traffic, fit
 
 Work = Callable[[Sequence[Array]], list[Array]]
@@ -60,7 +60,7 @@ class Sweep:
     """What `measure` found: links by kind, costs by compressor, why the others cannot be used, and how long it took."""
 
     links: dict[str, Link]
-    costs: tuple[Cost, ...]
+    costs: tuple[CompressorCost, ...]
     refused: dict[str, str]
     seconds: float
 
@@ -71,7 +71,7 @@ def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Seque
     sample = _sample(buckets)
     draw = np.random.default_rng(0)
     grads = [ops.cast(ops.from_host(draw.standard_normal(b.n, np.float32)), b.dtype) for b in sample]
-    costs: list[Cost] = []
+    costs: list[CompressorCost] = []
     refused: dict[str, str] = {}
     for name in compressors.choices():
         compressor, refused[name] = _candidate(name, config, collectives, buckets)
@@ -142,7 +142,7 @@ class _Listening(NullCollectives):
 
 
 def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: Sequence[Bucket],
-          sample: Sequence[Bucket], grads: Sequence[Array]) -> Cost:
+          sample: Sequence[Bucket], grads: Sequence[Array]) -> CompressorCost:
     """This rank's cost of one step of ``compressor``, from the buckets of ``sample``; none costs nothing by itself.
 
     A wire that works while others wait has the requests of all buckets at once: they start up together, once a round.
@@ -161,7 +161,7 @@ def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: S
         same = [(round_, nbytes) for k, round_, nbytes in wire.asked if (k, round_ > 0) == (kind, later)]
         starts = len({round_ for round_, _ in same}) if collectives.overlaps else calls * len(same)
         traffic.append(Traffic(kind, later, starts, sum(n for _, n in same) * (sent / sampled if sampled else 1.0)))
-    return Cost(compressor.name, 0.0 if compressor.in_place else part * codec_s, tuple(traffic), sent,
+    return CompressorCost(compressor.name, 0.0 if compressor.in_place else part * codec_s, tuple(traffic), sent,
                 compressor.numerics)
 
 

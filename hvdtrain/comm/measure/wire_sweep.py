@@ -15,7 +15,7 @@ from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.protocols import AllReduce, Array, Collectives, Control, Ops
 from hvdtrain.core.units import MIB
 from hvdtrain.planning.exchange.link import fit
-from hvdtrain.planning.exchange.wire_choice import Measured
+from hvdtrain.planning.exchange.wire_choice import MeasuredTransport
 
 PIECE = 2 * MIB
 """Bytes of the largest vector that is summed at once."""
@@ -34,7 +34,7 @@ IDLE_S = 0.03
 
 
 def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes: float,
-            budget_s: float) -> list[Measured]:
+            budget_s: float) -> list[MeasuredTransport]:
     """Time sums over each of ``wires``, which take turns, for about ``budget_s``; the same on every rank.
 
     First one turn of each size, to see how far they go: none larger than a step's ``nbytes``, nor one that would not
@@ -77,7 +77,7 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
         points = [(float(size), _typical(times)) for size, times in seconds[name].items()][-n_points:]
         *times, busy_s, idle_cores = slowest(control, [s for _, s in points] + [_typical(busy[name]), idle[name]])
         link = fit([(size, s) for (size, _), s in zip(points, times)])
-        found.append(Measured(name, link, busy_s / max(times[-1], 1e-9), idle_cores, total))
+        found.append(MeasuredTransport(name, link, busy_s / max(times[-1], 1e-9), idle_cores, total))
     return control.bcast(found)
 
 

@@ -155,7 +155,7 @@ class Driven:
         self._handles = []
 
 
-class _All:
+class _All(Handle):
     """Several handles as one, for who looks on."""
 
     def __init__(self, handles: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from hvdtrain.backends.interchange.layers import Model
 from hvdtrain.backends.interchange.pairing import Pairs, carry, carry_moments, hints, pair
 from hvdtrain.backends.interchange.rule import Rule, remarks
 from hvdtrain.backends.model_spec import Spec, build_spec
-from hvdtrain.checkpoint import Kept, Snapshot, read_snapshot, write_snapshot
+from hvdtrain.checkpoint import OpenCheckpoint, Snapshot, read_snapshot, write_snapshot
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
@@ -34,7 +34,7 @@ from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 SHORT = {"torch": "torch", "tensorflow": "keras"}
 
@@ -114,7 +114,7 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     return report | {"optimizer": f"{name} {args}", "step": meta["run"]["cursor"]["step"], "slots": sorted(slots)}
 
 
-def _save(request: Request, side: Any, parts: Parts, config: Config, found: Kept, made: Path) -> None:
+def _save(request: Request, side: Any, parts: ModelParts, config: Config, found: OpenCheckpoint, made: Path) -> None:
     """Write the run's directory: one checkpoint, as the run itself would write it, and its configuration."""
     run = found.meta["run"]
     groups, rest = parts.state.state()
@@ -136,7 +136,7 @@ def _training_remarks(pairs: Pairs) -> list[str]:
     return found
 
 
-def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: Kept) -> dict[str, Any]:
+def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: OpenCheckpoint) -> dict[str, Any]:
     x = _in_order(found, "input")
     may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
     apart = check.apart(_outputs(request.twin, side, spec, x), _in_order(found, "output"))
@@ -193,10 +193,10 @@ def _built(text: str, args: dict[str, Any], seed: int) -> tuple[Spec, Any]:
     return spec, importlib.import_module(f"hvdtrain.backends.{spec.framework}.convert")
 
 
-def _parts(spec: Spec, config: Config) -> Parts:
+def _parts(spec: Spec, config: Config) -> ModelParts:
     plain = replace(spec, task=None, metrics=None, weight=None)
     make = backends.load(spec.framework).make_parts
-    parts: Parts = make(plain, resume.bare(config), SoloControl(), NullCollectives(), 0)
+    parts: ModelParts = make(plain, resume.bare(config), SoloControl(), NullCollectives(), 0)
     return parts
 
 
@@ -204,7 +204,7 @@ def _numbered(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{i:03d}": array for i, array in enumerate(arrays)}
 
 
-def _in_order(found: Kept, group: str) -> list[np.ndarray]:
+def _in_order(found: OpenCheckpoint, group: str) -> list[np.ndarray]:
     return [array for _, array in sorted(found.tensors[group].items())]
 
 

@@ -24,7 +24,7 @@ from hvdtrain.commands.launch.hosts import LaunchCommands
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.commands.launch.supervisor import Supervisor, SupervisorEnvironment, say
 from hvdtrain.core.errors import UserError
-from hvdtrain.reports.ends.writer import Writer
+from hvdtrain.reports.survivor import Writer
 
 MOST_RESTARTS = 1_000_000
 

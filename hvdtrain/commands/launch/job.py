@@ -16,8 +16,7 @@ from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster.launchers.spec import Host
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch.restart_policy import refit
-from hvdtrain.config import Config, schema
-from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
+from hvdtrain.config import Config, cut_over_ranks, micro_batches, schema
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import depths_of
 

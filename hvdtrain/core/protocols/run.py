@@ -59,7 +59,7 @@ class RecordedRun(Protocol):
 class Record:
     """One thing that happened: ``event`` at ``step`` and ``time_s`` (unix seconds), with ``values`` by name.
 
-    `hvdtrain.core.records.schema` has every event of the house with its values. Values are JSON-able; NaN and
+    `hvdtrain.core.records` has every event of the house with its values. Values are JSON-able; NaN and
     infinities may be among them. Nobody changes them.
     """
 
@@ -112,10 +112,22 @@ class Callback(Protocol[RunT]):
 
     ``where``: "root" (rank 0 only; gets no group, so it cannot enter a collective) or "all".
     ``every``: "N step", "N epoch" or "N s" thins out STEP_END (root only for seconds); "" is every time.
+    ``doing``: what it does, for a person who waits for it; "": the name of the event tells. ``steers``: metrics change
+    the training through it.
     """
 
     where: str
     every: str
+    doing: str
+
+    @property
+    def steers(self) -> bool:
+        """See above."""
+        ...
+
+    def hears(self, event: Event) -> bool:
+        """Return whether `on` does anything at ``event``."""
+        ...
 
     def on(self, event: Event, run: RunT) -> None:
         """See one moment."""

@@ -375,6 +375,19 @@ class DataParallel(GradientSink, Protocol):
         ...
 
 
+class DividesState(DataParallel, Protocol):
+    """A strategy with ``divides_state``; the memory plan and the summary read what follows.
+
+    ``stage``: of ZeRO, 1: gradients stay whole, 2: they are divided too. ``sizes_BP``: elements of each bucket that
+    each rank updates. ``gathers``: updates after which parameters were gathered, in ``gathered_s`` seconds.
+    """
+
+    stage: int
+    sizes_BP: Sequence[Sequence[int]]
+    gathers: int
+    gathered_s: float
+
+
 class ChangesTransport(DataParallel, Protocol):
     """A way whose exchange may be changed between two steps, by all ranks at once; the stage is connected again."""
 

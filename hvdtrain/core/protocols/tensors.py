@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from hvdtrain.core.protocols.transport import Collectives, Exchange
+from hvdtrain.core.protocols.transport import Collectives, Exchange, Spread
 from hvdtrain.core.protocols.types import Array, Bucket, ParamSpec, Shards
 
 
@@ -175,6 +175,10 @@ class Compressor(Protocol):
     warmup_steps: int
     own_key: str
     in_place: bool
+    approximates: bool
+    same_threads: bool
+    own_momentum: str
+    pairs_ranks: bool
 
     def describe(self) -> str:
         """Name and settings in short, for the summary; equal texts mean equal compression."""
@@ -204,6 +208,13 @@ class Compressor(Protocol):
         """
         ...
 
+    def spread(self, ops: Ops, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """Gather the sums of 1/P of the bucket that each rank made and encoded: the second shot of an `exchange`.
+
+        ``sum_K``: this rank's, K elements of the encoding for at least N / P of the sum. Returns the sum (N,).
+        """
+        ...
+
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
         """Bytes one rank sends for a bucket; ``stage`` None is the one after any warm-up."""
         ...
@@ -219,6 +230,8 @@ class Optimizer(Protocol):
     ``needs_all``: what of it needs the gradients of all tensors of the model together, in words, or "".
     ``overruled``: keys of the configuration that the schedule, or the model file's optimizer, leaves without effect.
     ``changes``: settings of an optimizer that the model file or `compile` gives, as they differ from the checkpoint's.
+    ``traced``: adds the update to the graph that is being traced, from (gradients, summed loss, clip_norm), and returns
+    (squares of the gradients, 1 if updated else 0); None where there is no graph, or it may not hold the update.
     """
 
     elementwise: bool
@@ -226,6 +239,11 @@ class Optimizer(Protocol):
     needs_all: str
     overruled: frozenset[str]
     changes: list[str]
+
+    @property
+    def traced(self) -> Callable[[Sequence[Array], Array, float], Array] | None:
+        """See above."""
+        ...
 
     def step(self, grads: Sequence[Array], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:

@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.core.protocols.types import Array
 
 if TYPE_CHECKING:
-    from hvdtrain.core.group import Group
+    from hvdtrain.core.mesh import Group
 
 Counts = Sequence[int] | Array
 """Elements for each rank."""
@@ -27,6 +27,10 @@ class Handle(Protocol):
     def wait(self) -> Array:
         """Return the result; waits for it outside a graph, returns the symbolic tensor inside one."""
         ...
+
+    def done(self) -> bool:
+        """Return whether the result is there, without waiting; False where `wait` alone tells."""
+        return False
 
 
 class Collectives(Protocol):
@@ -249,6 +253,7 @@ class AllToAllV:
 
 Request = AllReduce | AllGather | AllToAll | AllToAllV
 Exchange = Generator[Request, Array, tuple[Array, dict[str, Array]]]
+Spread = Generator[Request, Array, Array]
 
 
 class Control(Protocol):

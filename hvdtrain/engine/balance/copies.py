@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.config.pipeline import micro_batches
+from hvdtrain.config import micro_batches
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.balance.probe import LEAST_REPEATS, sizes_of
@@ -22,7 +22,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned
 from hvdtrain.planning.batch.line import Speed, fit, least
-from hvdtrain.planning.batch.plan import COLUMNS, Label
+from hvdtrain.planning.batch.plan import COLUMNS, RankLabel
 
 SIZES = 3
 """Micro-batches of so many sizes are timed at most (`sizes_of`)."""
@@ -38,14 +38,15 @@ def columns(mesh: Mesh) -> tuple[str, ...]:
     return (called(mesh), *COLUMNS[1:])
 
 
-def labels(run: Run) -> list[Label]:
+def labels(run: Run) -> list[RankLabel]:
     """Return what the table calls each copy."""
     found = []
     for ranks in run.mesh.copies:
         hosts = [run.topology.host_of(rank).node for rank in ranks]
         devices = [run.devices[rank].name for rank in ranks]
         counted = [f"{devices.count(name)} x {name}" if devices.count(name) > 1 else name for name in devices]
-        found.append(Label(_once(hosts), _once(counted), _once([run.parts.precision.names[rank] for rank in ranks])))
+        found.append(RankLabel(_once(hosts), _once(counted),
+                               _once([run.parts.precision.names[rank] for rank in ranks])))
     return found
 
 

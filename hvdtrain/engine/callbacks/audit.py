@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain import backends
-from hvdtrain.core.finite import spoken
+from hvdtrain.core.comparison import spoken
 from hvdtrain.core.protocols.types import ALONE, Shortage
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.guards.audit_pairs import Pair, comparable, left_out, pairs
@@ -38,6 +38,7 @@ class Audit(Callback):
     """
 
     where = "all"
+    doing = "computing a micro-batch on another rank"
     before = ("Checkpoint",)  # so that what was computed wrongly is not saved
 
     @classmethod

@@ -22,6 +22,7 @@ class AutoCompile(Callback):
     """Runs on all ranks. ``chosen``: what each kind of rank uses, by its text; a run that is resumed keeps it."""
 
     where = "all"
+    doing = "timing ways to compile the model"
     before = ("MemoryFit", "Balance", "AutoWire", "AutoCompression")  # they measure the model as it will run
     state_key = "AutoCompile"
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.comm.compressors import create
 from hvdtrain.comm.measure import sweep
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
@@ -20,7 +21,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.parallel.data_parallel.attach import unlike_threads
 from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.planning.exchange import choice
-from hvdtrain.planning.exchange.choice import Baseline, Choice
+from hvdtrain.planning.exchange.choice import Baseline, CompressorChoice
 from hvdtrain.planning.exchange.link import Link
 
 OtherWire = tuple[Mapping[str, Link], bool]
@@ -41,6 +42,7 @@ class AutoCompression(Callback):
     """
 
     where = "all"
+    doing = "measuring compressors"
     state_key = "AutoCompression"
 
     @classmethod
@@ -62,7 +64,7 @@ class AutoCompression(Callback):
         self._world = ""
         self._sweep: sweep.Sweep | None = None
         self._base: Baseline | None = None
-        self._decision: Choice | None = None
+        self._decision: CompressorChoice | None = None
         self._watch = StepWatch(WARM_STEPS)
 
     def fit_start(self, run: Run) -> None:
@@ -86,9 +88,9 @@ class AutoCompression(Callback):
             dp = cast(Replicate, run.dp)
             found = sweep.measure(run.collectives, dp.reducer.ops, run.control, dp.buckets, run.config)
         unlike = unlike_threads(run.config, run.control, run.topology)
-        if unlike:
-            found = replace(found, costs=tuple(c for c in found.costs if c.name != "powersgd"),
-                            refused={**found.refused, "powersgd": unlike})
+        refused = {cost.name: unlike for cost in found.costs if unlike and create(cost.name, run.config).same_threads}
+        found = replace(found, costs=tuple(cost for cost in found.costs if cost.name not in refused),
+                        refused={**found.refused, **refused})
         self._sweep = found
         self._others = self.others(run, sorted(found.links))
         self._watch = StepWatch(WARM_STEPS)

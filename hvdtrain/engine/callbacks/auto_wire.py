@@ -25,7 +25,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.exchange import wire_choice
 from hvdtrain.planning.exchange.choice import Baseline
-from hvdtrain.planning.exchange.wire_choice import Row, WireChoice
+from hvdtrain.planning.exchange.wire_choice import TransportCost, WireChoice
 
 BUDGET_S, LEAST_S = 2.0, 0.3
 """For opening the wires and measuring them; what is left for measuring at least."""
@@ -61,7 +61,7 @@ class AutoWire(Callback):
         self.choice, self.settled, self._ruled = "", False, False
         self._world = ""
         self._compression: AutoCompression | None = None
-        self._rows: list[Row] = []
+        self._rows: list[TransportCost] = []
         self._in_graph: dict[str, bool] = {}
         self._decision: WireChoice | None = None
         self._base: Baseline | None = None

@@ -25,7 +25,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch import plan as plans
 from hvdtrain.planning.batch.line import Line, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
-from hvdtrain.planning.batch.sampler import Cut
+from hvdtrain.planning.batch.sampler import BatchShares
 
 VERIFY_ROUNDS = 4
 """Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""
@@ -36,6 +36,7 @@ class Balance(Callback):
     which a new plan would change."""
 
     where = "all"
+    doing = "measuring each rank's speed"
     state_key = "Balance"
 
     @classmethod
@@ -165,7 +166,7 @@ class Balance(Callback):
         self._log(run, "ceilings", from_step=at, ceilings=found)
         return True
 
-    def _follow(self, run: Run, made: plans.Plan, step: int) -> None:
+    def _follow(self, run: Run, made: plans.BatchPlan, step: int) -> None:
         """Cut training and evaluation by ``made`` from step ``step`` on."""
         cut = cut_of(made)
         run.feed.recut(cut, step)
@@ -231,16 +232,17 @@ def _work(run: Run, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceili
     return run.config.global_batch, ceilings_P, copies.least_parts(run), run.config.sync_batchnorm
 
 
-def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plans.Plan) -> Rebalancer:
+def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plans.BatchPlan) -> Rebalancer:
     """Make the controller that watches plan ``made``."""
     config = run.config
     return Rebalancer(lines_P, config.global_batch, ceilings_P or None, made, config.rebalance.margin,
                       config.rebalance.lasting, copies.least_parts(run), config.sync_batchnorm)
 
 
-def cut_of(made: plans.Plan) -> Cut:
+def cut_of(made: plans.BatchPlan) -> BatchShares:
     """The plan as the feed cuts by it."""
-    return Cut(tuple(float(part.samples) for part in made.parts), tuple(max(1, p.accumulate) for p in made.parts),
+    return BatchShares(tuple(float(part.samples) for part in made.parts),
+                       tuple(max(1, p.accumulate) for p in made.parts),
                tuple(part.micro_batch for part in made.parts))
 
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain import backends
-from hvdtrain.core.finite import spoken
-from hvdtrain.core.timeline.clock import StepTotals
+from hvdtrain.core.comparison import spoken
+from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.guards.divergence import Bits, Diverged, Rows, judge
 from hvdtrain.engine.guards.fingerprint import Fingerprints, Prints
@@ -42,6 +42,7 @@ class Divergence(Callback):
     """
 
     where = "all"
+    doing = "comparing the ranks' weights"
     after = ("Ema", "MemoryFit")  # and all callbacks of users: any of them may change weights
     before = ("Checkpoint",)  # so that weights that differ are not saved
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hvdtrain.backends.pairs import metric_of
 from hvdtrain.config import EarlyStop as Settings
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.engine.callbacks.base import Callback
@@ -16,6 +17,7 @@ class EarlyStop(Callback):
     """Runs on all ranks over metrics that are equal on all; the wish to stop still goes through the vote (law 6)."""
 
     where = "all"
+    steers = True
     state_key = "EarlyStop"
 
     @classmethod
@@ -51,7 +53,8 @@ class EarlyStop(Callback):
         if run.state.cursor.epoch_step:
             return  # a stop cut the epoch short: a resumed run evaluates again, at its end
         value = run.state.metrics[s.metric]
-        sign = 1.0 if s.mode == "max" else -1.0
+        better = metric_of(s.metric).better if s.mode == "auto" else s.mode
+        sign = 1.0 if better == "max" else -1.0
         if math.isfinite(value) and (self.best is None or sign * (value - self.best) > s.min_delta):
             self.best, self.waited = value, 0
             return

@@ -32,6 +32,7 @@ class Ledger(Callback):
     """
 
     where = "all"
+    doing = "counting samples"
     state_key = "Ledger"
 
     def __init__(self) -> None:

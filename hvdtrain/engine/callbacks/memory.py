@@ -28,6 +28,7 @@ class Memory(Callback):
     """
 
     where = "all"
+    doing = "measuring memory"
 
     def __init__(self) -> None:
         self._steps = 0

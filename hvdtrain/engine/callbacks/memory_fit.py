@@ -34,6 +34,7 @@ class MemoryFit(Callback):
     """Runs on all ranks, before balance, whose probe finds the blocks recomputed that were chosen."""
 
     where = "all"
+    doing = "fitting the micro-batch into memory"
     before = ("Balance",)  # whose probe finds the blocks recomputed that were chosen
     state_key = "MemoryFit"
 

@@ -17,7 +17,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.batch.meter import Reading, Row, read
+from hvdtrain.planning.batch.meter import AverageStep, Reading, read
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""
@@ -176,7 +176,7 @@ def _seconds(run: Run) -> dict[str, float]:
             "channel": schedule.channel_s if cut else 0.0}
 
 
-def _row(ranks: Sequence[Row], idle_s: Sequence[float]) -> Row:
+def _row(ranks: Sequence[AverageStep], idle_s: Sequence[float]) -> AverageStep:
     """What a copy does in a step, from what its ranks do: it computes until its last rank has done so.
 
     What a rank's input takes longer than another's the other spends waiting for it, which is input of the copy and no
@@ -184,14 +184,15 @@ def _row(ranks: Sequence[Row], idle_s: Sequence[float]) -> Row:
     """
     data_s = max(row.data_s for row in ranks)
     ends_s = max(row.data_s + row.compute_s + idle for row, idle in zip(ranks, idle_s))
-    return Row(ranks[0].samples, data_s, ends_s - data_s,
+    return AverageStep(ranks[0].samples, data_s, ends_s - data_s,
                max(0.0, min(row.wait_s - idle for row, idle in zip(ranks, idle_s))),
                max(row.update_s for row in ranks))
 
 
 def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading:
     """Read what came of ``steps`` steps; each rank's sums: step, busy with samples, samples, seconds by phase."""
-    by_rank = [Row(samples / steps, *(seconds / steps for seconds in phases[:4])) for _, _, samples, *phases in sums_P]
+    by_rank = [AverageStep(samples / steps, *(seconds / steps for seconds in phases[:4])) for _, _, samples,
+               *phases in sums_P]
     idle_s_P = [sums[-2] / steps for sums in sums_P]
     copies = run.mesh.copies
     cut = len(copies) < len(by_rank)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import protocols
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import load_callable
+from hvdtrain.core.resolve import completed, load_callable
 from hvdtrain.engine.callbacks.audit import Audit
 from hvdtrain.engine.callbacks.auto_compile import AutoCompile
 from hvdtrain.engine.callbacks.auto_compression import AutoCompression
@@ -89,4 +89,4 @@ def _own_callback(text: str) -> protocols.Callback:
     if not (callable(getattr(made, "on", None)) and getattr(made, "where", None) in ("root", "all")):
         raise UserError(f"callbacks: {text} gave a {type(made).__name__}", "a callback of hvdtrain, whose where is "
                         "'root' or 'all'", "make it a subclass of hvdtrain.Callback")
-    return made  # type: ignore[no-any-return]
+    return completed(made, Callback)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch.line import Line, fit
-from hvdtrain.planning.batch.whatif import Forecast, Steps, Work, forecast
+from hvdtrain.planning.batch.whatif import BatchDivision, Forecast, Steps, forecast
 
 MOST_STEPS, MOST_NUMBERS, LEAST_KEPT = 256, 16384, 32
 """Steps that are looked at, fewer where ranks are many: so many of all ranks' together, but some at least."""
@@ -83,7 +83,7 @@ class WhatIf(Callback):
         planned = config.balance != "off" and bool(run.state.findings.solo_lines)
         shares = None if planned else list(cast(Sequence[float], run.spelled.shares)) or [1.0] * run.control.size
         ceilings = [config.micro_batch_limit] * run.control.size if config.micro_batch_limit else None
-        work = Work(config.global_batch, shares, ceilings, config.accumulate, config.sync_batchnorm)
+        work = BatchDivision(config.global_batch, shares, ceilings, config.accumulate, config.sync_batchnorm)
         steps = Steps(wall, work_s, wait, samples.astype(np.int64))
         return forecast(steps, work, run.state.findings.solo_lines or lines)
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvdtrain.core.comparison import Origin, finite, has_nan, spoken
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.finite import Origin, finite, has_nan, spoken
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Control
     from hvdtrain.core.protocols.types import StepBatch
-    from hvdtrain.parallel.parts import Parts
+    from hvdtrain.parallel.parts import ModelParts
     from hvdtrain.parallel.recovery.recovery import Recovery
 
 
-def check_trainable(parts: Parts) -> None:
+def check_trainable(parts: ModelParts) -> None:
     """Raise `UserError` naming the first parameter or buffer that is not finite: such a model is not trained on.
 
     What is not trained may be infinite, as attention masks are, but no NaN. Statistics of BatchNorm hold one after a
@@ -29,7 +29,7 @@ def check_trainable(parts: Parts) -> None:
                         "look at what builds or loads the model, or resume from a checkpoint")
 
 
-def not_finite(parts: Parts) -> str:
+def not_finite(parts: ModelParts) -> str:
     """Return the first trainable parameter that is not finite or other weight that is NaN, by name; "" if none is."""
     names = trained(parts)
     model: Mapping[str, Any] = parts.state.state()[0]["model"]
@@ -37,12 +37,12 @@ def not_finite(parts: Parts) -> str:
                  if has_nan(n, np.asarray(a)) or spoken(n) in names and not finite(n, np.asarray(a))), "")
 
 
-def trained(parts: Parts) -> set[str]:
+def trained(parts: ModelParts) -> set[str]:
     """Return the names of the trainable parameters."""
     return {spoken(spec.name) for spec in parts.params.specs}
 
 
-def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control, recovery: Recovery,
+def blame(parts: ModelParts, batch: StepBatch, suspects: list[int], control: Control, recovery: Recovery,
           origin: Callable[[], Origin | None] | None = None) -> dict[int, str]:
     """Return the ranks that brought a gradient which is not finite -> where it is first, in words; collective.
 
@@ -58,7 +58,7 @@ def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control,
     return {rank: where for rank, where in enumerate(control.gather(found)) if where}
 
 
-def _began(parts: Parts, found: Origin | None) -> tuple[int, str] | None:
+def _began(parts: ModelParts, found: Origin | None) -> tuple[int, str] | None:
     """When and where on this rank of a pipeline a number was first not finite out of finite ones."""
     parts.buffers.discard()
     weight = not_finite(parts)
@@ -82,7 +82,7 @@ def _first_of_copies(copies: Sequence[Sequence[int]], rows: Sequence[tuple[int, 
     return dict(sorted(found.items()))
 
 
-def _look(parts: Parts, batch: StepBatch) -> str:
+def _look(parts: ModelParts, batch: StepBatch) -> str:
     """Where this rank's own part of the step is not finite, or ""."""
     names = trained(parts)
     weight = not_finite(parts)

@@ -18,7 +18,7 @@ from hvdtrain.parallel.recovery import recovery
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Control
-    from hvdtrain.parallel.parts import Parts
+    from hvdtrain.parallel.parts import ModelParts
 
 ALIGN = 64
 """Bytes at a multiple of which every rank's arrays begin: kernels may round by where they do."""
@@ -75,7 +75,7 @@ class Recomputed:
     """The gradients of a case on this rank, by parameter, as ``stage.alone`` computes them with the case's own random
     state; this rank's is put back. ``prints``: their fingerprints."""
 
-    def __init__(self, parts: Parts, ops: Ops, case: Case, by_block: bool) -> None:
+    def __init__(self, parts: ModelParts, ops: Ops, case: Case, by_block: bool) -> None:
         own = parts.state.rank_state()
         parts.state.load_rank({**own, **case.random})
         try:

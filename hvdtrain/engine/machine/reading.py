@@ -24,7 +24,7 @@ class Reader:
         self._gpus = Gpus() if run.devices[run.control.rank].kind == "cuda" else None
 
     def reading(self, run: Run) -> dict[str, Any]:
-        """Return this rank's part of the record "system" (`hvdtrain.core.records.schema`)."""
+        """Return this rank's part of the record "system" (`hvdtrain.core.records`)."""
         gpus = self._backend.allocators()
         found = {**self._process.reading(), "memory": memory(run, self._backend, gpus)}
         told = self._gpus.readings() if self._gpus is not None else []

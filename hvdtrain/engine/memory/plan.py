@@ -14,7 +14,7 @@ from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.survey import Scene
 from hvdtrain.planning import shards
 from hvdtrain.planning.memory import options
-from hvdtrain.planning.memory.facts import Facts
+from hvdtrain.planning.memory.facts import MemoryFacts
 from hvdtrain.planning.memory.forecast import forecast
 from hvdtrain.planning.memory.options import Option
 
@@ -89,15 +89,15 @@ def made(scene: Scene, dp: Any, measures: bool = True) -> Plan:
     return agreed_plan(scene, facts)
 
 
-def facts_now(scene: Scene, way: Any, measures: bool) -> Facts:
+def facts_now(scene: Scene, way: Any, measures: bool) -> MemoryFacts:
     """Return this rank's facts, measured or not; not collective."""
     facts = survey.facts_of(scene, way)
     if not measures:
         return facts
-    return Facts(facts.model, facts.rank, facts.way, survey.measure(scene, facts.model, way, True))
+    return MemoryFacts(facts.model, facts.rank, facts.way, survey.measure(scene, facts.model, way, True))
 
 
-def agreed_plan(scene: Scene, facts: Facts, always: bool = True) -> Plan:
+def agreed_plan(scene: Scene, facts: MemoryFacts, always: bool = True) -> Plan:
     """Return the plan of all ranks' ``facts``; collective.
 
     Unless ``always``, options are looked for near the limit alone.

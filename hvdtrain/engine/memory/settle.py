@@ -18,8 +18,8 @@ from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.survey import Scene
 from hvdtrain.planning.batch.line import Line, fit
 from hvdtrain.planning.memory import knapsack, options
-from hvdtrain.planning.memory.facts import Way
-from hvdtrain.planning.memory.fit import Fit, Room, choose, in_parts
+from hvdtrain.planning.memory.facts import Sharding
+from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts
 from hvdtrain.planning.memory.forecast import forecast
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Settling:
     micro-batch may exceed, 0 for none: the configuration's, or what once ran out of memory.
     """
 
-    def __init__(self, scene: Scene, way: Way, micro: bool, remat: bool, cap: int = 0) -> None:
+    def __init__(self, scene: Scene, way: Sharding, micro: bool, remat: bool, cap: int = 0) -> None:
         self._scene, self._way, self._micro, self._cap = scene, way, micro, cap
         self._remat = scene.parts.remat if remat else None
         if self._remat is not None:
@@ -76,7 +76,8 @@ class Settling:
             measured = survey.measure(scene, facts.model, way, self._remat is not None)
             self._facts = replace(facts, measured=measured)
         timed = micro and self._remat is not None and self.samples > 0
-        self._room = Room(self.need, facts.rank.free_bytes, self._costs, self._line() if timed else Line(0.0, 1e-9))
+        self._room = MemoryRoom(self.need, facts.rank.free_bytes, self._costs, self._line()
+                                if timed else Line(0.0, 1e-9))
 
     def need(self, micro_batch: int) -> int:
         """Return the bytes that this rank holds in all with nothing recomputed."""
@@ -150,7 +151,7 @@ class Settling:
         return fit(sizes, [_seconds(self._scene, n) for n in sizes])
 
 
-def reckoned(scene: Scene, way: Way) -> Callable[[int], int] | None:
+def reckoned(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
     """Return what this process holds at most, by the samples of a micro-batch, as it is before anything is recomputed.
 
     None where there is ample room, so that nothing more than a small pass has to be measured.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,14 +15,14 @@ from hvdtrain.cluster import heap
 from hvdtrain.cluster.machine import imported, memory
 from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
-from hvdtrain.core.protocols import Batch, BlockCost, Control
+from hvdtrain.core.protocols import Batch, BlockCost, Control, DataParallel, DividesState
 from hvdtrain.core.protocols.types import Bucket, Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
-from hvdtrain.planning.memory.facts import Facts, Measured, Model, Rank, Way
-from hvdtrain.planning.memory.pass_trace import Line, Trace, first_copies, line
+from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding
+from hvdtrain.planning.memory.pass_trace import MemoryLine, MemoryTrace, first_copies, line
 
 PARTS = (8, 4)
 """A micro-batch is measured by an eighth and by a quarter of its samples."""
@@ -55,10 +55,10 @@ class Scene:
         """Return ``n`` samples to try the model on; of a stream those that the run comes to next, which are kept."""
         return self.feed.sample(n, self.cursor)
 
-    def facts_of_replica(self) -> Facts:
+    def facts_of_replica(self) -> MemoryFacts:
         """Measure a few samples and return the facts of this rank where the state is not divided."""
         model = model_of(self)
-        return Facts(model, rank_of(self), Way(), measure(self, model, Way()))
+        return MemoryFacts(model, rank_of(self), Sharding(), measure(self, model, Sharding()))
 
     def buckets(self) -> list[Bucket]:
         """Return the buckets that an exchange would have, of a run that has none yet."""
@@ -78,7 +78,7 @@ def scene_of(run: Run, backend: Any) -> Scene:
                  run.devices[run.control.rank], run.state.cursor, run.average)
 
 
-def rank_of(scene: Scene) -> Rank:
+def rank_of(scene: Scene) -> RankMemory:
     """Return what is known of this rank without computing anything."""
     largest, micros, samples = _cut(scene.feed, scene.config)
     batch = scene.feed.read_before() if scene.feed.samples else ()  # a stream is not opened for a count
@@ -86,7 +86,7 @@ def rank_of(scene: Scene) -> Rank:
     prefetch = scene.config.data.prefetch
     checkpoint = scene.config.checkpoint
     saves = checkpoint.every != "off" or checkpoint.every_steps > 0 or checkpoint.every_s > 0
-    return Rank(scene.control.rank, scene.control.size, scene.local, free_bytes(scene), largest, micros, own,
+    return RankMemory(scene.control.rank, scene.control.size, scene.local, free_bytes(scene), largest, micros, own,
                 prefetch + 2 if prefetch else 1, saves)
 
 
@@ -115,18 +115,18 @@ def room_bytes(scene: Scene) -> int | None:
     return None if free is None else max(0, free + base - _now(scene))
 
 
-def way_of(scene: Scene, dp: Any) -> Way:
+def way_of(scene: Scene, dp: DataParallel) -> Sharding:
     """Return how the copies of the model stay one in ``dp``."""
     if not dp.buckets:
-        return Way(wire=scene.wire.name)
-    stage, sizes_BP = (dp.stage, dp.sizes_BP) if dp.divides_state else (0, ())
-    return Way(stage, dp.buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression, dp.remembered_bytes(),
-               sizes_BP)
+        return Sharding(wire=scene.wire.name)
+    zero = cast(DividesState, dp) if dp.divides_state else None
+    return Sharding(zero.stage if zero else 0, dp.buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression,
+               dp.remembered_bytes(), zero.sizes_BP if zero else ())
 
 
-def facts_of(scene: Scene, way: Way, measured: Measured | None = None) -> Facts:
+def facts_of(scene: Scene, way: Sharding, measured: MeasuredMemory | None = None) -> MemoryFacts:
     """Return this rank's facts; without ``measured`` no more than follows from the model's tensors."""
-    return Facts(model_of(scene), rank_of(scene), way, measured or Measured())
+    return MemoryFacts(model_of(scene), rank_of(scene), way, measured or MeasuredMemory())
 
 
 def model_of(scene: Scene) -> Model:
@@ -135,7 +135,7 @@ def model_of(scene: Scene) -> Model:
     return replace(model, average_bytes=average_bytes(model.specs)) if scene.config.ema else model
 
 
-def measure(scene: Scene, model: Model, way: Way, with_blocks: bool = False) -> Measured:
+def measure(scene: Scene, model: Model, way: Sharding, with_blocks: bool = False) -> MeasuredMemory:
     """Compute a few samples' gradients and return what they took; less than a step's work, and no collective.
 
     ``with_blocks``: what recomputing each block would save, too, unless some are recomputed already.
@@ -152,7 +152,7 @@ def measure(scene: Scene, model: Model, way: Way, with_blocks: bool = False) -> 
     again = int(GRAPH_PART * max(0, own + held - before))  # training's own graph is made beside that of a trial
     sizes = _sizes(most, _at_most(scene, first, peak - before))
 
-    def work() -> Measured:
+    def work() -> MeasuredMemory:
         found = _measured(scene, model, sizes, held + own, own, again)
         blocks = _blocks(scene, sizes[-1]) if with_blocks else ()
         return replace(found, blocks=blocks, block_samples=sizes[-1])
@@ -172,15 +172,15 @@ def _first_pass(scene: Scene, n: int) -> tuple[int, int]:
     return (1, _peak(scene, 1)) if peak is None else (n, peak)
 
 
-def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int, again: int) -> Measured:
+def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int, again: int) -> MeasuredMemory:
     """What passes of ``sizes`` samples took beyond ``held`` bytes."""
     found = [scene.backend.traced(scene.parts, scene.sample(n)) for n in sizes]
     peaks = [max(0, _peak(scene, n) - held) for n in sizes]
     if any(trace is None for trace in found):
-        traces = [Trace(n, np.array([peak], np.int64), ()) for n, peak in zip(sizes, peaks)]
-        return Measured(line(traces[0], traces[-1]), True, held_bytes=own + again)
+        traces = [MemoryTrace(n, np.array([peak], np.int64), ()) for n, peak in zip(sizes, peaks)]
+        return MeasuredMemory(line(traces[0], traces[-1]), True, held_bytes=own + again)
     through = line(found[0], found[-1])
-    return Measured(through, False, _scratch(through, model, sizes, peaks), own)
+    return MeasuredMemory(through, False, _scratch(through, model, sizes, peaks), own)
 
 
 def _blocks(scene: Scene, n: int) -> tuple[BlockCost, ...]:
@@ -189,7 +189,7 @@ def _blocks(scene: Scene, n: int) -> tuple[BlockCost, ...]:
     return () if remat is None or remat.chosen else tuple(remat.costs(scene.sample(n)))
 
 
-def roughly_fits(scene: Scene, facts: Facts) -> bool:
+def roughly_fits(scene: Scene, facts: MemoryFacts) -> bool:
     """Return whether a micro-batch certainly fits, by one small pass whose first-time costs count for each sample."""
     most, left = facts.rank.micro_batch, room_bytes(scene)
     if left is None or not most:
@@ -225,7 +225,7 @@ def _at_most(scene: Scene, samples: int, rise: int) -> int:
     return max(1, int(samples * left / rise))
 
 
-def _scratch(through: Line, model: Model, sizes: list[int], peaks: list[int]) -> tuple[float, float]:
+def _scratch(through: MemoryLine, model: Model, sizes: list[int], peaks: list[int]) -> tuple[float, float]:
     """Bytes that a pass takes beyond its tensors: (for each sample, at least)."""
     grads_E = first_copies(through.made, len(through.base_E), model.param_bytes, ())
     beyond = [max(0, peak - through.peak(n, grads_E)) for n, peak in zip(sizes, peaks)]
@@ -233,7 +233,7 @@ def _scratch(through: Line, model: Model, sizes: list[int], peaks: list[int]) ->
     return max(0.0, slope), float(max(beyond))
 
 
-def _held(scene: Scene, model: Model, way: Way) -> int:
+def _held(scene: Scene, model: Model, way: Sharding) -> int:
     """Bytes of tensors that this process holds now and that are counted by kind, and those of its imports."""
     own = way.stage < 2 and (way.wire != "shared" or way.compression != "none")
     lasting = sum(b.nbytes for b in way.buckets) if own else 0  # shared memory that nobody has written takes none

@@ -18,7 +18,7 @@ from hvdtrain.engine.memory import plan as plans
 if TYPE_CHECKING:
     from hvdtrain.engine.memory.survey import Scene
     from hvdtrain.engine.run import Run
-    from hvdtrain.planning.memory.facts import Facts
+    from hvdtrain.planning.memory.facts import MemoryFacts
 
 MOST = 4
 """Ways out that are named."""
@@ -104,7 +104,7 @@ def of_plan(run: Run, rank: int) -> str:
     return "add to the command what helps: " + "; ".join(ways[:MOST]) if ways else ""
 
 
-def _facts(scene: Scene, dp: Any) -> Facts:
+def _facts(scene: Scene, dp: Any) -> MemoryFacts:
     """This rank's facts, measured where memory suffices for that."""
     way = survey.way_of(scene, dp)
     try:

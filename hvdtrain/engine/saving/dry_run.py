@@ -27,9 +27,7 @@ def check(run: Run) -> None:
     Collective.
     """
     control = run.control
-    for callback in run.callbacks:
-        if callback.where == "all" or control.rank == 0:
-            callback.saving(run)
+    run.call("saving")
     remark = control.bcast(agreed(control, lambda: _tried(run) if control.rank == 0 else "", "trying the final files"))
     if remark:
         run.note(remark)

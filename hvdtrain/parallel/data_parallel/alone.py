@@ -90,9 +90,8 @@ class Alone:
 
     def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         """Add the update to the graph, if it ``fuses``: numbers (squares, 1 if updated else 0). Else (squares,)."""
-        traced = getattr(self.optimizer, "traced", None)
-        if traced is not None and self.fuses:
-            return traced(sums, loss_sum, self.clip_norm), []
+        if self.fuses and self.optimizer.traced is not None:
+            return self.optimizer.traced(sums, loss_sum, self.clip_norm), []
         return self._ops.reshape(sum_squares(self._ops, sums), (1,)), sums
 
     def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:

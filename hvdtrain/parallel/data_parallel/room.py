@@ -14,17 +14,17 @@ from hvdtrain.cluster.machine import memory
 from hvdtrain.core.units import GIB, MIB, format_bytes
 from hvdtrain.parallel.data_parallel.attach import compression_of
 from hvdtrain.planning import shards
-from hvdtrain.planning.memory.facts import Way
+from hvdtrain.planning.memory.facts import Sharding
 from hvdtrain.planning.memory.forecast import forecast
 
 if TYPE_CHECKING:
-    from hvdtrain.parallel.data_parallel import Setup
+    from hvdtrain.parallel.data_parallel import DataParallelSetup
 
 MOST_NAMED = 8
 """Ranks whose numbers are written out."""
 
 
-def parts_of(setup: Setup) -> tuple[list[float], str]:
+def parts_of(setup: DataParallelSetup) -> tuple[list[float], str]:
     """Return each rank's part of the state, in sum 1, and why: by the memory that it has free; collective.
 
     Free is what the device has left, or the rank's part of what its host has, once each rank holds the parameters.
@@ -88,7 +88,7 @@ def listed(numbers: Sequence[float]) -> str:
     return said + (more if len(numbers) > MOST_NAMED else "")
 
 
-def stage_needed(setup: Setup) -> int:
+def stage_needed(setup: DataParallelSetup) -> int:
     """Return 0, 1 or 2: as little as lets the model fit, which the notes say why; collective.
 
     A few samples are measured. Where no stage fits it is the one of 1 and 2 that comes nearer.
@@ -100,7 +100,7 @@ def stage_needed(setup: Setup) -> int:
     facts = agreed(control, scene.facts_of_replica, "memory")
     free_P = control.gather(facts.rank.free_bytes)
     parts_P = setup.config.data_parallel.shards or parts_of(setup)[0]
-    way = Way(0, scene.buckets(), parts_P, scene.wire.name, compression_of(setup))
+    way = Sharding(0, scene.buckets(), parts_P, scene.wire.name, compression_of(setup))
     needs_PS = control.gather([forecast(replace(facts, way=replace(way, stage=stage))).total for stage in (0, 1, 2)])
     stage, words = least_stage(needs_PS, free_P)
     setup.notes.append(words)

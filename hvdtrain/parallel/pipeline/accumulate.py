@@ -9,7 +9,7 @@ from hvdtrain.core.protocols import Done, GradientSink, Stage
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import StepBatch
-    from hvdtrain.parallel.recovery.guard import Guard
+    from hvdtrain.parallel.recovery.guard import MemoryGuard
 
 
 class Accumulate:
@@ -18,7 +18,7 @@ class Accumulate:
     ``guard``: raises `MemoryError` in place of a micro-batch that there is no memory for.
     """
 
-    def __init__(self, stage: Stage, guard: Guard | None = None) -> None:
+    def __init__(self, stage: Stage, guard: MemoryGuard | None = None) -> None:
         self.stage, self._guard = stage, guard
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import StepBatch
 
 
-class Evaluating:
+class RecoveringEvaluator:
     """Adds batches to ``evaluator``'s totals at step ``step``. ``shortages``: those met so far, in their order.
 
     ``lost``: no smaller size is left. The rank adds nothing more then, but goes on through the data with all others.

@@ -17,7 +17,7 @@ EVERY_S, RARELY = 0.25, 400
 takes long, as where processor time is rationed, waits so many times as long for the next."""
 
 
-class Guard:
+class MemoryGuard:
     """``local``: ranks of this host, each of which counts on its part of what is left.
 
     ``reckoned``: bytes that this process holds at most with micro-batches of so many samples; None: nobody knows

@@ -43,7 +43,7 @@ OFF = 0.25
 
 
 @dataclass(frozen=True)
-class Cost:
+class CompressorCost:
     """What one compressor was measured to cost in a step, on the slowest rank.
 
     ``codec_s``: encoding and decoding of all buckets. ``wire_bytes``: what one rank sends in all. ``numerics``: what
@@ -66,7 +66,7 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class Row:
+class CompressorPrediction:
     """The prediction for one compressor; ``wire_s`` is all of its wire, hidden or not. ``wire``: which, where there are
     several.
     """
@@ -81,7 +81,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CompressorChoice:
     """The decision: a compressor's name, its predicted step, and why. ``wire``: another one to go over to, or ""."""
 
     name: str
@@ -90,8 +90,9 @@ class Choice:
     wire: str = ""
 
 
-def predict(costs: Sequence[Cost], links: Mapping[str, Link], base: Baseline, overlaps: bool,
-            in_graph: bool = False, wire: str = "", in_use: Mapping[str, Link] | None = None) -> list[Row]:
+def predict(costs: Sequence[CompressorCost], links: Mapping[str, Link], base: Baseline, overlaps: bool,
+            in_graph: bool = False, wire: str = "",
+            in_use: Mapping[str, Link] | None = None) -> list[CompressorPrediction]:
     """A row for each of ``costs``, of which "none" must be one; see the formula above.
 
     ``overlaps``: the wire works beside backward. ``in_graph``: requests are issued by a graph, not after backward.
@@ -107,13 +108,14 @@ def predict(costs: Sequence[Cost], links: Mapping[str, Link], base: Baseline, ov
     for cost in costs:
         first_s, later_s = wires[cost.name]
         step_s = rest_s + cost.codec_s + shown * first_s + (1.0 if overlaps and not in_graph else shown) * later_s
-        rows.append(Row(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire, cost.numerics))
+        rows.append(CompressorPrediction(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire,
+                                         cost.numerics))
     return rows
 
 
-def best_wires(rows: Sequence[Row], margin: float = 0.05) -> list[Row]:
+def best_wires(rows: Sequence[CompressorPrediction], margin: float = 0.05) -> list[CompressorPrediction]:
     """Of each compressor's rows that of the wire at hand (""), or that of another one which saves ``margin`` of it."""
-    found: dict[str, Row] = {}
+    found: dict[str, CompressorPrediction] = {}
     for row in rows:
         at_hand = found.setdefault(row.name, row)
         if row.step_s < at_hand.step_s * (1 - margin * (at_hand.wire == "")):
@@ -121,7 +123,7 @@ def best_wires(rows: Sequence[Row], margin: float = 0.05) -> list[Row]:
     return list(found.values())
 
 
-def decide(rows: Sequence[Row], margin: float) -> Choice:
+def decide(rows: Sequence[CompressorPrediction], margin: float) -> CompressorChoice:
     """The compressor with the shortest predicted step, if it saves more than ``margin`` of the step without; else none.
 
     ``rows`` have the gentlest compressor first, to which ties (within `TIE`) go. Each takes its best wire
@@ -131,7 +133,7 @@ def decide(rows: Sequence[Row], margin: float) -> Choice:
     none = next(row for row in rows if row.name == "none")
     others = [row for row in rows if row.name != "none"]
     if not others:
-        return Choice("none", none.step_s, "none: there is no compressor to compare with", none.wire)
+        return CompressorChoice("none", none.step_s, "none: there is no compressor to compare with", none.wire)
     shortest_s = min(row.step_s for row in others)
     best = next(row for row in others if row.step_s <= shortest_s * (1 + TIE))
     saved = 1.0 - best.step_s / none.step_s if none.step_s > 0 else 0.0
@@ -139,14 +141,15 @@ def decide(rows: Sequence[Row], margin: float) -> Choice:
     against = (f"{best.name}{over} is predicted to take {format_ms(best.step_s)} a step against "
                f"{format_ms(none.step_s)} uncompressed")
     if saved > margin:
-        return Choice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from here on; "
+        return CompressorChoice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from here on; "
                       f"gradients are no longer exact ({best.numerics})", best.wire)
     short = f"saves {saved:.1%}" if saved > 0 else "saves nothing"
     moves = f"; uncompressed, over {none.wire} from here on" if none.wire else ""
-    return Choice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}", none.wire)
+    return CompressorChoice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}",
+                            none.wire)
 
 
-def verdict(choice: Choice, base: Baseline, measured_s: float) -> tuple[bool, str]:
+def verdict(choice: CompressorChoice, base: Baseline, measured_s: float) -> tuple[bool, str]:
     """(whether to keep ``choice``, why), from the measured step with it: it must be shorter than without."""
     numbers = (f"{format_ms(measured_s)} a step, predicted were {format_ms(choice.step_s)}, "
                f"without compression {format_ms(base.step_s)}")
@@ -157,7 +160,8 @@ def verdict(choice: Choice, base: Baseline, measured_s: float) -> tuple[bool, st
     return True, f"{choice.name} stays: it took {numbers}{remark}"
 
 
-def table(rows: Sequence[Row], refused: Mapping[str, str], chosen: str, size: int, wire: str = "") -> str:
+def table(rows: Sequence[CompressorPrediction], refused: Mapping[str, str], chosen: str, size: int,
+          wire: str = "") -> str:
     """Return the table of what a rank of ``size`` sends and how long it takes; the chosen row is marked."""
     cells = [[">" if (row.name, row.wire) == (chosen, wire) else "", row.name, row.numerics,
               f"{row.wire_bytes / MIB:.3f}", *(f"{1e3 * s:.2f}" for s in (row.codec_s, row.wire_s, row.step_s)),

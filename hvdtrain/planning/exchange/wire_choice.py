@@ -49,7 +49,7 @@ WHAT = {"shared": "sums within each host first, by memory (hierarchical)", "mpi"
 
 
 @dataclass(frozen=True)
-class Job:
+class TransportJob:
     """What decides about candidates. ``hosts``: how many ranks each has; of CPUs that MPI connects.
 
     ``no_shared``, ``no_horovod``: why the wire cannot be had, "" where it can; ``rationed``: a rank whose processor
@@ -63,7 +63,7 @@ class Job:
     waits_within: bool = False
 
 
-def candidates(job: Job) -> tuple[list[str], dict[str, str]]:
+def candidates(job: TransportJob) -> tuple[list[str], dict[str, str]]:
     """(names of the wires to choose from, the one of the rule first; why the others are left out). Pure."""
     found, left_out = [], {}
     if job.no_shared:
@@ -95,7 +95,7 @@ def rationed(quotas: Sequence[tuple[str, float, int]]) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTransport:
     """One wire as the slowest rank found it. ``link``: seconds by bytes of gradients; ``busy_cores``: how many it keeps
     busy meanwhile; ``idle_cores``: and while nothing is under way; ``most_bytes``: of one sum measured.
     """
@@ -108,7 +108,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Row:
+class TransportCost:
     """What is reckoned of one wire for a step's gradients; ``rate_Bps``: bytes of gradients a second, without start-up.
     """
 
@@ -137,17 +137,17 @@ def short_of_cores(hosts: Sequence[tuple[int, int]], threads: int) -> float:
     return max(min(1.0, max(0.0, 1.0 - (cores / ranks - threads))) for ranks, cores in hosts)
 
 
-def reckon(found: Sequence[Measured], nbytes: float, short: float) -> list[Row]:
+def reckon(found: Sequence[MeasuredTransport], nbytes: float, short: float) -> list[TransportCost]:
     """A row for each wire by the formula above, in the order given. Pure."""
     rows = []
     for m in found:
         wire_s, busy_s = m.link.seconds(nbytes), m.busy_cores * m.link.seconds(nbytes)
         rate = 1 / m.link.beta_s_per_byte if m.link.beta_s_per_byte > 0 else 0.0
-        rows.append(Row(m.name, wire_s, busy_s, wire_s + short * busy_s, m.idle_cores, rate))
+        rows.append(TransportCost(m.name, wire_s, busy_s, wire_s + short * busy_s, m.idle_cores, rate))
     return rows
 
 
-def decide(rows: Sequence[Row]) -> WireChoice:
+def decide(rows: Sequence[TransportCost]) -> WireChoice:
     """The wire that costs a step least; within `TIE` the one that takes the least processor time. Pure."""
     least_s = min(row.cost_s for row in rows)
     near = [row for row in rows if row.cost_s <= least_s * (1 + TIE)]
@@ -169,7 +169,7 @@ def by_rule(names: Sequence[str], why: str) -> WireChoice:
     return WireChoice(names[0], f"{names[0]}, {WHAT.get(names[0], names[0])}, by rule: {why}")
 
 
-def doubt(rows: Sequence[Row], choice: WireChoice, step_s: float, wait_s: float,
+def doubt(rows: Sequence[TransportCost], choice: WireChoice, step_s: float, wait_s: float,
           easy: Sequence[str] = ()) -> tuple[str, str] | None:
     """(a wire to try in place of ``choice``, why), from steps with that; None: keep it. Pure.
 
@@ -208,7 +208,7 @@ def changed(settled: tuple[float, float], windows: Sequence[tuple[float, float]]
             or all(w < wait_s / CHANGED and wait_s - w > seen_s for w in last))
 
 
-def table(rows: Sequence[Row], left_out: Mapping[str, str], chosen: str, nbytes: float) -> str:
+def table(rows: Sequence[TransportCost], left_out: Mapping[str, str], chosen: str, nbytes: float) -> str:
     """Return the table of predictions; the chosen row is marked. Pure."""
     cells = [[">" if row.name == chosen else "", row.name, f"{row.rate_Bps / 1e6:.1f}",
               *(f"{1e3 * seconds:.2f}" for seconds in (row.wire_s, row.busy_s, row.cost_s)), f"{row.idle_cores:.0%}"]

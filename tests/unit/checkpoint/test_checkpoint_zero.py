@@ -76,6 +76,18 @@ def test_any_ranks_go_on_with_the_bits_of_a_run_that_never_stopped(tmp_path, siz
     assert got == want
 
 
+def test_other_ranks_go_on_without_the_residuals_of_a_compressor(tmp_path):
+    """As replicas do, to the bit: what the ranks of before still owed is given up, which a note says."""
+    for name in ("zero", "replicate"):
+        more = {"compression": "int8", "framework": "torch"}
+        trained(3, tmp_path / name, max_steps=4, data_parallel=way(name, 3), **more)
+        runs = trained(2, tmp_path / name, resume="auto", data_parallel=way(name, 2), **more)
+        assert len({bits(run) for run in runs}) == 1 and runs[0].dp.compression == "int8"
+        assert any("compressor state" in note for note in runs[0].notes)
+    got, want = (state_of(tmp_path / name / "checkpoints/step-00000008") for name in ("zero", "replicate"))
+    assert got == want
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("before, after", [("zero", "zero"), ("zero", "replicate"), ("replicate", "zero")])
@@ -125,7 +137,7 @@ def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path
 
 def test_what_checkpoints_take_of_the_disk_counts_all_owners_slices(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("hvdtrain.checkpoint.disk.warning", lambda settings, one_bytes, free: said.append(one_bytes))
+    monkeypatch.setattr("hvdtrain.checkpoint.savers.warning", lambda settings, one_bytes, free: said.append(one_bytes))
     for name in ("replicate", "zero"):
         trained(3, tmp_path / name, data_parallel=way(name, 3))
     assert len(said) == 2 and said[0] == said[1] > 0

@@ -15,11 +15,10 @@ from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.views import Copies
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
-from hvdtrain.data.feed import Feed
-from hvdtrain.data.prefetch import Shelf, prefetched
+from hvdtrain.data.feed import Feed, Shelf, prefetched
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.data.stream import fingerprint, rebatch
-from hvdtrain.planning.batch.sampler import Cut, cut
+from hvdtrain.planning.batch.sampler import BatchShares, cut
 
 WAIT_S = 20
 SHARES = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any)
@@ -172,7 +171,7 @@ def test_a_new_cut_changes_who_takes_what_and_nothing_else(n, global_batch, size
                 steps.append(batch)
                 following = batch.cursor_after.step
                 if following in cuts:
-                    feed.recut(Cut.of(cuts[following], 2), following + feed.ahead)
+                    feed.recut(BatchShares.of(cuts[following], 2), following + feed.ahead)
         return steps
 
     ranks = on_ranks(size, work)

@@ -15,14 +15,14 @@ from hvdtrain.core.events import Event
 from hvdtrain.core.records import stream
 from hvdtrain.engine.callbacks import auto_compression
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
-from hvdtrain.planning.exchange.choice import Choice, Cost
+from hvdtrain.planning.exchange.choice import CompressorChoice, CompressorCost
 from hvdtrain.planning.exchange.link import Link, Traffic
 
 STEPS = WARM_STEPS + WINDOW_STEPS
 
 
 def cost(name, codec_s, wire_s):
-    return Cost(name, codec_s, (Traffic("allreduce float32", False, 1, wire_s * 1e8),), int(wire_s * 1e8),
+    return CompressorCost(name, codec_s, (Traffic("allreduce float32", False, 1, wire_s * 1e8),), int(wire_s * 1e8),
                 create(name, Config()).numerics)
 
 
@@ -226,7 +226,7 @@ def test_a_real_run_decides_alike_on_all_ranks(size, tmp_path):
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_real_run_changes_its_exchange_between_steps(keep, tmp_path, monkeypatch):
     """The decisions are scripted, and differ on rank 1, which must follow rank 0."""
-    monkeypatch.setattr(auto_compression.choice, "decide", lambda rows, margin: Choice(
+    monkeypatch.setattr(auto_compression.choice, "decide", lambda rows, margin: CompressorChoice(
         "powersgd" if threading.current_thread().name == "lockstep-0" else "none", 1.0, "scripted"))
     monkeypatch.setattr(auto_compression.choice, "verdict", lambda decision, base, measured_s: (
         (threading.current_thread().name == "lockstep-0") is keep, "scripted too"))

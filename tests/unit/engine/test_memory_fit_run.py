@@ -19,8 +19,8 @@ from hvdtrain.engine.callbacks import balance
 from hvdtrain.engine.memory import settle, survey
 from hvdtrain.planning.batch.line import Speed
 from hvdtrain.planning.batch.line import Line as Seconds
-from hvdtrain.planning.memory.facts import Measured
-from hvdtrain.planning.memory.pass_trace import Line
+from hvdtrain.planning.memory.facts import MeasuredMemory
+from hvdtrain.planning.memory.pass_trace import MemoryLine
 
 PER_SAMPLE, DATA = 1 << 20, samples(96)
 """Bytes that a pass takes for each sample: so many that the tiny model's own do not count."""
@@ -67,11 +67,11 @@ class FakeRemat:
 @pytest.fixture
 def fitting(monkeypatch, tmp_path):
     """``run(settings, rooms_in_samples, ...)``: what each of that many ranks did, whose room is so many samples'."""
-    def measure(scene: Any, model: Any, way: Any, with_blocks: bool = False) -> Measured:
+    def measure(scene: Any, model: Any, way: Any, with_blocks: bool = False) -> MeasuredMemory:
         n = min(4, scene.feed.global_batch)
         scene.parts.stage.trial(scene.sample(n))
         blocks = tuple(scene.parts.remat.costs(scene.sample(n))) if with_blocks else ()
-        return Measured(Line(np.zeros(1), np.full(1, PER_SAMPLE), ()), True, blocks=blocks, block_samples=n)
+        return MeasuredMemory(MemoryLine(np.zeros(1), np.full(1, PER_SAMPLE), ()), True, blocks=blocks, block_samples=n)
 
     monkeypatch.setattr(survey, "measure", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -17,12 +17,11 @@ from hvdtrain.engine.balance import copies
 from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks.balance import Balance
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.parallel.pipeline.plan import planned
+from hvdtrain.parallel.pipeline.partition import planned
 from hvdtrain.planning.batch.line import Line, Speed
 from hvdtrain.planning.batch.plan import plan
-from hvdtrain.planning.batch.sampler import Cut
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.measured import Measured
+from hvdtrain.planning.batch.sampler import BatchShares
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)
 SIZES = (FEATURES, 16, 14, 12, CLASSES)
@@ -150,7 +149,7 @@ def test_probe_halves_the_micro_batches_of_a_copy_that_runs_out_of_memory() -> N
 
 def test_ceiling_of_a_copy_is_that_of_its_fullest_stage() -> None:
     blocks = tuple(Block(f"b{i}", 1.0, 100, 10) for i in range(4))
-    rows = [Measured(blocks, 2, capacity, Needs(1.0, 0.0), "gpu") for capacity in (1000, 2000)]
+    rows = [DeviceProfile(blocks, 2, capacity, Needs(1.0, 0.0), "gpu") for capacity in (1000, 2000)]
     plan_ = planned(rows, config(global_batch=16, pipeline=Pipeline(2)), Mesh.of([2], 0))
     # Stage 0, two blocks: 2 x 200 bytes of parameters and gradients, 2 in flight of 2 x 5 bytes a sample.
     assert plan_.mesh.copies == ((1, 0),)
@@ -182,7 +181,7 @@ def test_plan_takes_a_least_number_of_micro_batches_of_each() -> None:
     made = plan([FAST, FAST], 40, None, [1, 8])
     assert [part.accumulate for part in made.parts] == [1, 8]
     assert made.samples_P[0] > made.samples_P[1]
-    assert Cut.of([1, 1], [1, 8]).accumulate_P == (1, 8)
+    assert BatchShares.of([1, 1], [1, 8]).accumulate_P == (1, 8)
 
 
 def test_balance_of_copies_is_told_by_copy() -> None:

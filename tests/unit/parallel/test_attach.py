@@ -11,9 +11,9 @@ from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors import create as compressor
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import world
+from hvdtrain.core.mesh import world
 from hvdtrain.core.protocols import ParamSpec
-from hvdtrain.parallel.data_parallel import Setup, create
+from hvdtrain.parallel.data_parallel import DataParallelSetup, create
 from hvdtrain.parallel.data_parallel.alone import Alone
 
 PARAMS = [ParamSpec("w", (30, 20), "float32"), ParamSpec("b", (20,), "float32")]
@@ -28,7 +28,7 @@ def made(size=2, plain_sgd=True, params=PARAMS, others=(), **settings):
                             stage=SimpleNamespace(asynchronous=False), scale=SimpleNamespace(on=False), ops_of_place=(),
                             layout=None, replicas=())
     notes = []
-    setup = Setup(replace(Config(**settings), exchange=options), control,
+    setup = DataParallelSetup(replace(Config(**settings), exchange=options), control,
                   Topology((Host("here", tuple(range(size)), 64),)), world(size, 0), NullCollectives(0, size), Ops(),
                   parts, notes)
     return create(setup), notes

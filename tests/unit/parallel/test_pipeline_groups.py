@@ -19,7 +19,7 @@ from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.guards.divergence import Diverged
-from hvdtrain.parallel.pipeline.plan import even_layout
+from hvdtrain.parallel.pipeline.partition import even_layout
 from hvdtrain.parallel.precision.scaler import LossScale
 
 SIZES = (FEATURES, 16, 14, 12, 10, CLASSES)

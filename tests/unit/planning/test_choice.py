@@ -5,18 +5,19 @@ import pytest
 from hvdtrain.comm.compressors import choices, create, names
 from hvdtrain.config import Config
 from hvdtrain.planning.exchange.choice import (
-    BUCKET_TIE, TIE, Baseline, Choice, Cost, Row, best_wires, decide, pick_bucket, predict, table, verdict)
+    BUCKET_TIE, TIE, Baseline, CompressorChoice, CompressorCost, CompressorPrediction, best_wires, decide, pick_bucket,
+    predict, table, verdict)
 from hvdtrain.planning.exchange.link import Link, Traffic
 
 LINKS = {"allreduce float32": Link(0.0, 1e-8), "allgather": Link(0.0, 2e-8)}
-NONE = Cost("none", 0.0, (Traffic("allreduce float32", False, 1, 10_000_000),), 10_000_000, "exact")  # 100 ms
-TWO_SHOT = Cost("int8", 0.005, (Traffic("allreduce float32", False, 1, 1_000_000),           # 10 ms
+NONE = CompressorCost("none", 0.0, (Traffic("allreduce float32", False, 1, 10_000_000),), 10_000_000, "exact")  # 100 ms
+TWO_SHOT = CompressorCost("int8", 0.005, (Traffic("allreduce float32", False, 1, 1_000_000),           # 10 ms
                                 Traffic("allgather", True, 1, 500_000)), 1_500_000,          # 10 ms
                 "lossy: 8 bits")
 
 
 def row(name, step_s):
-    return Row(name, 1, 0.0, 0.0, step_s, "", f"lossy: what {name} loses")
+    return CompressorPrediction(name, 1, 0.0, 0.0, step_s, "", f"lossy: what {name} loses")
 
 
 @pytest.mark.parametrize("overlaps, in_graph, wait_s, shown", [
@@ -61,7 +62,7 @@ def test_ties_go_to_the_gentlest():
 
 def test_nothing_to_choose_from():
     got = decide([row("none", 1.0)], 0.05)
-    assert got == Choice("none", 1.0, "none: there is no compressor to compare with")
+    assert got == CompressorChoice("none", 1.0, "none: there is no compressor to compare with")
 
 
 @pytest.mark.parametrize("measured_s, keep, words", [
@@ -70,7 +71,7 @@ def test_nothing_to_choose_from():
     (1.0, False, "none from here on: powersgd took 1000 ms a step, predicted were 480 ms, without compression 1000"),
     (3.0, False, "the prediction was wrong")])
 def test_the_check_afterwards(measured_s, keep, words):
-    got, reason = verdict(Choice("powersgd", 0.48, ""), Baseline(1.0, 0.6), measured_s)
+    got, reason = verdict(CompressorChoice("powersgd", 0.48, ""), Baseline(1.0, 0.6), measured_s)
     assert got is keep and words in reason
 
 
@@ -108,8 +109,8 @@ def test_ties_go_to_the_larger_bucket():
 
 def test_wire_and_compressor_are_chosen_from_one_table():
     """Of a step of 100 ms that waits 80: shared halves sums, and takes longer over what fp16 sends."""
-    costs = (Cost("none", 0.0, (Traffic("allreduce float32", False, 1, 8e6),), 8),
-             Cost("fp16", 0.01, (Traffic("alltoall", False, 1, 4e6),), 4))
+    costs = (CompressorCost("none", 0.0, (Traffic("allreduce float32", False, 1, 8e6),), 8),
+             CompressorCost("fp16", 0.01, (Traffic("alltoall", False, 1, 4e6),), 4))
     mpi = {"allreduce float32": Link(0.0, 1e-8), "alltoall": Link(0.0, 1e-8)}
     shared = {"allreduce float32": Link(0.0, 0.5e-8), "alltoall": Link(0.0, 4e-8)}
     base = Baseline(0.1, 0.08)
@@ -125,5 +126,6 @@ def test_wire_and_compressor_are_chosen_from_one_table():
 
 
 def test_the_wire_at_hand_stays_where_another_saves_little():
-    rows = [Row("none", 8, 0.0, 0.08, 0.100), Row("none", 8, 0.0, 0.077, 0.097, "shared")]
+    rows = [CompressorPrediction("none", 8, 0.0, 0.08, 0.100),
+            CompressorPrediction("none", 8, 0.0, 0.077, 0.097, "shared")]
     assert [r.wire for r in best_wires(rows)] == [""]

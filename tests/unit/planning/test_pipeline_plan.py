@@ -16,20 +16,19 @@ from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.units import MIB
-from hvdtrain.parallel.pipeline.plan import planned, rows, text
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.measured import Measured, evened, measured_samples
-from hvdtrain.planning.pipeline.orders import gpipe, interleaved, one_f_one_b
-from hvdtrain.planning.pipeline.predict import play
-from hvdtrain.planning.pipeline.search import Choice, Task, candidates, search
+from hvdtrain.parallel.pipeline.partition import measured_samples, planned
+from hvdtrain.parallel.pipeline.plan import rows, text
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, evened
+from hvdtrain.planning.pipeline.orders import gpipe, interleaved, one_f_one_b, play
+from hvdtrain.planning.pipeline.search import Partition, Task, candidates, search
 
 
 def row(costs: list[float], *, params: list[int] | None = None, activations: list[int] | None = None, capacity: int = 0,
-        device: str = "cpu", needs: Needs = Needs(1.0, 0.0)) -> Measured:  # noqa: B008
+        device: str = "cpu", needs: Needs = Needs(1.0, 0.0)) -> DeviceProfile:  # noqa: B008
     n = len(costs)
     blocks = tuple(Block(f"b{i}", cost, p, a) for i, (cost, p, a) in
                    enumerate(zip(costs, params or [0] * n, activations or [0] * n)))
-    return Measured(blocks, 1, capacity, needs, device)
+    return DeviceProfile(blocks, 1, capacity, needs, device)
 
 
 def config(**changes: object) -> Config:
@@ -87,11 +86,11 @@ def test_an_order_that_waits_for_itself_is_found() -> None:
 # --- the search ----------------------------------------------------------------------------------------------------
 
 
-def every(task: Task) -> list[Choice]:
+def every(task: Task) -> list[Partition]:
     """All choices that fit."""
     places = set(itertools.permutations(task.kind_of))
     cuts = itertools.combinations(range(1, task.n), task.depth * task.chunks - 1)
-    found = [Choice(order, (0, *starts)) for starts in cuts for order in places]
+    found = [Partition(order, (0, *starts)) for starts in cuts for order in places]
     return [choice for choice in found if choice.fits(task)]
 
 
@@ -125,7 +124,7 @@ def test_gpipe_search_is_as_good_as_all_cuts_and_orders_tried(drawing: tuple) ->
 def test_first_candidate_has_the_least_bound_of_all(drawing: tuple) -> None:  # type: ignore[type-arg]
     task = replace(drawn(*drawing), order="1f1b")
 
-    def bound(choice: Choice) -> float:
+    def bound(choice: Partition) -> float:
         ends, before, most = (*choice.starts[1:], task.n), 0.0, 0.0
         for kind, begin, end in zip(choice.places, choice.starts, ends):
             t = sum(b.cost_s for b in task.kinds[kind].blocks[begin:end])

@@ -15,7 +15,7 @@ from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.pipelined.part import Part
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.protocols import Writable
-from hvdtrain.parallel.parts import Replicas
+from hvdtrain.parallel.parts import ReplicaGroup
 
 
 class PartBuffers(Buffers):
@@ -25,7 +25,7 @@ class PartBuffers(Buffers):
     of; None where it is of none (the rate).
     """
 
-    def __init__(self, part: Part, opt: Optimization, replicas: Sequence[Replicas], layers: Sequence[Any],
+    def __init__(self, part: Part, opt: Optimization, replicas: Sequence[ReplicaGroup], layers: Sequence[Any],
                  owners: Sequence[keras.Variable | None]) -> None:
         super().__init__(part, opt, Transport(replicas[0].wire, Ops()), part.whole)
         self._owners = list(owners)

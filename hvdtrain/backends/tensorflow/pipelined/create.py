@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from hvdtrain.backends import in_order
 from hvdtrain.backends.keras import compiled
 from hvdtrain.backends.keras.facts import KerasFacts
 from hvdtrain.backends.keras.metrics import Evaluation
@@ -31,30 +32,29 @@ from hvdtrain.backends.tensorflow.pipelined.sums import Sums
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat
-from hvdtrain.backends.transforms import in_order
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control, ModelSpec
-from hvdtrain.parallel.parts import Parts, replicas_of
-from hvdtrain.parallel.pipeline.plan import agree
+from hvdtrain.parallel.parts import ModelParts, replicas_of
+from hvdtrain.parallel.pipeline.partition import agree
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.precision.scaler import LossScale
-from hvdtrain.planning.pipeline.measured import Measured
+from hvdtrain.planning.pipeline.blocks import DeviceProfile
 
 Sample = Callable[[int], Batch]
 
 
 def cut_parts(spec: ModelSpec, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
-              precision: Precision, sample: Sample | None, mesh: Mesh) -> Parts:
+              precision: Precision, sample: Sample | None, mesh: Mesh) -> ModelParts:
     """Return the parts of this rank's blocks of ``spec.model``; collective. The model's other blocks hold nothing then.
     """
     making = _Making(spec, config, precision, control.rank, mesh)
     chain = agreed(control, lambda: making.built(sample, steps_per_epoch), "model")
     samples = sample or spec.example
 
-    def find() -> Measured:
+    def find() -> DeviceProfile:
         if samples is None:
             raise UserError("a pipeline without samples to measure blocks with", "data, or example(B) in the model "
                             "file", "give the model file an example(B)")
@@ -102,7 +102,7 @@ class _Making:
         """Return how many tensors the optimizer holds for each parameter."""
         return self._names.slots(self._opt.optimizer)
 
-    def parts(self, chain: Chain, layout: Layout, wire: Collectives) -> Parts:
+    def parts(self, chain: Chain, layout: Layout, wire: Collectives) -> ModelParts:
         """Keep this rank's blocks and make the parts of them. Collective, where copies meet."""
         spec, config, scale, opt, names = self._spec, self._config, self._scale, self._opt, self._names
         task, class_numbers = self.task, ClassNumbers(spec, config)
@@ -128,7 +128,7 @@ class _Making:
                        config.balance != "auto", loss_name(spec, config), runs=runs,
                        sums=Sums(params.variables, chunk_of), names=[s.name for s in params.specs],
                        evaluator=evaluator)
-        return Parts(part, tuple(chain.layers[i] for i in layout.blocks), stage, params,
+        return ModelParts(part, tuple(chain.layers[i] for i in layout.blocks), stage, params,
                      Optimizer(opt, params.variables, scale), buffers, evaluator,
                      PartState(part, opt, scale, buffers.restart, self._rank, names=names, of_optimizer=of_optimizer),
                      in_order(precision=self._mixed, remat=remat), self._precision, scale, remat=remat,

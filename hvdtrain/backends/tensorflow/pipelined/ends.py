@@ -27,15 +27,14 @@ class _Reached(BaseException):
         self.x = x
 
 
-class StandIn:
-    """Equal to its ``model``, so that what is kept for that (`hvdtrain.backends.keras.compiled.setup_of`) is found for
-    it.
+class ModelPlaceholder:
+    """Stands for ``model`` in a task, which may call it and read plain values (numbers, words) and ``losses``.
 
-    Plain values of the model (numbers, words) can be read from it, and ``losses``.
+    It is equal to its model, so that `hvdtrain.backends.keras.compiled.setup_of` finds the model's set-up.
     """
 
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
+    def __init__(self, model: keras.Model, place: str = "cut over ranks", undo: str = UNDO) -> None:
+        self._model, self._place, self._undo = model, place, undo
         self.losses: list[tf.Tensor] = []
 
     def __hash__(self) -> int:
@@ -48,11 +47,11 @@ class StandIn:
         value = getattr(self._model, name)
         if value is None or isinstance(value, (bool, int, float, str, tuple, dict)):
             return value
-        raise UserError(f"the task uses model.{name} of a model that is cut over ranks", "a task that calls model(x) "
-                        "and reads plain values", f"compute it inside a block, or {UNDO}")
+        raise UserError(f"the task uses model.{name} of a model that is {self._place}", "a task that calls model(x) "
+                        "and reads plain values", f"compute it inside a block, or {self._undo}")
 
 
-class First(StandIn):
+class First(ModelPlaceholder):
     """Gives `input_of` the input of the model."""
 
     def __call__(self, x: Any, training: bool | None = None) -> Any:
@@ -60,7 +59,7 @@ class First(StandIn):
         raise _Reached(x)
 
 
-class Last(StandIn):
+class Last(ModelPlaceholder):
     """Called, it gives the model's output. ``run``: the last chunk; ``calls``: how often it may be called in a pass.
     """
 

@@ -21,14 +21,13 @@ from hvdtrain.backends.tensorflow.pipeline import _seam
 from hvdtrain.backends.tensorflow.pipelined.cargo import Crossing
 from hvdtrain.backends.tensorflow.pipelined.deferred import present, reads
 from hvdtrain.backends.tensorflow.pipelined.ends import UNDO, First, Last, input_of
-from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
+from hvdtrain.backends.tensorflow.trial import Trial
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Batch, Control
-from hvdtrain.parallel.recovery.attempt import attempt_halving
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.measured import Measured, measured_samples
+from hvdtrain.parallel.pipeline.partition import measured_samples
+from hvdtrain.planning.pipeline.blocks import DeviceProfile, Needs
 
 CALLS = 2
 """Of the model for a batch of an evaluation: by the task, and by the model file's metrics."""
@@ -88,29 +87,14 @@ def _check_task(chain: Chain, task: Any, batch: tuple[Any, ...]) -> list[tf.Tens
 
 
 def measure(chain: Chain, task: Any, config: Config, control: Control, mesh: Mesh, slots: float,
-            sample: Callable[[int], Sequence[Any]]) -> Measured:
+            sample: Callable[[int], Sequence[Any]]) -> DeviceProfile:
     """Return what this rank finds of the blocks, one at a time on its device. ``slots``: an optimizer's slots.
-
-    A shortage of memory halves the samples; `UserError` where one sample of one block does not fit.
+    Errors: `UserError` if one sample of one block does not fit.
     """
     device = placement.HOST if placement.in_host_memory() else "/GPU:0"
-
-    def blocks_of(samples: int) -> list[Block]:
-        found: list[Block] = []
-
-        def work(batch: tuple[Any, ...]) -> list[tf.Tensor]:
-            tensors = tf.nest.map_structure(tf.convert_to_tensor, batch)
-            found.extend(costs.measure(chain, _input(chain, task, tensors), device, apart=True, around=present))
-            return []
-
-        batch = tuple(sample(samples))
-        with told(chain.model, batch), tf.device(placement.HOST):
-            Trial(chain.model, work)(batch)
-        return found
-
     samples = measured_samples(config, mesh)
-    found, n, why = attempt_halving(blocks_of, samples, out_of_memory, free_cached)
-    blocks = tuple(block.over(samples / n) for block in found)
+    blocks, why = costs.profile(chain, sample, samples, device, lambda batch: _input(chain, task, batch), apart=True,
+                                around=present)
     (capacity,), _ = placement.capacity_bytes((device,), control.local_size)
     buckets = float(len(mesh.copies) > 1)
-    return Measured(blocks, samples, capacity, Needs(1.0 + buckets, slots), device.lstrip("/"), why=why)
+    return DeviceProfile(blocks, samples, capacity, Needs(1.0 + buckets, slots), device.lstrip("/"), why=why)

@@ -29,7 +29,7 @@ from hvdtrain.backends.torch import placement, resuming, state
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.keras import without_tensorflow
-from hvdtrain.backends.torch.keras.optim import Adopted, compiled_optimizer
+from hvdtrain.backends.torch.keras.optim import CompiledOptimizer, compiled_optimizer
 from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.backends.torch.optimizer import Slices, TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
@@ -40,7 +40,7 @@ from hvdtrain.checkpoint import weights
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Collectives
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.precision.policy import Precision
 
 _STRIDE = 1_000_003
@@ -82,7 +82,7 @@ class KerasMaker(Maker):
             first, counter = (int(n) for n in keras.ops.convert_to_numpy(seed))
             seed.assign([(first + _STRIDE * rank) % 2**31, counter])
 
-    def parts(self) -> Parts:
+    def parts(self) -> ModelParts:
         made = super().parts()
         facts = KerasFacts(self.keras_model, made.facts)
         made.facts, made.state.facts = facts, facts.saved  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ class KerasState(state.TorchState):
     def __init__(self, keras_model: keras.Model, *args: Any) -> None:
         super().__init__(*args)
         self._keras_model, self.finalized = keras_model, False
-        self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, Adopted) else None
+        self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, CompiledOptimizer) else None
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         resuming.check(self.optimizer, rest)

@@ -10,7 +10,7 @@ from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.protocols import Writable
-from hvdtrain.parallel.parts import Replicas
+from hvdtrain.parallel.parts import ReplicaGroup
 
 Named = Sequence[tuple[str, torch.nn.Module]]
 
@@ -19,7 +19,7 @@ class PartBuffers(Buffers):
     """Implements `hvdtrain.core.protocols.Buffers`: one `Buffers` for the blocks that each group of ranks has in
     common."""
 
-    def __init__(self, model: torch.nn.Module, blocks: Named, replicas: Sequence[Replicas]) -> None:
+    def __init__(self, model: torch.nn.Module, blocks: Named, replicas: Sequence[ReplicaGroup]) -> None:
         paths = {id(module): name for name, module in model.named_modules()}
         self._parts = [Buffers(torch.nn.ModuleList([blocks[i][1] for i in each.blocks]), Transport(each.wire, Ops()),
                                paths) for each in replicas]

@@ -39,15 +39,15 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control
 from hvdtrain.core.terminal import say
-from hvdtrain.parallel.parts import Parts, Replicas, replicas_of
-from hvdtrain.parallel.pipeline.plan import Measured, agree, measured_samples
+from hvdtrain.parallel.parts import ModelParts, ReplicaGroup, replicas_of
+from hvdtrain.parallel.pipeline.partition import agree, measured_samples
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.recovery.attempt import attempt_halving
-from hvdtrain.planning.pipeline.blocks import Block, Needs
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 Sample = Callable[[int], Batch]
 Source = Tape | ByBlock
-Found = tuple[Measured, list[Any], Source | None]
+Found = tuple[DeviceProfile, list[Any], Source | None]
 """What a rank's blocks cost, what came into each, and what fills them; None: they are there."""
 
 UNCERTAIN = (UserError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError)
@@ -55,7 +55,7 @@ UNCERTAIN = (UserError, RuntimeError, NotImplementedError, TypeError, ValueError
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
-               precision: Precision, sample: Sample | None, mesh: Mesh) -> Parts:
+               precision: Precision, sample: Sample | None, mesh: Mesh) -> ModelParts:
     """Return the parts of this rank's blocks of ``spec.model``; collective.
 
     All ranks measure at once where none needs the whole model for it: in training, too, those of a host share its
@@ -160,7 +160,7 @@ class PartMaker(Maker):
 
     whole = False
     layout: Layout
-    replicas: Sequence[Replicas]
+    replicas: Sequence[ReplicaGroup]
 
     def __init__(self, spec: Any, config: Config, mesh: Mesh, wire: Collectives, steps_per_epoch: int,
                  precision: Precision, sample: Sample | None, source: Source | None = None) -> None:
@@ -176,7 +176,7 @@ class PartMaker(Maker):
         """Return all ranks of each copy in which one computes in float16: a loss goes back through all of them."""
         return {rank for copy in self._mesh.copies if set(copy) & set(precision.scaled) for rank in copy}
 
-    def measure(self, control: Control) -> Measured:
+    def measure(self, control: Control) -> DeviceProfile:
         """Check the model and measure its blocks, one at a time on this rank's device."""
         if self.sample is None:
             raise UserError("pipeline without data or example(B) to measure the blocks with", "one of them",
@@ -184,10 +184,10 @@ class PartMaker(Maker):
         samples, least = measured_samples(self.config, self._mesh), least_samples(self.named)
         blocks, n, why = attempt_halving(self._blocks_of, max(samples, least), out_of_memory, free_cached, least)
         blocks = tuple(block.over(max(samples, least) / n) for block in blocks)
-        needs = Needs(gradients=1.0, slots=slot_share(self.config, self.given))
+        needs = Needs(gradients=1.0, slots=slot_share(self.config, self.optimizer_spec))
         capacity = placement.memory_bytes(self.placement.home)
         ranks = max(1, control.local_size) if not self.placement.on_gpu else 1
-        return Measured(blocks, max(samples, least), capacity // ranks, needs, str(self.placement.home), why=why)
+        return DeviceProfile(blocks, max(samples, least), capacity // ranks, needs, str(self.placement.home), why=why)
 
     def _blocks_of(self, samples: int) -> tuple[Block, ...]:
         """Measure the blocks with so many samples."""
@@ -258,7 +258,7 @@ class PartMaker(Maker):
         """Layers of the whole model whose result depends on how a batch is cut."""
         return self._caveats
 
-    def parts(self) -> Parts:
+    def parts(self) -> ModelParts:
         """Make them."""
         parts = super().parts()
         parts.layout, parts.replicas = self.layout, self.replicas

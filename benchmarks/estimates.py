@@ -1,8 +1,7 @@
-"""Which of the two several hosts take: a pipeline, or whole copies that sum their gradients. Pure.
+"""Estimate a step of a pipeline over several hosts against replicas that sum their gradients. Pure.
 
-Both compute the same; they differ in what crosses the network. Whole copies send their gradients, as many bytes as the
-model has, whatever the batch. A pipeline sends what lies at its cuts, as many bytes as the batch has, whatever the
-model, and its ranks stand idle while a step fills and empties it.
+Replicas send their gradients, as many bytes as the model has. A pipeline sends the outputs at its stage borders, as
+many bytes as the batch has, and its ranks are idle while a step fills and empties the pipeline.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ PIPELINE, DATA_PARALLEL, EITHER = "pipeline", "data parallel", "either"
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """A step of ``ranks`` ranks of equal speed, each on a host of its own.
 
     ``compute_s``: seconds in which one rank alone computes the whole batch. ``slowest``: part of that which the slowest
@@ -42,24 +41,24 @@ class Work:
         return 2 * self.cargo_bytes * self.micro_batches
 
 
-def data_parallel_s(work: Work) -> tuple[float, float]:
+def data_parallel_s(work: StepWork) -> tuple[float, float]:
     """(least, most) seconds of a step of whole copies: sums hidden behind computing, or after it.
 
-    >>> data_parallel_s(Work(2, 0.2, 40e6, 1e6, 8, 100e6))
+    >>> data_parallel_s(StepWork(2, 0.2, 40e6, 1e6, 8, 100e6))
     (0.4, 0.5)
     """
     own_s, wire_s = work.compute_s / work.ranks, work.sums_bytes / work.link_bytes_s
     return max(own_s, wire_s), own_s + wire_s
 
 
-def pipeline_s(work: Work) -> float:
+def pipeline_s(work: StepWork) -> float:
     """Seconds of a step of a pipeline in the order 1f1b.
 
     A micro-batch needs all stages' time and its way over the p - 1 cuts and back. The next one follows after the
     longest of three: the slowest stage's time, the busiest link's, and a p-th of that whole way, for no more than p
     micro-batches are on it.
 
-    >>> round(pipeline_s(Work(2, 0.2, 40e6, 1e6, 8, 100e6)), 6)
+    >>> round(pipeline_s(StepWork(2, 0.2, 40e6, 1e6, 8, 100e6)), 6)
     0.2025
     """
     through_s, cargo_s = work.compute_s / work.micro_batches, work.cargo_bytes / work.link_bytes_s
@@ -69,14 +68,14 @@ def pipeline_s(work: Work) -> float:
     return way_s + (work.micro_batches - 1) * max(slowest_s, crowded_s, way_s / work.ranks)
 
 
-def which(work: Work) -> str:
+def which(work: StepWork) -> str:
     """Return what is the faster by these bounds: pipeline, data parallel, or either where they do not tell."""
     least_s, most_s = data_parallel_s(work)
     ours_s = pipeline_s(work)
     return PIPELINE if ours_s < least_s else DATA_PARALLEL if ours_s > most_s else EITHER
 
 
-def sentence(work: Work) -> str:
+def sentence(work: StepWork) -> str:
     """Say which of the two to take, and why, in one sentence."""
     least_s, most_s = data_parallel_s(work)
     take = {PIPELINE: "take the pipeline", DATA_PARALLEL: "take data parallelism",
@@ -87,6 +86,6 @@ def sentence(work: Work) -> str:
             f"and the pipeline stands idle for {100 * idle_share(work):.0f} %")
 
 
-def idle_share(work: Work) -> float:
+def idle_share(work: StepWork) -> float:
     """Part of the ranks' time in which a pipeline's stages do not compute."""
     return 1 - work.compute_s / (work.ranks * pipeline_s(work))

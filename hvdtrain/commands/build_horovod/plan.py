@@ -1,7 +1,4 @@
-"""From facts to a build: the environment, the cache key, the run path. Pure, so that it can be tested whole.
-
-Owns every decision of a build. Touches neither the machine nor the network.
-"""
+"""Build plan from the facts of a machine: environment, cache key, run path and the edits of Horovod's source. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +19,8 @@ _ENV_NAME = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What to build: ``env`` for the compiler, ``key`` for the cache, ``notes`` for the user.
-
-    ``env`` holds only what this project sets; the caller lays it over a cleaned copy of its own environment.
+    """``env``: for the compiler, laid over the caller's cleaned environment. ``key``: of the cache. ``notes``: for the
+    user.
     """
 
     facts: BuildFacts
@@ -35,16 +31,15 @@ class BuildPlan:
 
     @property
     def frameworks(self) -> tuple[str, ...]:
-        """The names of the frameworks that are built."""
         return tuple(f.name for f in self.facts.frameworks)
 
     @property
     def mpi(self) -> Mpi | None:
-        """The MPI that is built in, or None for Gloo alone."""
+        """Return the MPI that is built in, or None for Gloo alone."""
         return self.facts.mpi if self.env["HOROVOD_WITH_MPI"] == "1" else None
 
     def title(self) -> str:
-        """One line for the terminal: what is built against what."""
+        """Return one line: what is built against what."""
         mpi = f"{self.mpi.flavour} {self.mpi.version}" if self.mpi else "no MPI (Gloo)"
         wire = f"NCCL {self.facts.cuda.nccl_version}, CUDA {self.facts.cuda.version}" if self.cuda else "CPU"
         names = ", ".join(f"{f.dist} {f.version}" for f in self.facts.frameworks)
@@ -54,7 +49,7 @@ class BuildPlan:
 def plan(facts: BuildFacts, cpu_only: bool = False) -> BuildPlan:
     """Decide how to build Horovod for ``facts``; ``cpu_only`` leaves CUDA and NCCL out.
 
-    Raises UserError where there is no framework, or where a GPU build is wanted and a part of it is missing.
+    Errors: `UserError` where there is no framework, or where a part of a GPU build is missing.
     """
     if not facts.frameworks:
         raise UserError("got no framework in this environment", "torch or tensorflow",
@@ -80,7 +75,7 @@ def plan(facts: BuildFacts, cpu_only: bool = False) -> BuildPlan:
 
 
 def _gpu_build(facts: BuildFacts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
-    """Whether to build with CUDA and NCCL, and what to tell the user about it."""
+    """Return whether to build with CUDA and NCCL, and notes for the user."""
     with_cuda = [f for f in facts.frameworks if f.cuda]
     if not facts.capabilities or cpu_only:
         return False, ()
@@ -101,10 +96,9 @@ def _gpu_build(facts: BuildFacts, cpu_only: bool) -> tuple[bool, tuple[str, ...]
 
 
 def run_path(facts: BuildFacts, mpi: bool, cuda: bool) -> list[str]:
-    """Folders that the built libraries search for libmpi and libnccl, relative to themselves inside the
-    environment.
+    """Return the folders that the built libraries search for libmpi and libnccl.
 
-    Relative, because a cached wheel is installed into other virtual environments too.
+    Relative to themselves inside the environment: a cached wheel is installed into other environments too.
     """
     dirs = [facts.mpi.lib_dir] if mpi and facts.mpi and facts.mpi.lib_dir else []
     if cuda:
@@ -115,8 +109,8 @@ def run_path(facts: BuildFacts, mpi: bool, cuda: bool) -> list[str]:
 
 
 def cache_key(facts: BuildFacts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
-    """A folder name that is equal exactly when a built wheel may be used again: readable parts, then a digest
-    of all.
+    """Return a folder name that is equal exactly when a built wheel may be reused: readable parts, then a digest of
+    all.
     """
     parts = [f"horovod-{HOROVOD_VERSION}", facts.python_tag]
     parts += [f"{f.dist}-{f.version}" for f in facts.frameworks]
@@ -135,9 +129,7 @@ PATCH_LEVEL = 1
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace ``old`` with ``new``, once, in ``path`` (relative to the unpacked source); ``why`` is for the
-    reader.
-    """
+    """Replace ``old`` with ``new``, once, in ``path`` (relative to the unpacked source); ``why`` is for the reader."""
 
     path: str
     old: str
@@ -164,10 +156,9 @@ EDITS = (
 
 
 def apply_edits(source_dir: Path, edits: tuple[Edit, ...] = EDITS) -> None:
-    """Apply every edit to the source unpacked at ``source_dir``, or none: all are checked before the first is
-    written.
+    """Apply every edit to the source unpacked at ``source_dir``, or none.
 
-    Raises UserError naming the file and the text where an edit does not apply exactly once.
+    Errors: `UserError` where an edit does not apply exactly once: the source is another one.
     """
     texts = {path: _read(source_dir / path) for path in {e.path for e in edits}}
     for edit in edits:

@@ -1,8 +1,6 @@
-"""``python -m hvdtrain launch``: start a job on several hosts, under whichever launcher is here.
+"""``python -m hvdtrain launch``: start a job on several hosts, under the launcher found here.
 
-Owns the options, the dry run and the effect: this process becomes the launcher, or with ``--restarts`` its supervisor
-(`hvdtrain.commands.launch.supervisor`). Decisions are in `hvdtrain.cluster.launchers.prepare`, flags in the launchers'
-files.
+This process becomes the launcher, or with ``--restarts`` its supervisor (`hvdtrain.commands.launch.supervisor`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ MOST_RESTARTS = 1_000_000
 
 
 def main(argv: list[str]) -> int:
-    """Become the launcher, or print its command line; returns only after a dry run."""
+    """Become the launcher, or print its command line; returns only after a dry run or a supervised job."""
     args, program = parse(argv)
     hosts = hosts_of(args.hosts, args.hostfile)
     machine = here()
@@ -52,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """(options, the program that each rank runs). `UserError` where nothing stands after ``--``."""
+    """Return (options, the program that each rank runs). `UserError` where nothing stands after ``--``."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     args = _parser().parse_args(list(argv[:at]))
     words = args.words = list(argv[at + 1:])
@@ -96,7 +94,7 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
 
 
 def rank_program(words: Sequence[str]) -> tuple[str, ...]:
-    """What stands after ``--`` as a rank runs it: our commands under this interpreter, other programs as given."""
+    """Return the program after ``--`` as a rank runs it: our commands under this interpreter, others unchanged."""
     from hvdtrain.commands import COMMANDS
 
     if words[0] == "launch":
@@ -107,7 +105,7 @@ def rank_program(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def shell_lines(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """The launch as lines for a shell: the variables, then the command.
+    """Return the launch as lines for a shell: the variables, then the command.
 
     `LAST` goes on the command's line: a shell hands variables on in an order of its own, env(1) puts a new one last.
     """
@@ -117,7 +115,6 @@ def shell_lines(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
 
 
 def headline(spec: LaunchSpec) -> str:
-    """The launch in one line."""
     where = ", ".join(map(str, spec.hosts[:8])) + (", ..." if len(spec.hosts) > 8 else "")
     ranks = f"{spec.ranks or 'as many'} {'rank' if spec.ranks == 1 else 'ranks'}"
     return f"hvdtrain launch: {ranks} on {where or 'the allocation, as it says'}, by {spec.tool.launcher}"
@@ -146,7 +143,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _become(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """Turn into the launcher: its signals and exit status are then this process's."""
     # Python ignores these two, and what is ignored stays so in every rank.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

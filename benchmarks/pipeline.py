@@ -17,19 +17,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks import race, stages, standings, throttle
+from benchmarks import estimates, race, stages, standings, throttle
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
 from benchmarks.workloads import WORKLOADS
 from hvdtrain.commands.bench import options, record
-from hvdtrain.config.pipeline import FOR_EACH
+from hvdtrain.config import FOR_EACH
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
-from benchmarks import estimates
 
 CONTENDERS = {"torch": ("hvdtrain/pipeline", "pipelining"), "tensorflow": ("hvdtrain/pipeline",)}
 ON_HOSTS = {"torch": ("hvdtrain-mpi/pipeline", "pipelining", "hvdtrain-mpi", "ddp"),

@@ -1,18 +1,19 @@
-"""The manifest of one checkpoint: what files it has, their sizes and hashes, and the run's small state.
+"""Encode and decode ``manifest.json``: a checkpoint's files, sizes and hashes, and the run's small state, as JSON.
 
-Owns the text of ``manifest.json``, its version and its checks, as pure functions over bytes. Opens no file.
-
-The file is one JSON object in one spelling: decoding spells it again and asks for the same bytes, so that no
-changed byte passes, not even a blank. The last key holds the SHA-256 of the others.
+Pure functions over bytes. Decoding encodes again and compares bytes, so that no changed byte passes; the last key holds
+the SHA-256 of the others.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.core.errors import UserError
 
@@ -33,7 +34,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used or written as asked, said in words."""
+    """A checkpoint that cannot be used or written as asked."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint holds: ``files`` by name, and the JSON-able ``meta``.
+    """Content of one checkpoint: ``files`` by name, and the JSON-able ``meta``.
 
-    ``shards``: empty where each file holds the whole tensors of a group; else for each file what its flat arrays are,
-    by their names there, "GROUP/NAME": the place of the first element in the tensor, and the tensor's shape.
+    ``shards``: empty where each file holds the whole tensors of a group; else for each file the entries of its flat
+    arrays, by their names there, "GROUP/NAME": the place of the first element in the tensor, and the tensor's shape.
     """
 
     step: int
@@ -59,7 +60,7 @@ class Manifest:
 
 
 def file_name(group: str) -> str:
-    """Name of the file that holds ``group``; CheckpointError where that could lie outside the directory."""
+    """Return the name of the file that holds ``group``; CheckpointError if it could lie outside the directory."""
     if not isinstance(group, str) or not _GROUP.fullmatch(group):
         raise CheckpointError(
             got=f"checkpoint group name {group!r}",
@@ -70,13 +71,13 @@ def file_name(group: str) -> str:
 
 
 def group_name(file: str) -> str | None:
-    """Group held by a file of this name, or None where no group file is called so."""
+    """Return the group in a file of this name; None for another file."""
     match = _FILE.fullmatch(file)
     return match.group(1) if match else None
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Spell a manifest as the bytes of ``manifest.json``; CheckpointError where ``meta`` would change."""
+    """Encode a manifest as the bytes of ``manifest.json``; CheckpointError where ``meta`` would change."""
     _check_plain(manifest.meta, "meta")
     document = {
         "format": FORMAT,
@@ -102,7 +103,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Read the bytes of the ``manifest.json`` at ``where``; CheckpointError says what is wrong with them."""
+    """Decode the bytes of the ``manifest.json`` at ``where``; CheckpointError describes a fault."""
     document = _parse(data, where)
     if document.get("format") != FORMAT:
         raise _foreign(f"{where} has format {_short(document.get('format'))}", f"format {FORMAT!r}")
@@ -174,7 +175,7 @@ def _check_shards(document: dict[str, Any], where: str) -> None:
 
 
 def _check_plain(value: Any, path: str) -> None:
-    """Refuse what JSON cannot hold or would silently change, such as a number used as a key."""
+    """Refuse values that JSON cannot hold or would silently change, such as a number used as a key."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return
     if isinstance(value, (list, tuple)):
@@ -202,12 +203,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _spell(document: dict[str, Any]) -> bytes:
-    """The one spelling: ASCII, keys in the order given; NaN and infinities as Python's json writes them."""
+    """Encode in the one valid way: ASCII, keys in the order given; NaN and infinities as Python's json writes them."""
     return json.dumps(document, ensure_ascii=True, indent=1).encode("ascii") + b"\n"
 
 
 def _sealed(text: bytes, digest: str) -> bytes:
-    """The bytes of a spelled document with its seal as its last key, without spelling all of it again."""
+    """Append the seal as the last key, without encoding the document again."""
     end = b"\n}\n"
     assert text.endswith(end)
     return text[:-len(end)] + f',\n "{_SEAL}": "{digest}"'.encode("ascii") + end
@@ -225,3 +226,66 @@ def _damaged(got: str, expected: str) -> CheckpointError:
 
 def _foreign(got: str, expected: str) -> CheckpointError:
     return CheckpointError(got=got, expected=expected, do="give a checkpoint directory that hvdtrain wrote")
+
+
+TAG = "$hvdtrain"
+"""Key of the dictionaries that stand for a value that JSON lacks; its value names the kind."""
+
+
+def encode_state(value: Any, where: str, key: bool = False) -> Any:
+    """Return a callback's state as JSON, exactly, also numpy's numbers and arrays, sets, bytes and any keys; a copy.
+
+    `CheckpointError` names ``where`` a value is that cannot be stored. ``key``: it is a key of a dictionary or a member
+    of a set, so that a tuple has to stay one. Elsewhere a tuple comes back as a list.
+    """
+    if isinstance(value, np.ndarray) or isinstance(value, np.generic) and value.dtype.kind != "U":
+        return _array(value, where)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [encode_state(one, f"{where}[{place}]", key) for place, one in enumerate(value)]
+        return {TAG: "tuple", "items": items} if key else items
+    if isinstance(value, dict):
+        if all(type(name) is str for name in value) and TAG not in value:
+            return {name: encode_state(one, f"{where}[{name!r}]") for name, one in value.items()}
+        pairs = [[encode_state(name, f"a key of {where}", True), encode_state(one, f"{where}[{name!r}]")]
+                 for name, one in value.items()]
+        return {TAG: "dict", "items": pairs}
+    if isinstance(value, (set, frozenset)):
+        kind = "set" if isinstance(value, set) else "frozenset"
+        members = sorted(value, key=repr)
+        return {TAG: kind, "items": [encode_state(one, f"a member of {where}", True) for one in members]}
+    if isinstance(value, bytes):
+        return {TAG: "bytes", "value": base64.b64encode(value).decode()}
+    raise _unstorable(f"a {type(value).__name__}", where)
+
+
+def decode_state(value: Any) -> Any:
+    if isinstance(value, list):
+        return [decode_state(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(TAG)
+    if kind is None:
+        return {name: decode_state(one) for name, one in value.items()}
+    if kind == "bytes":
+        return base64.b64decode(value["value"])
+    if kind in ("scalar", "array"):
+        array = np.frombuffer(base64.b64decode(value["value"]), np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+        return array[()] if kind == "scalar" else array
+    items = [decode_state(one) for one in value["items"]]
+    return {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}[kind](items)
+
+
+def _array(value: Any, where: str) -> dict[str, Any]:
+    array = np.ascontiguousarray(value)
+    if array.dtype.kind in "OV":
+        raise _unstorable(f"an array of {array.dtype}", where)
+    return {TAG: "scalar" if isinstance(value, np.generic) else "array", "dtype": array.dtype.str,
+            "shape": list(np.shape(value)), "value": base64.b64encode(array.tobytes()).decode()}
+
+
+def _unstorable(got: str, where: str) -> CheckpointError:
+    return CheckpointError(f"{where} is {got}, which a checkpoint cannot store",
+                           "numbers, texts, bytes, lists, dictionaries, sets, arrays of numpy",
+                           "return one of these from state_dict, such as tensor.cpu().numpy() of a tensor")

@@ -1,12 +1,14 @@
-"""One checkpoint on disk: a directory of group files and a manifest, written whole, verified when read.
+"""Write one checkpoint, a directory of group files and a manifest; verify it, and read its arrays on demand.
 
-Owns the snapshot that goes in and comes out, and how it is written and read. ``store`` knows which are kept.
+`hvdtrain.checkpoint.store` decides which checkpoints are kept. Values are read, not mapped: pages of a mapped file
+would count as this process's memory.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import operator
 import os
 import stat
@@ -20,8 +22,9 @@ import numpy as np
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import (
     MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointError, FileEntry, Manifest, decode, encode, file_name, group_name)
-from hvdtrain.checkpoint.reading import Kept, opened
-from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout, portable
+from hvdtrain.checkpoint.stream import Tensor, pieces_of, tensors_of
+from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout, portable, read_header
+from hvdtrain.core.protocols.run import Head
 
 BLOCK_BYTES = 4096
 _DAMAGED = "use another checkpoint: this one is damaged"
@@ -31,15 +34,14 @@ _DAMAGED = "use another checkpoint: this one is damaged"
 class Snapshot:
     """State in memory: ``tensors[group][name]`` arrays of any shape, and JSON-able ``meta``. Implements `Content`.
 
-    Arrays come back with the same dtype, shape and bits, in native byte order and C order, names sorted. In
-    ``meta`` a tuple comes back as a list; keys must be text.
+    Arrays come back with the same dtype, shape and bits, in native byte order and C order, names sorted. In ``meta`` a
+    tuple comes back as a list; keys must be text.
     """
 
     tensors: Mapping[str, Mapping[str, np.ndarray]]
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def specs(self) -> dict[str, dict[str, Spec]]:
-        """What arrays there are, by group and name."""
         found: dict[str, dict[str, Spec]] = {}
         for group, named in self.tensors.items():
             ready = {name: portable(name, array, group) for name, array in named.items()}
@@ -47,19 +49,18 @@ class Snapshot:
         return found
 
     def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
-        """Yield the bytes of arrays; of one that is not C-contiguous, a copy for its turn."""
         for name in names:
             yield portable(name, self.tensors[group][name], group).reshape(-1).view(np.uint8).data
 
 
 def write_snapshot(directory: Path, content: Content, *, step: int = 0,
                    make_room: Callable[[int], None] | None = None) -> Path:
-    """Write state as the checkpoint ``directory``, which appears, or is replaced, whole or not at all.
+    """Write state as the checkpoint ``directory``, which appears, or is replaced, atomically.
 
-    Every file is fsynced, then their directory, which is renamed into place, then the parent. Raises OSError
-    (disk full, I/O error, permission) with nothing left behind and an older checkpoint of that name kept;
-    CheckpointError for what cannot be stored and for a ``directory`` that is no checkpoint. ``make_room``: is given the
-    bytes that are needed before any is written.
+    Every file is fsynced, then their directory, which is renamed into place, then the parent. Raises OSError (disk
+    full, I/O error, permission) with nothing left behind and an older checkpoint of that name kept; CheckpointError for
+    state that cannot be stored and for a ``directory`` that is no checkpoint. ``make_room``: gets the needed bytes
+    beforehand.
     """
     directory = Path(os.path.abspath(directory))
     step = _step(step)
@@ -88,7 +89,7 @@ def open_new(directory: Path, needed_bytes: int, make_room: Callable[[int], None
     return files.make_temp(directory.parent)
 
 
-def read_snapshot(directory: Path) -> Kept:
+def read_snapshot(directory: Path) -> OpenCheckpoint:
     """Verify a checkpoint, whose arrays are then read as they are asked for.
 
     CheckpointError unless its files, and no others, are there to the bit as written.
@@ -99,7 +100,7 @@ def read_snapshot(directory: Path) -> Kept:
     for name, entry in manifest.files.items():
         _check_content(directory / name, entry)
     try:
-        return opened(directory, manifest)
+        return open_checkpoint(directory, manifest)
     except OSError as error:
         raise _unreadable(directory, error) from None
 
@@ -161,7 +162,7 @@ def check_listing(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, Layout]) -> None:
+def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, FileLayout]) -> None:
     entries = {}
     for group, plan in layouts.items():
         name = file_name(group)
@@ -258,3 +259,108 @@ def _unreadable(path: Path, error: OSError | ValueError) -> CheckpointError:
         expected="a readable checkpoint",
         do="check its permissions and disk",
     )
+
+
+Places = dict[tuple[int, str, str], tuple[Path, int]]
+"""By number of file, group and name: the file, and the byte at which the values begin there."""
+
+
+class TensorGroup(Mapping[str, np.ndarray]):
+    """Arrays by name, sorted; each access reads the file again."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], places: Places) -> None:
+        self.name, self._tensors, self._places = name, {key: tensors[key] for key in sorted(tensors)}, places
+
+    def called(self, names: Mapping[str, str]) -> TensorGroup:
+        """Return these arrays under other names; ``names``: those here by new names."""
+        new = {old: new for new, old in names.items()}
+        places = {(source, group, new.get(name, name) if group == self.name else name): place
+                  for (source, group, name), place in self._places.items()}
+        return TensorGroup(self.name, {new.get(name, name): tensor for name, tensor in self._tensors.items()}, places)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        spec = self._tensors[name].spec
+        flat = np.empty(math.prod(spec.shape), spec.dtype)
+        self.read(name, 0, flat)
+        return flat.reshape(spec.shape)
+
+    def specs(self) -> dict[str, Spec]:
+        return {name: tensor.spec for name, tensor in self._tensors.items()}
+
+    def heads(self) -> list[Head]:
+        """Return each array as one shard without its values."""
+        return [Head(self.name, name, spec.shape, spec.dtype.str, 0, math.prod(spec.shape))
+                for name, spec in self.specs().items()]
+
+    def read(self, name: str, begin: int, into: np.ndarray) -> None:
+        """Fill ``into`` (n,) with elements [begin, begin + n) of an array in row-major order. CheckpointError."""
+        self._read(name, begin * into.itemsize, into.view(np.uint8).data)
+
+    def blocks(self, names: Sequence[str]) -> Iterator[memoryview]:
+        """Yield the bytes of arrays, end to end, each piece valid until the next."""
+        for name in names:
+            for low, high in pieces_of(self._tensors[name].spec.n_bytes):
+                piece = np.empty(high - low, np.uint8).data
+                self._read(name, low, piece)
+                yield piece
+
+    def _read(self, name: str, first: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes of an array from ``first`` on, from all shards of it."""
+        itemsize, last = self._tensors[name].spec.dtype.itemsize, first + len(memory)
+        for source, one in self._tensors[name].parts:
+            begin = one.begin * itemsize
+            low, high = max(first, begin), min(last, begin + one.n * itemsize)
+            if low >= high:
+                continue
+            path, offset = self._places[source, self.name, name]
+            try:
+                files.read_into(path, offset + low - begin, memory[low - first:high - first])
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read ({error})", "a readable checkpoint",
+                                      "check its permissions and disk") from None
+
+
+class OpenCheckpoint:
+    """A checkpoint on disk: implements `Content`. ``tensors``: its groups, of which nothing is in memory."""
+
+    def __init__(self, tensors: Mapping[str, TensorGroup], meta: Mapping[str, Any]) -> None:
+        self.tensors, self.meta = tensors, meta
+
+    def called(self, names: Mapping[tuple[str, str], str]) -> OpenCheckpoint:
+        """Return this checkpoint with other names; ``names``: those here by (group, new name)."""
+        return OpenCheckpoint({name: group.called({new: old for (of, new), old in names.items() if of == name})
+                     for name, group in self.tensors.items()}, self.meta) if names else self
+
+    def specs(self) -> dict[str, dict[str, Spec]]:
+        return {name: group.specs() for name, group in self.tensors.items()}
+
+    def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
+        return self.tensors[group].blocks(names)
+
+
+def open_checkpoint(directory: Path, manifest: Manifest) -> OpenCheckpoint:
+    """Return the checkpoint in ``directory``, whose files have been verified. OSError, `CheckpointError`."""
+    heads_F: list[list[Head]] = []
+    places: Places = {}
+    for i, file in enumerate(manifest.files):
+        arrays = read_header(directory / file)
+        shards = manifest.shards.get(file)
+        if shards is not None and set(shards) != set(arrays):
+            raise CheckpointError(f"{directory / file} holds other arrays than its manifest lists", "the same",
+                                  "use another checkpoint: this one is damaged")
+        heads_F.append([])
+        for key, (spec, offset) in arrays.items():
+            group, name, begin, shape = str(group_name(file)), key, 0, spec.shape
+            if shards is not None:
+                (begin, shape), (group, _, name) = shards[key], key.partition("/")
+            heads_F[-1].append(Head(group, name, tuple(shape), spec.dtype.str, begin, math.prod(spec.shape)))
+            places[i, group, name] = directory / file, offset
+    found = tensors_of(heads_F)
+    groups = list(found) if manifest.shards else [str(group_name(file)) for file in manifest.files]
+    return OpenCheckpoint({name: TensorGroup(name, found.get(name, {}), places) for name in groups}, manifest.meta)

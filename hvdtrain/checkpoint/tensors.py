@@ -1,11 +1,7 @@
-"""One group of named arrays as one safetensors file.
+"""Write and read the header of a safetensors file, which holds one group of named arrays.
 
-Owns the header of a file, written and read, and the order of the arrays in it. Values are written from blocks that
-somebody hands over one after the other, and are read where and when they are asked for (`reading`), so that neither
-needs the whole. Neither writes nor verifies: ``files`` and ``snapshot`` do.
-
-Not left to the safetensors library: its ``save`` builds the whole file in memory and takes the bytes of a transposed
-array in the wrong order without a word (seen in 0.8.0), and it does not tell where in a file an array lies.
+Values are written from blocks and read when asked for, so that neither needs the whole file in memory. safetensors'
+``save`` builds the whole file in memory, misorders a transposed array silently (seen in 0.8.0), and gives no offsets.
 """
 
 from __future__ import annotations
@@ -49,36 +45,35 @@ _DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items
 
 
 class Spec(NamedTuple):
-    """What an array is, without its values."""
+    """Dtype and shape of an array."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Content(Protocol):
-    """What a checkpoint is written from."""
+    """State that a checkpoint is written from."""
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """The JSON-able small state."""
+        """Return the JSON-able small state."""
         ...
 
     def specs(self) -> Mapping[str, Mapping[str, Spec]]:
-        """Return what arrays there are, by group and name. `CheckpointError` for one that no file can hold."""
+        """Return the arrays by group and name. `CheckpointError` for one that no file can hold."""
         ...
 
     def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
-        """Yield the bytes of arrays of ``group``, end to end, little-endian, each good until the next is asked for."""
+        """Yield the bytes of arrays of ``group``, end to end, little-endian, each block valid until the next."""
         ...
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """A file to be written: its header, then the arrays ``names`` end to end."""
 
     header: bytes
@@ -86,8 +81,7 @@ class Layout:
     size_bytes: int
 
     def pieces(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """The file's bytes in order; small blocks come together, as one copy, so that a file is written in few calls.
-        """
+        """Yield the file's bytes in order, small blocks joined, so that a file is written in few calls."""
         small = bytearray(self.header)
         for data in blocks:
             if len(data) >= BLOCK_BYTES or len(small) >= BLOCK_BYTES:
@@ -102,11 +96,11 @@ class Layout:
 
 
 def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | None = None,
-           metadata: Mapping[str, str] | None = None) -> Layout:
+           metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Plan the file of ``group``; CheckpointError for a name or a dtype that the file cannot hold exactly.
 
-    ``codes``: the dtype that the file states for the arrays of these names, of the same size as theirs: bfloat16, which
-    numpy lacks, as the "BF16" that an array of uint16 holds the bits of. ``metadata``: further texts for the header.
+    ``codes``: dtypes that the file states for these names instead of the arrays': "BF16" for uint16 that holds the bits
+    of bfloat16, which numpy lacks. ``metadata``: further texts for the header.
     """
     codes = codes or {}
     for name, spec in specs.items():
@@ -131,14 +125,11 @@ def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | Non
             expected=f"at most {MAX_HEADER_BYTES}",
             do="split the group, or shorten the names",
         )
-    return Layout(len(text).to_bytes(8, "little") + text, tuple(order), 8 + len(text) + offset)
+    return FileLayout(len(text).to_bytes(8, "little") + text, tuple(order), 8 + len(text) + offset)
 
 
 def read_header(path: Path) -> dict[str, tuple[Spec, int]]:
-    """Return what arrays a file holds, and at which byte each begins, by name; CheckpointError: no safetensors file.
-
-    OSError where it cannot be read.
-    """
+    """Return (spec, offset) of a file's arrays by name; CheckpointError: no safetensors file. OSError."""
     descriptor = files.open_to_read(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -160,7 +151,7 @@ def read_header(path: Path) -> dict[str, tuple[Spec, int]]:
 
 
 def _entry(entry: dict[str, Any], first: int) -> tuple[Spec, int]:
-    """What a header says of one array, whose values are counted from ``first``; ValueError where that cannot be."""
+    """Parse a header's entry of one array, values counted from ``first``; ValueError for an impossible one."""
     (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
     if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
         raise ValueError("a shape or a place that is no whole number of at least 0")
@@ -179,7 +170,7 @@ def _foreign(path: Path, reason: str) -> CheckpointError:
 
 
 def portable(name: str, array: np.ndarray, group: str) -> np.ndarray:
-    """Return ``array``, of little-endian values in C order; CheckpointError for what a file cannot hold exactly."""
+    """Return ``array`` little-endian and in C order; CheckpointError where a file cannot hold it exactly."""
     if not isinstance(array, (np.ndarray, np.generic)):
         raise CheckpointError(
             got=f"{name!r} of group {group!r} is a {type(array).__name__}",

@@ -1,7 +1,5 @@
-"""``python -m hvdtrain plan``: probe every rank's speed with this model and print who would compute what.
-
-With ``--memory``: how many bytes each rank would hold, and what would make it less. Takes the options of ``train``, and
-is started as the training would be, under the same launcher.
+"""``python -m hvdtrain plan``: measure every rank's speed and print its share of the batch; with ``--memory``, its
+bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ CHECK_STEPS = 3
 
 
 def main(argv: list[str]) -> int:
-    """Plan as ``argv`` says; return 0."""
     if any(a in ("-h", "--help") for a in argv):
         print(USAGE, end="")
         return 0
@@ -58,7 +55,7 @@ def main(argv: list[str]) -> int:
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from hvdtrain.cluster import exit_calls
-    from hvdtrain.config.pipeline import cut_over_ranks
+    from hvdtrain.config import cut_over_ranks
 
     with exit_calls.told():
         if memory and cut_over_ranks(config):
@@ -71,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def _own_options(argv: list[str]) -> tuple[list[str], bool, bool, str]:
-    """(the options of train, --memory, --check, the file of --json)."""
+    """Return (the options of train, --memory, --check, the file of --json)."""
     rest, found, target = [], set(), ""
     words = iter(argv)
     for word in words:
@@ -89,7 +86,6 @@ def _own_options(argv: list[str]) -> tuple[list[str], bool, bool, str]:
 
 
 def _shares(config: Config) -> None:
-    """Print who would compute what."""
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.engine.callbacks.balance import Balance
     from hvdtrain.engine.callbacks.meter import Meter
@@ -101,7 +97,6 @@ def _shares(config: Config) -> None:
 
 
 def _stages(config: Config, check: bool, target: str) -> None:
-    """Print where the model would be cut over ranks, and what each stage would hold: making it prints the table."""
     from hvdtrain.cluster.control import agreed
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.parallel.pipeline.plan import Planned, record
@@ -117,7 +112,6 @@ def _stages(config: Config, check: bool, target: str) -> None:
 
 
 def _memory(config: Config, check: bool, target: str) -> None:
-    """Print how much memory training would take."""
     from hvdtrain import backends
     from hvdtrain.cluster.control import agreed
     from hvdtrain.core import table
@@ -151,7 +145,6 @@ def _memory(config: Config, check: bool, target: str) -> None:
 
 
 def _written(plan: dict[str, Any], target: str) -> None:
-    """Write the plan as JSON; `UserError` where that cannot be."""
     try:
         if target:
             Path(target).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ from types import MappingProxyType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.slots import ask
+from hvdtrain.core.resolve import ask
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

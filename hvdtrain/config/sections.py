@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 
 class Unused(NamedTuple):
-    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.unused.Setup`, which lies above this file.
+    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.Setup`, which lies above this file.
 
     ``but``: the key of a section for which it does not hold.
     """

@@ -1,7 +1,7 @@
-"""Children that leave nothing behind: a mark that finds all their processes, a death signal, signals as exits.
+"""Child processes that leave nothing behind, signals as exits, and polling that yields the core.
 
-Owns how a child is started and ended; what it is and what it says is its starter's. A child's mark is in its
-environment and so in that of all that it starts, also of ranks, which mpirun puts into process groups of their own.
+Owns how a child is started and ended; a child's mark is in its environment and so in that of all that it starts, also
+of ranks, which mpirun puts into process groups of their own.
 """
 
 from __future__ import annotations
@@ -134,3 +134,35 @@ def orderly_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+SPINS = 50
+"""Polls before a wait begins to let other processes run."""
+
+AWAKE_S = 200e-6
+"""How long a wait polls before it sleeps. Longer than a sleep lasts (50 us of timer slack more than asked for), or two
+ranks that once slept would keep each other asleep at every later call."""
+
+FIRST_SLEEP_S = 20e-6
+
+
+def wait_for(test: Callable[[], bool], limit_s: float = float("inf"), longest_sleep_s: float = 200e-6) -> bool:
+    """Poll ``test`` until it is true; False once ``limit_s`` have passed.
+
+    Spins at first, then yields the core between polls, then sleeps 20 us, growing to ``longest_sleep_s``.
+    """
+    for _ in range(SPINS):
+        if test():
+            return True
+    started = time.monotonic()
+    while time.monotonic() - started < AWAKE_S:
+        if test():
+            return True
+        os.sched_yield()
+    pause_s = FIRST_SLEEP_S
+    while not test():
+        if time.monotonic() - started > limit_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, longest_sleep_s)
+    return True

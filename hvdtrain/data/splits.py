@@ -1,6 +1,6 @@
-"""Which samples of one set are held out for testing, and made-up numbers: from a seed, the same on every machine.
+"""Hold out samples for testing, and generate numbers: from a seed, the same on every machine.
 
-Owns the random streams of data that is made or divided here; the sampler's count up from 0.
+Owns these random streams, numbered from `STREAM` on; those of the sampler count up from 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Data that can only be read in order: the `Stream` contract and the regrouping of its chunks into global
-batches.
+"""Data that can only be read in order: the `Stream` contract, regrouping into global batches, checksums of batches.
 
-Owns no cut over ranks and no framework: `feed.py` cuts, the backends' ``data.py`` make streams of framework
-objects.
+`hvdtrain.data.feed` cuts batches over ranks; the backends' ``data.py`` make streams of framework objects.
 """
 
 from __future__ import annotations
@@ -23,24 +21,20 @@ HASHED_BYTES, HASHED_ELEMENTS = 1 << 20, 1 << 16
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples in an order of their own; every rank reads the same stream from its start and takes its cut.
+    """Samples in an order of their own; every rank reads the same stream from its start and takes its share.
 
-    So the order may depend on ``epoch`` and on fixed seeds, never on the rank. A stream does its own
-    shuffling.
+    The order may depend on ``epoch`` and on fixed seeds, never on the rank. A stream shuffles itself.
     """
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
-        """Yield tuples of arrays (B, ...) with one B per tuple, any B; arity, trailing shapes and dtypes
-        stay the same."""
+        """Yield tuples of arrays (B, ...) of one B each; arity, trailing shapes and dtypes stay the same."""
         ...
 
 
 def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[Arrays]:
-    """Regroup ``chunks`` into batches of exactly ``global_batch`` samples, the last one short, after a
-    skip.
+    """Regroup ``chunks`` into batches of ``global_batch`` samples, the last one short, after skipping samples.
 
-    Skipping more samples than there are yields nothing. Errors: `UserError` when a chunk's arrays do not
-    fit one another or the chunk before.
+    Errors: `UserError` when a chunk's arrays do not fit one another or the chunk before.
     """
     held: list[Arrays] = []
     held_n = 0
@@ -73,7 +67,7 @@ def fingerprint(batch: Arrays) -> int:
 
 
 def rows_hashed(array: np.ndarray) -> int:
-    """Return how many rows of ``array`` `fingerprint` reads elements of."""
+    """Return the number of rows of ``array`` that `fingerprint` reads."""
     return min(len(array), -(-array.size // _stride(array)))
 
 
@@ -95,7 +89,7 @@ def _joined(pieces: list[Arrays]) -> Arrays:
 
 
 def _checked(chunk: Arrays, layout: list[tuple]) -> int:
-    """Return a chunk's sample count; the first chunk sets ``layout``, the others must keep it."""
+    """Return a chunk's sample count; the first chunk sets ``layout``, which the others must keep."""
     fits = isinstance(chunk, tuple) and all(isinstance(array, np.ndarray) and array.ndim for array in chunk)
     if not fits or not chunk:
         raise UserError(f"a stream gave a {type(chunk).__name__} as a chunk",

@@ -1,8 +1,6 @@
-"""Read this rank's part of each global batch, and find out what the ranks have of it together: `SourceWalk` of data
-that can be fetched by number, `StreamWalk` of data that can only be read in order.
+"""Read this rank's share of each global batch: `SourceWalk` by sample number, `StreamWalk` in the data's own order.
 
-Both have `samples` (None: unknown), `parts` (walked in the fetching thread), `meet` (in the consumer's thread, which
-alone may enter collectives), `sample`, `check_alike` and `compare`. The cut over the ranks is told them step by step.
+Both sum over the ranks what a step holds. `hvdtrain.data.feed` decides the cut over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cluster.views import every_rank
+from hvdtrain.cluster.control import every_rank
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor, Unread
@@ -29,33 +27,31 @@ from hvdtrain.planning.batch.sampler import epoch_order
 WeightFn = Callable[[Arrays], float]
 
 _NONE = np.empty(0, np.int64)
-_UNEVEN = "the ranks' streams differ in length: steps go on with the samples there are"
+_UNEVEN = "the ranks' streams differ in length: steps continue with the samples there are"
 _DIFFERENT = ("the ranks read different streams: each takes its cut of what it reads, so samples are lost or "
               "repeated; seed the shuffle alike and do not split the stream by rank (a stream that draws random "
               "numbers for each sample needs a seed too)")
-_REASONS = {_UNEVEN: "the ranks' streams differ in length", _DIFFERENT: "the ranks read different streams"}
-"""Why the ranks cannot verify that each sample came once, by the warning that the run prints."""
 HEAD_ROWS = 16
 """Samples at the start of a stream's epoch that are compared after a resumption."""
 
-
 Bounds = Callable[[int, int], tuple[int, int]]
-"""From a step of the run and the samples of its global batch to this rank's part of them, [low, high)."""
-
+"""From a step of the run and the samples of its global batch to this rank's share of them, [low, high)."""
 
 READ_BEFORE = 7
 """Samples of a source that are read before the first step: to compare ranks, and to judge the loss by them."""
 
 FEW_UNREAD, MOST_UNREAD = 3, 0.01
-"""Samples, and part of the data, of which more that cannot be read end a run."""
+"""Samples, and fraction of the data: a run ends where more of them cannot be read."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """This rank's ``n_local`` of a global batch's ``n`` samples; ``check``: a stream's checksum of all of them.
+class LocalBatch:
+    """This rank's ``n_local`` of a global batch's ``n`` samples, completed by `totalled` with sums over all ranks.
 
     ``numbers``: int64[n_local], of a stream the positions in it; None where the ranks' streams are of several lengths.
     ``unread``: (number, place, reason) of samples of this rank that were left out, which ``n_local`` does not count.
+    ``check``: a stream's checksum of all ``n``. ``own_weight``: this rank's part of ``weight``. ``consumed``: samples
+    by which the position moves on. ``counts_P``: samples of each rank, where they differ from the cut's.
     """
 
     n: int
@@ -64,35 +60,24 @@ class Part:
     check: int = 0
     numbers: np.ndarray | None = None
     unread: tuple[Unread, ...] = ()
-
-    def weight(self, weight_fn: WeightFn | None) -> float:
-        """This rank's part of the global weight W: its samples, or what ``weight_fn`` says of them."""
-        return float(self.n_local if weight_fn is None or not self.n_local else weight_fn(self.arrays))
-
-
-@dataclass(frozen=True)
-class Met:
-    """A part and what all ranks have of its step: ``n_global`` samples of weight ``weight``.
-
-    ``consumed``: samples by which the position moves on. ``counts_P``: samples of each rank, where they are not those
-    of the cut. ``unread``: what all ranks have left out.
-    """
-
-    part: Part
-    own_weight: float
-    n_global: int
-    weight: float
-    consumed: int
+    own_weight: float = 0.0
+    n_global: int = 0
+    weight: float = 0.0
+    consumed: int = 0
     counts_P: Sequence[int] | None = None
-    unread: tuple[Unread, ...] = ()
+    all_unread: tuple[Unread, ...] = ()
+
+    def weighed(self, weight_fn: WeightFn | None) -> LocalBatch:
+        """Return this batch with ``own_weight``: its samples, or what ``weight_fn`` says of them."""
+        weight = float(self.n_local if weight_fn is None or not self.n_local else weight_fn(self.arrays))
+        return replace(self, own_weight=weight)
 
 
 class SourceWalk:
-    """Walks a source: every rank knows all counts, so only a weight that is no count is summed.
+    """Walk a source. Every rank knows all counts, so only a weight that is no count is summed.
 
     ``even``: give a rank without samples of a step arrays (0, ...) of their shapes. ``begins``: steps whose fetch is
-    begun before it is asked for, of data that can do so (`hvdtrain.data.workers.pool.Pooled`). ``skip``: samples that
-    cannot be read are left out.
+    begun ahead, of data that can do so (`hvdtrain.data.workers.pool.Pooled`). ``skip``: leave out unreadable samples.
     """
 
     def __init__(self, data: Source, global_batch: int, seed: int, control: Control | None, even: bool,
@@ -113,19 +98,18 @@ class SourceWalk:
 
     @property
     def unlike(self) -> str:
-        """Why samples cannot be verified, the same on all ranks; "" where nothing is against it."""
+        """Return why samples cannot be verified, the same on all ranks; "" where they can."""
         return self._comparison.unlike
 
-    def parts(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[Part, None, None]:
-        """Yield the parts from ``cursor`` to the end of its epoch; `UserError` at once for a position beyond it."""
+    def batches(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[LocalBatch, None, None]:
+        """Yield this rank's shares from ``cursor`` to the end of its epoch, in the fetching thread."""
         if cursor.samples > self.samples:
             raise UserError(f"the run stands at sample {cursor.samples} of a dataset that has {self.samples}",
-                            "a position inside the epoch",
-                            "resume with the data of the checkpoint, or start anew")
+                            "a position inside the epoch", "resume with the data of the checkpoint, or start again")
         order_N, self._left_out = epoch_order(self.samples, self._seed, cursor.epoch, shuffle), 0
-        return self._parts(order_N, cursor, bounds)
+        return self._batches(order_N, cursor, bounds)
 
-    def _parts(self, order_N: np.ndarray, cursor: Cursor, bounds: Bounds) -> Generator[Part, None, None]:
+    def _batches(self, order_N: np.ndarray, cursor: Cursor, bounds: Bounds) -> Generator[LocalBatch, None, None]:
         def wanted() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for step, at in enumerate(range(cursor.samples, self.samples, self._global_batch), cursor.step):
                 indices = order_N[at:at + self._global_batch]
@@ -135,11 +119,11 @@ class SourceWalk:
         for indices, own, begun in self._ahead(wanted(), cursor.epoch):
             read, arrays, unread = self._readable(own, begun, cursor.epoch)
             arrays = arrays if len(read) else self._none_like(indices[:1])
-            yield Part(len(indices), len(read), arrays, numbers=read, unread=unread)
+            yield LocalBatch(len(indices), len(read), arrays, numbers=read, unread=unread)
 
     def _ahead(self, wanted: Iterator[tuple[np.ndarray, np.ndarray]],
                epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        """Yield (numbers of a step, this rank's, its fetch under way), the next one begun; workers then never wait."""
+        """Yield (numbers of a step, this rank's, its fetch under way), with the next step's fetch begun."""
         data = self._data
         begun: deque[tuple[np.ndarray, np.ndarray, Any]] = deque()
         try:
@@ -160,7 +144,9 @@ class SourceWalk:
         unread: list[Unread] = []
         while len(indices_n):
             try:
-                return indices_n, self._end(indices_n, begun, epoch), tuple(unread)
+                arrays = (self._fetch(indices_n, epoch) if begun is None
+                          else checked(self._data.collect(begun), len(indices_n)))
+                return indices_n, arrays, tuple(unread)
             except Unreadable as error:
                 if not self._skip or error.number not in indices_n:
                     raise
@@ -168,31 +154,30 @@ class SourceWalk:
                 indices_n, begun = indices_n[indices_n != error.number], None
         return indices_n, (), tuple(unread)
 
-    def _end(self, indices_n: np.ndarray, begun: Any, epoch: int) -> Arrays:
-        return self._fetch(indices_n, epoch) if begun is None else checked(self._data.collect(begun), len(indices_n))
+    def totalled(self, batches: Iterator[LocalBatch], cursor: Cursor,
+                 weight_fn: WeightFn | None) -> Iterator[LocalBatch]:
+        """Yield each batch with the weight of its step; collective with a ``weight_fn`` and with ``skip``.
 
-    def meet(self, parts: Iterator[Part], cursor: Cursor, weight_fn: WeightFn | None) -> Iterator[Met]:
-        """Yield each part with the weight of its step; collective with a ``weight_fn``, and where samples may be left
-        out. Errors: `UserError` on every rank where too many are.
+        Errors: `UserError` on every rank where too many samples are unreadable.
         """
-        for part in parts:
+        for batch in (each.weighed(weight_fn) for each in batches):
             if self._skip:
-                yield self._met(part, part.weight(weight_fn))
+                yield self._readable_total(batch)
                 continue
-            own = part.weight(weight_fn)
-            weight = float(part.n)
+            weight = float(batch.n)
             if weight_fn is not None:
                 assert self._control is not None
-                weight = float(self._control.sum(np.array([own]))[0])
-            yield Met(part, own, part.n, weight, part.n)
+                weight = float(self._control.sum(np.array([batch.own_weight]))[0])
+            yield replace(batch, n_global=batch.n, weight=weight, consumed=batch.n)
 
-    def _met(self, part: Part, own: float) -> Met:
-        """Add up what the ranks have read of a step; collective."""
-        mine = np.array([part.n_local, own, len(part.unread)], np.float64)
+    def _readable_total(self, batch: LocalBatch) -> LocalBatch:
+        """Add up the samples of a step that the ranks could read; collective."""
+        mine = np.array([batch.n_local, batch.own_weight, len(batch.unread)], np.float64)
         n_global, weight, n_unread = mine if self._control is None else self._control.sum(mine)
+        batch = replace(batch, n_global=int(n_global), weight=float(weight), consumed=batch.n)
         if not n_unread:
-            return Met(part, own, int(n_global), float(weight), part.n)
-        rows = [(part.n_local, part.unread)]
+            return batch
+        rows = [(batch.n_local, batch.unread)]
         rows = rows if self._control is None else self._control.gather(rows[0])
         unread = tuple(each for _, left_out in rows for each in left_out)
         self._left_out += len(unread)
@@ -200,14 +185,13 @@ class SourceWalk:
             number, place, reason = unread[-1]
             raise UserError(f"{self._left_out} of {self.samples} samples cannot be read, the latest of them {number}: "
                             f"{place}: {reason}", f"{MOST_UNREAD:.0%} at most, or {FEW_UNREAD}",
-                            "mend the data; on_bad_sample: skip is for a few")
-        return Met(part, own, int(n_global), float(weight), part.n, [n for n, _ in rows] if self._even else None,
-                   unread)
+                            "fix the data; on_bad_sample: skip is for a few")
+        return replace(batch, counts_P=[n for n, _ in rows] if self._even else None, all_unread=unread)
 
     def sample(self, n: int, cursor: Cursor) -> Arrays:
-        """The first ``n`` samples, over and over where there are fewer; where none of them can be read, a later one.
+        """Return the first ``n`` samples, repeated where there are fewer; a later one where none of them is readable.
 
-        Errors: `Unreadable` where more cannot be read than may be left out.
+        Errors: `Unreadable` where more are unreadable than may be left out.
         """
         read, arrays, unread = self._readable(np.unique(np.arange(n) % self.samples))
         for number in range(n, self.samples):
@@ -220,21 +204,21 @@ class SourceWalk:
         return tuple(np.resize(array, (n, *array.shape[1:])) for array in arrays)
 
     def check_alike(self, control: Control) -> None:
-        """Compare the samples of `read_before` and others with those of all ranks (`Comparison.begin`); collective."""
+        """Compare samples over all ranks (`Comparison.begin`); collective."""
         self._comparison.begin(control, self._first, self.read_before())
 
     def compare(self, control: Control, epoch: int) -> int:
-        """Compare other samples of ``epoch``; return how many since the last time (`Comparison.again`); collective."""
+        """Compare other samples in each ``epoch`` (`Comparison.again`); collective."""
         return self._comparison.again(control, epoch)
 
     def read_before(self) -> Arrays:
-        """Return `READ_BEFORE` samples from the first to the last, for which the source is asked once."""
+        """Return `READ_BEFORE` samples spread over the source, which is read once for them."""
         if not self._read:
             _, self._read, _ = self._readable(self._first)
         return self._read or self.sample(1, Cursor())
 
     def _none_like(self, index_1: np.ndarray) -> Arrays:
-        """Arrays (0, ...) of a sample's shapes, which is read once, where the walk is even; else ()."""
+        """Return arrays (0, ...) of a sample's shapes where the walk is ``even``; else ()."""
         if self._even and not self._empty:
             self._empty = _emptied(self.sample(1, Cursor()) if self._skip else self._fetch(index_1))
         return self._empty
@@ -244,7 +228,7 @@ class SourceWalk:
 
 
 class StreamWalk:
-    """Walks a stream: the ranks read it alike and find out together that it has ended.
+    """Walk a stream, which the ranks read alike and whose end they find together.
 
     ``even``: give a rank whose stream has ended arrays (0, ...) of the shapes that it had. ``unlike``: why the samples
     of the epoch cannot be verified, the same on all ranks. ``head``: (epoch, checksum) of the first `HEAD_ROWS` samples
@@ -262,25 +246,26 @@ class StreamWalk:
         self.head: tuple[int, int] | None = None
         self._peeked: tuple[tuple[int, int], Arrays | None, Generator[Arrays, None, None]] | None = None
 
-    def parts(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[Part, None, None]:
-        """Yield the parts from ``cursor`` to the end of its epoch; a stream does its own shuffling."""
+    def batches(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[LocalBatch, None, None]:
+        """Yield this rank's shares from ``cursor`` to the end of its epoch; a stream does its own shuffling."""
         with contextlib.closing(self._continued(cursor)) as batches:
             for step, batch in enumerate(batches, cursor.step):
                 at = cursor.samples + (step - cursor.step) * self._global_batch
                 low, high = bounds(step, len(batch[0]))
                 mine = tuple(array[low:high] for array in batch)
-                yield Part(len(batch[0]), high - low, mine, fingerprint(batch), np.arange(at + low, at + high))
+                yield LocalBatch(len(batch[0]), high - low, mine, fingerprint(batch), np.arange(at + low, at + high))
 
-    def meet(self, parts: Iterator[Part], cursor: Cursor, weight_fn: WeightFn | None) -> Iterator[Met]:
-        """Yield each part with what the ranks have of its step, empty ones until all streams have ended; collective.
+    def totalled(self, batches: Iterator[LocalBatch], cursor: Cursor,
+                 weight_fn: WeightFn | None) -> Iterator[LocalBatch]:
+        """Yield each batch with its sums over ranks, empty ones until all streams have ended; collective.
 
         Errors: `UserError` on every rank where a whole epoch has no sample.
         """
         first, self.unlike = True, ""
         while True:
-            part = next(parts, Part(0, 0, (), numbers=_NONE))
-            own = part.weight(weight_fn)
-            mine = np.array([part.n_local, own, part.n, part.n ** 2, part.check, part.check ** 2], np.float64)
+            batch = next(batches, LocalBatch(0, 0, (), numbers=_NONE)).weighed(weight_fn)
+            mine = np.array([batch.n_local, batch.own_weight, batch.n, batch.n ** 2, batch.check, batch.check ** 2],
+                            np.float64)
             sums, size = self._control.sum(mine), self._everyone.size
             read = sums[2:] if self._everyone is self._control else self._everyone.sum(mine[2:])
             n_global, (seen, seen2, checks, checks2) = int(sums[0]), map(int, read)
@@ -291,21 +276,21 @@ class StreamWalk:
             alike = size * seen2 == seen ** 2  # no variance over ranks
             if not alike:
                 self._refute(_UNEVEN)
-                part = replace(part, numbers=None)
+                batch = replace(batch, numbers=None)
             elif size * checks2 != checks ** 2:
                 self._refute(_DIFFERENT)
             first, counts_P = False, None
             if self._even:
-                part = self._shaped(part)
-                counts_P = None if alike else self._control.gather(part.n_local)
+                batch = self._shaped(batch)
+                counts_P = None if alike else self._control.gather(batch.n_local)
             # Where some have ended, the longest stream still reads whole batches: keep its position.
             consumed = n_global if alike else self._global_batch
-            yield Met(part, own, n_global, float(sums[1]), consumed, counts_P)
+            yield replace(batch, n_global=n_global, weight=float(sums[1]), consumed=consumed, counts_P=counts_P)
 
     def sample(self, n: int, cursor: Cursor) -> Arrays:
-        """``n`` samples of the global batch at ``cursor``, over and over where there are fewer.
+        """Return ``n`` samples of the global batch at ``cursor``, repeated where there are fewer.
 
-        The batch is kept: `parts` goes on with it in the same epoch, so that the stream is opened no oftener.
+        `batches` continues with this batch in the same epoch, so that the stream is not opened again.
         """
         place = (cursor.epoch, cursor.samples)
         if self._peeked is None or self._peeked[0] != place:
@@ -317,10 +302,10 @@ class StreamWalk:
         return tuple(np.resize(array, (n, *array.shape[1:])) for array in first)
 
     def check_alike(self, control: Control) -> None:
-        """Do nothing: `meet` compares each batch, where the stream is read anyway."""
+        """Do nothing: `totalled` compares each batch, where the stream is read anyway."""
 
     def compare(self, control: Control, epoch: int) -> int:
-        """Return 0, no few samples of many: `meet` has compared each batch."""
+        """Return 0: `totalled` has compared all batches."""
         return 0
 
     def _opened(self, cursor: Cursor) -> Generator[Arrays, None, None]:
@@ -343,10 +328,8 @@ class StreamWalk:
             yield chunk
 
     def _continued(self, cursor: Cursor) -> Generator[Arrays, None, None]:
-        """Yield the batches from ``cursor``, out of what `sample` has opened where that is of the same epoch.
-
-        Some streams have another order when they are opened again, so a resumed run must not open its epoch twice.
-        """
+        """Yield the batches from ``cursor``, out of what `sample` has opened where that is of the same epoch."""
+        # Some streams have another order when they are opened again: a resumed run must not open its epoch twice.
         peeked, self._peeked = self._peeked, None
         if peeked is None or peeked[0][0] != cursor.epoch or peeked[0][1] > cursor.samples:
             yield from self._opened(cursor)
@@ -355,30 +338,29 @@ class StreamWalk:
                 batches = itertools.chain([peeked[1]], rest)
                 yield from rebatch(batches, self._global_batch, cursor.samples - peeked[0][1])
 
-    def _shaped(self, part: Part) -> Part:
-        """``part``, with empty arrays of the stream's shapes where the stream has ended on this rank only."""
-        if part.arrays:
-            self._empty = self._empty or _emptied(part.arrays)
-            return part
+    def _shaped(self, batch: LocalBatch) -> LocalBatch:
+        """Give ``batch`` arrays (0, ...) of the stream's shapes where the stream has ended on this rank only."""
+        if batch.arrays:
+            self._empty = self._empty or _emptied(batch.arrays)
+            return batch
         if not self._empty:
             raise UserError(f"rank {self._rank}'s stream has no sample, and sync_batchnorm has every rank run the "
                             "model", "at least one sample on every rank", "give every rank the same stream, or set "
                             "sync_batchnorm: false")
-        return replace(part, arrays=self._empty)
+        return replace(batch, arrays=self._empty)
 
     def _refute(self, text: str) -> None:
-        """Set ``unlike`` and warn of it once."""
-        self.unlike = self.unlike or _REASONS[text]
+        self.unlike = self.unlike or text.partition(":")[0]
         if self._rank == 0 and text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=3)
 
 
 def _emptied(arrays: Arrays) -> Arrays:
-    """(0, ...) arrays of the same sample shapes and dtypes."""
+    """Return arrays (0, ...) of the same sample shapes and dtypes."""
     return tuple(np.empty((0, *np.shape(array)[1:]), np.asarray(array).dtype) for array in arrays)
 
 
 def _no_samples(epoch: int) -> UserError:
     return UserError(f"the stream has no samples in epoch {epoch}", "samples in every epoch",
-                     "give a dataset that can be iterated anew, not a spent generator")
+                     "give a dataset that can be iterated again, not a spent generator")

@@ -18,27 +18,26 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends, reports
-from hvdtrain.backends import transforms
+from hvdtrain import config as settings
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.exit import install_hooks
 from hvdtrain.cluster.liveness import causes, pulse
-from hvdtrain.cluster.machine import imported
+from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import survey
 from hvdtrain.comm.wires import Wires
-from hvdtrain.config import Config, run_length, unused
-from hvdtrain.config import pipeline as settings
+from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import world
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
-from hvdtrain.core.mesh import Mesh, depths_of
-from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule
+from hvdtrain.core.mesh import Mesh, depths_of, world
+from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule, Transform
 from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
-from hvdtrain.data.workers import choose, start
+from hvdtrain.data.workers import start
 from hvdtrain.engine import build_model, feeds, first_sample, per_rank
 from hvdtrain.engine.balance.emulate import Slowed
 from hvdtrain.engine.callbacks.order import in_order
@@ -56,8 +55,7 @@ from hvdtrain.parallel.pipeline import over_ranks, plan
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
 from hvdtrain.parallel.precision import Precision, remarks, resolve
 from hvdtrain.parallel.recovery.attempt import MemoryGuard
-from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.parallel.recovery.recovery import Recovering
+from hvdtrain.parallel.recovery.recovery import Recovering, Recovery
 from hvdtrain.reports import trackers
 
 
@@ -71,7 +69,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     Errors: `UserError`, the same on every rank.
     """
     config.check()
-    with start.early(choose.may_need(config, data)):
+    with start.early(prepare.may_need(config, data)):
         return _assembled(config, model, data, control, collectives, more)
 
 
@@ -88,7 +86,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spec = build_model.model_of(config, model, facts, control)
     backend = backends.load(spec.framework)
     causes.mark("imported")
-    imported.mark()
+    memory.mark_imported()
     if control is None:  # horovodrun --gloo has no MPI: the control plane goes over Horovod, which needs the framework
         control = _gloo_control(spec.framework, config, facts)
     topology = survey(control)
@@ -101,8 +99,8 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spelled = per_rank.of_copies(config, per_rank.spelled_out(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
-    setup = unused.setup_of(config, spec, wire.name, facts.kind, model, data)
-    notes += unused.notes(setup)
+    setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)
+    notes += settings.notes(setup)
     build_model.seed_all(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     rows = rows_of(spec)
     spec = rows.of_model_file(spec)
@@ -118,7 +116,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     feed.weigh(parts.batch_weight)
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
-    parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
+    parts.transforms += agreed(control, lambda: _transforms(config), "transforms")
     group = parts.replicas[0].group if parts.replicas else world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
     if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast
@@ -126,7 +124,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     pulse.role(plan.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
     run = Run(RunSetup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
-                       mesh if parts.layout is None else parts.layout.mesh, unused.idle(setup)),
+                       mesh if parts.layout is None else parts.layout.mesh, settings.idle(setup)),
               Services(control, wire, recovery=recovery), RunState(findings=Findings(notes)))
     run.wires = wires
     try:
@@ -205,6 +203,11 @@ def _precision(config: Config, control: Control, devices: list[DeviceFacts], not
     names = resolve(str(config.precision), devices)  # whose names have been spelled out
     notes += remarks(names, devices)
     return Precision(tuple(names), control.rank)
+
+
+def _transforms(config: Config) -> list[Transform]:
+    """Return the user's transforms: each entry of ``config.transforms`` names a callable that makes one."""
+    return [load_callable(text, "transforms")() for text in config.transforms]
 
 
 def _mesh(config: Config, control: Control) -> Mesh:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.checkpoint import weights
-from hvdtrain.checkpoint.holders import key
+from hvdtrain.checkpoint.adapters import key
 from hvdtrain.core.buckets import plan_buckets, plan_some
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops, ParamSpec

@@ -12,15 +12,13 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends
+from hvdtrain import config as settings
 from hvdtrain.backends.model_spec import Spec, build_spec, spec_of
-from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.in_turn import in_turn
+from hvdtrain.cluster.control import agreed, in_turn
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.cluster.machine import imported
+from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import affinity, compute_threads, survey
-from hvdtrain.config import Config
-from hvdtrain.config import pipeline as settings
-from hvdtrain.config.pipeline import cut_over_ranks
+from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core import rng
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.protocols import Control
@@ -72,7 +70,7 @@ def _prepare(config: Config, threads: int) -> None:
         backend = backends.load(name)
         backend.setup(threads, config.deterministic, devices_of(config))
         backend.seed(config.seed, 0)
-        imported.mark()
+        memory.mark_imported()
 
 
 def devices_of(config: Config) -> int:

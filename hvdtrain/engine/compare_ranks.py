@@ -12,10 +12,9 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from hvdtrain.config import Config, schema
+from hvdtrain.core.comparison import spoken
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.finite import spoken
-from hvdtrain.core.group import Group, spans
-from hvdtrain.core.mesh import depths_of
+from hvdtrain.core.mesh import Group, depths_of, spans
 from hvdtrain.core.protocols import Control
 
 if TYPE_CHECKING:

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends
+from hvdtrain import config as settings
 from hvdtrain.backends.model_spec import Spec
-from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.views import voices
+from hvdtrain.cluster.control import agreed, control_of_replicas
 from hvdtrain.config import Config
-from hvdtrain.config import pipeline as settings
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Control
 from hvdtrain.data import prepare
@@ -46,7 +45,7 @@ def _micros(config: Config, mesh: Mesh) -> list[int]:
 
 def _cut(config: Config, mesh: Mesh, control: Control) -> dict[str, Any]:
     """What training and evaluation cut alike."""
-    return {"rank": mesh.copy, "size": len(mesh.copies), "control": voices(control, mesh),
+    return {"rank": mesh.copy, "size": len(mesh.copies), "control": control_of_replicas(control, mesh),
             "shares": list(config.shares) or None, "seed": config.seed, "micro_batch": config.micro_batch_limit,
             "prefetch": config.data.prefetch, "skip_unread": config.on_bad_sample == "skip"}
 

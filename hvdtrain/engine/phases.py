@@ -12,8 +12,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.protocols.run import Position
 from hvdtrain.core.protocols.types import StepBatch
-from hvdtrain.core.timeline import Timeline, span
-from hvdtrain.core.timeline.clock import StepTotals
+from hvdtrain.core.timeline import StepTotals, Timeline, span
 
 
 class StepPhase(span):

@@ -151,7 +151,7 @@ class Run:
             say(f"note: {text}")
 
     def record(self, event: str, **values: Any) -> None:
-        """Tell the reports of rank 0 what has happened (`hvdtrain.core.records.schema`); enters no collective."""
+        """Tell the reports of rank 0 what has happened (`hvdtrain.core.records`); enters no collective."""
         if self.control.rank == 0:
             self.records.write(self, event, values)
 

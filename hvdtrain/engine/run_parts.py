@@ -16,8 +16,7 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
-from hvdtrain.core.group import Group
-from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.mesh import Group, Mesh
 from hvdtrain.core.protocols import Collectives, Control, DataParallel, Schedule
 from hvdtrain.core.protocols.run import RunSaver
 from hvdtrain.core.protocols.types import Cursor, StepBatch, Word
@@ -43,7 +42,7 @@ class RunSetup:
     ``spelled``: ``config`` with a value per rank in place of names of hosts and devices (`hvdtrain.config.placed`).
     ``devices``: what each rank computes on. ``mesh``: the replicas of the model, each a list of ranks. ``dp``: how the
     replicas stay one; set when the first sample has gone through. ``average``: the moving average of the weights, where
-    the configuration asks for one. ``idle``: keys that have no effect as the run is set up (`hvdtrain.config.unused`).
+    the configuration asks for one. ``idle``: keys that have no effect as the run is set up (`hvdtrain.config`).
     """
 
     config: Config

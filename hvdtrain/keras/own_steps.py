@@ -1,7 +1,6 @@
-"""Read what a ``train_step`` or ``test_step`` of the user's own does with a batch of `hvdtrain.keras.shard`.
+"""Read how a custom ``train_step`` or ``test_step`` uses a batch of `hvdtrain.keras.shard`, from its source.
 
-Owns the reading of the method's source and the refusal of steps that drop the sample weights; runs nothing. Imports no
-framework: ``hvdtrain.commands.migrate`` reads scripts by `taken`.
+Refuses steps that drop the sample weights; runs nothing. Imports no framework, as `hvdtrain.commands.migrate` needs.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvdtrain.core.errors import UserError
 
 if TYPE_CHECKING:
-    from hvdtrain.keras.data import Shard
+    from hvdtrain.keras.data import ShardedDataset
 
 STEPS = ("train_step", "test_step")
 UNPACK = "unpack_x_y_sample_weight"
 Taken = Literal["pairs", "unweighted", "weighted", "unknown"]
 
 
-def check(model: Any, name: str, shard: Shard) -> None:
-    """Refuse a batch of ``shard`` in a step ``name`` of the model's own that fails on sample weights or drops them.
+def check(model: Any, name: str, shard: ShardedDataset) -> None:
+    """Refuse a batch of ``shard`` in a custom step ``name`` that fails on sample weights or drops them.
 
-    Errors: `UserError`. Weights that are all 1 may be dropped. A step whose source is not found is let through.
+    Errors: `UserError`. Weights that are all 1 may be dropped. A step without source is accepted.
     """
     import keras
 

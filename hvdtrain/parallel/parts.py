@@ -7,21 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.core.group import Group
-from hvdtrain.core.mesh import Layout
+from hvdtrain.core.mesh import Group, Layout
 from hvdtrain.core.protocols import (
-    Buffers, Collectives, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, ParamSpec, Params, Remat, Stage,
-    Transform)
+    Buffers,
+    Collectives,
+    Compile,
+    Evaluator,
+    ModelFacts,
+    ModelState,
+    Ops,
+    Optimizer,
+    Params,
+    ParamSpec,
+    Remat,
+    Stage,
+    Transform,
+)
 from hvdtrain.data.weighting import LabelWeight
-from hvdtrain.parallel.precision import Precision
-from hvdtrain.parallel.precision import LossScale
+from hvdtrain.parallel.precision import LossScale, Precision
 
 
 @dataclass
 class ModelParts:
     """The parts. ``precision``: what every rank computes in; ``scale``: the loss scale.
 
-    ``transforms``: in the order in which they are installed (`hvdtrain.backends.transforms.ORDER`). ``ops_of_place``:
+    ``transforms``: in the order in which they are installed (`hvdtrain.backends.TRANSFORMS`). ``ops_of_place``:
     of a model that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes
     blocks, None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks
     for it. ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by

@@ -208,7 +208,7 @@ def identity_of(variable: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class GradientItem:
-    """One gradient as the ranks compare it: what kind it is, of which shape and type; ``label`` is for messages."""
+    """The kind, shape and type of one gradient, which the ranks compare; ``label`` is for messages."""
 
     kind: str
     shape: tuple[int, ...]

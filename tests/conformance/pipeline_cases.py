@@ -13,8 +13,7 @@ import pytest
 from small_runs import apart, config, fitted, lockstep, samples
 from step_kit import COUNTER, needs
 
-from hvdtrain.config import Named, Pipeline
-from hvdtrain.config.pipeline import FOR_EACH
+from hvdtrain.config import FOR_EACH, Named, Pipeline
 
 DATA = samples(100)
 """Four global batches of 24 samples and one of four, of which some micro-batches have none."""

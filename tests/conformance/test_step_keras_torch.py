@@ -15,8 +15,8 @@ import pytest
 HERE = os.environ.get("KERAS_BACKEND") == "torch"
 
 if HERE:
-    import keras
     import kept_runs
+    import keras
     import numpy as np
     import torch
     from keras_kit import KerasKit
@@ -30,7 +30,7 @@ if HERE:
     from hvdtrain.backends.model_spec import spec_of
     from hvdtrain.backends.torch.create import make_parts
     from hvdtrain.cluster.control import SoloControl
-    from hvdtrain.comm.collectives.null import NullCollectives
+    from hvdtrain.comm.collectives.base import NullCollectives
     from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
     from hvdtrain.core.buckets import plan_buckets
     from hvdtrain.core.errors import UserError

@@ -14,7 +14,7 @@ import pytest
 from small_runs import SLOW_TENSORFLOW, apart, bits, config, fitted, lockstep, make_model, samples, weights
 
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.core.curve import LEAST
+from hvdtrain.core.comparison import LEAST
 
 N, BATCH, STEPS, STOP = 107, 53, 12, 5
 """Steps of 53, 53 and 1 samples: the first part stops between two steps of an epoch."""

@@ -14,7 +14,7 @@ from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.collectives.shared import SharedCollectives
 from hvdtrain.comm.measure.sweep import exchange
 from hvdtrain.config import DataParallel, Exchange, Named, Pipeline
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.parallel.pipeline.partition import even_layout
 

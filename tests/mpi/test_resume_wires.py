@@ -9,7 +9,7 @@ import pytest
 from small_runs import CUTS, FRAMEWORKS, apart, config, fitted, make_model, samples, solo, weights
 
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.core.curve import LEAST
+from hvdtrain.core.comparison import LEAST
 from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]

@@ -29,7 +29,7 @@ VIEWED = ("float32", "float64")
 class Params:
     """Implements `hvdtrain.core.protocols.Params` in the model's own order.
 
-    ``blocks``: the layers that the model file names as the model's blocks, if it does. ``opt``: the run's optimizer.
+    ``blocks``: the layers that the model file names as the model's blocks. ``opt``: the run's optimizer.
     """
 
     def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, blocks: Sequence[Any] = (),
@@ -47,7 +47,7 @@ class Params:
     def made_of(self) -> list[str]:
         """Return a line for each variable of the model, then the optimizer with its schedule and variables.
 
-        Without Keras' own counters in names (``dense_7``), which go on counting within a process.
+        Without Keras' own counters in names (``dense_7``), which count within a process.
         """
         def line(kind: str, v: Any) -> str:
             dtype = keras.backend.standardize_dtype(v.dtype)
@@ -58,14 +58,14 @@ class Params:
                 *(line("variable of the optimizer", v) for v in self._opt.optimizer.variables)]
 
     def frozen(self) -> frozenset[int]:
-        """Return nothing: what is trainable when a run begins stays so."""
+        """Return nothing: variables that are trainable when a run begins stay so."""
         return frozenset()
 
     def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> tf.Tensor:
         """Return a copy of the variables of ``bucket`` as one vector (n,).
 
-        Of elements [begin, end), where those are asked for, a view in host memory if they lie in one variable there.
-        Whoever holds on to it makes a later `write` copy the variable.
+        Of elements [begin, end), if those are asked for, a view in host memory if they lie in one variable there.
+        Whoever holds it makes a later `write` copy the variable.
         """
         pieces = []
         inside = in_bucket(bucket, begin, bucket.n if end is None else end)
@@ -78,9 +78,10 @@ class Params:
         return tf.identity(Ops().pack(pieces)) if pieces else tf.zeros([0], bucket.dtype)
 
     def write(self, bucket: Bucket, flat_N: tf.Tensor, known: tuple[int, int] = (0, 0)) -> None:
-        """Undo `flat`, but for variables that lie within ``known``: to write a whole one is faster than a part of it.
+        """Undo `flat`, except for variables that lie within ``known``: to write a whole one is faster than a shard of
+        it.
 
-        What lies in host memory is copied into the variables, else they would keep that memory.
+        Values in host memory are copied into the variables, else they would keep that memory.
         """
         for i, begin, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
             end = begin + self.specs[i].n
@@ -94,7 +95,7 @@ class Params:
     def optimizer(self, vectors: Sequence[tf.Variable]) -> Optimizer:
         """Return an optimizer of the run's kind over ``vectors``, variables (n,), with state of its own.
 
-        It goes by the run's own rate, also where that is a variable that a callback changes.
+        It uses the run's own rate, also if that is a variable that a callback changes.
         """
         made = copy.copy(self._opt)
         own = self._opt.optimizer
@@ -106,7 +107,6 @@ class Params:
         return Optimizer(made, variables, self._scale)
 
     def sliced(self, spans: Sequence[tuple[int, int]]) -> Sliced:
-        """Return the run's optimizer over a slice of each variable; see `hvdtrain.core.protocols.Params`."""
         if self._split:
             raise UserError("data_parallel zero with model_parallel and Keras on TensorFlow", "one of the two",
                             "set model_parallel: 1, or data_parallel: replicate")
@@ -114,7 +114,8 @@ class Params:
 
 
 def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
-    """Copy ``values`` into the memory of a variable; one that somebody else reads, such as a save, is left to them."""
+    """Copy ``values`` into the memory of a variable; memory that somebody else reads, such as a save, is left to them.
+    """
     if not values.ndim:
         variable.assign(tf.convert_to_tensor(values))
         return
@@ -124,7 +125,7 @@ def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
 
 
 def _as_keras(vector: tf.Variable) -> keras.Variable:
-    """A Keras variable around ``vector`` itself."""
+    """Return a Keras variable around ``vector`` itself."""
     made = keras.Variable(tf.zeros([0], vector.dtype), dtype=keras.backend.standardize_dtype(vector.dtype))
     made._value, made._shape = vector, tuple(vector.shape)
     return made

@@ -11,13 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.core.timeline.profiler import KERNEL, Marks, Span
+from hvdtrain.core.timeline.spans import KERNEL, Marks, Span
 
 _MARK = "hvdtrain mark"
 
 
 class Profiler:
-    """Implements `hvdtrain.core.timeline.profiler.Profiler` for TensorFlow."""
+    """Implements `hvdtrain.core.timeline.spans.Profiler` for TensorFlow."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-profile-")

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.core.protocols import Batch
-from hvdtrain.core.timeline.profiler import KERNEL, Marks, Span
+from hvdtrain.core.timeline.spans import KERNEL, Marks, Span
 from hvdtrain.parallel.parts import ModelParts
 
 _MARK, _WARM = "hvdtrain mark", "hvdtrain start"
 
 
 class Profiler:
-    """Implements `hvdtrain.core.timeline.profiler.Profiler` for PyTorch."""
+    """Implements `hvdtrain.core.timeline.spans.Profiler` for PyTorch."""
 
     def __init__(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -69,7 +69,7 @@ _PRODUCTS = re.compile(r"rnn|lstm|gru|attention|conv(?!ert)|matmul|(^|_)(add|bad
 """Names of operations that hold products, some of which PyTorch's counter takes for none."""
 
 
-class _Seen(TorchDispatchMode):
+class _UncountedProducts(TorchDispatchMode):
     """Notes operations whose products are not counted: recurrent layers in one kernel, and operations of others."""
 
     def __init__(self, counted: Container[Any]) -> None:
@@ -111,7 +111,7 @@ def flops_of_pass(parts: ModelParts, batch: Batch) -> tuple[float | None, str]:
     """
     recomputed, compiled = _off(parts)
     counter = FlopCounterMode(display=False)
-    seen = _Seen(counter.flop_registry)
+    seen = _UncountedProducts(counter.flop_registry)
     try:
         with sdpa_kernel(SDPBackend.MATH), counter, seen:
             parts.stage.trial(batch)

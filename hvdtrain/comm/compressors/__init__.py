@@ -10,8 +10,7 @@ from __future__ import annotations
 from hvdtrain.comm.compressors.base import Stateless
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Compressor
-from hvdtrain.core.slots import completed, give, in_slot, load_slot
-
+from hvdtrain.core.resolve import completed, give, in_slot, load_slot
 
 INHERITED = ("scatter", "in_place", "same_bits", "approximates")
 """Members that hold for the ``exchange`` of the same class alone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+
 from hvdtrain.core.protocols import Handle
 from hvdtrain.core.timeline import Taker
 

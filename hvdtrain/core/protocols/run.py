@@ -59,7 +59,7 @@ class RecordedRun(Protocol):
 class Record:
     """One thing that happened: ``event`` at ``step`` and ``time_s`` (unix seconds), with ``values`` by name.
 
-    `hvdtrain.core.records.schema` has every event of the house with its values. Values are JSON-able; NaN and
+    `hvdtrain.core.records` has every event of the house with its values. Values are JSON-able; NaN and
     infinities may be among them. Nobody changes them.
     """
 

@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.core.protocols.types import Array
 
 if TYPE_CHECKING:
-    from hvdtrain.core.group import Group
+    from hvdtrain.core.mesh import Group
 
 Counts = Sequence[int] | Array
 """Elements for each rank."""

@@ -45,7 +45,7 @@ class ParamSpec:
 class Bucket:
     """One flat vector: which parameters it holds (indices into the model's list) and where each begins.
 
-    ``group``: the ranks that sum it, as the prefix of its collectives' names (`hvdtrain.core.group.Group.name`).
+    ``group``: the ranks that sum it, as the prefix of its collectives' names (`hvdtrain.core.mesh.Group.name`).
     ``first``: index of the first bucket of its group: ranks of one group may have unlike buckets before it.
     """
 

@@ -16,7 +16,7 @@ SPREAD = 0.05
 def make(split: str, samples: int = 1024, points: int = 8, latent: int = 8, seed: int = 0) -> Source:
     """Return ``samples`` points in the plane, each near one of ``points`` on the unit circle; the same everywhere.
 
-    Arrays: x float32 (n, 2), and noise float32 (n, latent), uniform in [-1, 1), which is another in each epoch.
+    Arrays: x float32 (n, 2), and noise float32 (n, latent), uniform in [-1, 1), different in each epoch.
     """
     for name, value in {"samples": samples, "points": points, "latent": latent, "seed": seed}.items():
         at_least(f"data.args.{name}", value, 0 if name == "seed" else 1)
@@ -28,17 +28,15 @@ def make(split: str, samples: int = 1024, points: int = 8, latent: int = 8, seed
 
 
 class Ring(ArraySource):
-    """An `hvdtrain.data.sources.EpochSource`: points as they are, and noise from (seed, epoch, sample)."""
+    """Points, and noise from (seed, epoch, sample): an `hvdtrain.data.sources.EpochSource`."""
 
     def __init__(self, x: np.ndarray, latent: int, seed: int) -> None:
         super().__init__((x,))
         self._latent, self._seed = latent, seed
 
     def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return points and the noise of epoch 0."""
         return self.fetch_in(indices_n, 0)
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
-        """Return points and the noise of ``epoch``."""
         noise = 2 * uniform_of(indices_n, self._seed, epoch, "ring noise")(self._latent) - 1
         return self.arrays[0][indices_n], noise.astype(np.float32)

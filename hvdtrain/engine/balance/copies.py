@@ -14,15 +14,15 @@ from typing import Any, cast
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.config.pipeline import micro_batches
+from hvdtrain.config import micro_batches
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.balance.probe import LEAST_REPEATS, sizes_of
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned
-from hvdtrain.planning.linear import Speed, fit, least
 from hvdtrain.planning.batch.plan import COLUMNS, RankLabel
+from hvdtrain.planning.linear import Speed, fit, least
 
 SIZES = 3
 """Micro-batches of so many sizes are timed at most (`sizes_of`)."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain import backends
-from hvdtrain.core.finite import spoken
+from hvdtrain.core.comparison import spoken
 from hvdtrain.core.protocols.types import ALONE, Shortage
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.guards.audit_pairs import Pair, comparable, left_out, pairs

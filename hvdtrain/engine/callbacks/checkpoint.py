@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hvdtrain.checkpoint import disk
-from hvdtrain.checkpoint.copies import view
-from hvdtrain.checkpoint.disk import FIRST_S, interval_s
-from hvdtrain.checkpoint.together import check_shared
+from hvdtrain.checkpoint import savers
+from hvdtrain.checkpoint.savers import FIRST_S, interval_s, view
+from hvdtrain.checkpoint.sharded import check_shared
 from hvdtrain.config import Checkpoint as Settings
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
@@ -53,16 +52,16 @@ class Checkpoint(Callback):
             check_shared(run.control, run.out)
         held = run.control.gather(run.parts.state.state_bytes()) if run.dp.divides_state else []
         averages = run.control.gather(run.average.given_bytes) if run.average is not None else []
-        if run.control.rank == 0 and disk.often(self._settings) and run.state.cursor.epoch < run.config.epochs:
+        if run.control.rank == 0 and savers.often(self._settings) and run.state.cursor.epoch < run.config.epochs:
             own = sum(array.nbytes for array in run.rank_state().values())
             one_bytes = run.parts.state.state_bytes() + run.control.size * own + sum(averages)
             if held:  # of which each counts the whole model and its own slices
                 model = run.parts.state.state(view)[0]["model"]
                 one_bytes += sum(held[1:]) - (len(held) - 1) * sum(array.nbytes for array in model.values())
-            free = disk.free_bytes(run.out)
+            free = savers.free_bytes(run.out)
             if run.config.progress != "off":
-                say(disk.line(self._settings, one_bytes, free))
-            if warning := disk.warning(self._settings, one_bytes, free):
+                say(savers.line(self._settings, one_bytes, free))
+            if warning := savers.warning(self._settings, one_bytes, free):
                 run.note(warning)
 
     def step_end(self, run: Run) -> None:

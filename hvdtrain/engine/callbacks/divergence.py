@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain import backends
-from hvdtrain.core.finite import spoken
-from hvdtrain.core.timeline.clock import StepTotals
+from hvdtrain.core.comparison import spoken
+from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.guards.divergence import Bits, Diverged, Rows, judge
 from hvdtrain.engine.guards.fingerprint import Fingerprints, Prints

@@ -13,8 +13,8 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.machine import reading
-from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory import plan as plans
+from hvdtrain.engine.memory import survey
 from hvdtrain.engine.run import Run
 
 LOOK_AFTER = 2

@@ -13,7 +13,7 @@ from typing import Any, cast
 from hvdtrain import backends
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.machine import imported, memory
+from hvdtrain.cluster.machine import memory
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols.types import Shortage, first_line
 from hvdtrain.core.table import show
@@ -98,7 +98,7 @@ class MemoryFit(Callback):
             run.parts.state.load_rank(random)
         if run.recovery.guard is not None:
             spared = own.fit.need - own.fit.choice.peak
-            run.recovery.guard.reckoned = lambda n: imported.bytes_() + settling.need(n) - (
+            run.recovery.guard.reckoned = lambda n: memory.imported_bytes() + settling.need(n) - (
                 spared * n // max(1, own.fit.micro_batch))
         found: list[Own] = control.gather(own)
         return found

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import protocols
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import load_callable
-from hvdtrain.core.slots import completed
+from hvdtrain.core.resolve import completed, load_callable
 from hvdtrain.engine.callbacks.audit import Audit
 from hvdtrain.engine.callbacks.auto_compile import AutoCompile
 from hvdtrain.engine.callbacks.auto_compression import AutoCompression

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hvdtrain.core.records import schema
+from hvdtrain.core import records
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter, meter_of
 from hvdtrain.engine.run import Run
@@ -30,7 +30,7 @@ class Recorder(Callback):
     def fit_start(self, run: Run) -> None:
         """Configuration, world and notes."""
         per_epoch = run.feed.steps_per_epoch
-        run.record("start", schema=schema.VERSION, world_size=run.control.size, hosts=run.topology.describe(),
+        run.record("start", schema=records.VERSION, world_size=run.control.size, hosts=run.topology.describe(),
                    pipeline=facts(run.parts.layout, run.config),
                    notes=list(run.notes), framework=run.spec.framework, model=run.spec.name, wire=run.collectives.name,
                    memory=run.memory, config=run.config.to_dict(), epochs=run.config.epochs,

@@ -1,8 +1,8 @@
 """Where each rank's seconds go, and who waits for whom: compared about every five seconds and at the end of a fit.
 
 Owns when the ranks compare, and the records. What a rank's seconds are spent on is its `hvdtrain.core.timeline`'s, the
-arithmetic `hvdtrain.core.timeline.whom`'s. Rank 0's clock says when it is time and tells it through a vote, so that all
-ranks compare at one point of the program (law 6).
+arithmetic `hvdtrain.core.timeline.spans`'s. Rank 0's clock says when it is time and tells it through a vote, so that
+all ranks compare at one point of the program (law 6).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import numpy as np
 
 from hvdtrain.cluster import clocks
 from hvdtrain.cluster.clocks import Ahead
-from hvdtrain.core.timeline import whom
-from hvdtrain.core.timeline.clock import CAUSES
-from hvdtrain.core.timeline.stood import Packed, packed
+from hvdtrain.core.timeline import CAUSES, spans
+from hvdtrain.core.timeline.spans import Packed, packed
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 
@@ -94,7 +93,7 @@ class Seconds(Callback):
 
     def _record(self, run: Run, spent_P: list[dict[str, float]], stood_P: Sequence[Packed],
                 idle_P: Sequence[dict[int, float]]) -> None:
-        waits = whom.compare(stood_P, [spent["wait"] for spent in spent_P], [c.offset_s for c in self.clocks],
+        waits = spans.compare(stood_P, [spent["wait"] for spent in spent_P], [c.offset_s for c in self.clocks],
                              max(c.within_s for c in self.clocks))
         for rank, spent in enumerate(spent_P):
             spent["wait"] = float(waits.wait_PP[rank].sum())

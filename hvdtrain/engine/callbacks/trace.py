@@ -15,11 +15,11 @@ from hvdtrain import backends
 from hvdtrain.config.sections import Trace as Settings
 from hvdtrain.config.texts import window_of
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.timeline.profiler import Span, Taken, longest
+from hvdtrain.core.timeline.spans import Span, Taken, longest
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
-from hvdtrain.reports.trace import chrome, gather, summary
-from hvdtrain.reports.trace.align import Alignment, Measured
+from hvdtrain.reports.trace import chrome, summary
+from hvdtrain.reports.trace.chrome import Alignment, Measured
 
 
 class Trace(Callback):
@@ -61,7 +61,7 @@ class Trace(Callback):
                 raise UserError(f"trace.steps is {self.window.first}:{self.window.last}, and the run has "
                                 f"{count(total, 'step')}",
                                 "a window within the run", f"for example trace.steps: {total // 2}:{total // 2 + 10}")
-        self._clock_names = run.control.gather(gather.clock_name())
+        self._clock_names = run.control.gather(chrome.clock_name())
 
     def step_start(self, run: Run) -> None:
         """Begin here where no step has ended before: the run starts, or goes on, within the window.
@@ -102,7 +102,7 @@ class Trace(Callback):
 
     def _start(self, run: Run) -> None:
         self._begin, self._problem = run.state.cursor.step, ""
-        self._before = gather.clocks(run.control, self._clock_names)
+        self._before = chrome.clocks(run.control, self._clock_names)
         if self._profiled:
             try:
                 self._profiler = backends.load(run.spec.framework).Profiler()
@@ -120,8 +120,8 @@ class Trace(Callback):
         assert taken is not None
         run.timeline.taker, run.timeline.closely = None, False
         own, dropped = longest(self._profiles(), chrome.room(run.control.size) - len(taken.spans))
-        after = gather.clocks(run.control, self._clock_names)
-        rows = gather.to_root(run.control, [*taken.spans, *own], {
+        after = chrome.clocks(run.control, self._clock_names)
+        rows = chrome.to_root(run.control, [*taken.spans, *own], {
             "host": run.control.node, "dropped": taken.dropped + dropped, "problem": self._problem,
             "profiler_within_s": self._profiler_within_s})
         if run.control.rank == 0:

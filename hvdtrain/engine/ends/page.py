@@ -1,7 +1,7 @@
 """Writes the report page at every end of a run; on rank 0 alone, and none of it ever ends a run.
 
 A fit that ends well writes the page itself. Where a fit of several processes fails, or its rank 0 is killed, a small
-process beside rank 0 does (`hvdtrain.reports.ends.survivor`), so that nobody waits for a page to hear what went wrong.
+process beside rank 0 does (`hvdtrain.reports.survivor`), so that nobody waits for a page to hear what went wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import Record
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.run import Run
-from hvdtrain.reports.ends import survivor, words
+from hvdtrain.reports import survivor
 
 AFTER_S = 2.0
 """A run that has lasted so long has something to tell: from the next record on a process waits for its end."""
@@ -72,7 +72,7 @@ class Survivor:
 def started(out: Path) -> subprocess.Popen[bytes]:
     """Start the process that writes the page of the run in ``out`` after this one's end. OSError."""
     root = str(ROOT.parent)
-    command = [sys.executable, "-I", "-S", survivor.__file__, os.path.abspath(out), str(os.getpid()), root]
+    command = [sys.executable, "-I", "-S", "-c", survivor.START, os.path.abspath(out), str(os.getpid()), root]
     # A session of its own: signals to the ranks' group do not reach it, and a launcher does not wait for it.
     return subprocess.Popen(command, env=survivor.environment(root), cwd="/", stdin=subprocess.PIPE, bufsize=0,
                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -102,7 +102,7 @@ def _failed(run: Run, beside: Survivor, error: BaseException) -> None:
     if not run.begun:
         return
     if "failed" not in run.records.latest:
-        words.append(run.out, words.failure(error, run.control.rank), again=True)
+        survivor.append(run.out, survivor.failure(error, run.control.rank), again=True)
     if launch_facts(os.environ).kind == "solo":
         write(run.out)
         beside.tell(survivor.QUIT)

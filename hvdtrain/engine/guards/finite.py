@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvdtrain.core.comparison import Origin, finite, has_nan, spoken
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.finite import Origin, finite, has_nan, spoken
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Control

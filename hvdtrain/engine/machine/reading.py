@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain import backends
-from hvdtrain.cluster.machine import imported, process
-from hvdtrain.cluster.machine.memory import peak_resident_bytes
+from hvdtrain.cluster.machine import process
+from hvdtrain.cluster.machine.memory import imported_bytes, peak_resident_bytes
 from hvdtrain.cluster.machine.nvml import Gpus
 from hvdtrain.core.units import KINDS
 from hvdtrain.engine.run import Run
@@ -24,7 +24,7 @@ class Reader:
         self._gpus = Gpus() if run.devices[run.control.rank].kind == "cuda" else None
 
     def reading(self, run: Run) -> dict[str, Any]:
-        """Return this rank's part of the record "system" (`hvdtrain.core.records.schema`)."""
+        """Return this rank's part of the record "system" (`hvdtrain.core.records`)."""
         gpus = self._backend.allocators()
         found = {**self._process.reading(), "memory": memory(run, self._backend, gpus)}
         told = self._gpus.readings() if self._gpus is not None else []
@@ -51,7 +51,7 @@ def memory(run: Run, backend: Any, gpus: list[dict[str, Any]]) -> dict[str, int 
         found["activations"] = sum(gpu["peak_bytes"] - gpu["allocated_bytes"] for gpu in gpus)
         held = sum(allocated)
     else:
-        held = status.get("VmRSS", 0) - imported.bytes_()
+        held = status.get("VmRSS", 0) - imported_bytes()
     known = sum(found[kind] or 0 for kind in ("parameters", "gradients", "state", "buckets"))
     found["workspace"] = max(0, held - known) if held > 0 else None
     return found
@@ -62,4 +62,4 @@ def peak_bytes(run: Run) -> int:
     if run.devices[run.control.rank].kind != "cpu":
         return int(backends.load(run.spec.framework).peak_so_far())
     peak = peak_resident_bytes()
-    return max(0, peak - imported.bytes_()) if peak and imported.bytes_() else 0
+    return max(0, peak - imported_bytes()) if peak and imported_bytes() else 0

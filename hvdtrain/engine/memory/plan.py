@@ -14,8 +14,7 @@ from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.survey import Scene
 from hvdtrain.planning import shards
 from hvdtrain.planning.memory import options
-from hvdtrain.planning.memory.forecast import MemoryFacts
-from hvdtrain.planning.memory.forecast import forecast
+from hvdtrain.planning.memory.forecast import MemoryFacts, forecast
 from hvdtrain.planning.memory.options import Option
 
 CLOSE = 0.8

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cluster.machine import imported
+from hvdtrain.cluster.machine import memory
 from hvdtrain.config.texts import WORDS, wanted
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import BlockCost
@@ -159,7 +159,7 @@ def reckoned(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
     if survey.roughly_fits(scene, facts):
         return None
     facts = replace(facts, measured=survey.measure(scene, facts.model, way))
-    return lambda n: imported.bytes_() + forecast(replace(facts, rank=replace(facts.rank, micro_batch=n))).total
+    return lambda n: memory.imported_bytes() + forecast(replace(facts, rank=replace(facts.rank, micro_batch=n))).total
 
 
 def _samples(scene: Scene, cap: int) -> tuple[int, int]:

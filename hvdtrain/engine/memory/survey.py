@@ -11,8 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from hvdtrain.cluster import heap
-from hvdtrain.cluster.machine import imported, memory
+from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import Batch, BlockCost, Control, DataParallel, DividesState
@@ -21,8 +20,17 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
-from hvdtrain.planning.memory.forecast import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding
-from hvdtrain.planning.memory.forecast import MemoryLine, MemoryTrace, first_copies, line
+from hvdtrain.planning.memory.forecast import (
+    MeasuredMemory,
+    MemoryFacts,
+    MemoryLine,
+    MemoryTrace,
+    Model,
+    RankMemory,
+    Sharding,
+    first_copies,
+    line,
+)
 
 PARTS = (8, 4)
 """A micro-batch is measured by an eighth and by a quarter of its samples."""
@@ -105,13 +113,13 @@ def free_bytes(scene: Scene) -> int | None:
     if scene.device.kind != "cpu":
         return int(memory.DEVICE_PART * scene.device.memory_bytes) or None
     room = memory.host_room_bytes(scene.local)
-    return None if room is None else max(0, memory.resident_bytes() - imported.bytes_()) + room
+    return None if room is None else max(0, memory.resident_bytes() - memory.imported_bytes()) + room
 
 
 def room_bytes(scene: Scene) -> int | None:
     """Return what this rank may take beyond what it holds now; None where that is unknown."""
     free = free_bytes(scene)
-    base = imported.bytes_() if scene.device.kind == "cpu" else 0
+    base = memory.imported_bytes() if scene.device.kind == "cpu" else 0
     return None if free is None else max(0, free + base - _now(scene))
 
 
@@ -237,7 +245,7 @@ def _held(scene: Scene, model: Model, way: Sharding) -> int:
     """Bytes of tensors that this process holds now and that are counted by kind, and those of its imports."""
     own = way.stage < 2 and (way.wire != "shared" or way.compression != "none")
     lasting = sum(b.nbytes for b in way.buckets) if own else 0  # shared memory that nobody has written takes none
-    base = imported.bytes_() if scene.device.kind == "cpu" else 0
+    base = memory.imported_bytes() if scene.device.kind == "cpu" else 0
     model_bytes = sum(model.param_bytes) + model.other_bytes + _average_now(scene, model)
     return base + model_bytes + scene.backend.state_now(scene.parts) + lasting
 
@@ -250,7 +258,7 @@ def _average_now(scene: Scene, model: Model) -> int:
 def _now(scene: Scene) -> int:
     if scene.device.kind != "cpu":
         return int(scene.backend.peak_bytes(lambda: None))
-    heap.give_back()
+    memory.give_back()
     return memory.resident_bytes()
 
 

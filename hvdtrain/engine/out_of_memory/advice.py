@@ -12,8 +12,8 @@ from hvdtrain import backends
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import ALONE, REPEAT, Shortage, among
 from hvdtrain.core.units import format_bytes
-from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory import plan as plans
+from hvdtrain.engine.memory import survey
 
 if TYPE_CHECKING:
     from hvdtrain.engine.memory.survey import Scene

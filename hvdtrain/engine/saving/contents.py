@@ -10,9 +10,19 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, WithCallbacks, part, state_key_of
-from hvdtrain.checkpoint.holders import Holders, holders_of
-from hvdtrain.checkpoint.values import encode
+from hvdtrain.checkpoint.adapters import (
+    Holders,
+    PartitionedModel,
+    RankState,
+    Replicated,
+    SplitReplicated,
+    WithCallbacks,
+    ZeroState,
+    holders_of,
+    part,
+    state_key_of,
+)
+from hvdtrain.checkpoint.manifest import encode_state
 from hvdtrain.config import run_length
 from hvdtrain.core import __version__
 from hvdtrain.core.protocols.run import Given, Stateful
@@ -31,22 +41,22 @@ def given_by(run: Run, holders: Holders | None) -> tuple[Given, Given]:
     control, state = run.control, run.parts.state
     shared, own = parts_of(run, holders)
     if run.config.checkpoint.layout == "sharded" and run.dp.copies_equal:
-        cut: Given = Cut(partial(part, rank=control.rank, size=control.size), state.state)
+        cut: Given = SplitReplicated(partial(part, rank=control.rank, size=control.size), state.state)
         if holders is not None:
-            cut = Held(control.rank, holders, state, among=True)
-        return _beside(run, Divided(cut, state) if run.dp.divides_state else cut), own
+            cut = PartitionedModel(control.rank, holders, state, among=True)
+        return _beside(run, ZeroState(cut, state) if run.dp.divides_state else cut), own
     return shared, own
 
 
 def parts_of(run: Run, holders: Holders | None) -> tuple[Stateful, Stateful]:
     """Return the state of the model and its optimizer, and this rank's own."""
     state, rank = run.parts.state, run.control.rank
-    own = Own(rank, run.rank_state, run.load_rank)
+    own = RankState(rank, run.rank_state, run.load_rank)
     if holders is not None:
-        held = Held(rank, holders, state, among=False)
-        return _beside(run, Divided(held, state, holders.mine) if run.dp.divides_state else held), own
+        held = PartitionedModel(rank, holders, state, among=False)
+        return _beside(run, ZeroState(held, state, holders.mine) if run.dp.divides_state else held), own
     whole = Replicated(rank, state.state, state.load)
-    return _beside(run, Divided(whole, state) if run.dp.divides_state else whole), own
+    return _beside(run, ZeroState(whole, state) if run.dp.divides_state else whole), own
 
 
 def _beside(run: Run, shared: Any) -> Any:
@@ -77,7 +87,7 @@ def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
 
 def callback_states(run: Run) -> list[list[Any]]:
     """Return (`state_key`, state as JSON) of each callback. `CheckpointError` for a state of another type."""
-    return [[name, encode(c.state_dict(), f"callback {name}: state_dict()")]
+    return [[name, encode_state(c.state_dict(), f"callback {name}: state_dict()")]
             for c in run.callbacks for name in [state_key_of(c)]]
 
 

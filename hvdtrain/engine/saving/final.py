@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.checkpoint import weights
-from hvdtrain.checkpoint.adapters import Held
-from hvdtrain.checkpoint.copies import view
+from hvdtrain.checkpoint.adapters import PartitionedModel
 from hvdtrain.checkpoint.run_directory import RunDirectory, kind_of
-from hvdtrain.checkpoint.stream import Stream, head, in_order
+from hvdtrain.checkpoint.savers import view
+from hvdtrain.checkpoint.stream import StreamedContent, head, in_order
 from hvdtrain.checkpoint.tensors import Spec, layout
 from hvdtrain.checkpoint.transfer import arriving
 from hvdtrain.checkpoint.weights import check_finite, check_shards
@@ -123,7 +123,7 @@ def _write(run: Run, directory: Path, guarded: Callable[[], AbstractContextManag
     names = {place: name for name, place in places.items()}
     own = in_order(replace(one, name=names[one.name]) for one in own)
     heads_P = [[Head(*row) for row in rows] for rows in control.gather([tuple(head(one)) for one in own])]
-    content = Stream(heads_P, arriving(control, heads_P, own), {})
+    content = StreamedContent(heads_P, arriving(control, heads_P, own), {})
 
     def put() -> None:
         try:
@@ -148,7 +148,7 @@ def _weights(run: Run) -> list[Shard]:
     """This rank's part of the model, as views."""
     holders = held_by(run)
     assert holders is not None
-    held = Held(run.control.rank, holders, run.parts.state, among=False)
+    held = PartitionedModel(run.control.rank, holders, run.parts.state, among=False)
     shards = in_order(one for one in held.shards(view) if one.group == "model")
     check_shards(shards, trained(run.parts))
     return shards

@@ -16,15 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import files, stream, together
-from hvdtrain.checkpoint.copies import Copies, NoRoom, view
-from hvdtrain.checkpoint.passage import give, hear, take, tell
+from hvdtrain.checkpoint import files, sharded, stream
 from hvdtrain.checkpoint.run_directory import RunDirectory, keep_config
-from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
+from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver, NoRoom, view
+from hvdtrain.checkpoint.sharded import Note
 from hvdtrain.checkpoint.store import CheckpointStore
-from hvdtrain.checkpoint.stream import Stream, head, held, in_order, n_bytes
-from hvdtrain.checkpoint.together import Note
-from hvdtrain.checkpoint.transfer import arriving
+from hvdtrain.checkpoint.stream import StreamedContent, head, in_order, local_pieces, n_bytes
+from hvdtrain.checkpoint.transfer import arriving, receive_note, receive_shards, send_note, send_shards
 from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError, WaitTimeout
@@ -35,7 +33,6 @@ from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.guards.finite import trained
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.contents import given_by, held_by, meta_of
-
 
 LONGEST_SLEEP_S = 2e-3
 """How long a thread sleeps at most between two looks for a message: nobody waits for it."""
@@ -55,7 +52,7 @@ class Saving:
         self.cost_s: float | None = None
         self._run, self._step, self._said = run, -1, False
         self._store = CheckpointStore(RunDirectory(run.out).checkpoints, run.config.checkpoint.keep)
-        self._copies = Copies(run.control.local_size)
+        self._copies = HostCopies(run.control.local_size)
         self._background: Saver = saver or BackgroundSaver()
         self._inline = InlineSaver()
         self._channel: Channel | None = None
@@ -119,7 +116,7 @@ class Saving:
         rows = control.gather((error, [tuple(head(shard)) for shard in ([] if error else shards)]))
         heads_P = [[Head(*row) for row in heads] for _, heads in rows]
         pieces_P = arriving(control, heads_P, shards)
-        content: Stream | None = None
+        content: StreamedContent | None = None
         work: Callable[[], None]
         try:
             _fail([text for text, _ in rows if text])
@@ -127,7 +124,7 @@ class Saving:
                 pieces_P[1:] = [iter(list(pieces)) for pieces in pieces_P[1:]]  # so that the run need not wait longer
             else:
                 saver = self._inline
-            content = Stream(heads_P, pieces_P, meta)
+            content = StreamedContent(heads_P, pieces_P, meta)
         except UserError as problem:  # every rank's; rank 0 tells it
             work = partial(_fail, [str(problem)] if control.rank == 0 else [])
         else:
@@ -149,16 +146,16 @@ class Saving:
         error = error or self._unfit(shards)
         note = {"step": step, "error": error, "blocked_s": self.spent.last_blocked_s,
                 "cpu_s": self.spent.last_cpu_s}
-        give(self._channel, note, [] if error else shards)
+        send_shards(self._channel, note, [] if error else shards)
 
     def _gather(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
         """Write rank 0's shards and the other ranks', as they come; rank 0's part."""
         error = error or self._unfit(shards)
         errors, costs_s = [error] if error else [], [0.0]
-        heads_P, pieces_P = [[head(shard) for shard in shards]], [held(shards)]
+        heads_P, pieces_P = [[head(shard) for shard in shards]], [local_pieces(shards)]
         for source in range(1, self._run.control.size):
             assert self._channel is not None
-            note, heads, pieces = take(self._channel, source)
+            note, heads, pieces = receive_shards(self._channel, source)
             if note["step"] != step:
                 raise RuntimeError(f"rank {source} sent its state of step {note['step']} in the save of step {step}")
             errors += [note["error"]] if note["error"] else []
@@ -168,7 +165,7 @@ class Saving:
         self._others_s = max(costs_s)
         try:
             _fail(errors)
-            content = Stream(heads_P, pieces_P, meta)
+            content = StreamedContent(heads_P, pieces_P, meta)
         except UserError:
             for pieces in pieces_P[1:]:  # all of them, also after an error: the next save begins anew
                 deque(pieces, 0)
@@ -194,28 +191,28 @@ class Saving:
         rank, others = control.rank, range(1, control.size)
         order: Note = {}
         if rank == 0:
-            order = together.order(self._store, step, together.needed(shards, control.size), say)
+            order = sharded.order(self._store, step, sharded.needed(shards, control.size), say)
         if channel is None:
             order = control.bcast(order)
         elif rank == 0:
             for other in others:
-                tell(channel, order, other)
+                send_note(channel, order, other)
         else:
-            order = hear(channel, 0)
-        note = together.answer(order, rank, shards, error, self._trainable)
+            order = receive_note(channel, 0)
+        note = sharded.answer(order, rank, shards, error, self._trainable)
         note["cost_s"] = self.spent.last_blocked_s + self.spent.last_cpu_s
         if channel is None:
             notes = control.gather(note)
         elif rank == 0:
-            notes = [note, *(hear(channel, other) for other in others)]
+            notes = [note, *(receive_note(channel, other) for other in others)]
         else:
-            tell(channel, note, 0)
+            send_note(channel, note, 0)
         if rank == 0:
             self._others_s = max(one["cost_s"] for one in notes[1:] or [{"cost_s": 0.0}])
-            together.publish(self._store, order, notes, meta, say)
+            sharded.publish(self._store, order, notes, meta, say)
             self._keep_config()
 
-    def _write(self, content: Stream) -> None:
+    def _write(self, content: StreamedContent) -> None:
         try:
             self._store.save(content, int(content.meta["cursor"]["step"]), log=say)
         except Exception:

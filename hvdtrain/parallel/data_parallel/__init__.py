@@ -15,10 +15,10 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Compressor, Control, DataParallel, Ops, ParamSpec
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.core.slots import completed, load_slot
+from hvdtrain.core.resolve import completed, load_slot
 from hvdtrain.parallel.data_parallel.alone import Alone
 from hvdtrain.parallel.parts import ModelParts
 

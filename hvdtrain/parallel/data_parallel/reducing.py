@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-import math
 import numpy as np
 
 from hvdtrain.comm.reducer.reducer import Reducer

@@ -11,14 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvdtrain.comm.compressors import create
-from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.comm.reducer.squares import sum_squares
+from hvdtrain.comm.reducer.reducer import Reducer, sum_squares
 from hvdtrain.core.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer, ParamSpec
 from hvdtrain.parallel.data_parallel import DataParallelSetup
 from hvdtrain.parallel.data_parallel.alone import Alone
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
-from hvdtrain.parallel.data_parallel.reducing import Reducing
-from hvdtrain.parallel.data_parallel.reducing import Whole
+from hvdtrain.parallel.data_parallel.reducing import Reducing, Whole
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import Bucket

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hvdtrain.config import Config
+from hvdtrain.core.comparison import Origin
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.finite import Origin
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import Batch, Cargo, Control, Done, Evaluator, GradientSink, Pair, PipelineStage
 from hvdtrain.core.protocols.types import Lost, first_line
 from hvdtrain.core.timeline import idle, span
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
-from hvdtrain.parallel.pipeline.origin import Looking, Places
 from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MEASURED, MessageLabel, Post
-from hvdtrain.parallel.recovery.recovery import Recovery, largest
-from hvdtrain.parallel.recovery.recovery import Recovering
+from hvdtrain.parallel.pipeline.origin import Looking, Places
+from hvdtrain.parallel.recovery.recovery import Recovering, Recovery, largest
 from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, Action, Order, order_of
 
 if TYPE_CHECKING:

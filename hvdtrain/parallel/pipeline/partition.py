@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from hvdtrain.cluster.control import agreed
-from hvdtrain.config import Config
-from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
+from hvdtrain.config import Config, cut_over_ranks, micro_batches
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Control
@@ -24,8 +23,7 @@ from hvdtrain.parallel.pipeline.plan import CopyPlan, DevicePlan, Planned, span,
 from hvdtrain.planning.batch.sampler import cut
 from hvdtrain.planning.batch.sampler import micro_batches as bounds_of
 from hvdtrain.planning.linear import Link
-from hvdtrain.planning.pipeline.blocks import (
-    Block, DeviceProfile, Needs, evened, micro_samples, slowest, split_micros)
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, evened, micro_samples, slowest, split_micros
 from hvdtrain.planning.pipeline.search import Partition, Task, fullness, search, spread
 
 MORE_STAGES = 8

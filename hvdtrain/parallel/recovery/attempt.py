@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hvdtrain.cluster import heap
 from hvdtrain.cluster.machine import memory
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.types import first_line
@@ -82,7 +81,7 @@ def clean_up(free: Callable[[], None]) -> None:
     """Give memory back that nothing needs. The error that told of its lack must be forgotten by now."""
     gc.collect()
     free()
-    heap.give_back()
+    memory.give_back()
 
 
 EVERY_S, RARELY = 0.25, 400

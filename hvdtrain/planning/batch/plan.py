@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.planning.linear import Line, fit
 from hvdtrain.planning.batch.minmax import OwnParts, fewest_common_parts, solve
 from hvdtrain.planning.batch.sampler import cut
+from hvdtrain.planning.linear import Line, fit
 
 WORTH = 0.05
 """A host is advised to be left out where a step gets shorter by more than this part of it."""

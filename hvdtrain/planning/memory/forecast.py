@@ -150,7 +150,7 @@ class Model:
 class MeasuredMemory:
     """What a few samples have told of this rank.
 
-    ``line``: bytes of a pass (`hvdtrain.planning.memory.facts`); None: nothing was measured. ``with_gradients``:
+    ``line``: bytes of a pass (`hvdtrain.planning.memory.forecast`); None: nothing was measured. ``with_gradients``:
     they were counted in it. ``scratch``: bytes beyond the line for each sample, and at least: kernels' own memory.
     ``held_bytes``: what the process holds beside counted tensors: framework, program, data. ``blocks``: what
     recomputing each block saves and costs with ``block_samples``; none of them was recomputed in the line. ``spared``:

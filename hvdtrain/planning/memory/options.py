@@ -14,9 +14,8 @@ from hvdtrain.core.protocols import BlockCost
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.units import Footprint, format_bytes
 from hvdtrain.planning.memory import fit
-from hvdtrain.planning.memory.forecast import MemoryFacts
-from hvdtrain.planning.memory.forecast import MARGIN, forecast
 from hvdtrain.planning.memory.fit import RematChoice
+from hvdtrain.planning.memory.forecast import MARGIN, MemoryFacts, forecast
 
 LEAST_PART = 0.01
 """Part of what a rank holds that an option has to save to be worth a line."""

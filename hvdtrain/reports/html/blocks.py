@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hvdtrain.reports.html.figures.curve import Chart
-from hvdtrain.reports.html.figures.matrix import Matrix
-from hvdtrain.reports.html.figures.stack import Areas, Bar
-from hvdtrain.reports.html.figures.timeline import Lane, Span
+from hvdtrain.reports.html.curves import Chart
+from hvdtrain.reports.html.shapes import Areas, Bar, Lane, Matrix, Span
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.reports.html import ending, headline, story
+from hvdtrain.reports.html import headline, story
 from hvdtrain.reports.html.blocks import Bars, Charts, Section, Table
-from hvdtrain.reports.html.ending import Ending
+from hvdtrain.reports.html.curves import Chart, Line, chart
 from hvdtrain.reports.html.facts import Facts, flat, words_of
-from hvdtrain.reports.html.figures.curve import Chart, Line, chart
-from hvdtrain.reports.html.figures.stack import bar
+from hvdtrain.reports.html.headline import Ending
 from hvdtrain.reports.html.sections.learning import evaluations, standing
 from hvdtrain.reports.html.sections.seconds import DRAWN, MEANING
+from hvdtrain.reports.html.shapes import bar
 from hvdtrain.reports.html.story import Chapter
 from hvdtrain.reports.html.words import count, duration, listed, percent, short
 
@@ -45,7 +45,7 @@ def compare(runs: Sequence[Facts]) -> Compared:
     """Put ``runs`` side by side; beyond `MOST` the rest is left out, which the headline says."""
     shown = list(runs[:MOST])
     names = _names(shown)
-    sides = [Side(name, f"k{i % 8}", ending.of(one), headline.of(one), story.tell(one))
+    sides = [Side(name, f"k{i % 8}", headline.verdict(one), headline.title_parts(one), story.tell(one))
              for i, (name, one) in enumerate(zip(names, shown))]
     found = [_numbers(shown, names), _curves(shown, names), _seconds(shown, names), _settings(shown, names)]
     left = f"; {count(len(runs) - MOST, 'run')} more are left out" if len(runs) > MOST else ""

@@ -21,9 +21,7 @@ from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core.errors import UserError
 from hvdtrain.reports import launch_history as history
-from hvdtrain.reports.html.attempts import Attempt, find
-from hvdtrain.reports.html.reading import Log, read
-from hvdtrain.reports.html.spent import Spent, add_up
+from hvdtrain.reports.html.log import Attempt, Log, Spent, add_up, find, read
 from hvdtrain.reports.html.words import cut, number, whole
 
 FRESH_S = 60.0

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdtrain.core.timeline.profiler import KERNEL
+from hvdtrain.core.timeline.spans import KERNEL
 from hvdtrain.reports.trace.chrome import RankTrace
 
 BLOCKED = "wait"

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.interchange import layers
-from hvdtrain.backends.interchange.layers import Layer, Model, Weight
-from hvdtrain.backends.interchange.layers import KINDS, Ends
+from hvdtrain.backends.interchange.layers import KINDS, Ends, Layer, Model, Weight
 from hvdtrain.backends.interchange.pairing import UNSUPPORTED, carry, carry_moments, hints, pair
 from hvdtrain.core.errors import UserError
 

@@ -7,13 +7,12 @@ import sys
 
 import pytest
 
-from benchmarks import peers, pipeline, race, stages, throttle, worker
+from benchmarks import estimates, peers, pipeline, race, stages, throttle, worker
+from benchmarks.estimates import StepWork
 from benchmarks.peers import Prepared, contender, pipelining
 from benchmarks.workloads import WORKLOADS
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from benchmarks import estimates
-from benchmarks.estimates import StepWork
 
 STAND_IN = """
 import json, sys

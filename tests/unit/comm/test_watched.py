@@ -19,7 +19,7 @@ from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.timeline import Timeline, active
-from hvdtrain.core.timeline.profiler import Taken
+from hvdtrain.core.timeline.spans import Taken
 
 
 class Handle:

@@ -6,9 +6,21 @@ import pytest
 from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain.config import (
-    Config, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace, schema)
+    Config,
+    Data,
+    DataParallel,
+    EarlyStop,
+    Exchange,
+    Named,
+    Pipeline,
+    Rebalance,
+    Schedule,
+    Setup,
+    Trace,
+    notes,
+    schema,
+)
 from hvdtrain.config.sections import COMPILED, FILE_OPTIMIZER
-from hvdtrain.config.unused import Setup, notes
 
 TOPK = {"topk_ratio": 0.1, "topk_momentum": 0.5, "topk_warmup_steps": 3}
 IDLE = [

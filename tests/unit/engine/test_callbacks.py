@@ -18,8 +18,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
 from hvdtrain.core.protocols.run import Outcome
 from hvdtrain.core.protocols.types import Cursor
-from hvdtrain.core.timeline import active, blocked
-from hvdtrain.core.timeline.clock import StepTotals
+from hvdtrain.core.timeline import StepTotals, active, blocked
 from hvdtrain.engine.callbacks import checkpoint as checkpoint_module
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.checkpoint import Checkpoint
@@ -83,7 +82,7 @@ def test_a_callback_of_the_user_is_stored_by_the_name_of_its_class():
 
 def test_every_so_many_seconds(run, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("hvdtrain.core.turns.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.core.records.stream.time.monotonic", lambda: clock[0])
 
     class Seer(Callback):
         every, count = "2.5 s", 0

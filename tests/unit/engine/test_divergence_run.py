@@ -10,8 +10,8 @@ import test_extensions
 from small_runs import CUTS, FRAMEWORKS, SLOW_TENSORFLOW, Recut, config, fitted, lockstep, make_model, replans, samples
 
 from hvdtrain import backends
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import Exchange, Named
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError

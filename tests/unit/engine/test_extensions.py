@@ -15,10 +15,10 @@ from hvdtrain.comm import compressors
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.comm.measure.sweep import measure
 from hvdtrain.commands import train
-from hvdtrain.config import Config, Data, EarlyStop, Schedule, run_length, schema
+from hvdtrain.config import Config, Data, EarlyStop, Schedule, Setup, notes, run_length, schema
 from hvdtrain.config.sections import Unused, key
-from hvdtrain.config.unused import Setup, notes
-from hvdtrain.core import ROOT, slots
+from hvdtrain.core import ROOT
+from hvdtrain.core import resolve as slots
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec

@@ -14,8 +14,8 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.balance.emulate import Slowed
 from hvdtrain.engine.callbacks.stages import Seen, Spent, Stages
 from hvdtrain.parallel.pipeline.messages import measure_links
-from hvdtrain.planning.linear import Link
 from hvdtrain.parallel.pipeline.partition import planned
+from hvdtrain.planning.linear import Link
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 

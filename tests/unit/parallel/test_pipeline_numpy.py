@@ -60,7 +60,7 @@ def test_rank_that_read_no_pipeline_is_named_before_the_model_is_made() -> None:
 
 
 def test_ranks_that_cannot_send_messages_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdtrain.config.pipeline import check_launcher
+    from hvdtrain.config import check_launcher
 
     settings = config(global_batch=24, pipeline=Pipeline(2))
     with pytest.raises(UserError, match="under horovodrun --gloo.*Start it with mpirun"):

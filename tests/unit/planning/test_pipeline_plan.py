@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hvdtrain.config import Config, Pipeline
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.units import MIB
 from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.units import MIB
 from hvdtrain.parallel.pipeline.partition import measured_samples, planned
 from hvdtrain.parallel.pipeline.plan import rows, text
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, evened

@@ -17,7 +17,7 @@ from small_runs import FRAMEWORKS, config, make_model, samples
 from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.terminal import say
-from hvdtrain.core.timeline.clock import StepTotals
+from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine import summary
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.throughput import Throughput
@@ -253,7 +253,7 @@ def test_steps_of_the_whole_run(tmp_path, steps, config, total):
 def test_lines(tmp_path, capsys, monkeypatch, steps):
     clock = [0.0]
     monkeypatch.setattr("hvdtrain.reports.progress.report.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("hvdtrain.core.turns.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.core.records.stream.time.monotonic", lambda: clock[0])
     run = make_run(tmp_path, steps=steps, epochs=2)
     run.state.samples_per_s = 1234.5
     for _ in walk(run, reporting(run, progress.Lines(seconds=3.0))):

@@ -15,8 +15,8 @@ from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.ends import page
-from hvdtrain.reports.ends import survivor, words
-from hvdtrain.reports.ends.writer import Writer
+from hvdtrain.reports import survivor
+from hvdtrain.reports.survivor import Writer
 from hvdtrain.trainer import Trainer
 
 
@@ -73,23 +73,23 @@ def test_a_run_that_fails_says_why_in_its_log(tmp_path):
 
 
 def test_the_rank_that_an_error_accuses_is_named():
-    assert words.failure(UserError("rank 3 on host b: no file"), 0)["rank"] == 3
-    assert words.failure(MemoryError(), 2) == {"error": "MemoryError", "rank": 2}
+    assert survivor.failure(UserError("rank 3 on host b: no file"), 0)["rank"] == 3
+    assert survivor.failure(MemoryError(), 2) == {"error": "MemoryError", "rank": 2}
 
 
 def test_a_log_that_breaks_off_gets_its_end_once(tmp_path):
     lines = ['{"event": "start", "time": 1.0, "step": 0}', '{"event": "step", "time": 2.0, "step": 7}', '{"event": "st']
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
-    values = {"error": words.SILENT, "rank": 0}
-    assert words.append(tmp_path, values) and not words.append(tmp_path, values)
+    values = {"error": survivor.SILENT, "rank": 0}
+    assert survivor.append(tmp_path, values) and not survivor.append(tmp_path, values)
     row = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
-    assert (row["event"], row["step"], row["error"]) == ("failed", 7, words.SILENT)
+    assert (row["event"], row["step"], row["error"]) == ("failed", 7, survivor.SILENT)
 
 
 def test_a_log_that_has_its_end_is_left_alone(tmp_path):
     text = '{"event": "start", "time": 1.0, "step": 0}\n{"event": "end", "time": 2.0, "step": 7}\n'
     (tmp_path / "log.jsonl").write_text(text)
-    assert not words.append(tmp_path, {"error": "x", "rank": 0})
+    assert not survivor.append(tmp_path, {"error": "x", "rank": 0})
     assert (tmp_path / "log.jsonl").read_text() == text
 
 
@@ -169,8 +169,8 @@ def test_a_killed_run_gets_its_page_from_the_process_that_outlives_it(tmp_path):
     while not (out / "report.html").exists() and time.monotonic() < until:
         time.sleep(0.1)
     (failed,) = log(out, "failed")
-    assert failed["error"] == words.SILENT and failed["step"] >= 15
-    assert words.SILENT in (out / "report.html").read_text().replace("&#39;", "'")
+    assert failed["error"] == survivor.SILENT and failed["step"] >= 15
+    assert survivor.SILENT in (out / "report.html").read_text().replace("&#39;", "'")
 
 
 def test_the_process_beside_goes_when_it_is_told_to(tmp_path):

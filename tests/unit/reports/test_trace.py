@@ -15,10 +15,10 @@ from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config.sections import Trace as Settings
 from hvdtrain.config.texts import window_of
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.timeline.profiler import Span, Taken, longest
-from hvdtrain.reports.trace import chrome, gather
-from hvdtrain.reports.trace.align import SAME, Alignment, Measured
-from hvdtrain.reports.trace.chrome import rows
+from hvdtrain.core.timeline.spans import Span, Taken, longest
+from hvdtrain.reports.trace import chrome
+from hvdtrain.reports.trace import chrome as gather
+from hvdtrain.reports.trace.chrome import SAME, Alignment, Measured, rows
 
 
 @pytest.mark.parametrize("text", ["20", "30:20", "20:20", "a:b", "-1:5", "20:30:2", " 2:3"])

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.core.timeline.profiler import Span
-from hvdtrain.reports.trace.align import SAME, Alignment, Measured
-from hvdtrain.reports.trace.chrome import RankTrace
+from hvdtrain.core.timeline.spans import Span
+from hvdtrain.reports.trace.chrome import SAME, Alignment, Measured, RankTrace
 from hvdtrain.reports.trace.summary import common_s, course_of, critical, overlaps, union
 
 

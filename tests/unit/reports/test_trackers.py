@@ -22,7 +22,8 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Record
 from hvdtrain.core.records.numbers import numbers, settings
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.reports import beside, trackers
+from hvdtrain.reports import trackers
+from hvdtrain.reports import trackers as beside
 from hvdtrain.reports.trackers.csv import Csv
 from hvdtrain.reports.trackers.prometheus import HOST, Prometheus
 

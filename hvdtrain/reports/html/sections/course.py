@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.reports.html.attempts import Attempt
 from hvdtrain.reports.html.blocks import Lanes, Section
 from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.timeline import Lane, Span, TimeAxis, near_joined
+from hvdtrain.reports.html.log import Attempt
+from hvdtrain.reports.html.shapes import Lane, Span, TimeAxis, near_joined
 from hvdtrain.reports.html.words import count, cut, duration, listed, metric, number, size
 
 LEGEND = (("starting", "starting"), ("training", "training"), ("ending", "ending"), ("failed", "ended badly"),

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from hvdtrain.reports.html.blocks import Charts, Section
+from hvdtrain.reports.html.curves import Chart, Line, along, chart, steps_in_short
 from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.curve import Chart, Line, chart
-from hvdtrain.reports.html.figures.scale import along, steps_in_short
 from hvdtrain.reports.html.words import metric, number, short
 
 MOST_FAINT = 12

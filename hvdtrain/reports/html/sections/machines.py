@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.reports.html.blocks import Charts, Section, Table
+from hvdtrain.reports.html.curves import Axis, Chart, Line, along, chart, clock_words
 from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.curve import Chart, Line, chart
-from hvdtrain.reports.html.figures.scale import Axis, along, clock_words
 from hvdtrain.reports.html.sections.course import axis_of
 from hvdtrain.reports.html.words import cut, number, percent, short, size
 

@@ -7,7 +7,7 @@ from typing import Any
 from hvdtrain.core.units import KINDS
 from hvdtrain.reports.html.blocks import Bars, Section, Table
 from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.stack import Bar, bar
+from hvdtrain.reports.html.shapes import Bar, bar
 from hvdtrain.reports.html.words import number, percent, size
 
 MOST = 16

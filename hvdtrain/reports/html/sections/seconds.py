@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from hvdtrain.core.timeline.clock import CAUSES
+from hvdtrain.core.timeline import CAUSES
 from hvdtrain.reports.html.blocks import Bars, Section, Stacked
 from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.stack import Areas, Bar, areas, bar, gather
+from hvdtrain.reports.html.log import UNRECORDED, USEFUL
 from hvdtrain.reports.html.sections.course import axis_of
-from hvdtrain.reports.html.spent import UNRECORDED, USEFUL
+from hvdtrain.reports.html.shapes import Areas, Bar, areas, bar, gather
 from hvdtrain.reports.html.words import duration, percent
 
 MOST = 24

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.reports.html.blocks import Bars, Section, Stacked, Table
+from hvdtrain.reports.html.curves import along, steps_in_short
 from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.scale import along, steps_in_short
-from hvdtrain.reports.html.figures.stack import Areas, areas, bar
+from hvdtrain.reports.html.shapes import Areas, areas, bar
 from hvdtrain.reports.html.words import count, duration, number, percent, short, times
 
 MOST = 24

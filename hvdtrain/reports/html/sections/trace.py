@@ -8,8 +8,8 @@ from typing import Any
 
 from hvdtrain.reports.html.blocks import Bars, Lines, Section
 from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.stack import Bar, Segment, bar
-from hvdtrain.reports.html.reading import Event
+from hvdtrain.reports.html.log import Event
+from hvdtrain.reports.html.shapes import Bar, Segment, bar
 from hvdtrain.reports.html.words import count, duration, number, percent, size
 
 MOST = 24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdtrain.reports.html.blocks import Section, Shades
 from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.matrix import matrix
+from hvdtrain.reports.html.shapes import matrix
 from hvdtrain.reports.html.words import duration, percent
 
 

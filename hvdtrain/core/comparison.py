@@ -1,19 +1,16 @@
-"""Whether two trainings follow the same curve: how far their weights are apart, and how far rounding may take them.
+"""Compare the weights of trainings: largest difference and its tolerance, equal bits, entries that are not finite.
 
-Owns the measure and its tolerance, which `python -m hvdtrain verify` and the tests share. numpy only.
-
-Float32 sums depend on their order, and training magnifies what that leaves: by momentum, by large steps, and where a
-gradient is nearly zero without being exactly so (a bias that cancels over the batch). No fixed number tells such growth
-from a fault. But one process whose batch is cut otherwise adds in another order, too, with nothing of several ranks in
-it: what that changes is rounding, and a small multiple of it is what ranks may differ by.
+Owns the measure that `python -m hvdtrain verify` and the tests share. numpy only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import re
 
 from hvdtrain.core.errors import UserError
 
@@ -70,3 +67,33 @@ def largest_difference(a: Weights, b: Weights) -> tuple[float, str]:
 def same_bits(a: Weights, b: Weights) -> bool:
     """Whether all tensors are equal to the bit."""
     return set(a) == set(b) and all(a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes() for n in a)
+
+
+class Origin(NamedTuple):
+    """``when``: its turn among the forwards and backwards of a micro-batch in the copy's chunks; ``what``: in words."""
+
+    when: int
+    what: str
+
+
+def finite(name: str, array: np.ndarray) -> bool:
+    """Return whether no entry is NaN or infinite; bfloat16 travels as its bits, under a name that says so."""
+    if name.endswith("#bfloat16"):
+        return not bool((array & 0x7F80 == 0x7F80).any())  # an exponent of ones
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def has_nan(name: str, array: np.ndarray) -> bool:
+    """Return whether an entry is NaN; bfloat16 as in `finite`."""
+    if name.endswith("#bfloat16"):
+        return bool((array & 0x7FFF > 0x7F80).any())
+    return array.dtype.kind == "f" and bool(np.isnan(array).any())
+
+
+def spoken(name: str) -> str:
+    """Return a parameter's own name, without the place and the type that a checkpoint adds to it.
+
+    >>> spoken("00002/dense/kernel"), spoken("blocks.0.weight#bfloat16")
+    ('dense/kernel', 'blocks.0.weight')
+    """
+    return re.sub(r"^\d{5}/", "", name).removesuffix("#bfloat16")

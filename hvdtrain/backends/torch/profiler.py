@@ -1,6 +1,6 @@
 """torch.profiler's events as spans of a trace, and the operations of a sample by PyTorch's own counter.
 
-Peaks of devices are `hvdtrain.engine.machine.flops`'.
+Peaks of devices are `hvdtrain.engine.machine`'.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
-from hvdtrain.cluster import heap
 from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError

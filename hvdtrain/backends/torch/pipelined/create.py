@@ -29,9 +29,8 @@ from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.task import TorchEvaluator
 from hvdtrain.backends.torch.transforms.placement import Placement, least_samples
 from hvdtrain.backends.torch.transforms.remat import Remat
-from hvdtrain.cluster import heap
-from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.in_turn import in_turn
+from hvdtrain.cluster.control import agreed, in_turn
+from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core import rng

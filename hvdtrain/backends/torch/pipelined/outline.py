@@ -17,7 +17,7 @@ from hvdtrain.backends.torch.modules import like, tensors_of
 from hvdtrain.backends.torch.pipelined import measuring
 from hvdtrain.backends.torch.pipelined.measuring import ByBlock
 from hvdtrain.backends.torch.pipelined.tape import META, MOST_VALUES_BYTES, Inexact, Tape
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine import memory
 from hvdtrain.core.errors import UserError
 
 
@@ -71,7 +71,7 @@ def source_of(model: torch.nn.Module) -> Tape | ByBlock | None:
 def free() -> None:
     """Give the memory of what nobody holds any more back to the host."""
     gc.collect()
-    heap.give_back()
+    memory.give_back()
 
 
 MADE_UP_STD = 0.02

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import placement
 from hvdtrain.cluster.devices import VISIBLE, DeviceFacts, cpu_facts
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
@@ -190,12 +189,12 @@ class Generators:
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the state of each by name."""
-        return {**random_arrays(), **placement.further_random(self._devices)}
+        return {**random_arrays(), **further_random(self._devices)}
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         """Undo `state`, for the devices that are here again."""
         load_random(arrays)
-        placement.load_further_random(arrays, self._devices)
+        load_further_random(arrays, self._devices)
 
     def mark(self) -> Callable[[], None]:
         """Note all states; the function returned restores them. Cheaper than `state`, for every step."""

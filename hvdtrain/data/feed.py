@@ -58,8 +58,7 @@ class Feed:
         self.control, self.weight_fn, self.even_micros = control, weight_fn, even_micros
         shares = [1.0] * size if shares is None else [float(share) for share in shares]
         if len(shares) != size:
-            raise UserError(f"{count(len(shares), 'share')} for {count(size, 'rank')}",
-                            "one share per rank",
+            raise UserError(f"{count(len(shares), 'share')} for {count(size, 'rank')}", "one share per rank",
                             f"give {size} shares")
         cut(0, shares)
         self._cuts = [(0, BatchShares.of(shares, accumulate, micro_batch))]

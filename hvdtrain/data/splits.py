@@ -11,8 +11,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.planning.batch.sampler import at_least, epoch_order, random_bits
 
 SPLITS = ("train", "test")
-STREAM = 2**63
-"""First of the random streams used here."""
+STREAM = 2**63  # first of the random streams used here
 
 
 def uniform(n: int, seed: int, stream: int) -> np.ndarray:

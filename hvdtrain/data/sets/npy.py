@@ -95,7 +95,7 @@ class Mapped:
         for file, stamp in zip(self._files, self._stamps):
             if _stamp(file) != stamp:
                 raise UserError(f"{file} has changed while it was used", "files that stay as they are",
-                                "start the run anew with the file as it is now")
+                                "start the run again with the file as it is now")
 
     def __len__(self) -> int:
         return len(self._arrays[0]) if self._chosen is None else len(self._chosen)

@@ -9,8 +9,7 @@ from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.splits import SPLITS, STREAM, uniform
 from hvdtrain.planning.batch.sampler import at_least
 
-SPREAD = 0.05
-"""Standard deviation of a coordinate about its point."""
+SPREAD = 0.05  # standard deviation of a coordinate about its point
 
 
 def make(split: str, samples: int = 1024, points: int = 8, latent: int = 8, seed: int = 0) -> Source:

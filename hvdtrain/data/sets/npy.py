@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.data.sources import Source, by_name
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import Source, by_name, held_out
 from hvdtrain.data.stream import Arrays
 
 _NAMES = ("x", "y", "sample_weight")

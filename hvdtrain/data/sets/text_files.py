@@ -11,8 +11,7 @@ import numpy as np
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.resolve import absolute
 from hvdtrain.data.augment.draw import uniform_of
-from hvdtrain.data.sources import Source, files_in, shown
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import Source, files_in, held_out, shown
 from hvdtrain.data.tokenizer import open_tokens, token_file, tokenizer_of
 from hvdtrain.planning.batch.sampler import at_least
 

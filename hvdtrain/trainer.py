@@ -31,8 +31,8 @@ from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.average import leave_final, training_weights
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.history import History
-from hvdtrain.engine.ends import page
-from hvdtrain.engine.feeds import eval_feed
+from hvdtrain.engine import report_page
+from hvdtrain.engine.build_model import eval_feed
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import session
 from hvdtrain.engine.saving.final import export
@@ -133,7 +133,7 @@ class Trainer:
             run = self._assembled(model, data, callbacks, class_weight)
             if run.state.requeue:
                 _continue(run)
-            with page.told(run):
+            with report_page.told(run):
                 self._fit(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
         pulse.at("the script, after fit")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cluster.views import every_rank
+from hvdtrain.cluster.control import every_rank
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor, Unread

@@ -16,8 +16,8 @@ from hvdtrain.backends.torch import keras, placement
 from hvdtrain.backends.torch.maker import Maker, build_lazy
 from hvdtrain.backends.torch.pipelined import create as pipelined
 from hvdtrain.backends.torch.pipelined.own import refuse_cut
-from hvdtrain.cluster import heap
 from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
@@ -39,11 +39,11 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     """
     if placement.device().type == "cpu":
         # Under ZeRO gradients come and go among those that stay: of a large model their gaps would be much.
-        short = config.data_parallel.name == "zero" and _nbytes(spec.model) >= heap.LARGE_BYTES
+        short = config.data_parallel.name == "zero" and _nbytes(spec.model) >= memory.LARGE_BYTES
         if short:
-            heap.map_large(settles=True)
+            memory.map_large(settles=True)
         else:
-            heap.keep_freed()
+            memory.keep_freed()
 
     if mesh is not None and mesh.deepest > 1:
         return pipelined.make_parts(spec, config, control, wire, steps_per_epoch, precision, sample, mesh)
@@ -61,7 +61,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     def measure() -> list[DeviceProfile]:
         source = sample or spec.example
         with told(spec.model, source(2) if source else ()):
-            return maker.placement.measure(maker.task, sample, control, maker.precision, maker.given)
+            return maker.placement.measure(maker.task, sample, control, maker.precision, maker.optimizer_spec)
 
     def finish(plan: DevicePlan) -> ModelParts:
         maker.placement.split(plan)

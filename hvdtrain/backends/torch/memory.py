@@ -116,7 +116,7 @@ def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> tupl
         try:
             alike = {(tuple(t.shape), t.dtype): torch.nn.Parameter(torch.zeros(
                 t.shape if where == "meta" else (2,) * t.dim(), dtype=t.dtype, device=where)) for t in tensors}
-            made = optimizer.given.plain().make(optimizer.config, (), list(alike.values()), optimizer.base_lr)
+            made = optimizer.optimizer_spec.plain().make(optimizer.config, (), list(alike.values()), optimizer.base_lr)
             for param in alike.values():
                 param.grad = torch.zeros_like(param)
             made.step()

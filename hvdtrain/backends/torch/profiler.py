@@ -1,6 +1,6 @@
 """torch.profiler's events as spans of a trace, and the operations of a sample by PyTorch's own counter.
 
-Peaks of devices are `hvdtrain.engine.machine.flops`'.
+Peaks of devices are `hvdtrain.engine.machine`'.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _PRODUCTS = re.compile(r"rnn|lstm|gru|attention|conv(?!ert)|matmul|(^|_)(add|bad
 """Names of operations that hold products, some of which PyTorch's counter takes for none."""
 
 
-class _Seen(TorchDispatchMode):
+class _UncountedProducts(TorchDispatchMode):
     """Notes operations whose products are not counted: recurrent layers in one kernel, and operations of others."""
 
     def __init__(self, counted: Container[Any]) -> None:
@@ -111,7 +111,7 @@ def flops_of_pass(parts: ModelParts, batch: Batch) -> tuple[float | None, str]:
     """
     recomputed, compiled = _off(parts)
     counter = FlopCounterMode(display=False)
-    seen = _Seen(counter.flop_registry)
+    seen = _UncountedProducts(counter.flop_registry)
     try:
         with sdpa_kernel(SDPBackend.MATH), counter, seen:
             parts.stage.trial(batch)

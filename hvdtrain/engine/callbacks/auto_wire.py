@@ -2,7 +2,7 @@
 
 Owns the course of it: a sweep before the first step, the first steps with what was chosen, some with the next best
 where they wait longer than reckoned, and from then on a look every `LOOK_STEPS` steps. The numbers are
-`hvdtrain.comm.measure.wire_sweep`'s, the rules and the words `hvdtrain.planning.exchange.wire_choice`'s, the wires
+`hvdtrain.comm.measure.transports`'s, the rules and the words `hvdtrain.planning.exchange.wire_choice`'s, the wires
 `hvdtrain.comm.wires`'s.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.comm.measure import sweep, wire_sweep
+from hvdtrain.comm.measure import sweep, transports
 from hvdtrain.config import run_length
 from hvdtrain.core.protocols import ChangesTransport
 from hvdtrain.core.terminal import say
@@ -141,7 +141,7 @@ class AutoWire(Callback):
             found = {name: wires.get(name) for name in wires.names}
             left_out = {**wires.left_out, **{name: why for name, (wire, why) in found.items() if wire is None}}
             opened_s = max(control.gather(time.perf_counter() - begin))
-            measured = wire_sweep.measure({name: wire for name, (wire, _) in found.items() if wire is not None},
+            measured = transports.measure({name: wire for name, (wire, _) in found.items() if wire is not None},
                                           cast(ChangesTransport, run.dp).ops, control, nbytes,
                                           max(LEAST_S, BUDGET_S - opened_s))
         self._in_graph = {name: wire.in_graph for name, (wire, _) in found.items() if wire is not None}

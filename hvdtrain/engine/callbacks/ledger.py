@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cluster.views import voices
+from hvdtrain.cluster.control import control_of_replicas
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import ledger as books
 from hvdtrain.data.ledger import Book, Sums
@@ -137,7 +137,7 @@ class Ledger(Callback):
 
     def saving(self, run: Run) -> None:
         """Bring the ranks' sums together for `state_dict`. Collective."""
-        sums = books.from_limbs(voices(run.control, run.mesh).sum(books.to_limbs(self._book.sums())))
+        sums = books.from_limbs(control_of_replicas(run.control, run.mesh).sum(books.to_limbs(self._book.sums())))
         epoch, samples = self._at
         begun = run.feed.head if samples and run.feed.head and run.feed.head[0] == epoch else (epoch, None)
         self._kept = {"epoch": epoch, "samples": samples, "count": sums.count, "sum": f"{sums.total:016x}",
@@ -185,7 +185,7 @@ class Ledger(Callback):
             return
         epoch, head = run.feed.head or (-1, None)
         differs = None not in (self._head, head) and epoch == self._at[0] and head != self._head
-        if voices(run.control, run.mesh).sum(np.array([float(differs)]))[0]:
+        if control_of_replicas(run.control, run.mesh).sum(np.array([float(differs)]))[0]:
             self._doubt(run, "the stream's order is another than before the resumption")
 
     def _compare_rows(self, run: Run) -> None:
@@ -202,7 +202,7 @@ class Ledger(Callback):
         ``order_n``: int64[N], or None where it does not matter: all numbers below ``samples``. Each rank adds up its
         part of what there must be.
         """
-        control, epoch = voices(run.control, run.mesh), self._at[0]
+        control, epoch = control_of_replicas(run.control, run.mesh), self._at[0]
         low, high = (samples * r // control.size for r in (control.rank, control.rank + 1))
         want = (books.sums_of_range(low, high, epoch) if order_n is None
                 else books.sums_of(order_n[low:high], epoch))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from hvdtrain.cluster.topology import Host
+from hvdtrain.cluster.topology import HostRanks
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
@@ -213,7 +213,7 @@ def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
                 _crowded(run.topology.hosts), (lost_s - channel_s, channel_s) if cut else None, len(by_rank))
 
 
-def _crowded(hosts: Sequence[Host]) -> str:
+def _crowded(hosts: Sequence[HostRanks]) -> str:
     """Where ranks on CPUs are more than cores, in words."""
     full = [host for host in hosts if len(host.ranks) > host.cores]
     return f"{len(full[0].ranks)} ranks share {full[0].cores} cores on {full[0].node}" if full else ""

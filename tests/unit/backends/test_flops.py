@@ -10,8 +10,8 @@ from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitt
 
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.engine import summary
-from hvdtrain.engine.machine import flops
-from hvdtrain.engine.machine import flops as peaks
+from hvdtrain.engine import machine as flops
+from hvdtrain.engine import machine as peaks
 
 PACKAGE = {"torch": "torch_models", "tensorflow": "tf_models"}
 GPT = {"width": 8, "depth": 1, "heads": 2, "context": 4, "vocab": 6, "dropout": 0.1}

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from hvdtrain.backends import in_order
 from hvdtrain.backends.keras import compiled
 from hvdtrain.backends.keras.facts import KerasFacts
 from hvdtrain.backends.keras.metrics import Evaluation
@@ -31,7 +32,6 @@ from hvdtrain.backends.tensorflow.pipelined.sums import Sums
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat
-from hvdtrain.backends.transforms import in_order
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError

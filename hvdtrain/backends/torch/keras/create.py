@@ -29,7 +29,7 @@ from hvdtrain.backends.torch import placement, resuming, state
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.keras import without_tensorflow
-from hvdtrain.backends.torch.keras.optim import Adopted, compiled_optimizer
+from hvdtrain.backends.torch.keras.optim import CompiledOptimizer, compiled_optimizer
 from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.backends.torch.optimizer import Slices, TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
@@ -181,7 +181,7 @@ class KerasState(state.TorchState):
     def __init__(self, keras_model: keras.Model, *args: Any) -> None:
         super().__init__(*args)
         self._keras_model, self.finalized = keras_model, False
-        self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, Adopted) else None
+        self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, CompiledOptimizer) else None
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         resuming.check(self.optimizer, rest)

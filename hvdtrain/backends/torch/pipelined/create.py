@@ -30,9 +30,8 @@ from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.task import TorchEvaluator
 from hvdtrain.backends.torch.transforms.placement import Placement, least_samples
 from hvdtrain.backends.torch.transforms.remat import Remat
-from hvdtrain.cluster import heap
-from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.in_turn import in_turn
+from hvdtrain.cluster.control import agreed, in_turn
+from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.config import Config
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
@@ -184,7 +183,7 @@ class PartMaker(Maker):
         samples, least = measured_samples(self.config, self._mesh), least_samples(self.named)
         blocks, n, why = attempt_halving(self._blocks_of, max(samples, least), out_of_memory, free_cached, least)
         blocks = tuple(block.over(max(samples, least) / n) for block in blocks)
-        needs = Needs(gradients=1.0, slots=slot_share(self.config, self.given))
+        needs = Needs(gradients=1.0, slots=slot_share(self.config, self.optimizer_spec))
         capacity = placement.memory_bytes(self.placement.home)
         ranks = max(1, control.local_size) if not self.placement.on_gpu else 1
         return DeviceProfile(blocks, max(samples, least), capacity // ranks, needs, str(self.placement.home), why=why)

@@ -12,7 +12,7 @@ import torch
 from hvdtrain.backends.torch import keras
 from hvdtrain.backends.torch.pipelined.by_block import ByBlock
 from hvdtrain.backends.torch.pipelined.tape import MOST_VALUES_BYTES, Inexact, Tape
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine import memory
 
 
 def outline(make: Callable[[], Any], names: Callable[[], Any] | None = None,
@@ -65,4 +65,4 @@ def source_of(model: torch.nn.Module) -> Tape | ByBlock | None:
 def free() -> None:
     """Give the memory of what nobody holds any more back to the host."""
     gc.collect()
-    heap.give_back()
+    memory.give_back()

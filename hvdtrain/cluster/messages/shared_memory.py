@@ -1,12 +1,7 @@
-"""Messages between the ranks of a host through memory that they share: one copy to send, none to receive.
+"""Memory that the ranks of one host share: segments of vectors, and the messages of a pipeline within a host.
 
-Owns lanes, a ring of records for each (sender, receiver, tag) in one piece of memory of the host, and slots, memory of
-a sender for one message each, which the receiver maps and reads where it lies. A slot is free again when the receiver
-has forgotten the message; a sender whose slots are all taken, or too small, makes another. All of it is memory without
-a name (memfd, as in `hvdtrain.cluster.messages.segments`): nothing is left behind, however a job ends.
-
-Who waits, for a message or for room in a lane, looks for a moment and then sleeps on a pipe of its own, its doorbell,
-into which the other side writes a byte: it takes no processor time and wakes within some 50 us.
+All of it is memory without a name (memfd): it does not count against /dev/shm and is gone with its last process.
+A message is copied once to be sent, and read where it lies.
 """
 
 from __future__ import annotations
@@ -17,27 +12,30 @@ import itertools
 import mmap
 import os
 import resource
+import secrets
 import select
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.cluster.messages.packing import KINDS, ROOM, begins, copied
-from hvdtrain.cluster.messages.segments import map_of
+from hvdtrain.cluster.messages.channel import KINDS, ROOM, begins, copied
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.processes import AWAKE_S, SPINS
+
+TOKEN_BYTES = 16
 
 TAGS = 4
 """Kinds of messages."""
 
 LONGEST_S = 0.01
-"""How long a rank sleeps at most before it looks again, in case another of its threads has heard its doorbell."""
+"""Longest sleep of a rank before it looks again, in case another of its threads has heard its doorbell."""
 
 _RECORD = 4
 """Words of a record: slot, its descriptor, its bytes, the message's bytes."""
@@ -47,13 +45,95 @@ _LANE = _RECORDS_AT + _RECORD * ROOM
 _SLOT_HEAD = 64
 """Bytes before a message in its slot: a word that is 1 while the slot is taken."""
 _FILES = 1 << 16
-"""Open files that a process asks for at most: a message that is kept takes two of its sender and one of its receiver.
-"""
+"""Open files that a process asks for at most: a kept message takes two of its sender and one of its receiver."""
 _order = threading.Lock()
 
 
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Layout of shared memory: a choice for each of the L ranks of this host, then for each S vectors of n elements.
+
+    ``number``: of the memory, the same on every rank.
+    """
+
+    L: int
+    slots: int
+    n: int
+    dtype: str
+    number: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one vector, in whole pages: no two ranks' vectors on one page."""
+        return _pages(self.n * np.dtype(self.dtype).itemsize)
+
+    @property
+    def begin(self) -> int:
+        """Begin of the vectors, in bytes."""
+        return _pages(8 * self.L)
+
+    def chosen_L(self, raw: np.ndarray) -> np.ndarray:
+        """Return the vector that each rank hands to a sum."""
+        return raw[:8 * self.L].view(np.int64)
+
+    def rows_LSN(self, raw: np.ndarray) -> np.ndarray:
+        """Return the vectors, (L, S, n)."""
+        rows = raw[self.begin:self.begin + self.L * self.slots * self.row_bytes]
+        own = self.n * np.dtype(self.dtype).itemsize
+        return rows.reshape(self.L, self.slots, self.row_bytes)[:, :, :own].view(self.dtype)
+
+
+class SharedUnavailable(Exception):
+    """The ranks of a host cannot share memory, for ``reason``. Raised on every rank of the job."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def map_of(host: Any, nbytes: int) -> tuple[mmap.mmap | None, str]:
+    """Return memory of ``nbytes`` zeros that all ranks of ``host`` map, or (None, why not). Collective over ``host``.
+
+    Rank 0 makes the file and writes a random token at its start; the others open it through /proc and must find the
+    token there, since in another PID namespace the path means another process.
+    """
+    first, fd, reason = host.Get_rank() == 0, -1, ""
+    path, token = "", b""
+    if first:
+        try:
+            fd = os.memfd_create("hvdtrain-gradients")
+            os.ftruncate(fd, max(nbytes, TOKEN_BYTES))
+            token = secrets.token_bytes(TOKEN_BYTES)
+            os.pwrite(fd, token, 0)
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+        except (OSError, AttributeError) as error:
+            reason = f"no shared memory can be made: {error}"
+    path, token = host.bcast((path, token))
+    memory = None
+    try:
+        if path and not first:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if path:
+            memory = mmap.mmap(fd, max(nbytes, TOKEN_BYTES))
+            if memory[:TOKEN_BYTES] != token:
+                memory, reason = None, "the ranks of a host do not see the same processes (PID namespaces)"
+    except (OSError, ValueError) as error:
+        reason = f"a rank cannot open the memory of another: {error}"
+    host.Barrier()  # all have looked: the file may be closed, and the token overwritten
+    if fd >= 0:
+        os.close(fd)
+    if first and memory is not None:
+        memory[:TOKEN_BYTES] = bytes(TOKEN_BYTES)
+    host.Barrier()
+    return memory, reason
+
+
 def _fence() -> None:
-    """Let what was written so far be seen before what is written next, on processors that would not care.
+    """Make what was written so far visible before what is written next, on processors that may reorder stores.
 
     Taking a lock twice is the one way to it that Python has; where stores are seen in order (x86) it costs 0.1 us.
     """
@@ -64,7 +144,7 @@ def _fence() -> None:
 
 
 def _more_files() -> None:
-    """Let this process open as many files as it may: often that is 1024 until somebody asks."""
+    """Let this process open as many files as it may: often that is 1024 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -73,7 +153,7 @@ def _more_files() -> None:
 
 @contextlib.contextmanager
 def _files() -> Iterator[None]:
-    """Say it in words where no more files may be opened."""
+    """Raise `UserError` where no more files may be opened."""
     try:
         yield
     except OSError as error:
@@ -85,7 +165,11 @@ def _files() -> Iterator[None]:
 
 
 class _Slot:
-    """Memory of this rank for one message to one rank: ``number`` among all of this rank's, ``words``, ``data``."""
+    """Memory of this rank for one message to one rank: ``number`` among all of this rank's, ``words``, ``data``.
+
+    The receiver maps it and reads the message where it lies; it is free again when the receiver has dropped the
+    message.
+    """
 
     def __init__(self, number: int, nbytes: int) -> None:
         self.number, self.nbytes = number, 1 << (nbytes - 1).bit_length()  # memory that nobody touches is not there
@@ -97,14 +181,14 @@ class _Slot:
         self.data = np.frombuffer(memory, np.uint8, offset=_SLOT_HEAD)
 
     def close(self) -> None:
-        """Close the file, which its receiver has mapped: not needed any more to reach the memory."""
+        """Close the file, which its receiver has mapped."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class _Sending:
-    """The messages to one rank under one tag."""
+    """Messages to one rank under one tag: a ring of records in the host's memory, and slots."""
 
     def __init__(self, lane: np.ndarray, number: Callable[[], int]) -> None:
         self._lane, self._number = lane, number
@@ -115,7 +199,6 @@ class _Sending:
         return int(self._lane[0] - self._lane[_TAIL])
 
     def put(self, parts: Sequence[np.ndarray]) -> None:
-        """Copy a message into a slot and record it."""
         places, total = begins(parts)
         slot = self._slot(total)
         slot.words[0] = 1
@@ -127,7 +210,7 @@ class _Sending:
         self._lane[0] = n + 1
 
     def _slot(self, total: int) -> _Slot:
-        """The smallest free slot that is large enough, a new one where there is none."""
+        """Return the smallest free slot that is large enough, a new one where there is none."""
         free = [slot for slot in self._slots if not slot.words[0]]
         for slot in free:
             slot.close()
@@ -138,20 +221,18 @@ class _Sending:
         return min(fits, key=lambda slot: slot.nbytes)
 
     def close(self) -> None:
-        """Close all files."""
         for slot in self._slots:
             slot.close()
 
 
 class _Taking:
-    """The messages from ``source``, process ``pid``, under one tag; ``asked``: how many have been asked for."""
+    """Messages from ``source``, process ``pid``, under one tag; ``asked``: how many have been asked for."""
 
     def __init__(self, lane: np.ndarray, source: int, pid: int, mapped: dict[tuple[int, int], mmap.mmap]) -> None:
         self._lane, self._source, self._pid, self._mapped = lane, source, pid, mapped
         self.asked = 0
 
     def came(self, number: int) -> bool:
-        """Return whether message ``number`` is there."""
         return int(self._lane[0]) > number
 
     def take(self, number: int) -> np.ndarray:
@@ -184,8 +265,8 @@ def _opened(pid: int, fd: int, nbytes: int) -> mmap.mmap:
         os.close(own)
 
 
-class Bells:
-    """A pipe of each rank of ``host``, by rank in it, into which the others write when it may go on. Collective.
+class Doorbells:
+    """Pipes of the ranks of ``host``, into which others write a byte to wake one that sleeps, within 50 us. Collective.
 
     ``error``: why this rank cannot hear or reach the others; "".
     """
@@ -206,7 +287,6 @@ class Bells:
             self.error = str(error)
 
     def ring(self, to: int) -> None:
-        """Wake a rank of the host, if it sleeps."""
         try:
             os.write(self._to[to], b"\0")
         except BlockingIOError:
@@ -223,33 +303,31 @@ class Bells:
                 return  # another thread has heard it
 
     def close(self) -> None:
-        """Close the pipes: who still rings at one that is closed is told so and does not mind."""
+        """Close the doorbell pipes. A late writer gets EPIPE and ignores it."""
         for fd in (*self._to.values(), *self._ends):
             os.close(fd)
         self._to, self._ends = {}, ()
 
 
-class Coming:
-    """`hvdtrain.core.protocols.Coming`: a message that is to come in a lane."""
+class SharedMessage:
+    """`hvdtrain.core.protocols.Coming` in a lane."""
 
-    def __init__(self, carrier: NearCarrier, lane: _Taking, source: int, tag: int) -> None:
+    def __init__(self, carrier: SharedMemoryCarrier, lane: _Taking, source: int, tag: int) -> None:
         self._carrier, self._lane, self._source = carrier, lane, source
         self._number, lane.asked = lane.asked, lane.asked + 1
         self._what = f"a message with {KINDS[tag]} from rank {carrier.ranks[source]}"
         self._data: np.ndarray | None = None
 
     def begun(self) -> bool:
-        """Return whether some of it is there: all of it then."""
+        """Return whether the message is there, all of it then."""
         return self._data is not None or self._lane.came(self._number)
 
     done = begun
 
     def wait_begun(self) -> None:
-        """Wait until some of it is there."""
         self._carrier.until(self.begun, self._what)
 
     def wait(self) -> np.ndarray:
-        """Return the message, in memory that is its receiver's as long as any view of it lives."""
         if self._data is None:
             self.wait_begun()
             self._data = self._lane.take(self._number)
@@ -257,14 +335,14 @@ class Coming:
         return self._data
 
 
-class NearCarrier:
-    """Messages among ``ranks`` of one host, known by their rank in the job; see `make`.
+class SharedMemoryCarrier:
+    """Carrier among ``ranks`` of one host, known by their rank in the job; see `make`.
 
-    ``free``: closes what is open. It also runs when the last reference is gone: a `Trainer` may evaluate after its fit,
-    so that nothing but its own end says that its pipeline needs them no more.
+    ``free`` also runs when the last reference is gone: a `Trainer` may evaluate after its fit, so that nothing but its
+    own end says that its pipeline needs the carrier no more.
     """
 
-    def __init__(self, host: Any, memory: mmap.mmap, bells: Bells, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, host: Any, memory: mmap.mmap, bells: Doorbells, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks, self.bells, self.timeout_s = list(ranks), bells, timeout_s
         self._own, self._node = host.Get_rank(), socket.gethostname()
         n = len(self.ranks)
@@ -279,19 +357,18 @@ class NearCarrier:
         self.free.atexit = False  # a process that ends closes its files itself
 
     @classmethod
-    def make(cls, host: Any, rank: int, timeout_s: float) -> NearCarrier | None:
+    def make(cls, host: Any, rank: int, timeout_s: float) -> SharedMemoryCarrier | None:
         """Return the carrier of the ranks of ``host``; None where any of them cannot. Collective over ``host``."""
         n = host.Get_size()
         if n == 1:
             return None
         _more_files()
-        bells = Bells(host)
+        bells = Doorbells(host)
         memory, _ = map_of(host, n * n * TAGS * _LANE * 8)
         fine = host.allgather(memory is not None and not bells.error)
         return cls(host, memory, bells, host.allgather(rank), timeout_s) if memory is not None and all(fine) else None
 
     def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = ROOM) -> None:
-        """Send a copy."""
         i = self.ranks.index(to)
         sending = self._sending[i, tag]
         self.until(lambda: sending.count() < room,
@@ -299,10 +376,9 @@ class NearCarrier:
         sending.put(parts)
         self.bells.ring(i)
 
-    def take(self, source: int, tag: int) -> Coming:
-        """Ask for the next message of ``source``."""
+    def take(self, source: int, tag: int) -> SharedMessage:
         i = self.ranks.index(source)
-        return Coming(self, self._taking[i, tag], i, tag)
+        return SharedMessage(self, self._taking[i, tag], i, tag)
 
     def until(self, test: Callable[[], bool], what: str) -> None:
         """Wait until ``test`` is true, which another rank of the host makes so and rings. Errors: `WaitTimeout`."""
@@ -322,7 +398,7 @@ class NearCarrier:
                 self.bells.sleep(LONGEST_S)
 
 
-def _close(sending: list[_Sending], bells: Bells) -> None:
+def _close(sending: list[_Sending], bells: Doorbells) -> None:
     for one in sending:
         one.close()
     bells.close()

@@ -1,14 +1,15 @@
-"""Vectors cut into one consecutive part for each rank: windows on them, and the sum of one part in the ranks' order.
-
-Pure but for `Scratch`, which keeps memory from one call to the next.
-"""
+"""Parts of collectives that transports share, and `NullCollectives`, which moves nothing: vectors cut into a
+consecutive part for each rank, their sum in the ranks' order, memory that is reused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import sys
 
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Array, Exchange, Handle
 
 TILE = 1 << 15
@@ -69,35 +70,30 @@ def add_rows(rows: Sequence[np.ndarray], out_K: np.ndarray) -> None:
 
 
 class WithoutMemory:
-    """Part of `hvdtrain.core.protocols.Collectives` of a transport that has no memory of its own, nor squares sums."""
+    """Defaults of `hvdtrain.core.protocols.Collectives` for a transport without memory of its own, which squares no
+    sums."""
 
     overlaps = False
     drives = False
 
     @property
     def moves_parts(self) -> bool:
-        """As all else."""
         return self.overlaps
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
-        """None."""
         return None
 
     def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
-        """[]."""
         return []
 
     def flight(self, n: int, dtype: str) -> np.ndarray | None:
-        """None."""
         return None
 
     def looked(self) -> tuple[int, float]:
-        """Nothing."""
         return 0, 0.0
 
     def drive(self, exchange: Exchange, outgoing: Callable[[Array], np.ndarray], arrived: Callable[[np.ndarray], Array],
               name: str) -> Handle:
-        """Never called, as it does not `drives`."""
         raise NotImplementedError
 
 
@@ -108,8 +104,91 @@ class Scratch:
         self._kept: dict[np.dtype, np.ndarray] = {}
 
     def vector(self, n: int, dtype: np.dtype) -> np.ndarray:
-        """(n,) whose content is left open, valid until the next call."""
+        """Return (n,) of any content, valid until the next call."""
         if dtype not in self._kept or self._kept[dtype].size < n:
             self._kept.pop(dtype, None)  # before the new one is made
             self._kept[dtype] = np.empty(n, dtype)
         return self._kept[dtype][:n]
+
+
+DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
+
+
+class ReadyHandle:
+    """Handle of a collective that is complete."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Array) -> None:
+        self._value = value
+
+    def wait(self) -> Array:
+        return self._value
+
+    def done(self) -> bool:
+        return True
+
+
+class NullCollectives(WithoutMemory):
+    """Collectives that move nothing: right for one rank, a yardstick for more, with right shapes and wrong values.
+
+    Each rank receives its own data in place of others'. Works on arrays of any backend, also while TensorFlow traces.
+    """
+
+    name = "null"
+    dtypes = DTYPES
+    reductions = frozenset({"adasum"})
+    overlaps = True
+    in_graph = True
+    host = False
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        self.rank, self.size = rank, size
+
+    def among(self, group: Group) -> NullCollectives:
+        return NullCollectives(group.index, group.size)
+
+    def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> ReadyHandle:
+        return ReadyHandle(flat_N)
+
+    def allgather(self, x_K: Array, name: str) -> ReadyHandle:
+        """Return every row as this rank's own."""
+        return ReadyHandle(_rows(x_K[None], self.size))
+
+    def alltoall(self, x_PK: Array, name: str) -> ReadyHandle:
+        return ReadyHandle(x_PK)
+
+    def alltoallv(self, flat_N: Array, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> ReadyHandle:
+        """Return every part as this rank's own, which are as long as those of others."""
+        begin, k = sum(sent_P[:self.rank]), sent_P[self.rank]
+        assert list(got_P) == [k] * self.size, f"parts of {list(got_P)} elements cannot be made up"
+        return ReadyHandle(_rows(flat_N[begin:begin + k][None], self.size).reshape(-1) if self.size > 1 else flat_N)
+
+    def reducescatter(self, flat_N: Array, name: str) -> ReadyHandle:
+        n = int(flat_N.shape[0])
+        assert n % self.size == 0, f"reducescatter of {n} elements over {self.size} ranks"
+        part = n // self.size
+        return ReadyHandle(flat_N[self.rank * part:(self.rank + 1) * part])
+
+    def reducescatterv(self, flat_N: Array, sizes_P: Sequence[int], name: str) -> ReadyHandle:
+        begin = sum(sizes_P[:self.rank])
+        return ReadyHandle(flat_N[begin:begin + sizes_P[self.rank]])
+
+    def allgatherv(self, part_K: Array, sizes_P: Sequence[int], name: str) -> ReadyHandle:
+        assert self.size == 1, "parts of others cannot be made up"
+        return ReadyHandle(part_K)
+
+    def broadcast(self, x_N: Array, name: str, root: int = 0) -> ReadyHandle:
+        return ReadyHandle(x_N)
+
+
+def _rows(x_1K: Any, size: int) -> Any:
+    """Repeat one row ``size`` times with the array's own library."""
+    if size == 1:
+        return x_1K
+    if isinstance(x_1K, np.ndarray):
+        return np.repeat(x_1K, size, axis=0)
+    if hasattr(x_1K, "expand"):
+        return x_1K.expand(size, -1)
+    return sys.modules["tensorflow"].repeat(x_1K, size, axis=0)

@@ -23,11 +23,8 @@ from hvdtrain.tensorflow.nodes import node_name, through_trace
 EARLY = (2, 8)
 """Updates after which ranks compare besides every N-th. Not the first: Horovod's own examples broadcast after it."""
 
-MEAN_SQUARE = 13 / 12
-"""Of numbers spread evenly from 0.5 to 1.5."""
-
-RATE_ROUNDING = 1e-6
-"""Relative difference between learning rates that is taken for float32 rounding."""
+MEAN_SQUARE = 13 / 12  # of numbers spread evenly from 0.5 to 1.5
+RATE_ROUNDING = 1e-6  # relative difference between learning rates that is taken for float32 rounding
 
 
 class DivergenceGuard:

@@ -22,8 +22,7 @@ from hvdtrain.core.protocols.run import Given, Head, Place, Read, Shard, Want, W
 
 Arrays = dict[str, np.ndarray]
 
-LEAST_CUT_BYTES = 1 << 16
-"""Tensors below this size are written whole by one rank."""
+LEAST_CUT_BYTES = 1 << 16  # tensors below this size are written whole by one rank
 
 
 class Replicated:
@@ -142,8 +141,7 @@ class ZeroState:
         return ""
 
 
-CALLBACKS = "callbacks"
-"""The group of a checkpoint that holds the arrays of callbacks."""
+CALLBACKS = "callbacks"  # the group of a checkpoint that holds the arrays of callbacks
 
 
 def state_key_of(callback: Any) -> str:
@@ -232,8 +230,7 @@ _PLACE = re.compile(r"\d{5}(?=/)")
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of names that wrappers of PyTorch (DataParallel, torch.compile) add; older checkpoints hold them."""
 
-Keys = dict[str, list[str]]
-"""By group: a key for each array."""
+Keys = dict[str, list[str]]  # by group: a key for each array
 
 
 def key(name: str) -> str:

@@ -29,8 +29,7 @@ from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute
 
-MOST_JSON_BYTES = 16 * 2**20
-"""A larger ``completed.json`` is none of a run's."""
+MOST_JSON_BYTES = 16 * 2**20  # a larger ``completed.json`` is none of a run's
 
 
 @dataclass(frozen=True)

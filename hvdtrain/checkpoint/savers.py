@@ -222,12 +222,8 @@ def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
 FIRST_S = 60.0
 """When the first save of a run is made whose cost nobody knows yet; runs of seconds save at their end only."""
 
-PART = 0.03
-"""Part of the time that saves may cost."""
-
-LEAST_S = 60.0
-"""Shortest interval where no time between failures is given: more often would save too little."""
-
+PART = 0.03  # part of the time that saves may cost
+LEAST_S = 60.0  # shortest interval where no time between failures is given: more often would save too little
 DISTANCE = 1.5
 """A save begins this many times as long after the last one as that took, so that it need not wait for it."""
 

@@ -52,7 +52,7 @@ class CheckpointStore:
 
     def __init__(self, root: Path, keep: int) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise UserError(got=f"keep {keep!r}", expected="a whole number of at least 1", do="set keep: 1")
+            raise UserError(f"keep {keep!r}", "a whole number of at least 1", "set keep: 1")
         self.root = Path(os.path.abspath(root))
         self.keep = keep
         self._said_newer = False
@@ -143,11 +143,8 @@ class CheckpointStore:
         try:
             names = os.listdir(self.root) if self.root.is_dir() else []
         except OSError as error:
-            raise CheckpointError(
-                got=f"{self.root} cannot be listed ({error})",
-                expected="a directory of checkpoints",
-                do="check its permissions",
-            ) from None
+            raise CheckpointError(f"{self.root} cannot be listed ({error})", "a directory of checkpoints",
+                                  "check its permissions") from None
         places = [(name, False, self.root / name) for name in names]
         places += [(left.target, True, left.path) for left in self._leftovers("aside")]
         found = [self._candidate(name, hidden, path) for name, hidden, path in places if _STEP.fullmatch(name)]

@@ -20,9 +20,7 @@ from hvdtrain.core.errors import WaitTimeout
 from hvdtrain.core.protocols import Channel, Control, Handle
 from hvdtrain.core.protocols.run import Head, Shard, Want
 
-ROUND_SHARDS = 4096
-"""Most windows in a round."""
-
+ROUND_SHARDS = 4096  # most windows in a round
 Groups = dict[str, dict[str, np.ndarray]]
 
 
@@ -109,9 +107,7 @@ def _rounds(wants: Sequence[Want], heads: Mapping[tuple[str, str], Head]) -> Ite
         yield packed
 
 
-SIZE, NOTE, VALUES = 0, 1, 2
-"""Tags of the messages, in the order in which they come."""
-
+SIZE, NOTE, VALUES = 0, 1, 2  # tags of the messages, in the order in which they come
 PATIENCE = 12
 """How many times a channel's bound a sender waits: meanwhile the receiver writes what comes before."""
 

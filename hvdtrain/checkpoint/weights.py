@@ -21,9 +21,7 @@ from hvdtrain.core.protocols.run import Shard
 
 FILE = "model.safetensors"
 _BFLOAT16 = "#bfloat16"
-AVERAGES = "ema"
-"""The group of `hvdtrain.engine.average`, which holds tensors under the names of parameters."""
-
+AVERAGES = "ema"  # the group of `hvdtrain.engine.average`, which holds tensors under the names of parameters
 Named = tuple[dict[str, str], dict[str, str]]
 """Names in a checkpoint by those in the model; for arrays that hold the bits of another type, its safetensors name."""
 

@@ -12,7 +12,17 @@ from typing import Any
 from hvdtrain.config import schema, texts
 from hvdtrain.config.keys import Keys
 from hvdtrain.config.sections import (
-    Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace)
+    Checkpoint,
+    Data,
+    DataParallel,
+    EarlyStop,
+    Exchange,
+    Named,
+    Pipeline,
+    Rebalance,
+    Schedule,
+    Trace,
+)
 from hvdtrain.config.texts import seconds_of, window_of
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.resolve import ask

@@ -14,8 +14,25 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.config import placed, schema
 from hvdtrain.config.sections import (
-    COMPILED, FILE_OPTIMIZER, NO_FP16, NO_SKIP, ONE_DEVICE, OWN_MODEL, OWN_RATE, OWN_TASK, Checkpoint, Data,
-    DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace)
+    COMPILED,
+    FILE_OPTIMIZER,
+    NO_FP16,
+    NO_SKIP,
+    ONE_DEVICE,
+    OWN_MODEL,
+    OWN_RATE,
+    OWN_TASK,
+    Checkpoint,
+    Data,
+    DataParallel,
+    EarlyStop,
+    Exchange,
+    Named,
+    Pipeline,
+    Rebalance,
+    Schedule,
+    Trace,
+)
 from hvdtrain.config.sections import key as _key
 from hvdtrain.config.texts import seconds_of
 

@@ -1,6 +1,6 @@
 """Compare across ranks rows of a source that is fetched by number: before the first step and in each epoch.
 
-`hvdtrain.data.walk` compares streams; `hvdtrain.engine.callbacks.ledger` certifies epochs.
+`hvdtrain.data.batches` compares streams; `hvdtrain.engine.callbacks.ledger` certifies epochs.
 """
 
 from __future__ import annotations

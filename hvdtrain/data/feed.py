@@ -1,7 +1,7 @@
 """Cut each global batch over the ranks and into micro-batches: `Feed` yields one rank's batches, step by step.
 
-Owns the plan of cuts, the steps of an epoch and the thread that fetches ahead. `hvdtrain.data.walk` reads the data and
-calls the control plane.
+Owns the plan of cuts, the steps of an epoch and the thread that fetches ahead. `hvdtrain.data.batches` reads the data
+and calls the control plane.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor, StepBatch, Unread
 from hvdtrain.core.timeline import active, current, span
+from hvdtrain.data.batches import LocalBatch, SourceWalk, StreamWalk, WeightFn
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
-from hvdtrain.data.walk import LocalBatch, SourceWalk, StreamWalk, WeightFn
 from hvdtrain.data.weighting import LabelWeight
 from hvdtrain.planning.batch.sampler import BatchShares, at_least, cut, micro_batches, padded, steps_per_epoch
 
@@ -58,8 +58,7 @@ class Feed:
         self.control, self.weight_fn, self.even_micros = control, weight_fn, even_micros
         shares = [1.0] * size if shares is None else [float(share) for share in shares]
         if len(shares) != size:
-            raise UserError(f"{count(len(shares), 'share')} for {count(size, 'rank')}",
-                            "one share per rank",
+            raise UserError(f"{count(len(shares), 'share')} for {count(size, 'rank')}", "one share per rank",
                             f"give {size} shares")
         cut(0, shares)
         self._cuts = [(0, BatchShares.of(shares, accumulate, micro_batch))]

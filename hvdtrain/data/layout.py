@@ -68,8 +68,7 @@ def flat(parts: Sequence[Any]) -> tuple[BatchLayout, list[Any]]:
 class Columns:
     """Nested arrays as a `Source`, checked when their length is first asked for, so inside the run."""
 
-    fixed = True
-    """As `hvdtrain.data.sources.ArraySource.fixed`."""
+    fixed = True  # as `hvdtrain.data.sources.ArraySource.fixed`
 
     def __init__(self, parts: Sequence[Any]) -> None:
         if not 1 <= len(parts) <= 3:

@@ -22,8 +22,7 @@ from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.workers.pool import Pool, Pooled
 from hvdtrain.data.workers.worker import generators_kept, pack
 
-START_S = 5.0
-"""About what workers take to start that import a framework."""
+START_S = 5.0  # about what workers take to start that import a framework
 
 
 def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int,
@@ -65,17 +64,10 @@ def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:
     return train, test
 
 
-CHEAP_S = 50e-6
-"""A sample that takes less is read in the rank: handing it over takes about as long."""
-
-MOST = 8
-"""Most workers that auto takes."""
-
-TIMED = 32
-"""Samples that are read together to see what one takes."""
-
-SLOW_S = 0.002
-"""A first sample that takes longer is followed by one more only, unless that one is cheap."""
+CHEAP_S = 50e-6  # a sample that takes less is read in the rank: handing it over takes about as long
+MOST = 8  # most workers that auto takes
+TIMED = 32  # samples that are read together to see what one takes
+SLOW_S = 0.002  # a first sample that takes longer is followed by one more only, unless that one is cheap
 
 
 def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,

@@ -93,11 +93,10 @@ def _checked(chunk: Arrays, layout: list[tuple]) -> int:
     fits = isinstance(chunk, tuple) and all(isinstance(array, np.ndarray) and array.ndim for array in chunk)
     if not fits or not chunk:
         raise UserError(f"a stream gave a {type(chunk).__name__} as a chunk",
-                        "a tuple of numpy arrays whose first axis counts samples",
-                        "mend the stream's chunks()")
+                        "a tuple of numpy arrays whose first axis counts samples", "fix the stream's chunks()")
     if len({len(array) for array in chunk}) > 1:
         raise UserError(f"a stream's chunk holds arrays of {[len(array) for array in chunk]} samples",
-                        "one number of samples in all of them", "mend the stream's chunks()")
+                        "one number of samples in all of them", "fix the stream's chunks()")
     found = [(array.shape[1:], str(array.dtype)) for array in chunk]
     if not layout:
         layout.extend(found)

@@ -38,16 +38,16 @@ from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import start
-from hvdtrain.engine import build_model, feeds, first_sample, per_rank
-from hvdtrain.engine.balance.emulate import Slowed
+from hvdtrain.engine import build_model, compare_ranks, first_sample
+from hvdtrain.engine.build_model import Slowed
 from hvdtrain.engine.callbacks.order import in_order
 from hvdtrain.engine.compare_ranks import check_config, check_parts, check_world
-from hvdtrain.engine.guards.finite import check_trainable
-from hvdtrain.engine.memory.settle import settle
-from hvdtrain.engine.memory.survey import scene_of
+from hvdtrain.engine.memory_plan import settle
+from hvdtrain.engine.memory_survey import scene_of
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services
 from hvdtrain.engine.saving import session
+from hvdtrain.engine.weight_checks import check_trainable
 from hvdtrain.parallel import data_parallel
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
@@ -96,7 +96,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     devices = control.gather(backend.device_facts())
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
     mesh = replace(_mesh(config, control), before=before)
-    spelled = per_rank.of_copies(config, per_rank.spelled_out(config, topology, devices, notes), mesh)
+    spelled = compare_ranks.of_copies(config, compare_ranks.spelled_out(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
     setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)
@@ -106,7 +106,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spec = rows.of_model_file(spec)
     adapters, cores = (partial(backend.adapt_data, seed=config.seed, rows=rows),), topology.cores_of(control.rank)
     train, test = agreed(control, lambda: prepare.read(config, data, adapters, cores, notes), "data")
-    feed, test_feed = feeds.feeds_of(spelled, spec, mesh, control, train, test)
+    feed, test_feed = build_model.feeds_of(spelled, spec, mesh, control, train, test)
     at = session.position(config, spec.name, control)
     spelled = run_length.filled(spelled, feed.steps_per_epoch, notes, at, feed.steps_left(at))
     build_model.seed_all(config, backend, control.rank)

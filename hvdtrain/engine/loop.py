@@ -22,10 +22,10 @@ from hvdtrain.core.timeline import active, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.weighting import check_weight
 from hvdtrain.engine.average import averaged, leave_final
-from hvdtrain.engine.guards.finite import blame
+from hvdtrain.engine.callbacks.out_of_memory import mended, repeats, tell
 from hvdtrain.engine.model_changes import check_late, follow, watched
-from hvdtrain.engine.out_of_memory.advice import mended, repeats, tell
-from hvdtrain.engine.saving import dry_run
+from hvdtrain.engine.saving import final
+from hvdtrain.engine.weight_checks import blame
 from hvdtrain.parallel.recovery.recovery import RecoveringEvaluator
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _start(run: Run) -> None:
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
-        dry_run.check(run)
+        final.check(run)
         _stop_at_max_steps(run)
 
 

@@ -28,8 +28,7 @@ from hvdtrain.core.records.stream import Stream
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
-from hvdtrain.engine.phases import RunPhases
-from hvdtrain.engine.run_parts import RunSetup, RunState, Services
+from hvdtrain.engine.run_parts import RunPhases, RunSetup, RunState, Services
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts

@@ -222,7 +222,7 @@ def _refuse_global_clip(optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if inner.global_clipnorm:
         raise through_trace(UserError(f"global_clipnorm={inner.global_clipnorm} beside local layers",
-                                      "a clip that does not mix them: ranks would scale the shared gradients unlike",
+                                      "a clip of each by itself: ranks would scale the shared gradients differently",
                                       "use clipnorm, which clips each variable by itself"))
 
 

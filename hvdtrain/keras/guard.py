@@ -1,6 +1,6 @@
 """Compare fingerprints of weights and learning rates over ranks every N updates, to detect ranks that diverged.
 
-Owns when ranks compare and what each sends; `hvdtrain.engine.guards.divergence` judges weights. Under ``fit`` ranks
+Owns when ranks compare and what each sends; `hvdtrain.engine.weight_checks` judges weights. Under ``fit`` ranks
 compare between steps; in a custom training loop inside the step's graph, in a branch taken when due.
 """
 
@@ -16,25 +16,22 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine.guards.divergence import Diverged, Rows, judge
+from hvdtrain.engine.weight_checks import Diverged, Rows, judge
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, through_trace
 
 EARLY = (2, 8)
 """Updates after which ranks compare besides every N-th. Not the first: Horovod's own examples broadcast after it."""
 
-MEAN_SQUARE = 13 / 12
-"""Of numbers spread evenly from 0.5 to 1.5."""
-
-RATE_ROUNDING = 1e-6
-"""Relative difference between learning rates that is taken for float32 rounding."""
+MEAN_SQUARE = 13 / 12  # of numbers spread evenly from 0.5 to 1.5
+RATE_ROUNDING = 1e-6  # relative difference between learning rates that is taken for float32 rounding
 
 
 class DivergenceGuard:
     """Compare weights and learning rates of the ranks of ``process_set`` after updates 2, 8 and every ``every``-th.
 
     ``every``: 0 never compares. ``distributed``: whether the updates are known to come from exchanged gradients, which
-    decides the likely cause. Raises `hvdtrain.engine.guards.divergence.Diverged` on every rank; from inside a graph as
+    decides the likely cause. Raises `hvdtrain.engine.weight_checks.Diverged` on every rank; from inside a graph as
     an error of TensorFlow's with the same message.
     """
 

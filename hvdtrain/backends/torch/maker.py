@@ -17,12 +17,12 @@ from hvdtrain.backends import in_order
 from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import modules
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.modules import modes_kept, set_modes
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.optim import optimizer_spec
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchFacts, TorchParams, trainable
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.state import TorchState
 from hvdtrain.backends.torch.task import Metrics, TorchEvaluator, make_task
@@ -35,8 +35,7 @@ from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Batch, Collectives
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.parallel.precision import Precision
-from hvdtrain.parallel.precision import LossScale
+from hvdtrain.parallel.precision import LossScale, Precision
 
 
 class Maker:

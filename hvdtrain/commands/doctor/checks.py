@@ -12,7 +12,17 @@ from typing import Any
 
 from hvdtrain.commands.doctor import library_checks, network_checks
 from hvdtrain.commands.doctor.facts import (
-    FRAMEWORKS, NOTE, SINGLE_COPY, SLOWS, STOPS, UNKNOWN, Facts, Problem, known, merge)
+    FRAMEWORKS,
+    NOTE,
+    SINGLE_COPY,
+    SLOWS,
+    STOPS,
+    UNKNOWN,
+    Facts,
+    Problem,
+    known,
+    merge,
+)
 from hvdtrain.core.errors import count as words
 from hvdtrain.core.units import format_bytes
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.cluster.launchers import LAUNCHERS, LaunchSpec, LauncherProgram
+from hvdtrain.cluster.launchers import LAUNCHERS, LauncherProgram, LaunchSpec
 from hvdtrain.cluster.launchers.mpich import LAST
 from hvdtrain.cluster.launchers.prepare import Here, add_options, find, here, hosts_of, interpreter, prepare, wishes
 from hvdtrain.cluster.launchers.spec import BINDINGS, laid_over, valid_name

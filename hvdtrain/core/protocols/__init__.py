@@ -5,14 +5,45 @@ Owns the contracts only. Shapes: N elements of a flat vector, P ranks of a group
 """
 
 from hvdtrain.core.protocols.model import (
-    BlockCost, Buffers, Compile, Evaluator, ModelFacts, ModelState, Remat, Transform, Writable)
+    BlockCost,
+    Buffers,
+    Compile,
+    Evaluator,
+    ModelFacts,
+    ModelState,
+    Remat,
+    Transform,
+    Writable,
+)
 from hvdtrain.core.protocols.run import Callback, Launcher, Record, RecordedRun, Report, Tracker
 from hvdtrain.core.protocols.stage import (
-    Cargo, ChangesTransport, DataParallel, DividesState, Done, GradientSink, ModelSpec, PipelineStage, Schedule, Stage)
+    Cargo,
+    ChangesTransport,
+    DataParallel,
+    DividesState,
+    Done,
+    GradientSink,
+    ModelSpec,
+    PipelineStage,
+    Schedule,
+    Stage,
+)
 from hvdtrain.core.protocols.tensors import Cell, Compressor, Ops, Optimizer, Params
 from hvdtrain.core.protocols.transport import (
-    AllGather, AllReduce, AllToAll, AllToAllV, Carrier, Channel, Collectives, Coming, Control, Exchange, Handle,
-    Request, Spread)
+    AllGather,
+    AllReduce,
+    AllToAll,
+    AllToAllV,
+    Carrier,
+    Channel,
+    Collectives,
+    Coming,
+    Control,
+    Exchange,
+    Handle,
+    Request,
+    Spread,
+)
 from hvdtrain.core.protocols.types import Array, Batch, Pair, ParamSpec
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "AllToAllV", "Array", "Batch", "BlockCost", "Buffers", "Callback",

@@ -18,8 +18,7 @@ from hvdtrain.data.ledger import GOLDEN, mixed
 Uniform = Callable[[int], np.ndarray]
 """From k to float64 (n, k) in [0, 1): the first k random numbers of each of n samples, the same at every call."""
 
-ROUNDS = 32
-"""Tries of a rejection method, of which each succeeds 19 times in 20."""
+ROUNDS = 32  # tries of a rejection method, of which each succeeds 19 times in 20
 
 
 def uniform_of(numbers_n: np.ndarray, seed: int, epoch: int, name: str, first: int = 0) -> Uniform:

@@ -37,9 +37,7 @@ _LABELS = {"coarse": 20, "fine": 100}
 _RECORD = 2 + 3 * 32 * 32
 _FILES = {"cifar-100-binary": ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt"),
           "cifar-100-python": ("train", "test", "meta")}
-_MOST_BYTES = 2**28
-"""Of one file in the archive; the largest has 154 MB."""
-
+_MOST_BYTES = 2**28  # of one file in the archive; the largest has 154 MB
 MOST_READS = 4_000_000
 """Reads of one pickle, one for each opcode and each argument; a file of CIFAR-100 takes about 600,000."""
 

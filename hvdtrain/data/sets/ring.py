@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.data.augment.draw import uniform_of
-from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.data.splits import SPLITS, STREAM, uniform
+from hvdtrain.data.sources import SPLITS, STREAM, ArraySource, Source, uniform
 from hvdtrain.planning.batch.sampler import at_least
 
-SPREAD = 0.05
-"""Standard deviation of a coordinate about its point."""
+SPREAD = 0.05  # standard deviation of a coordinate about its point
 
 
 def make(split: str, samples: int = 1024, points: int = 8, latent: int = 8, seed: int = 0) -> Source:

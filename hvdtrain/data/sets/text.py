@@ -7,13 +7,10 @@ import importlib
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import ArraySource, Source, held_out
 from hvdtrain.planning.batch.sampler import at_least
 
-VOCAB = 96
-"""Tokens: the 95 printable ASCII characters in their order, then the line break."""
-
+VOCAB = 96  # tokens: the 95 printable ASCII characters in their order, then the line break
 MODULE = "pydoc_data.topics"
 
 

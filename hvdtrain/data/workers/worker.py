@@ -28,9 +28,7 @@ from hvdtrain.data import sources
 from hvdtrain.data.rows import of_data
 from hvdtrain.data.stream import Arrays
 
-HEAD = struct.Struct("<QQ")
-"""Offset and bytes of the header within what a worker is set up with."""
-
+HEAD = struct.Struct("<QQ")  # offset and bytes of the header within what a worker is set up with
 ALIGN = 64
 
 OWN = "hvdtrain.data."

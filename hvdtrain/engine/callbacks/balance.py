@@ -2,7 +2,7 @@
 its speed asks for.
 
 Owns the course of it: probe, plan, table, and in auto the new plans while training. The measuring is
-`hvdtrain.engine.balance.probe`'s, the plans `hvdtrain.planning.batch.plan`'s, the decision to change
+`hvdtrain.engine.balance_probe`'s, the plans `hvdtrain.planning.batch.plan`'s, the decision to change
 `hvdtrain.planning.batch.rebalance`'s. Every rank decides from the same numbers, and so alike (law 6).
 """
 
@@ -15,8 +15,8 @@ from hvdtrain import backends
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.table import as_text
 from hvdtrain.core.terminal import say
-from hvdtrain.engine.balance import copies
-from hvdtrain.engine.balance.probe import probe, verified
+from hvdtrain.engine import balance_plan
+from hvdtrain.engine.balance_probe import probe, verified
 from hvdtrain.engine.callbacks.auto_compression import AutoCompression
 from hvdtrain.engine.callbacks.auto_wire import AutoWire
 from hvdtrain.engine.callbacks.base import Callback
@@ -61,7 +61,7 @@ class Balance(Callback):
     def fit_start(self, run: Run) -> None:
         """Probe and plan; a run that goes on in the world that its plan was made for keeps it."""
         if len(run.mesh.copies) == 1:
-            run.note(f"balance {run.config.balance}: there is one {copies.called(run.mesh)}, which takes all")
+            run.note(f"balance {run.config.balance}: there is one {balance_plan.called(run.mesh)}, which takes all")
             return
         if self._rebalancer is not None:  # a second fit of the same run
             self._follow(run, self._rebalancer.plan, run.state.cursor.step)
@@ -119,7 +119,7 @@ class Balance(Callback):
 
     @staticmethod
     def _probed(run: Run) -> list[Speed]:
-        return copies.probe(run) if run.mesh.deepest > 1 else probe(run, backends.load(run.spec.framework))
+        return balance_plan.probe(run) if run.mesh.deepest > 1 else probe(run, backends.load(run.spec.framework))
 
     def _planned(self, run: Run, speeds: list[Speed]) -> tuple[Rebalancer, list[Speed]]:
         """The best plan that every device's memory really holds."""
@@ -155,12 +155,12 @@ class Balance(Callback):
         """
         assert self._rebalancer is not None
         known = self._rebalancer.ceilings_P or [0] * len(run.mesh.copies)
-        found = [least(c or 0, limit) for c, limit in zip(known, copies.lowest(run.mesh, run.recovery.ceilings))]
+        found = [least(c or 0, limit) for c, limit in zip(known, balance_plan.lowest(run.mesh, run.recovery.ceilings))]
         if found == [c or 0 for c in known]:
             return False
         at = run.state.cursor.step + run.feed.ahead
         self._follow(run, self._rebalancer.lower(found), at)
-        ranks = [f"{copies.called(run.mesh)} {r} holds {new}" for r, (old, new) in enumerate(zip(known, found))
+        ranks = [f"{balance_plan.called(run.mesh)} {r} holds {new}" for r, (old, new) in enumerate(zip(known, found))
                  if new != (old or 0)]
         run.note(f"balance {run.config.balance}: {', '.join(ranks)} samples in a micro-batch from step {at} on")
         self._log(run, "ceilings", from_step=at, ceilings=found)
@@ -200,7 +200,8 @@ class Balance(Callback):
         """The table of the plan, and what it wins over equal parts."""
         assert self._rebalancer is not None
         made, config = self._rebalancer.plan, run.config
-        rows, heads = plans.table(made, copies.labels(run), [s.ceiling for s in speeds]), copies.columns(run.mesh)
+        rows = plans.table(made, balance_plan.labels(run), [s.ceiling for s in speeds])
+        heads = balance_plan.columns(run.mesh)
         if run.control.rank == 0 and config.progress != "off":
             say(as_text(heads, rows))
         lines = [s.line for s in speeds]
@@ -216,8 +217,8 @@ class Balance(Callback):
         self._advised = True
         assert self._rebalancer is not None
         config = run.config
-        words = plans.advise_drop(self._rebalancer.lines_P, copies.hosts(run), config.global_batch, wire_s,
-                                  self._rebalancer.ceilings_P, copies.least_parts(run), config.sync_batchnorm)
+        words = plans.advise_drop(self._rebalancer.lines_P, balance_plan.hosts(run), config.global_batch, wire_s,
+                                  self._rebalancer.ceilings_P, balance_plan.least_parts(run), config.sync_batchnorm)
         if words:
             run.note(f"balance: {words}")
 
@@ -229,14 +230,14 @@ class Balance(Callback):
 
 def _work(run: Run, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, plans.Parts, bool]:
     """Return what `hvdtrain.planning.batch.plan.plan` takes after the lines."""
-    return run.config.global_batch, ceilings_P, copies.least_parts(run), run.config.sync_batchnorm
+    return run.config.global_batch, ceilings_P, balance_plan.least_parts(run), run.config.sync_batchnorm
 
 
 def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plans.BatchPlan) -> Rebalancer:
     """Make the controller that watches plan ``made``."""
     config = run.config
     return Rebalancer(lines_P, config.global_batch, ceilings_P or None, made, config.rebalance.margin,
-                      config.rebalance.lasting, copies.least_parts(run), config.sync_batchnorm)
+                      config.rebalance.lasting, balance_plan.least_parts(run), config.sync_batchnorm)
 
 
 def cut_of(made: plans.BatchPlan) -> BatchShares:

@@ -18,7 +18,7 @@ from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import span
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving.room import Room, of_disk
+from hvdtrain.engine.saving.final import Room, of_disk
 from hvdtrain.engine.saving.session import begin, save
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The guard against ranks that train different models: compares the ranks' weights every so many steps.
 
-Owns when, and what travels. `hvdtrain.engine.guards.fingerprint` has the numbers, `hvdtrain.engine.guards.divergence`
+Owns when, and what travels. `hvdtrain.engine.weight_checks` has the numbers, `hvdtrain.engine.weight_checks`
 the verdict. A number for each 16 MiB of weights travels; more only where ranks of one kind have other numbers, or are
 of several kinds, whose weights may differ by rounding.
 """
@@ -18,10 +18,9 @@ from hvdtrain import backends
 from hvdtrain.core.comparison import spoken
 from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
-from hvdtrain.engine.guards.divergence import Bits, Diverged, Rows, judge
-from hvdtrain.engine.guards.fingerprint import Fingerprints, Prints
-from hvdtrain.engine.guards.kinds import kinds
+from hvdtrain.engine.compare_ranks import kinds
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.weight_checks import Bits, Diverged, Fingerprints, Prints, Rows, judge
 
 EARLY = (2, 8)
 """Steps of a fit after which ranks compare besides every so many."""
@@ -38,7 +37,7 @@ class Divergence(Callback):
 
     Ranks that hold the same blocks are compared with each other, of a whole model all ranks. Copies that do not meet in
     every step are compared at the next step in which they do. Raises
-    `hvdtrain.engine.guards.divergence.Diverged` on every rank.
+    `hvdtrain.engine.weight_checks.Diverged` on every rank.
     """
 
     where = "all"

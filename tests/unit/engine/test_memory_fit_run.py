@@ -15,8 +15,9 @@ from small_runs import apart, bits, config, lockstep, make_model, samples, weigh
 from hvdtrain.config import Checkpoint, Named
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.engine import loop
+from hvdtrain.engine import memory_plan as settle
+from hvdtrain.engine import memory_survey as survey
 from hvdtrain.engine.callbacks import balance
-from hvdtrain.engine.memory import settle, survey
 from hvdtrain.planning.linear import Line as Seconds
 from hvdtrain.planning.linear import Speed
 from hvdtrain.planning.memory.forecast import MeasuredMemory, MemoryLine

@@ -15,7 +15,6 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow.pipelined.cargo import Crossing
 from hvdtrain.core.errors import UserError
 
-
 UNDO = "leave pipeline out"
 
 

@@ -18,7 +18,15 @@ from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.graphs import Graph
 from hvdtrain.backends.tensorflow.pipelined.cargo import (
-    Crossing, absent_form, absent_of, crossing_of, flat, has_gradient, tensors_of, to_cargo)
+    Crossing,
+    absent_form,
+    absent_of,
+    crossing_of,
+    flat,
+    has_gradient,
+    tensors_of,
+    to_cargo,
+)
 from hvdtrain.backends.tensorflow.pipelined.ends import First, Last, input_of
 from hvdtrain.backends.tensorflow.pipelined.evaluator import PartEvaluator
 from hvdtrain.backends.tensorflow.pipelined.halves import Halves

@@ -31,9 +31,7 @@ _UNEVEN = "the ranks' streams differ in length: steps continue with the samples 
 _DIFFERENT = ("the ranks read different streams: each takes its cut of what it reads, so samples are lost or "
               "repeated; seed the shuffle alike and do not split the stream by rank (a stream that draws random "
               "numbers for each sample needs a seed too)")
-HEAD_ROWS = 16
-"""Samples at the start of a stream's epoch that are compared after a resumption."""
-
+HEAD_ROWS = 16  # samples at the start of a stream's epoch that are compared after a resumption
 Bounds = Callable[[int, int], tuple[int, int]]
 """From a step of the run and the samples of its global batch to this rank's share of them, [low, high)."""
 

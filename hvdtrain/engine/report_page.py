@@ -1,8 +1,4 @@
-"""Writes the report page at every end of a run; on rank 0 alone, and none of it ever ends a run.
-
-A fit that ends well writes the page itself. Where a fit of several processes fails, or its rank 0 is killed, a small
-process beside rank 0 does (`hvdtrain.reports.survivor`), so that nobody waits for a page to hear what went wrong.
-"""
+"""The HTML report that a run writes as it ends, in a process of its own."""
 
 from __future__ import annotations
 

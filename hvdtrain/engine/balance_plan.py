@@ -1,8 +1,4 @@
-"""What `balance` knows of the copies of a model, which share the batch: a rank each, or several ranks in a pipeline.
-
-Owns the way from ranks to copies, and the probe of pipelines: a copy's time for n samples is that of its pipeline.
-Without a pipeline a copy is a rank, and its speed is found by `hvdtrain.engine.balance.probe`.
-"""
+"""The replicas among which balance divides the batch: a rank each, or several ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.config import micro_batches
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.engine.balance.probe import LEAST_REPEATS, sizes_of
+from hvdtrain.engine.balance_probe import LEAST_REPEATS, sizes_of
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned

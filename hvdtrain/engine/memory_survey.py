@@ -1,11 +1,11 @@
-"""Finds out on each rank what `forecast` counts with: the model's tensors, a few samples' pass, the room there is.
-
-Owns the measuring. It enters no collective but where that is said, and leaves nothing behind (`Stage.trial`).
-"""
+"""Memory of a run: the facts that its estimate needs, measured on this rank."""
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,10 +16,12 @@ from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import Batch, BlockCost, Control, DataParallel, DividesState
 from hvdtrain.core.protocols.types import Bucket, Cursor
+from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
+from hvdtrain.planning.memory.fit import peak as peak_with
 from hvdtrain.planning.memory.forecast import (
     MeasuredMemory,
     MemoryFacts,
@@ -270,3 +272,50 @@ def _peak(scene: Scene, n: int) -> int:
         scene.parts.stage.trial(batch)
 
     return memory.host_peak_bytes(work) if scene.device.kind == "cpu" else int(scene.backend.peak_bytes(work))
+
+
+COLUMNS = ("block", "saves, predicted", "measured", "costs, predicted", "measured")
+"""Headings of `rows`."""
+
+REPEATS = 5
+
+LONGEST_S = 60.0
+"""Time after which what is left is not measured: TensorFlow traces a graph for each set of blocks."""
+
+
+def rows(scene: Scene, costs: Sequence[BlockCost], n: int) -> list[list[str]]:
+    """Return a row for each block and one for all: peak and time of a trial of ``n`` samples less than without.
+
+    ``costs``: measured with ``n`` samples. Nothing is recomputed afterwards. Not collective.
+    """
+    remat = scene.parts.remat
+    assert remat is not None
+    remat.choose(())
+    whole, begin = pass_bytes(scene, n), time.monotonic()
+    found: list[list[str]] = []
+    for names in [tuple(cost.name for cost in costs), *((cost.name,) for cost in costs)]:
+        seconds = sum(cost.forward_s for cost in costs if cost.name in names)
+        row = ["all" if not found else names[0], format_bytes(whole - peak_with(costs, names, whole)), "-",
+               format_ms(seconds), "-"]
+        if time.monotonic() - begin < LONGEST_S:
+            remat.choose(names)
+            row[2] = format_bytes(whole - pass_bytes(scene, n))
+            row[4] = format_ms(_longer_s(scene, names, n))
+        found.append(row)
+    remat.choose(())
+    return [*found[1:], found[0]]
+
+
+def _longer_s(scene: Scene, names: Sequence[str], n: int) -> float:
+    """Seconds by which a trial takes longer with these blocks recomputed: the median of pairs, one after the other."""
+    remat, batch, seconds = scene.parts.remat, scene.sample(n), []
+    assert remat is not None
+    for _ in range(REPEATS + 1):  # the first pair may trace graphs
+        pair = []
+        for chosen in ((), names):
+            remat.choose(chosen)
+            begin = time.perf_counter()
+            scene.parts.stage.trial(batch)
+            pair.append(time.perf_counter() - begin)
+        seconds.append(pair[1] - pair[0])
+    return statistics.median(seconds[1:])

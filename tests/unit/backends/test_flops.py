@@ -87,7 +87,7 @@ def test_counting_draws_no_number_that_a_dataset_would_draw():
 
 def test_recurrent_layers_and_operations_of_others():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from hvdtrain.backends.torch.profiler import _PRODUCTS
+    from hvdtrain.backends.torch.memory import _PRODUCTS
 
     @torch.library.custom_op("hvdtrain_tests::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:

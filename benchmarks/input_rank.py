@@ -97,7 +97,7 @@ def own(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, 
     from hvdtrain.core.protocols.types import Cursor
     from hvdtrain.data import sources
     from hvdtrain.data.feed import Feed
-    from hvdtrain.data.workers.choose import with_workers
+    from hvdtrain.data.prepare import with_workers
 
     named = {"root": args.root}
     config = Config(data=Data("folder", named, workers=args.workers), control_timeout_s=600.0)

@@ -1,7 +1,6 @@
-"""``python -m hvdtrain checkpoints RUN``: list a run's checkpoints, verify them, remove old ones, take weights out.
+"""``python -m hvdtrain checkpoints RUN``: list, verify and remove a run's checkpoints, export weights.
 
-Owns the words about each checkpoint and what is removed. What a checkpoint is, and whether it is whole, is the store's
-to say. Imports no framework; reads no tensor but to verify or to export.
+Imports no framework; reads tensors only to verify or to export.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, Manifest, files, read_snapshot, weights
+from hvdtrain.checkpoint import (
+    CheckpointError, CheckpointStore, Manifest, OpenCheckpoint, files, read_snapshot, weights)
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.snapshot import check_listing, inspect
-from hvdtrain.checkpoint.store import Candidate
+from hvdtrain.checkpoint.store import ListedCheckpoint
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
@@ -33,7 +33,7 @@ HEADERS = ("step", "written", "size", "layout", "ranks", "state")
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """One checkpoint, or what is no checkpoint: ``state`` says which; ``good`` if it can be used as far as was seen."""
+    """Checkpoint or other entry: ``state`` in words; ``good``: usable as far as was seen."""
 
     path: Path
     state: str
@@ -46,13 +46,12 @@ class CheckpointRow:
     damaged: bool = False
 
     def cells(self) -> list[str]:
-        """The row in words."""
         return [str(self.step) if self.step >= 0 else self.path.name, self.written,
                 format_bytes(self.size_bytes) if self.size_bytes >= 0 else "", self.layout, self.ranks, self.state]
 
 
 def main(argv: list[str]) -> int:
-    """Do what ``argv`` says; 0, or 1 where ``--verify`` found a checkpoint that is not whole."""
+    """Run the command; return 1 where ``--verify`` found a checkpoint that is not whole."""
     args = arguments(argv)
     root = root_of(args.run)
     if args.export:
@@ -74,7 +73,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def root_of(run: str) -> Path:
-    """The directory of checkpoints that RUN means: a run's own, or the run's. `UserError` if there is none."""
+    """Return the directory of checkpoints that RUN means, a run's own or the run's. Errors: `UserError`."""
     path = Path(os.path.abspath(run))
     if not path.is_dir():
         raise UserError(f"there is no directory {run}", "the directory of a run", "correct RUN")
@@ -85,9 +84,9 @@ def root_of(run: str) -> Path:
 
 
 def look(root: Path, verify: bool) -> list[CheckpointRow]:
-    """Rows of all that lies in ``root``, newest step first, then what is no checkpoint.
+    """Return rows of all that lies in ``root``, newest step first, then what is no checkpoint.
 
-    Another process may save and remove meanwhile: what has gone when it is looked at is passed over.
+    Another process may save and remove meanwhile: what has gone when it is looked at is skipped.
     """
     store = CheckpointStore(root, 1)
     found = store.everything()
@@ -105,8 +104,8 @@ def look(root: Path, verify: bool) -> list[CheckpointRow]:
     return rows
 
 
-def _row(one: Candidate, verify: bool) -> CheckpointRow | None:
-    """What can be said of one checkpoint; None where it has gone meanwhile."""
+def _row(one: ListedCheckpoint, verify: bool) -> CheckpointRow | None:
+    """Return the row of one checkpoint; None where it has gone meanwhile."""
     aside = "moved aside by a save that did not end, and used where nothing newer is: " if one.hidden else ""
     try:
         if one.error is not None:
@@ -159,9 +158,9 @@ def _prune(root: Path, keep: int) -> int:
 
 
 def sorted_out(root: Path, keep: int) -> tuple[list[Path], list[Path]]:
-    """(the ``keep`` newest checkpoints, each read and whole; older good ones, which may go).
+    """Return (the ``keep`` newest checkpoints, each read and whole; older good ones, which may be removed).
 
-    Nothing may go before ``keep`` whole ones were found; damaged ones are neither.
+    Nothing may be removed before ``keep`` whole ones were found; damaged ones are neither.
     """
     kept: dict[int, Path] = {}
     going: list[Path] = []
@@ -204,10 +203,10 @@ def _export(root: Path, args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(root: Path, step: int | None) -> tuple[Path, Kept]:
-    """The checkpoint of ``step``, or the newest whole one for None; `UserError` where there is none or it is damaged.
+def chosen(root: Path, step: int | None) -> tuple[Path, OpenCheckpoint]:
+    """Return the checkpoint of ``step``, or the newest whole one for None, and report newer damaged ones.
 
-    Of a newer one that is damaged it is said why it is not taken.
+    Errors: `UserError` where there is none or it is damaged.
     """
     store = CheckpointStore(root, 1)
     if step is None:
@@ -224,7 +223,6 @@ def chosen(root: Path, step: int | None) -> tuple[Path, Kept]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together."""
     asked: Sequence[str] = [name for name in ("verify", "prune", "export") if getattr(args, name)]
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} in one call", "one of them",

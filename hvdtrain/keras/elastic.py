@@ -1,4 +1,4 @@
-"""Horovod's elastic API, left out on purpose: every name answers with the reason and with what replaces it."""
+"""Horovod's elastic API, left out on purpose: every name raises an error with the reason and the replacement."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from hvdtrain.parallel.precision.scaler import LossScale
 class ModelParts:
     """The parts. ``precision``: what every rank computes in; ``scale``: the loss scale.
 
-    ``transforms``: in the order in which they are installed (`hvdtrain.backends.transforms.ORDER`). ``ops_of_place``:
+    ``transforms``: in the order in which they are installed (`hvdtrain.backends.TRANSFORMS`). ``ops_of_place``:
     of a model that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes
     blocks, None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks
     for it. ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by

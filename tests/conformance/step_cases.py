@@ -18,8 +18,8 @@ from pipeline_cases import *  # noqa: F401,F403
 from step_kit import (
     EPSILON, Halves, by_hand, given, gradient, length, near, needs, same, same_state, spoilt)
 
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import Config, Named, Schedule
 from hvdtrain.core.errors import UserError
 from hvdtrain.parallel.precision.policy import Precision

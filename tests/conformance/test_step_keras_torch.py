@@ -30,7 +30,7 @@ if HERE:
     from hvdtrain.backends.model_spec import spec_of
     from hvdtrain.backends.torch.create import make_parts
     from hvdtrain.cluster.control import SoloControl
-    from hvdtrain.comm.collectives.null import NullCollectives
+    from hvdtrain.comm.collectives.base import NullCollectives
     from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
     from hvdtrain.core.buckets import plan_buckets
     from hvdtrain.core.errors import UserError

@@ -17,7 +17,7 @@ from torch_tools import (  # noqa: E402,F401
 
 from hvdtrain.backends.torch import seed  # noqa: E402
 from hvdtrain.backends.torch.modules import check_loss  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Checkpoint, Config, Exchange, Named
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.engine import loop

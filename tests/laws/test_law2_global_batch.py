@@ -14,7 +14,7 @@ import pytest
 from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, SLOW_TENSORFLOW, Recut, apart, config, fitted, lockstep,
                         make_model, replans, samples, weights)
 
-from hvdtrain.comm.collectives.null import Done
+from hvdtrain.comm.collectives.base import ReadyHandle
 from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.core import comparison as curve_of
 from hvdtrain.core.protocols.types import Cursor
@@ -143,7 +143,7 @@ def heavier(run):
 def averaged(run):
     """Average the ranks' gradients, where their sum is right."""
     wire, plain = run.collectives, run.collectives.allreduce
-    wire.allreduce = lambda flat_N, name, op="sum": Done(plain(flat_N, name, op).wait() / wire.size)
+    wire.allreduce = lambda flat_N, name, op="sum": ReadyHandle(plain(flat_N, name, op).wait() / wire.size)
 
 
 @pytest.mark.parametrize("framework", SLOW_TENSORFLOW)

@@ -16,8 +16,8 @@ from small_runs import Record, config, fitted, lockstep, make_model, samples
 
 import hvdtrain.engine.callbacks
 from hvdtrain.backends.numpy import Ops
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors.base import Uncompressed
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.reducer.reducer import Reducer

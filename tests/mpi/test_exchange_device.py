@@ -36,8 +36,9 @@ def inner(request, control, comm):
 
 @pytest.fixture
 def staged(inner):
+    from host_lane import HostLane
+
     from hvdtrain.backends.torch.collectives import StagedCollectives
-    from hvdtrain.backends.torch.pinned import HostLane
 
     return StagedCollectives(inner, timeout_s=30.0, lane=HostLane())
 
@@ -81,10 +82,12 @@ def test_ranks_with_and_without_copies_are_one_job(control, inner):
     """As CPU ranks beside ranks with a GPU."""
     import torch
 
-    from hvdtrain.backends.torch.collectives import StagedCollectives
-    from hvdtrain.backends.torch.pinned import Here, HostLane
+    from host_lane import HostLane
 
-    wire = StagedCollectives(inner, timeout_s=30.0, lane=Here() if control.rank == 0 else HostLane())
+    from hvdtrain.backends.torch.collectives import StagedCollectives
+    from hvdtrain.backends.torch.pinned import DirectLane
+
+    wire = StagedCollectives(inner, timeout_s=30.0, lane=DirectLane() if control.rank == 0 else HostLane())
     handles = [wire.allreduce(torch.full((7,), float(control.rank)), f"mixed.{i}") for i in range(5)]
     assert all(h.wait().tolist() == [control.size * (control.size - 1) / 2] * 7 for h in handles)
 

@@ -14,7 +14,7 @@ from small_runs import config, solo
 from hvdtrain import trainer
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.checkpoint import stream
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.cluster.machine.memory import host_peak_bytes, resident_bytes
 from hvdtrain.config import Checkpoint, Named, Pipeline
 from hvdtrain.engine import loop

@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.backends.keras.losses import guarded, has_fixed_batch, refuse_mask, weight_of_batch
 from hvdtrain.backends.misfit import told
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.layout import Layout
+from hvdtrain.data.layout import BatchLayout
 
 Pair = tuple[Any, Any]
 
@@ -42,7 +42,7 @@ class Setup:
     outputs: Any = None
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> BatchLayout | None:
         """The structure of the data's x and y, unless it is plain."""
         return getattr(self.data, "layout", None)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.backends.pairs import Totals, means
 from hvdtrain.checkpoint import weights
-from hvdtrain.checkpoint.tensors import Layout, Spec, layout
+from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core import rng
 from hvdtrain.core.protocols import Batch, ParamSpec, Writable
@@ -296,5 +296,5 @@ class State:
         self._plan()
         return ""
 
-    def _plan(self) -> Layout:
+    def _plan(self) -> FileLayout:
         return layout({name: Spec(p.dtype, p.shape) for name, p in self._model.params.items()}, "model")

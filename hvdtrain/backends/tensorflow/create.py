@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends import in_order
 from hvdtrain.backends.keras import compiled
 from hvdtrain.backends.keras.facts import KerasFacts
 from hvdtrain.backends.keras.losses import check_stateful
@@ -34,9 +35,8 @@ from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
-from hvdtrain.backends.transforms import in_order
-from hvdtrain.cluster import heap
 from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.layout import Columns, nested
-from hvdtrain.data.rows import Rows, columns
+from hvdtrain.data.rows import ColumnNames, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
 
@@ -30,7 +30,7 @@ _KEEPS_ELEMENTS = {"_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_Cach
                    "_MapDataset", "_ParallelMapDataset"}
 
 
-def adapt(obj: Any, seed: int = 0, rows: Rows = Rows(nests=True)) -> Source | Stream | None:
+def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames(nests=True)) -> Source | Stream | None:
     """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of TensorFlow's or Keras'.
 
     A tensor or a tuple or list of tensors: an `ArraySource`.
@@ -58,7 +58,7 @@ def adapt(obj: Any, seed: int = 0, rows: Rows = Rows(nests=True)) -> Source | St
 class _Elements:
     """Conversion of a stream's elements to arrays; ``layout`` exists once the first nested one has been read."""
 
-    rows: Rows
+    rows: ColumnNames
 
     @property
     def layout(self) -> Any:
@@ -76,7 +76,7 @@ class PyDatasetStream(_Elements):
     calls `on_epoch_end` once for every epoch that is behind it. ``workers`` and ``use_multiprocessing`` are not used.
     """
 
-    def __init__(self, dataset: Any, rows: Rows = Rows(nests=True)) -> None:
+    def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames(nests=True)) -> None:
         if dataset.num_batches is None:
             raise UserError("the PyDataset has no end: num_batches is None", "a finite number of batches",
                             "return the batches of one epoch from __len__")
@@ -102,7 +102,7 @@ class DatasetStream(_Elements):
     its cardinality is infinite, if it shuffles without a seed, or asks for an order that may differ from run to run.
     """
 
-    def __init__(self, dataset: Any, rows: Rows = Rows(nests=True)) -> None:
+    def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames(nests=True)) -> None:
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise UserError("the tf.data.Dataset has no end", "one epoch's worth of elements",
                             "remove .repeat(): the trainer repeats; or add .take(n)")

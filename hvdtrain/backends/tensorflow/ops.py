@@ -13,8 +13,7 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow import host
 from hvdtrain.backends.tensorflow.nodes import HostNodes
 from hvdtrain.backends.tensorflow.placement import free_bytes
-from hvdtrain.comm.compressors.base import DEPENDENT
-from hvdtrain.comm.compressors.candidates import LEAST, sample
+from hvdtrain.comm.compressors.base import DEPENDENT, LEAST, sample
 from hvdtrain.core.protocols import Array, Collectives
 
 

@@ -29,7 +29,7 @@ from hvdtrain.core import rng, timeline
 from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.timeline import current
-from hvdtrain.data.empty import StandIn
+from hvdtrain.data.weighting import PlaceholderSample
 
 
 STAMPS = 3
@@ -59,7 +59,7 @@ class Stage:
         self.asynchronous = placement.on_gpu(model)
         self.waited_s = 0.0
         self.unused: frozenset[int] = frozenset()
-        self._stand_in = StandIn()
+        self._stand_in = PlaceholderSample()
         self._like: Batch = ()
         self.calls, self._connected = Calls(gradients.around), False
         self._sink: GradientSink | None = None
@@ -264,7 +264,7 @@ class Stage:
         """Do nothing: a graph takes its inputs when it runs."""
 
     def spare(self, batch: Batch) -> None:
-        """Keep a sample to compute on if a micro-batch has none (`hvdtrain.data.empty`)."""
+        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.weighting`)."""
         self._stand_in.saw(batch)
         self._like = tuple(array[:0] for array in batch)
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvdtrain.backends.keras import saving
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.checkpoint import weights
-from hvdtrain.checkpoint.tensors import Layout, Spec, layout
+from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.run import Head, Place, Shard, Window
@@ -312,7 +312,7 @@ def _write(model: keras.Model, directory: Path) -> list[str]:
     return [weights.FILE, *saving.write(model, directory)]
 
 
-def _planned(model: keras.Model) -> tuple[Layout, dict[str, Any]]:
+def _planned(model: keras.Model) -> tuple[FileLayout, dict[str, Any]]:
     """Return the layout of model.safetensors, and its variables by name. `CheckpointError` for what no file can hold.
     """
     named = dict(zip(export_names(model.weights), model.weights))

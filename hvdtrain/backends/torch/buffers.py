@@ -50,7 +50,7 @@ def remember(module: torch.nn.Module) -> Callable[[], list[str]]:
     return put_back
 
 
-class _Kept:
+class _BufferCopy:
     """Copy of the buffer ``of`` at ``version``, PyTorch's count of writes to it."""
 
     def __init__(self, of: torch.Tensor, copy: torch.Tensor, version: int) -> None:
@@ -74,7 +74,7 @@ class Buffers:
         modules = list(model.named_modules())
         self._holders: list[Any] = [module._buffers for _, module in modules]
         self._prefixes = [(paths or {}).get(id(module), name) for name, module in modules]
-        self._kept: dict[tuple[int, str], _Kept] = {}
+        self._kept: dict[tuple[int, str], _BufferCopy] = {}
         self._known: dict[str, Place] = {}
         self._statistics: list[Place] = []
         self._own: list[Place] = []
@@ -139,7 +139,7 @@ class Buffers:
                     if number < len(self._prefixes) and all(place.at != (number, name) and place.tensor is not buffer
                                                             for place in (*self._own, *self._statistics)):
                         self._own.append(self._place(number, name))  # registered or no longer shared
-                    self._kept[number, name] = _Kept(buffer, buffer.detach().clone(), buffer._version)
+                    self._kept[number, name] = _BufferCopy(buffer, buffer.detach().clone(), buffer._version)
                 elif not kept.large or kept.version != buffer._version:
                     changed.append(buffer)
                     copies.append(kept.copy)

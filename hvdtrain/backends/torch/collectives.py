@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch.pinned import CudaLane, Here, Key, Pipe, Transfer
+from hvdtrain.backends.torch.pinned import CudaLane, DirectLane, Key, Pipe, Transfer
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.comm.collectives.null import Done
-from hvdtrain.comm.collectives.parts import WithoutMemory
+from hvdtrain.comm.collectives.base import ReadyHandle, WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Control, Handle
@@ -116,7 +115,7 @@ class HorovodCollectives(WithoutMemory):
         """
         assert flat_N.numel() == sum(sizes_P), f"reducescatterv of {flat_N.numel()} elements into {list(sizes_P)}"
         if not flat_N.numel():  # on every rank, which all know
-            return Done(flat_N)
+            return ReadyHandle(flat_N)
         splits_P = torch.tensor(sizes_P, dtype=torch.int32)
         handle = self._hvd.alltoall_async(flat_N.contiguous(), splits=splits_P, name=name)
         return _Parts(self._pending("reducescatterv", name, handle), self.rank, self.size, sizes_P[self.rank])
@@ -124,7 +123,7 @@ class HorovodCollectives(WithoutMemory):
     def allgatherv(self, part_K: torch.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
         assert part_K.numel() == sizes_P[self.rank], f"allgatherv of {part_K.numel()} as one of {list(sizes_P)}"
         if not sum(sizes_P):
-            return Done(part_K)
+            return ReadyHandle(part_K)
         handle = self._hvd.allgather_async(part_K.contiguous(), name=name)
         return self._pending("allgatherv", name, handle, (sum(sizes_P),))
 
@@ -162,13 +161,13 @@ class StagedCollectives(WithoutMemory):
     host = False
     hierarchical = False
 
-    def __init__(self, inner: Collectives, timeout_s: float = 600.0, lane: Here | None = None) -> None:
+    def __init__(self, inner: Collectives, timeout_s: float = 600.0, lane: DirectLane | None = None) -> None:
         self.name = f"{inner.name} over host memory"
         self.rank, self.size = inner.rank, inner.size
         self.dtypes, self.reductions = inner.dtypes, inner.reductions
         self.timeout_s = timeout_s
         self._inner, self._lane = inner, lane
-        self._lanes: dict[torch.device, Here] = {}
+        self._lanes: dict[torch.device, DirectLane] = {}
         self._pipe: Pipe | None = None
 
     def among(self, group: Group) -> StagedCollectives:
@@ -220,11 +219,11 @@ class StagedCollectives(WithoutMemory):
         self._pipe.issued.put(transfer)
         return transfer
 
-    def _lane_of(self, device: torch.device) -> Here:
+    def _lane_of(self, device: torch.device) -> DirectLane:
         if self._lane is not None:
             return self._lane
         if device not in self._lanes:
-            self._lanes[device] = CudaLane(device) if device.type == "cuda" else Here()
+            self._lanes[device] = CudaLane(device) if device.type == "cuda" else DirectLane()
         return self._lanes[device]
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import (
     DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset, default_collate)
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.rows import Rows, by_field, columns
+from hvdtrain.data.rows import ColumnNames, by_field, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
 
@@ -25,7 +25,7 @@ _CHUNK = 64
 """Samples of an `IterableDataset` that are collated at once; of no consequence for the batches."""
 
 
-def adapt(obj: Any, seed: int = 0, rows: Rows = Rows()) -> Source | Stream | None:
+def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source | Stream | None:
     """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of PyTorch's.
 
     A tensor, a tuple or list of tensors, a `TensorDataset`: an `ArraySource` that shares their memory. Another
@@ -59,7 +59,7 @@ def adapt(obj: Any, seed: int = 0, rows: Rows = Rows()) -> Source | Stream | Non
 class _Named:
     """Rows of a dataset as arrays; ``layout`` is known once a row with nested inputs has been read."""
 
-    rows: Rows
+    rows: ColumnNames
 
     @property
     def layout(self) -> Any:
@@ -77,7 +77,7 @@ class DatasetSource(_Named):
     Random numbers that it draws in ``__getitem__`` come from generators that law 2 does not cover.
     """
 
-    def __init__(self, dataset: Dataset, rows: Rows = Rows()) -> None:
+    def __init__(self, dataset: Dataset, rows: ColumnNames = ColumnNames()) -> None:
         if not hasattr(dataset, "__len__"):
             raise UserError(f"the dataset {type(dataset).__qualname__} has no len()",
                             "a map-style Dataset with __len__",
@@ -106,7 +106,7 @@ class DatasetSource(_Named):
 class IterableStream(_Named):
     """An `IterableDataset`: one iteration is one epoch, in the consumer's process."""
 
-    def __init__(self, dataset: IterableDataset, rows: Rows = Rows()) -> None:
+    def __init__(self, dataset: IterableDataset, rows: ColumnNames = ColumnNames()) -> None:
         self.dataset, self.rows = dataset, rows.for_source()
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
@@ -119,7 +119,7 @@ class IterableStream(_Named):
 class LoaderStream(_Named):
     """A `DataLoader`: one iteration is one epoch; its batches are the chunks."""
 
-    def __init__(self, loader: DataLoader, seed: int = 0, rows: Rows = Rows()) -> None:
+    def __init__(self, loader: DataLoader, seed: int = 0, rows: ColumnNames = ColumnNames()) -> None:
         for sampler in _samplers(loader):
             if isinstance(sampler, DistributedSampler):
                 raise UserError("the DataLoader has a DistributedSampler",

@@ -18,7 +18,7 @@ from hvdtrain.core.protocols import GradientSink
 from hvdtrain.core.protocols.types import Bucket
 
 
-class _Filling:
+class _BucketFill:
     """A bucket, its memory, and the parameters of this backward that it still waits for.
 
     ``taken``: the parameters' gradients are ``views`` of ``flat_N`` in this step. ``full``: they are all there. Where a
@@ -100,7 +100,7 @@ class Gradients:
     def __init__(self, params: TorchParams, place: Callable[[torch.Tensor, Bucket], torch.Tensor],
                  early: bool = True) -> None:
         self._params, self._place, self._early = params, place, early
-        self._fillings: list[_Filling] = []
+        self._fillings: list[_BucketFill] = []
         self._hooks: list[Any] = []
         self._sink: GradientSink | None = None
         self._open = self._final = False
@@ -126,7 +126,7 @@ class Gradients:
             flat_N = None
             if sink.retains:
                 flat_N = kept[bucket] if bucket in kept else self._place(sink.buffer(bucket), bucket)
-            self._fillings.append(_Filling(bucket, flat_N, self._params))
+            self._fillings.append(_BucketFill(bucket, flat_N, self._params))
         for filling in self._fillings[:-1] if self._retains or self._early else []:
             for index, param in zip(filling.bucket.params, filling.tensors):
                 self._hooks.append(_hooked(param, self._hook(filling, index)))
@@ -212,13 +212,13 @@ class Gradients:
             for index in owed:
                 self._fill(self._fillings[index], math.nan)
 
-    def _fill(self, filling: _Filling, value: float) -> None:
+    def _fill(self, filling: _BucketFill, value: float) -> None:
         """Hand over a bucket that is full of ``value``."""
         filling.drop()
         flat_N = self._memory(filling) if filling.flat_N is None else filling.flat_N
         self._put(filling, flat_N.fill_(value))
 
-    def _hook(self, filling: _Filling, index: int) -> Callable[[torch.Tensor], None]:
+    def _hook(self, filling: _BucketFill, index: int) -> Callable[[torch.Tensor], None]:
         def made(param: torch.Tensor) -> None:
             if not self._open:
                 return
@@ -237,7 +237,7 @@ class Gradients:
                     filling.take_in()
         return made
 
-    def _filled(self, filling: _Filling) -> None:
+    def _filled(self, filling: _BucketFill) -> None:
         """Give a full bucket to the sink, with the gradient of the loss as it is, or mark it for its turn."""
         assert self._sink is not None
         filling.full = True
@@ -256,19 +256,19 @@ class Gradients:
                 due.drop()
                 self._put(due, flat_N)
 
-    def _due(self) -> _Filling | None:
+    def _due(self) -> _BucketFill | None:
         """Return the next bucket in order, once it is full."""
         due = next((f for f in self._fillings if not f.handed_over), None)
         return due if due is not None and due.full else None
 
-    def _memory(self, filling: _Filling) -> torch.Tensor:
+    def _memory(self, filling: _BucketFill) -> torch.Tensor:
         """Return the sink's memory (n,) for a bucket; of a bucket of one parameter its own."""
         assert self._sink is not None
         if len(filling.tensors) == 1:
             return torch.empty_like(filling.tensors[0], memory_format=torch.contiguous_format).detach().view(-1)
         return self._place(self._sink.buffer(filling.bucket), filling.bucket)
 
-    def _put(self, filling: _Filling, flat_N: torch.Tensor) -> None:
+    def _put(self, filling: _BucketFill, flat_N: torch.Tensor) -> None:
         """Give the sink a bucket's gradient ``flat_N`` (n,), of the scaled loss so far."""
         assert self._sink is not None
         filling.handed_over = True

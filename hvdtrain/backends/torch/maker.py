@@ -13,15 +13,16 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from hvdtrain.backends import in_order
 from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import modules
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.modules import modes_kept, set_modes
 from hvdtrain.backends.torch.ops import Ops
-from hvdtrain.backends.torch.optim import given_by
+from hvdtrain.backends.torch.optim import optimizer_spec
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchFacts, TorchParams, trainable
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.state import TorchState
 from hvdtrain.backends.torch.task import Metrics, TorchEvaluator, make_task
@@ -30,7 +31,6 @@ from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.backends.torch.transforms.remat import Remat
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
-from hvdtrain.backends.transforms import in_order
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Batch, Collectives
@@ -52,7 +52,7 @@ class Maker:
         self.sample = sample or spec.example
         self.spec, self.config, self.rank, self.steps_per_epoch = spec, config, rank, steps_per_epoch
         self.model: torch.nn.Module = spec.model
-        self.given = given_by(spec, config)  # by name, while all parameters are there
+        self.optimizer_spec = optimizer_spec(spec, config)  # by name, while all parameters are there
         self.placement = self.place()
         modules.check_model(self.model)
         self.transport = Transport(wire, Ops())
@@ -117,7 +117,7 @@ class Maker:
 
     def params(self) -> TorchParams:
         make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale,
-                       given=self.given)
+                       spec=self.optimizer_spec)
         return TorchParams(self.model, self.blocks(), self.placement.places(), make, self.whole)
 
     def evaluator(self) -> TorchEvaluator:

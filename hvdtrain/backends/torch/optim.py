@@ -140,7 +140,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Given:
+class OptimizerSpec:
     """Parameter groups and optimizer of a model's file; empty unless the file defines them.
 
     ``groups``: every parameter of the model is in one of them, if there are any; parameters in no group of the file's
@@ -164,7 +164,7 @@ class Given:
                         "every parameter that is ever trained in a group, also while it is frozen",
                         "give it to a group in the model file, or leave it frozen")
 
-    def joined(self, names: Sequence[str]) -> Given:
+    def joined(self, names: Sequence[str]) -> OptimizerSpec:
         """Return a copy with ``names``, which were frozen, each in its group."""
         of = [self.group_of(name) for name in names] if self.groups else []
         return replace(self, groups=tuple(
@@ -181,7 +181,7 @@ class Given:
                  if value is None or isinstance(value, (bool, int, float, str, tuple)))
         return "".join(f" {key} {value}" for key, value in plain)
 
-    def plain(self) -> Given:
+    def plain(self) -> OptimizerSpec:
         """Return a copy without groups, for tensors without names."""
         return replace(self, groups=())
 
@@ -210,7 +210,7 @@ class Given:
                 for group, rate in zip(self.groups, rates)]
 
 
-def given_by(spec: Any, config: Config) -> Given:
+def optimizer_spec(spec: Any, config: Config) -> OptimizerSpec:
     """Return the optimizer and groups that the file of ``spec.model`` gives.
 
     Where it gives both, groups of the optimizer's own count before those of `parameter_groups`. Errors: `UserError` for
@@ -228,7 +228,7 @@ def given_by(spec: Any, config: Config) -> Given:
                                  _defaults(class_of(config)) if kind is None else made.defaults)
         for group in groups:
             _check_values(group, config, kind, settings)
-    return Given(_all(groups, named), kind, settings, frozen)
+    return OptimizerSpec(_all(groups, named), kind, settings, frozen)
 
 
 def _named(model: torch.nn.Module) -> dict[int, str]:

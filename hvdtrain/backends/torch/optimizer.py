@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch import optim, placement, resuming
-from hvdtrain.backends.torch.optim import Given
+from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.config import Config
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols.types import Bucket
@@ -96,7 +96,7 @@ class TorchOptimizer:
     An update's rate is the schedule's times min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv
     1706.02677). ``scale``: while it is on, every update looks at the norm. ``adopted``: the optimizer of a compiled
     Keras model (`hvdtrain.backends.torch.keras.optim`), in place of config's; its rate is its own, scaled. Over slices
-    no update is left out here, as other ranks make theirs: that has been decided before. ``given``: the model file's
+    no update is left out here, as other ranks make theirs: that has been decided before. ``spec``: the model file's
     optimizer; its groups are of ``names``, parallel to ``tensors``.
     """
 
@@ -104,20 +104,20 @@ class TorchOptimizer:
 
     def __init__(self, config: Config, tensors: Sequence[torch.Tensor], steps_per_epoch: int,
                  scale: LossScale | None = None, adopted: Any = None, slices: Slices | None = None,
-                 names: Sequence[str] = (), given: Given | None = None) -> None:
+                 names: Sequence[str] = (), spec: OptimizerSpec | None = None) -> None:
         schedule = config.schedule
-        self.tensors, self.slices, self.given = list(tensors), slices, given or Given()
+        self.tensors, self.slices, self.optimizer_spec = list(tensors), slices, spec or OptimizerSpec()
         self._warmup = schedule.warmup_steps
         self.interval: str = schedule.interval
         self.updates = 0
         base = schedule.linear_scaling_base
-        self.base_lr = self.given.rate(config) * (config.global_batch / base if base else 1.0)
+        self.base_lr = self.optimizer_spec.rate(config) * (config.global_batch / base if base else 1.0)
         self.adopted = adopted
         if adopted is not None:
             self.base_lr = adopted.rate
         updated = [t for t in self.tensors if slices is None or t.numel()]
         of = [n for n, t in zip(names, self.tensors) if slices is None or t.numel()]
-        self.optimizer = self.given.make(config, of, updated, self.base_lr) if adopted is None else adopted
+        self.optimizer = self.optimizer_spec.make(config, of, updated, self.base_lr) if adopted is None else adopted
         groups = self.optimizer.param_groups
         rates = self._rates = [float(group["lr"]) for group in groups]
         self.ratios = [rate / self.base_lr if self.base_lr else 1.0 for rate in rates]
@@ -187,7 +187,7 @@ class TorchOptimizer:
             self._complete = False
         for group in groups:  # a model may have been given another memory order since the optimizer was made
             if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
-                optim.refuse_fused(group["params"], self.given.asks_fused(self.config))
+                optim.refuse_fused(group["params"], self.optimizer_spec.asks_fused(self.config))
                 group["fused"] = False
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates):
@@ -253,9 +253,10 @@ class TorchOptimizer:
 
     def describe(self) -> dict[str, str]:
         s = self.config.schedule
-        words = {"optimizer": f"{self.kind()}, lr {self.base_lr:g}" + " (the model file's)" * bool(self.given.kind)}
-        if self.given.groups:
-            words["parameter groups"] = "; ".join(group.words() for group in self.given.groups)
+        whose = " (the model file's)" if self.optimizer_spec.kind else ""
+        words = {"optimizer": f"{self.kind()}, lr {self.base_lr:g}{whose}"}
+        if self.optimizer_spec.groups:
+            words["parameter groups"] = "; ".join(group.words() for group in self.optimizer_spec.groups)
         if self.adopted is not None:
             words |= self.adopted.describe()
         if self.schedule is not None:
@@ -270,8 +271,8 @@ class TorchOptimizer:
     def made_of(self) -> str:
         """Return a line that must be the same on every rank."""
         if self.adopted is None:
-            sums = "".join(f" group {group.checksum():08x}" for group in self.given.groups)
-            return f"optimizer {self.kind()}{self.given.words()}{sums}"
+            sums = "".join(f" group {group.checksum():08x}" for group in self.optimizer_spec.groups)
+            return f"optimizer {self.kind()}{self.optimizer_spec.words()}{sums}"
         words = [self.adopted.name, *self.adopted.describe().values(), f"rate {self.learning_rate():g}"]
         return f"optimizer {' '.join(words)}"
 
@@ -291,8 +292,8 @@ class TorchOptimizer:
             "groups": groups,
             "schedule": schedule,
             "settings": self.settings,
-            **({"group_names": [list(group.names) for group in self.given.groups], "group_rates": self._rates}
-               if self.given.groups else {}),
+            **({"group_names": [list(group.names) for group in self.optimizer_spec.groups], "group_rates": self._rates}
+               if self.optimizer_spec.groups else {}),
         }
 
     def load_scalars(self, state: dict[str, Any]) -> None:
@@ -353,10 +354,10 @@ def any_not_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> tor
     return ~torch.stack([one.isfinite().to(device) for one in largest]).all()
 
 
-def slot_share(config: Config, given: Given | None = None) -> float:
+def slot_share(config: Config, spec: OptimizerSpec | None = None) -> float:
     """Return the bytes of optimizer state for each byte of a parameter, as the run's optimizer makes them."""
     param = torch.nn.Parameter(torch.zeros(64, 64))
-    made = TorchOptimizer(config, [param], 1, given=(given or Given()).plain())
+    made = TorchOptimizer(config, [param], 1, spec=(spec or OptimizerSpec()).plain())
     made.step([torch.zeros_like(param)], [], 0.0, False)
     held = [v for v in made.optimizer.state.get(param, {}).values() if isinstance(v, torch.Tensor) and v.dim()]
     return sum(v.numel() * v.element_size() for v in held) / (param.numel() * param.element_size())
@@ -376,7 +377,7 @@ def state_bytes(opt: TorchOptimizer) -> int:
                for v in entries.values() if isinstance(v, torch.Tensor))
     if held or opt.adopted is not None:
         return held
-    return int(slot_share(opt.config, opt.given) * sum(t.numel() * t.element_size() for t in opt.tensors))
+    return int(slot_share(opt.config, opt.optimizer_spec) * sum(t.numel() * t.element_size() for t in opt.tensors))
 
 
 def check_slots(optimizer: torch.optim.Optimizer) -> None:

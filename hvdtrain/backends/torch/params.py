@@ -15,7 +15,7 @@ from hvdtrain.backends.torch.modules import PlainNames, named_parameters
 from hvdtrain.backends.torch.optimizer import ELEMENTWISE, Slices, TorchOptimizer
 from hvdtrain.backends.torch.resuming import KERNELS
 from hvdtrain.backends.torch.state import TorchState
-from hvdtrain.checkpoint.holders import fitting
+from hvdtrain.checkpoint.adapters import fitting
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.protocols.types import Bucket
@@ -141,7 +141,7 @@ def _refuse_slices(whole: TorchOptimizer) -> None:
                         "set optimizer.name (for example adam), data_parallel: replicate, or KERAS_BACKEND=tensorflow")
     if not whole.elementwise:
         usual = ", ".join(sorted(c.__name__ for c in ELEMENTWISE))
-        whose = "looks at whole tensors" if whole.given.kind is None else "may look at whole tensors"
+        whose = "looks at whole tensors" if whole.optimizer_spec.kind is None else "may look at whole tensors"
         raise UserError(f"data_parallel zero with optimizer {whole.kind()}, which {whose}",
                         f"one that updates each element by itself: {usual}",
                         "take such a one, or data_parallel: replicate")
@@ -161,7 +161,7 @@ SHOWN = 3
 """Changes that an error names."""
 
 
-class _Look(NamedTuple):
+class _ModelSnapshot(NamedTuple):
     """The model at one moment. The objects are kept, so that ids stay unique."""
 
     params: list[torch.nn.Parameter]
@@ -171,7 +171,7 @@ class _Look(NamedTuple):
     modes: list[bool]
     grouped: int
 
-    def equals(self, other: _Look) -> bool:
+    def equals(self, other: _ModelSnapshot) -> bool:
         return (self.trained == other.trained and self.kinds == other.kinds and self.modes == other.modes
                 and self.grouped == other.grouped
                 and all(a is b for a, b in zip(self.params, other.params))
@@ -191,10 +191,10 @@ class TorchFacts:
         state.facts = self.saved
         self.renew()
 
-    def _look(self) -> _Look:
+    def _look(self) -> _ModelSnapshot:
         params, modules = list(self._model.parameters()), list(self._model.modules())
         grouped = sum(len(group["params"]) for group in self._state.optimizer.optimizer.param_groups)
-        return _Look(params, [p.requires_grad for p in params], [(p.dtype, p.shape) for p in params], modules,
+        return _ModelSnapshot(params, [p.requires_grad for p in params], [(p.dtype, p.shape) for p in params], modules,
                      [m.training for m in modules], grouped)
 
     def renew(self) -> None:
@@ -304,7 +304,7 @@ def _check(optimizer: TorchOptimizer, names: Sequence[str]) -> None:
                         "PyTorch was compiled with", "the variables that it was built for",
                         "compile the model with all layers trainable and freeze them, or begin another run")
     for name in names:
-        optimizer.given.group_of(name)
+        optimizer.optimizer_spec.group_of(name)
 
 
 def _join(optimizer: TorchOptimizer, names: Sequence[str], tensors: Sequence[torch.Tensor],
@@ -316,9 +316,9 @@ def _join(optimizer: TorchOptimizer, names: Sequence[str], tensors: Sequence[tor
     optimizer.tensors += tensors
     for name, tensor in zip(names, tensors):
         if spans is None or tensor.numel():
-            group = optimizer.optimizer.param_groups[optimizer.given.group_of(name)]
+            group = optimizer.optimizer.param_groups[optimizer.optimizer_spec.group_of(name)]
             group["params"].append(tensor)
-    optimizer.given = optimizer.given.joined(names)
+    optimizer.optimizer_spec = optimizer.optimizer_spec.joined(names)
 
 
 def _other(kind: str, before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, str]:

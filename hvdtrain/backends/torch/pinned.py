@@ -45,7 +45,7 @@ class Memory:
         self._idle.setdefault(key, []).append((memory, free))
 
 
-class Here:
+class DirectLane:
     """Lane of tensors in host memory: nothing is copied."""
 
     def leave(self, x: torch.Tensor, key: Key | None) -> tuple[torch.Tensor, Any]:
@@ -69,25 +69,7 @@ class Here:
         """Order what the calling thread computes next behind the result."""
 
 
-class HostLane(Here):
-    """Copies within host memory: the steps of `CudaLane` where there is no GPU, for tests."""
-
-    def __init__(self) -> None:
-        self.memory = Memory(lambda n, dtype: torch.empty(n, dtype=dtype))
-
-    def leave(self, x: torch.Tensor, key: Key | None) -> tuple[torch.Tensor, Any]:
-        host = _borrow(self.memory, x, key)[0].view(x.shape)
-        return host.copy_(x), None
-
-    def back(self, result: torch.Tensor, into: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-        return (result.clone() if into is None else into.copy_(result)), None
-
-    def end(self, key: Key | None, host: torch.Tensor, token: Any) -> None:
-        if key is not None:
-            self.memory.take_back(key, host.view(-1), token)
-
-
-class CudaLane(Here):
+class CudaLane(DirectLane):
     """Copies between a GPU and pinned memory, on one stream in each direction, so that both are busy at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -96,7 +78,7 @@ class CudaLane(Here):
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def leave(self, x: torch.Tensor, key: Key | None) -> tuple[torch.Tensor, Any]:
-        flat_N, free = _borrow(self.memory, x, key)
+        flat_N, free = self.memory.lend(("", x.dtype, x.numel()) if key is None else key)  # without a key: not kept
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         if free is not None:
             self._down.wait_event(free)  # the copy out of this memory, of the transfer before
@@ -132,11 +114,6 @@ class CudaLane(Here):
         return event
 
 
-def _borrow(memory: Memory, x: torch.Tensor, key: Key | None) -> tuple[torch.Tensor, Any]:
-    """Return memory (n,) for the elements of ``x``, and when it is free; without a key it is not to be kept."""
-    return memory.lend(("", x.dtype, x.numel()) if key is None else key)
-
-
 class Transfer:
     """`Handle` of one collective over host memory. ``ended`` is set once it has its result or its ``error``.
 
@@ -144,7 +121,7 @@ class Transfer:
     run in the threads of a `Pipe`; `wait` lets the current stream wait for the copy back, not the host.
     """
 
-    def __init__(self, lane: Here, x: torch.Tensor, key: Key | None, call: Callable[[torch.Tensor], Handle],
+    def __init__(self, lane: DirectLane, x: torch.Tensor, key: Key | None, call: Callable[[torch.Tensor], Handle],
                  in_place: bool, limit: tuple[float, str], name: str) -> None:
         self._lane, self._key, self._call, self._limit, self._name = lane, key, call, limit, name
         self._came_s = 0.0

@@ -1,4 +1,4 @@
-"""One forward pass of a block that keeps its inputs only, that pass again in backward, and its costs.
+"""Second forward pass of a block in backward, whose first pass keeps its inputs only, and its costs.
 
 Which blocks those are is `hvdtrain.backends.torch.transforms.remat`'s.
 """
@@ -27,11 +27,11 @@ NEAR = 8
 """Most tensors that one operation saves."""
 
 
-class Ended(BaseException):
+class EndOfPass(BaseException):
     """Ends the second pass once all that is needed is made. Not an `Exception`, which a block's own code may catch."""
 
 
-class Saved:
+class SavedTensor:
     """Placeholder of a tensor that a forward pass saved for backward; ``value``: that tensor, once recomputed.
 
     It lives as long as the operation whose backward needs it, and so does ``value``. ``first``: the tensor at the end
@@ -77,14 +77,14 @@ class Check:
     def __init__(self) -> None:
         self.called: set[str] = set()
         self.differ: set[str] = set()
-        self._begun: dict[Saved, torch.Tensor] = {}
+        self._begun: dict[SavedTensor, torch.Tensor] = {}
 
-    def begin(self, saved: Saved, tensor: torch.Tensor) -> None:
+    def begin(self, saved: SavedTensor, tensor: torch.Tensor) -> None:
         """Note a tensor as it is when it is saved."""
         saved.first = tensor.detach()
         self._begun[saved] = saved.first.clone()
 
-    def first(self, block: Block, all_saved: list[weakref.ref[Saved]]) -> None:
+    def first(self, block: Block, all_saved: list[weakref.ref[SavedTensor]]) -> None:
         """Compare all of them at the end of the first pass: torch.rrelu fills in its noise when that is saved."""
         self.called.add(block.name)
         block.late = block.late or set()
@@ -96,7 +96,7 @@ class Check:
                     block.late.add(number)
                     saved.first = saved.first.clone()
 
-    def second(self, block: Block, all_saved: list[weakref.ref[Saved]]) -> None:
+    def second(self, block: Block, all_saved: list[weakref.ref[SavedTensor]]) -> None:
         """Compare. Memory of bytes, such as an LSTM's workspace, has gaps that are never written or read."""
         for saved in (ref() for ref in all_saved):
             if saved is not None and saved.value is not None and saved.first is not None:
@@ -128,7 +128,7 @@ class Tape:
 
 
 class Frame:
-    """One call of ``block`` that keeps its inputs only.
+    """A call of ``block`` that keeps its inputs only.
 
     PyTorch lets a pass hand over the tensors that it saves for backward and asks for each when it is needed
     (`torch.autograd.graph.saved_tensors_hooks`). The graph of the first pass is the one that backward walks: the second
@@ -146,7 +146,7 @@ class Frame:
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
                           for kind in block.kinds]
         self._tape = Tape()
-        self._saved: list[weakref.ref[Saved]] = []
+        self._saved: list[weakref.ref[SavedTensor]] = []
 
     def run(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Compute the block, the first time."""
@@ -178,14 +178,14 @@ class Frame:
         else:
             self._watched = []
 
-    def _hand_over(self, tensor: torch.Tensor) -> Saved:
-        saved = Saved(self, (tensor.shape, tensor.dtype, tensor.device))
+    def _hand_over(self, tensor: torch.Tensor) -> SavedTensor:
+        saved = SavedTensor(self, (tensor.shape, tensor.dtype, tensor.device))
         if self._block.check:
             self._block.check.begin(saved, tensor)
         self._saved.append(weakref.ref(saved))
         return saved
 
-    def value(self, saved: Saved) -> torch.Tensor:
+    def value(self, saved: SavedTensor) -> torch.Tensor:
         """Return the tensor that ``saved`` stands for."""
         if saved.value is None:
             with LOCK:
@@ -216,7 +216,7 @@ class Frame:
                     stack.enter_context(torch.autocast(kind, dtype, enabled))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._filler(needed[-1]), _itself))
-            with contextlib.suppress(Ended):
+            with contextlib.suppress(EndOfPass):
                 args, named = tree_map(_written if block.writes else _alias, self._inputs)
                 block.compute(*args, **named)
             if block.check:
@@ -242,12 +242,12 @@ class Frame:
                     raise self._block.refused("saved other tensors when it was computed again")
                 saved.value = value
             if at == last:
-                raise Ended
+                raise EndOfPass
             return value
         return fill
 
 
-def _ask_for(saved: Saved) -> torch.Tensor:
+def _ask_for(saved: SavedTensor) -> torch.Tensor:
     return saved.frame.value(saved)
 
 

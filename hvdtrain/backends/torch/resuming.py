@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hvdtrain.backends.torch import optim
-from hvdtrain.backends.torch.optim import Given
+from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, count
 
@@ -40,7 +40,7 @@ class ResumedOptimizer(Protocol):
     schedule: Any
     adopted: Any
     config: Config
-    given: Given
+    optimizer_spec: OptimizerSpec
     settings: list[dict[str, Any]]
     changes: list[str]
     overruled: frozenset[str]
@@ -93,7 +93,7 @@ def check(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
     if then != own:
         raise UserError(f"the checkpoint was made with {then}", f"{own}, as configured now",
                         f"{_again(then)}, or start anew")
-    names = [list(group.names) for group in opt.given.groups]
+    names = [list(group.names) for group in opt.optimizer_spec.groups]
     before = len(state["groups"]), state.get("group_names", [])
     if before[0] != len(opt.optimizer.param_groups):
         raise UserError(f"the checkpoint's optimizer has {_groups(before[0])}",
@@ -142,10 +142,10 @@ def load_groups(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
     args = {} if opt.schedule is None else opt.config.schedule.args
     by_itself = any(key in args for key in optim.FIRST_RATES)
     base_lr = state.get("base_lr", opt.base_lr)
-    same = opt.given.kind is not None and base_lr == opt.base_lr
+    same = opt.optimizer_spec.kind is not None and base_lr == opt.base_lr
     opt.overruled = frozenset(overruled | ({"lr"} if by_itself or same else set()))
-    if opt.adopted is None and opt.given.kind is None:
-        opt.changes = opt.changes if opt.given.groups else []  # the configuration tells
+    if opt.adopted is None and opt.optimizer_spec.kind is None:
+        opt.changes = opt.changes if opt.optimizer_spec.groups else []  # the configuration tells
     elif not _of_schedule(opt, state) and not math.isclose(base_lr, opt.base_lr, rel_tol=1e-9):
         opt.changes.append(f"learning rate {base_lr:g} -> {opt.base_lr:g}")
 

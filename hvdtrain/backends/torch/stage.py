@@ -14,9 +14,9 @@ import torch
 from hvdtrain.backends.misfit import one_sample
 from hvdtrain.backends.torch import placement as devices_of
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.gradients import Gradients
 from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
@@ -24,7 +24,7 @@ from hvdtrain.backends.torch.trial import first_not_finite, restoring
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.core.timeline import span
-from hvdtrain.data.empty import StandIn
+from hvdtrain.data.weighting import PlaceholderSample
 
 
 class TorchStage:
@@ -45,7 +45,7 @@ class TorchStage:
         self._back: Callable[[], None] = lambda: None
         # Synchronised layers wait for other ranks in backward: what else does so there could come in another order.
         self._gradients = Gradients(params, placement.on_its_device, early=sync is None)
-        self._stand_in = StandIn()
+        self._stand_in = PlaceholderSample()
         self.asynchronous = placement.on_gpu
         self.waited_s = self._waited_in_step_s = 0.0
         self._clock = devices_of.DeviceClock() if self.asynchronous else None

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import resuming
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.modules import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.checkpoint import files, weights
-from hvdtrain.checkpoint.tensors import Layout, Spec, layout
+from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.run import Head, Place, Shard, Window
 from hvdtrain.parallel.precision.scaler import LossScale
@@ -265,7 +265,7 @@ def write_state_dict(model: torch.nn.Module, path: Path) -> None:
         torch.save(_alone(state_dict(model)), place)
 
 
-def plan_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+def plan_of(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
     """Return the file that `write_safetensors` writes. `CheckpointError` for a tensor that no file can hold."""
     first: dict[tuple[object, ...], str] = {}
     others: dict[str, str] = {}

@@ -1,7 +1,6 @@
-"""``bench compressors``: what each gradient compressor costs, sends and gets wrong, on the buckets of a model.
+"""``bench compressors``: time, bytes and error of each gradient compressor on the buckets of a model.
 
-Owns the made-up gradients, the split of the time and the errors. Needs one process: time is one rank's, against a wire
-that costs nothing; errors are those of P ranks in lockstep in this process.
+One process: time is that of one rank over a transport that costs nothing, errors are those of P ranks in lockstep.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import numpy as np
 
 from hvdtrain import backends
 from hvdtrain.cluster.topology import affinity, compute_threads
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors import create, names
 from hvdtrain.comm.measure.sweep import exchange, settle
 from hvdtrain.comm.reducer.reducer import Reducer
@@ -49,7 +48,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compressed: the buckets of a model, and every rank's gradient for each, float32 (P, N) on the host."""
+    """Buckets of a model, and the gradient of every rank for each, float32 (P, N) on the host."""
 
     name: str
     params: int
@@ -66,7 +65,6 @@ class Subject:
 # --- the subject ---------------------------------------------------------------------------------------------------
 
 def mlp_shapes(in_features: int, hidden: Sequence[int], classes: int) -> Shapes:
-    """Weight and bias of each layer."""
     widths = [in_features, *hidden, classes]
     return [shape for n, m in zip(widths, widths[1:]) for shape in ((m, n), (m,))]
 
@@ -102,7 +100,7 @@ WORKLOADS: dict[str, tuple[str, Shapes]] = {
 
 
 def subject(name: str, shapes: Shapes, bucket_mb: float, ranks: int, seed: int) -> Subject:
-    """The buckets of parameters of these shapes, with gradients that are the same for the same arguments."""
+    """Return the buckets of parameters of these shapes; equal arguments give equal gradients."""
     params = [ParamSpec(f"p{i}", tuple(shape), "float32") for i, shape in enumerate(shapes)]
     buckets = plan_buckets(params, bucket_mb)
     rows = [np.stack([np.concatenate([gradient(params[i].shape, seed, i, rank).ravel() for i in b.params])
@@ -111,10 +109,10 @@ def subject(name: str, shapes: Shapes, bucket_mb: float, ranks: int, seed: int) 
 
 
 def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.ndarray:
-    """A float32 gradient made as a dense layer's is: the product of deltas and rectified activations of `SAMPLES`.
+    """Return a float32 gradient made as a dense layer's is: deltas times rectified activations of `SAMPLES`.
 
-    Ranks share half of the deltas' variance, as batches of the same data do. Its rank is `SAMPLES` at most, its
-    entries have heavier tails than a normal distribution: white noise would be no gradient.
+    Ranks share half of the deltas' variance, as batches of the same data do. Its rank is `SAMPLES` at most, its entries
+    have heavier tails than a normal distribution: white noise would be no gradient.
     """
     common, own = np.random.default_rng([seed, index]), np.random.default_rng([seed, index, rank + 1])
     rows, columns = shape[0], int(np.prod(shape[1:], dtype=np.int64))
@@ -129,9 +127,9 @@ def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.nda
 
 def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callable[..., Any] | None, repeats: int,
             steps: int) -> dict[str, Any]:
-    """What a record holds of one compressor beside the environment. ``graph``: makes a function one graph, or None.
+    """Return the record of one compressor. ``graph``: makes a function one graph, or None.
 
-    Errors: `UserError` for a compressor that asks more of the wire than sums.
+    Errors: `UserError` for a compressor that needs more of the transport than sums.
     """
     compressor = create(name, config)
     if compressor.reductions:
@@ -151,12 +149,12 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
 
 
 class _Timed(Transport):
-    """A wire that tells a bucket's encoding, up to its last request, from its decoding, after the last answer."""
+    """Transport that separates a bucket's encoding, up to its last request, from its decoding, after the last answer.
+    """
 
     encode_s = decode_s = _since = 0.0
 
     def issue(self, request: Request, name: str) -> Handle:
-        """Put one request on the wire; what the wire does is not timed."""
         sent = request.x_K if isinstance(request, AllGather) else (
             request.x_PK if isinstance(request, AllToAll) else request.flat_N)
         settle(self.ops, sent)
@@ -175,11 +173,10 @@ class _Timed(Transport):
 
 def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable[..., Any] | None,
              repeats: int) -> list[tuple[float, float]]:
-    """(encoding, decoding) of all buckets on rank 0, in seconds, in each repeat; state goes on from one to the next.
+    """Return (encoding, decoding) of all buckets on rank 0 in seconds, by repeat.
 
-    The wire is null's: it costs nothing, results have the right shapes, and values of this rank only. In a graph the
-    two cannot be told apart: (the whole function, 0), and the wire's time, which repeats rows for an allgather, is in
-    it.
+    In a graph the two cannot be separated: (the whole function, 0), with the time that null's allgather takes to repeat
+    rows.
     """
     wire = NullCollectives(0, subject.ranks)
     each = [Reducer([bucket], compressor, wire, ops) for bucket in subject.buckets]
@@ -203,9 +200,10 @@ def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable
 
 
 def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tuple[float, float]:
-    """Relative error norms, over all buckets, of the first sum and of the mean sum of ``steps`` equal gradients.
+    """Return the relative error norms, over all buckets, of the first sum and of the mean sum of ``steps`` equal
+    gradients.
 
-    The second is what error feedback brings down: what one step leaves out, a later one sends.
+    The second shows error feedback: what one step leaves out, a later one sends.
     """
     exact = [rows_PN.sum(0, dtype=np.float64) for rows_PN in subject.gradients]
 
@@ -231,7 +229,7 @@ def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tu
 # --- the command ---------------------------------------------------------------------------------------------------
 
 def main(argv: list[str]) -> int:
-    """Run the command; 0."""
+    """Run the benchmark; return 0."""
     args = parse(argv)
     _check_alone()
     ops, graph, threads = _start(args)
@@ -254,7 +252,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; `UserError` for a bad one."""
+    """Return the options; `UserError` for a bad one."""
     usual = Exchange()
     summing = [name for name in names() if not _reductions(name)]
     parser = options.Parser("hvdtrain bench compressors",
@@ -290,7 +288,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _reductions(name: str) -> bool:
-    """Whether a compressor asks more of the wire than sums."""
     return bool(create(name, Config()).reductions)
 
 
@@ -324,7 +321,7 @@ def _subjects(args: argparse.Namespace) -> list[Subject]:
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """A record as a row of the table."""
+    """Return the cells of a record's row."""
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.1f}x"
     times = [format_number(row[key]) for key in ("time_ms", "encode_ms", "decode_ms")]
     return [row["describe"], *times, str(row["bytes_sent"]), ratio, f"{row['error_first']:.2e}",

@@ -1,6 +1,4 @@
-"""``python -m hvdtrain build``: build, install and verify Horovod for this environment.
-
-Owns the options. The work is in ``hvdtrain.commands.build_horovod``.
+"""``python -m hvdtrain build``: the options, and the order of the steps: facts, plan, wheel, install, verify, record.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ FRAMEWORKS = ("torch", "tensorflow")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     made = argparse.ArgumentParser(prog="python -m hvdtrain build", description=(
         "Build Horovod against the frameworks, MPI and CUDA of this environment, install it, and check it "
         "with a 2-rank allreduce in each framework. Built wheels are kept in $XDG_CACHE_HOME/hvdtrain "
@@ -42,9 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns its exit status (1: a build or check failed). Raises UserError on a user's
-    mistake.
-    """
+    """Run the command; return its exit status (1: a build or check failed). Errors: `UserError`."""
     args = parser().parse_args(argv)
     named = tuple(filter(None, args.capabilities.split(",")))
     if not all(re.fullmatch(r"[1-9]\d{1,2}", one) for one in named):
@@ -61,10 +57,10 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for: ``frameworks`` None means all installed ones, ``jobs`` 0 as many as fit.
+    """``frameworks`` None: all installed ones. ``jobs`` 0: as many as fit.
 
-    ``wheelhouse``: a folder to take a wheel and the source from (``build.wheelhouse``) before anything is fetched.
-    ``capabilities``: of GPUs to build for where none is here (an image); then nothing can be checked.
+    ``wheelhouse``: a folder to take a wheel and the source from before anything is fetched. ``capabilities``: of GPUs
+    to build for where none is here (an image); then nothing can be checked.
     """
 
     frameworks: tuple[str, ...] | None = None
@@ -77,7 +73,7 @@ class Options:
 
 
 def make_plan(options: Options) -> BuildPlan:
-    """The plan for this machine; UserError where a named framework is not installed."""
+    """Return the plan for this machine; `UserError` where a named framework is not installed."""
     facts = detect.detect(options.frameworks, options.capabilities)
     for name in options.frameworks or ():
         if not any(f.name == name for f in facts.frameworks):
@@ -87,16 +83,14 @@ def make_plan(options: Options) -> BuildPlan:
 
 
 def show(plan: BuildPlan) -> str:
-    """The plan in words, as --print-plan shows it."""
+    """Return the plan as --print-plan prints it."""
     lines = [plan.title(), f"key    {plan.key}", f"cached {wheel.find(plan.key) or 'no'}"]
     return "\n".join([*lines, *(f"note   {n}" for n in plan.notes),
                       *(f"env    {k}={v}" for k, v in sorted(plan.env.items()) if v)])
 
 
 def run(options: Options, say=print) -> int:
-    """Bring this environment to a verified Horovod; returns the exit status. Raises UserError on a user's
-    mistake.
-    """
+    """Bring this environment to a verified Horovod; return the exit status. Errors: `UserError`."""
     started = time.monotonic()
     todo = make_plan(options)
     say(todo.title())
@@ -115,7 +109,6 @@ def run(options: Options, say=print) -> int:
 
 
 def _ensure_installed(todo: BuildPlan, options: Options, log: Path, say) -> record.BuildRecord:
-    """The record of the installed Horovod, after building or fetching its wheel where that is needed."""
     have = record.installed()
     if have is not None and have.key == todo.key and not options.force:
         say("already installed: the Horovod here was built for exactly this")
@@ -139,9 +132,7 @@ def _ensure_installed(todo: BuildPlan, options: Options, log: Path, say) -> reco
 
 
 def _build(todo: BuildPlan, jobs: int, log: Path, say) -> Path:
-    """Compile, showing progress; the tools are asked for first, so that nobody waits minutes to learn that
-    cmake is missing.
-    """
+    """Compile, and print progress. Looks for the tools first: a missing cmake is reported at once."""
     line = tools.missing()
     if line:
         raise UserError(line.removeprefix("error: "))

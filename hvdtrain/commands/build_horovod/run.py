@@ -1,6 +1,4 @@
-"""Running a child whose output goes to a file, with progress, a deadline, and no survivor.
-
-Owns the file and what is said of a child that failed. Knows nothing about Horovod.
+"""Child processes whose output goes to a log, with progress on the terminal and a deadline. Knows nothing of Horovod.
 """
 
 from __future__ import annotations
@@ -23,23 +21,22 @@ POLL_S = 1.0
 
 
 class ChildFailed(Exception):
-    """A child ended badly: ``what`` it was, ``how`` it ended, and ``log``, the file with all that it said."""
+    """``what``: the child. ``how``: how it ended. ``log``: the file with all of its output."""
 
     def __init__(self, what: str, how: str, log: Path) -> None:
         self.what, self.how, self.log = what, how, log
         super().__init__(f"{what} {how}")
 
     def report(self) -> str:
-        """The last lines of the log, then what failed and where the whole log is."""
+        """Return the last lines of the log, then what failed and where the whole log is."""
         return "\n".join([*self._last_lines(), f"{self.what} {self.how}. The whole log: {self.log}"])
 
     def told(self, expected: str, do: str) -> UserError:
-        """Print the last lines of the log; the error to raise, whose ``do`` may speak of them."""
+        """Print the last lines of the log; return the error to raise."""
         print("\n".join(self._last_lines()), file=sys.stderr)
         return UserError(f"{self.what} {self.how}", expected, do)
 
     def _last_lines(self) -> list[str]:
-        """Of the log; empty where it cannot be read."""
         try:
             return self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         except OSError:
@@ -48,10 +45,9 @@ class ChildFailed(Exception):
 
 def logged(what: str, argv: list[str], log: Path, env: dict[str, str], timeout_s: float,
            display: Display | None = None, cwd: Path | None = None) -> None:
-    """Run ``argv``, append its output to ``log``; ChildFailed on a bad status or after ``timeout_s``.
+    """Run ``argv``, append its output to ``log``; `ChildFailed` on a bad status or after ``timeout_s``.
 
-    However this is left, also by an exception that a signal handler raises (`children.orderly_signals`), the child and
-    all that it started are ended.
+    However this is left, also by an exception of a signal handler, the child and all that it started are ended.
     """
     ends_at = time.monotonic() + timeout_s
     with log.open("a", encoding="utf-8") as out, log.open(encoding="utf-8", errors="replace") as said:
@@ -91,13 +87,12 @@ _PHASES = (
 
 @dataclass
 class BuildProgress:
-    """What the output has said so far: ``phase`` and ``percent`` (0 to 100, never falling)."""
+    """``phase`` and ``percent`` (0 to 100, never falling) of a build, from its output."""
 
     phase: str = "start"
     percent: int = 0
 
     def read(self, line: str) -> None:
-        """Take one line of the build's output."""
         match = _PERCENT.match(line)
         if match:
             self.percent = max(self.percent, min(100, int(match.group(1))))
@@ -108,14 +103,12 @@ class BuildProgress:
 
 
 def clock(seconds: float) -> str:
-    """"3:07" from 187.4."""
+    """Return 187.4 as "3:07"."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 class Display:
-    """Shows a BuildProgress on ``stream``: rewritten once a second on a terminal, every 30 s or new phase
-    elsewhere; nothing before ``after_s``.
-    """
+    """Progress on ``stream``: rewritten each second on a terminal, every 30 s elsewhere; nothing before ``after_s``."""
 
     def __init__(self, what: str, stream: TextIO | None = None, after_s: float = 0.0) -> None:
         self.what, self.stream = what, stream or sys.stdout
@@ -125,11 +118,9 @@ class Display:
         self.last_s, self.last_text = -SPARSE_EVERY_S, ""
 
     def elapsed_s(self) -> float:
-        """Seconds since this display was made."""
         return time.monotonic() - self.started
 
     def show(self, progress: BuildProgress) -> None:
-        """Say where the build is, if it is time to say so."""
         passed = self.elapsed_s()
         if passed < self.after_s:
             return
@@ -143,7 +134,6 @@ class Display:
                 self.last_s, self.last_text = passed, text
 
     def clear(self) -> None:
-        """Take the moving line away."""
         if self.live and self.elapsed_s() >= self.after_s:
             self.stream.write("\r\x1b[2K")
             self.stream.flush()

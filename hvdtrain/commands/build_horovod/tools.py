@@ -1,8 +1,6 @@
-"""The few programs that must be on the machine already; a missing one is named with the package that brings
-it.
+"""Programs that have to be on the machine, each with its package.
 
-Owns the list. ``python -m hvdtrain.commands.build_horovod.tools`` is what the Makefile asks before anything is
-installed, so this file needs the standard library only.
+The Makefile runs this file before anything is installed: the standard library only.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ int main() { return *std::optional<int>{0}; }
 
 @dataclass(frozen=True)
 class RequiredTool:
-    """A needed thing: how to find it, and its package on Debian or Ubuntu and on Fedora or RHEL."""
+    """``debian``, ``fedora``: the package on Debian or Ubuntu, on Fedora or RHEL."""
 
     name: str
     present: Callable[[], bool]
@@ -35,7 +33,7 @@ class RequiredTool:
 
 
 def compiler() -> str:
-    """The C++ compiler that CMake would take: $CXX, else c++, else g++, else clang++; "" without one."""
+    """Return the C++ compiler that CMake would take: $CXX, else c++, else g++, else clang++; "" without one."""
     named = os.environ.get("CXX", "").split()
     for name in [*named[:1], "c++", "g++", "clang++"]:
         if shutil.which(name):
@@ -44,7 +42,6 @@ def compiler() -> str:
 
 
 def compiles_cpp17() -> bool:
-    """Whether that compiler takes C++17, its library included."""
     name = compiler()
     if not name:
         return False
@@ -69,7 +66,7 @@ def _has_venv() -> bool:
 
 
 def needed() -> tuple[RequiredTool, ...]:
-    """Everything that must be there before `make setup`, in the order in which it is asked for."""
+    """Return the tools in the order in which they are looked for."""
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     return (
         RequiredTool("CPython 3.10 or later", lambda: sys.version_info >= MINIMUM_PYTHON, "python3", "python3.11"),
@@ -82,7 +79,7 @@ def needed() -> tuple[RequiredTool, ...]:
 
 
 def missing(tools: tuple[RequiredTool, ...] | None = None) -> str | None:
-    """One line that names the first missing thing and its package, or None where all are there."""
+    """Return a line that names the first missing tool and its package, or None."""
     for tool in needed() if tools is None else tools:
         if not tool.present():
             return (f"error: {tool.name} is missing; install the package {tool.debian} (Debian, Ubuntu) "
@@ -91,9 +88,9 @@ def missing(tools: tuple[RequiredTool, ...] | None = None) -> str | None:
 
 
 def main() -> int:
-    """Print the line, if there is one; the exit status says whether everything is there.
+    """Print the line of the missing tool; return 1 if there is one.
 
-    ``--wheels``: nothing is to be compiled, so only what installs is asked for.
+    ``--wheels``: nothing is compiled, so only Python and venv are looked for.
     """
     line = missing(needed()[:2] if "--wheels" in sys.argv[1:] else None)
     if line:

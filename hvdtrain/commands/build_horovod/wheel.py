@@ -1,7 +1,4 @@
-"""From a plan to a wheel: fetch the source, check it, unpack it, apply the edits, compile, keep.
-
-Owns the effects of a build. Decides nothing: the environment and the key come from ``plan``.
-"""
+"""Building a wheel (fetch, check, unpack, edit, compile) and the user's cache of wheels, $XDG_CACHE_HOME/hvdtrain."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ _MEMORY_PER_JOB = 2 << 30  # bytes; the TensorFlow sources peak near 2.4 GB, the
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as handle:
         for block in iter(lambda: handle.read(1 << 20), b""):
@@ -40,14 +36,14 @@ def sha256_of(path: Path) -> str:
 
 
 def default_jobs() -> int:
-    """Compilers to run at once: one per processor we may use, fewer where memory is short."""
+    """Return the number of compilers to run at once: one per processor, fewer where memory is short."""
     cpus = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return max(1, min(cpus, 1 + memory // _MEMORY_PER_JOB))
 
 
 def check_build_needs() -> None:
-    """Raise UserError where a Python package that Horovod's setup.py imports is not installed."""
+    """Raise `UserError` where a Python package that Horovod's setup.py imports is not installed."""
     missing = [name for name in _BUILD_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"got no {', '.join(missing)} in this environment", "what Horovod's setup.py imports",
@@ -55,7 +51,7 @@ def check_build_needs() -> None:
 
 
 def child_env(plan: BuildPlan) -> dict[str, str]:
-    """This process's environment with the plan's over it, without any other HOROVOD_* or language setting."""
+    """Return this process's environment with the plan's over it, without other HOROVOD_* or language settings."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "LC_", "MAKEFLAGS"))}
     first = os.path.dirname(plan.facts.mpi.mpicxx) if plan.facts.mpi and plan.facts.mpi.mpicxx else ""
     env |= {"PATH": os.pathsep.join(filter(None, [first, search_path()])), "LC_ALL": "C",
@@ -64,8 +60,8 @@ def child_env(plan: BuildPlan) -> dict[str, str]:
 
 
 def fetch_source(env: dict[str, str], log: Path) -> Path:
-    """The source package of Horovod, from the cache or through pip; UserError where its digest is not the
-    known one.
+    """Return Horovod's source package, from the cache or through pip; `UserError` for another digest than the known
+    one.
     """
     name = SOURCE
     kept = root() / "source" / name
@@ -85,9 +81,7 @@ def fetch_source(env: dict[str, str], log: Path) -> Path:
 
 
 def unpack(archive: Path, into: Path) -> Path:
-    """Unpack a source package, refusing members that would land outside ``into``; returns its single top
-    folder.
-    """
+    """Unpack a source package, refusing members outside ``into``; return its single top folder."""
     with tarfile.open(archive) as tar:
         for member in tar.getmembers():
             target = (into / member.name).resolve()
@@ -103,8 +97,7 @@ def unpack(archive: Path, into: Path) -> Path:
 
 
 def build(plan: BuildPlan, log: Path, jobs: int, display: Display) -> Path:
-    """Compile the wheel of ``plan`` and keep it in the cache; the caller holds the key's lock. ChildFailed on
-    failure.
+    """Compile the wheel of ``plan`` and keep it in the cache; the caller holds the key's lock. Errors: `ChildFailed`.
     """
     env = child_env(plan)
     log.write_text(f"# {plan.title()}\n" + "".join(f"# {k}={v}\n" for k, v in sorted(plan.env.items())))
@@ -133,7 +126,7 @@ def install(wheel: Path, log: Path, env: dict[str, str]) -> None:
 
 
 def stage(cuda: Cuda, into: Path) -> dict[str, str]:
-    """Link toolkit and NCCL under ``into`` and return the environment that points every finder there."""
+    """Link toolkit and NCCL under ``into``; return the environment that points every finder there."""
     home, nccl = into / "cuda", into / "nccl"
     home.mkdir(parents=True)
     for name in ("bin", "include", "nvvm"):
@@ -157,9 +150,7 @@ def stage(cuda: Cuda, into: Path) -> dict[str, str]:
 
 
 def link_libraries(sources: list[Path], into: Path, only: str = "lib") -> None:
-    """Link each library that starts with ``only`` into ``into``, also under its name without a version
-    number.
-    """
+    """Link each library that starts with ``only`` into ``into``, also under its name without a version number."""
     into.mkdir(parents=True)
     for library in (f for d in sources for f in sorted(d.iterdir()) if f.name.startswith(only)):
         for name in {library.name, re.sub(r"\.so\.[\d.]+$", ".so", library.name)}:
@@ -174,7 +165,7 @@ SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
 
 
 def root() -> Path:
-    """The cache folder, made where it is missing; UserError where it cannot be written."""
+    """Return the cache folder, made where it is missing; `UserError` where it cannot be written."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     path = Path(base, "hvdtrain")
     try:
@@ -187,7 +178,7 @@ def root() -> Path:
 
 
 def find(key: str) -> Path | None:
-    """The cached wheel of ``key``, or None."""
+    """Return the cached wheel of ``key``, or None."""
     wheels = sorted((root() / "wheels" / key).glob("horovod-*.whl"))
     return wheels[0] if wheels else None
 
@@ -205,9 +196,9 @@ def place(key: str, built: Path) -> Path:
 
 
 def take_over(folder: Path, key: str) -> Path | None:
-    """Copy what the wheelhouse ``folder`` has of Horovod in where it is missing; the wheel of ``key``, or None.
+    """Copy what the wheelhouse ``folder`` has of Horovod into the cache; return the wheel of ``key``, or None.
 
-    UserError where there is no such folder.
+    Errors: `UserError` where there is no such folder.
     """
     if not folder.is_dir():
         raise UserError(f"got the wheelhouse {folder}, which is not there", "a folder that make wheelhouse filled",
@@ -224,7 +215,7 @@ def take_over(folder: Path, key: str) -> Path | None:
 
 
 def copy(source: Path, target: Path) -> Path:
-    """Copy a file whole or not at all; returns ``target``."""
+    """Copy a file whole or not at all; return ``target``."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.copyfile(source, part)
@@ -233,16 +224,16 @@ def copy(source: Path, target: Path) -> Path:
 
 @contextmanager
 def workspace() -> Iterator[Path]:
-    """A folder to build in, on the cache's own file system (``place`` is one rename); removed at the end."""
+    """Yield a folder to build in, on the cache's own file system (``place`` is one rename); remove it at the end."""
     with tempfile.TemporaryDirectory(prefix=".building-", dir=root()) as path:
         yield Path(path)
 
 
 @contextmanager
 def lock(key: str, waiting=lambda: None, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold ``key`` against other builds of the same user; calls ``waiting`` once if another one holds it.
+    """Hold ``key`` against other builds of the same user; call ``waiting`` once if another one holds it.
 
-    The lock is the kernel's: it ends with the process, however that ends. UserError after ``timeout_s``.
+    The kernel's lock ends with the process. Errors: `UserError` after ``timeout_s``.
     """
     path, deadline = root() / "wheels" / f".{key}.lock", time.monotonic() + timeout_s
     with path.open("w") as handle:

@@ -1,9 +1,6 @@
-"""A folder of wheels from which ``make setup WHEELHOUSE=DIR`` installs without a network.
+"""Folder of wheels from which ``make setup WHEELHOUSE=DIR`` installs without a network; `wheel.take_over` reads it.
 
-Owns what lies in it and where: the wheels of the pins, and below ``horovod`` the built Horovod by its cache key (pip
-does not look there, so that it takes none that was built for something else), and Horovod's source for machines that
-have to build their own. ``python -m hvdtrain.commands.build_horovod.wheelhouse`` fills it in an environment that is set
-up; `wheel.take_over` reads it.
+Horovod lies below ``horovod``, by its cache key, where pip does not look: pip would take one built for something else.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ def add_horovod(folder: Path, key: str) -> Path | None:
 def add_source(into: Path) -> Path:
     """Copy Horovod's source package to the folder ``into``, fetched where the cache has none.
 
-    Errors: ChildFailed without a network, UserError for a package with another digest.
+    Errors: `ChildFailed` without a network, `UserError` for a package with another digest.
     """
     env = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     return wheel.copy(wheel.fetch_source(env, wheel.root() / "logs" / "source.log"), into / wheel.SOURCE)
@@ -45,10 +42,7 @@ def listing(folder: Path) -> tuple[list[str], int]:
 
 
 def download(folder: Path, pins: Sequence[str], extra_index: str = "") -> list[list[str]]:
-    """Return pip's calls that fill ``folder`` with the wheels of these files of pins, the second if the first fails.
-
-    A package that has no wheel is built into one. Pure.
-    """
+    """Return pip's calls that fill ``folder`` with the wheels of these files of pins; the second if the first fails."""
     words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "-w", str(folder),
              "--find-links", str(folder), *(word for name in pins for word in ("-r", name))]
     other = [*words, "--timeout", "15", "--retries", "1", "--extra-index-url", extra_index]
@@ -77,7 +71,6 @@ def fill(folder: Path, pins: Sequence[str], extra_index: str, options: cli.Optio
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fill the folder that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m hvdtrain.commands.build_horovod.wheelhouse",
                                      description="Fill a folder with wheels for machines without a network.")
     parser.add_argument("folder", type=Path)

@@ -1,7 +1,4 @@
-"""What a conversion is asked to do, and which model is the twin of which where the user does not say.
-
-Owns the request and its JSON form, in which a child gets it.
-"""
+"""Conversion from beginning to end: its request, a child process for each framework, and the rename into place."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ _TWINS = {"torch_models.": "tf_models.", "tf_models.": "torch_models."}
 
 @dataclass(frozen=True)
 class Request:
-    """A conversion of ``source``, made with ``model``, to ``target``, made with ``twin``.
+    """Conversion of ``source``, made with ``model``, to ``target``, made with ``twin``.
 
     ``model``, ``twin``: module:callable; ``model_args``, ``twin_args``: their keyword arguments. ``pairs``: torch layer
     -> Keras layer. ``flats``: torch Linear -> the (C, ...) that torch flattens. ``input_shape``: of one sample, where
-    the model's file has no example. ``check``: whether outputs are compared, within ``tolerance``.
+    the model's file has no example. ``check``: compare outputs, within ``tolerance``.
     """
 
     source: ModelPath
@@ -52,11 +49,10 @@ class Request:
 
     @property
     def with_state(self) -> bool:
-        """Whether the optimizer's state and the run's position are converted too."""
+        """Return whether the optimizer's state and the run's position are converted too."""
         return self.target.kind == "checkpoint"
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
         path.write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
 
     @classmethod
@@ -69,7 +65,7 @@ class Request:
 
 
 def completed(request: Request) -> Request:
-    """``request`` with what a checkpoint knows of its model, and the twin of a model of this project.
+    """Return ``request`` with what a checkpoint knows of its model, and the twin of a model of this project.
 
     Errors: `UserError` where either model is not known, or a whole run is asked for and SOURCE is none.
     """
@@ -105,7 +101,7 @@ _KINDS = "a run's directory, one of its checkpoints, or a file that ends in " + 
 
 @dataclass(frozen=True)
 class ModelPath:
-    """A path and its kind: "checkpoint" (of a run), "safetensors", "state_dict", "keras" or "weights"."""
+    """Path and its kind: "checkpoint" (of a run), "safetensors", "state_dict", "keras" or "weights"."""
 
     path: Path
     kind: str
@@ -119,12 +115,11 @@ class ModelPath:
 
 
 def kind_of_file(path: Path) -> str:
-    """The kind that a file's ending says; "" for none."""
     return next((kind for ending, kind in ENDINGS.items() if path.name.endswith(ending)), "")
 
 
 def source_of(text: str, log: Callable[[str], None]) -> ModelPath:
-    """What is to be converted; of a run's directory its newest whole checkpoint, the damaged ones told to ``log``.
+    """Return SOURCE; of a run's directory its newest whole checkpoint, damaged ones reported to ``log``.
 
     Errors: `UserError` for a path that is not there or holds no such thing.
     """
@@ -147,7 +142,7 @@ def source_of(text: str, log: Callable[[str], None]) -> ModelPath:
 
 
 def target_of(text: str) -> ModelPath:
-    """What is to be made: a file by its ending, else a run's directory. `UserError` if it is there already."""
+    """Return TARGET: a file by its ending, else a run's directory. Errors: `UserError` if it exists."""
     path = Path(os.path.abspath(text))
     kind = kind_of_file(path)
     if os.path.lexists(path) and not (not kind and path.is_dir() and not any(path.iterdir())):
@@ -166,7 +161,7 @@ CHILD_TIMEOUT_S = 1800.0
 def convert(request: Request) -> dict[str, Any]:
     """Convert, check and put TARGET in place; return the report of `hvdtrain.commands.convert.worker.write`.
 
-    Errors: `UserError` where something does not fit; TARGET is then not there.
+    Errors: `UserError` where something does not fit; TARGET does not exist then.
     """
     request = completed(request)
     parent = request.target.path.parent
@@ -204,7 +199,6 @@ def _child(what: str, argv: list[str], exchange: Path) -> None:
 
 
 def _publish(made: Path, request: Request) -> None:
-    """Give what was made its name."""
     target = request.target.path
     try:
         os.rename(made if request.with_state else made / target.name, target)

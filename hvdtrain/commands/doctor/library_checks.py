@@ -1,7 +1,7 @@
-"""Checks of MPI and Horovod: one MPI family from the launcher down to Horovod's library. Pure.
+"""Checks of MPI, Horovod and GPUs: one MPI family from the launcher down to Horovod's library, code for each GPU. Pure.
 
-A launcher of one MPI and a library of another start P processes that each believe to be alone: the classic "size 1
-under -np 4", in which every rank trains its own model.
+A launcher of one MPI and a library of another start P processes that each run alone: "size 1 under -np 4", in which
+every rank trains its own model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Found = Iterator[Problem]
 
 
 def family(text: str) -> str:
-    """"Open MPI" or "MPICH" (also for what is binary compatible with it) for a library's or launcher's name; or ""."""
+    """Return "Open MPI" or "MPICH" (also for what is binary compatible with it) for a library's or launcher's name; or
+    "".
+    """
     lowered = text.lower()
     if "open mpi" in lowered or "openmpi" in lowered:
         return "Open MPI"
@@ -31,18 +33,18 @@ def family(text: str) -> str:
 
 
 def short(library: str) -> str:
-    """A library's version line without its packager: "Open MPI v4.1.8", "MPICH 4.3.2"."""
+    """Return a library's version line without its packager: "Open MPI v4.1.8", "MPICH 4.3.2"."""
     return " ".join(word for word in library.split(",")[0].split()[:5] if word != "Version:")
 
 
 def series(host: Facts) -> int:
-    """4 or 5: the major version of mpi4py's Open MPI; 0 for another MPI, or none."""
+    """Return 4 or 5: the major version of mpi4py's Open MPI; 0 for another MPI, or none."""
     found = re.search(r"Open MPI v(\d+)", host["mpi"]["library"]) if _library_family(host) else None
     return int(found[1]) if found else 0
 
 
 def library(host: Facts, parallel: bool) -> Found:
-    """mpi4py loads, and finds an MPI library; a job that MPI's launcher started cannot do without, of one rank too."""
+    """Check that mpi4py loads and finds an MPI library. A job of MPI's launcher needs it, also with one rank."""
     by_mpi = known(host["launcher"]) and host["launcher"]["kind"] == "mpi"
     name, severity = (host["host"],), STOPS if parallel or by_mpi else SLOWS
     if host["mpi4py"] is None:
@@ -54,7 +56,7 @@ def library(host: Facts, parallel: bool) -> Found:
 
 
 def launcher(host: Facts, parallel: bool) -> Found:
-    """There is an mpirun, and it is of the family of mpi4py's library."""
+    """Check that there is an mpirun of the family of mpi4py's library."""
     name, found = (host["host"],), host["mpirun"]
     ours = _library_family(host)
     if found is None and host["launcher"] is None:
@@ -70,7 +72,7 @@ def launcher(host: Facts, parallel: bool) -> Found:
 
 
 def world(host: Facts, parallel: bool) -> Found:
-    """MPI sees as many processes as the launcher started."""
+    """Check that MPI has as many processes as the launcher started."""
     seen = host["launcher"]
     if not known(seen) or seen["kind"] != "mpi":
         return
@@ -85,7 +87,7 @@ def world(host: Facts, parallel: bool) -> Found:
 
 
 def root(host: Facts, parallel: bool) -> Found:
-    """Open MPI's mpirun refuses root unless told twice."""
+    """Check that root has the two variables without which Open MPI's mpirun refuses root."""
     found = host["mpirun"]
     if known(found) and found["flavour"] == "openmpi" and host["root"] is True and host["root_allowed"] is False:
         yield Problem(SLOWS, (host["host"],), "this is root, for whom Open MPI's mpirun does nothing until it is told "
@@ -94,9 +96,9 @@ def root(host: Facts, parallel: bool) -> Found:
 
 
 def horovod(host: Facts, parallel: bool) -> Found:
-    """Horovod is there for each framework, loads, and is of the family of mpi4py's library.
+    """Check that Horovod is there for each framework, loads, and is of the family of mpi4py's library.
 
-    A run goes on without it over plain MPI or shared memory, so most of this only slows.
+    A run continues without it over plain MPI or shared memory, so most of this only slows.
     """
     name, ours = (host["host"],), _library_family(host)
     if host["horovod"] is None:
@@ -131,7 +133,6 @@ def _library_family(host: Facts) -> str:
 
 
 def _same_family(host: Facts) -> str:
-    """The remedy: the mpirun that lies beside mpi4py's library."""
     paths = host["mpi"].get("libmpi", []) if known(host["mpi"]) else []
     beside = f"start ranks with {PurePosixPath(paths[0]).parent.parent / 'bin' / 'mpirun'}" if paths else (
         "start ranks with the mpirun of that library")
@@ -144,7 +145,7 @@ INSTALL = {"torch": "pip install -r requirements/torch-cuda.txt",
 
 
 def runs_on(capability: str, builds: Sequence[str]) -> bool:
-    """Whether code built for ``builds`` ("sm_80", "sm_90a", "compute_90") runs on a device ("86" is 8.6).
+    """Return whether code for ``builds`` ("sm_80", "sm_90a", "compute_90") runs on a device ("86" is 8.6).
 
     Machine code runs on devices of the same major version and the same or a later minor one, PTX (compute_) is compiled
     for any later device; a build whose name ends in a letter is for that device alone (a) or its major version (f).
@@ -163,20 +164,20 @@ def runs_on(capability: str, builds: Sequence[str]) -> bool:
 
 
 def devices(host: Facts) -> list[dict[str, object]]:
-    """The NVIDIA devices of a host, [] where there are none or they are unknown."""
+    """Return the NVIDIA devices of a host, [] where there are none or they are unknown."""
     facts = host["gpu"]
     return list(facts.get("devices", [])) if known(facts) else []
 
 
 def frameworks(host: Facts) -> Iterator[tuple[str, Facts]]:
-    """Names and facts of the frameworks that load."""
+    """Yield names and facts of the frameworks that load."""
     for name in FRAMEWORKS:
         if known(host[name]) and "version" in host[name]:
             yield name, host[name]
 
 
 def driver(host: Facts, parallel: bool) -> Found:
-    """The driver answers, and is not older than the CUDA of a framework by a major version."""
+    """Check that the driver answers, and is not older than the CUDA of a framework by a major version."""
     name, facts = (host["host"],), host["gpu"]
     if not known(facts):
         return
@@ -193,7 +194,7 @@ def driver(host: Facts, parallel: bool) -> Found:
 
 
 def architectures(host: Facts, parallel: bool) -> Found:
-    """Every device can run the code of every framework."""
+    """Check that every device can run the code of every framework."""
     for framework, found in frameworks(host):
         builds = found.get("arch") or []
         for device in {str(d["capability"]): d for d in devices(host)}.values():
@@ -206,7 +207,7 @@ def architectures(host: Facts, parallel: bool) -> Found:
 
 
 def unseen(host: Facts, parallel: bool) -> Found:
-    """Frameworks use the GPUs that are there and not hidden."""
+    """Check that frameworks use the GPUs that are there and not hidden."""
     if not devices(host) or host["visible"] in ("", "-1"):
         return
     count = len(devices(host))
@@ -222,7 +223,7 @@ def unseen(host: Facts, parallel: bool) -> Found:
 
 
 def sharing(host: Facts, parallel: bool) -> Found:
-    """A GPU for every rank."""
+    """Check that every rank has a GPU."""
     have, count = len(devices(host)), int(host["slots"])
     if have and known(host["visible"]):
         shown = [entry for entry in host["visible"].split(",") if entry.strip()]
@@ -235,7 +236,7 @@ def sharing(host: Facts, parallel: bool) -> Found:
 
 
 def nccl(host: Facts, parallel: bool) -> Found:
-    """With GPUs, Horovod sums by NCCL."""
+    """Check that Horovod sums by NCCL where there are GPUs."""
     if not devices(host) or not parallel:
         return
     for framework, found in frameworks(host):
@@ -246,7 +247,7 @@ def nccl(host: Facts, parallel: bool) -> Found:
 
 
 def mixed(hosts: Sequence[Facts]) -> Found:
-    """Unlike devices in one job: allowed, and there are settings for it."""
+    """Note different devices in one job, and the settings for them."""
     kinds: dict[str, list[str]] = {}
     for host in hosts:
         if known(host["gpu"]) or host["gpu"] is None:

@@ -1,8 +1,4 @@
-"""What a supervisor sees around it: the hosts of now, which of them answer, and the command line of an attempt.
-
-Owns the question to another host (the launch's own ssh words, a bounded command) and what comes back with the answer:
-the causes that ranks left there, where its folder is not shared. Decides nothing.
-"""
+"""Command lines of a supervisor's attempts, the hosts of now, and which of them answer over ssh. Decides nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cluster.launchers import LAUNCHERS, Host, Tool
-from hvdtrain.cluster.launchers.detect import hosts_of
-from hvdtrain.cluster.launchers.environment import laid_over
-from hvdtrain.cluster.launchers.hosts import place
-from hvdtrain.cluster.launchers.options import wishes
-from hvdtrain.cluster.launchers.prepare import Here, prepare
-from hvdtrain.cluster.launchers.spec import LaunchSpec
-from hvdtrain.cluster.launchers.ssh import AGENT_VARIABLES, DEFAULT_SSH, parse_ssh
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LauncherProgram
+from hvdtrain.cluster.launchers.prepare import Here, hosts_of, prepare, wishes
+from hvdtrain.cluster.launchers.spec import AGENT_VARIABLES, DEFAULT_SSH, LaunchSpec, laid_over, parse_ssh, place
 from hvdtrain.cluster.liveness.causes import is_cause
 from hvdtrain.commands.launch.restart_policy import HostCandidate
 from hvdtrain.core.errors import UserError
@@ -41,17 +32,17 @@ UNREACHED = 255
 
 
 class LaunchCommands:
-    """Writes the command line of each attempt from the options of ``launch``, and looks after the hosts."""
+    """Command line of each attempt, from the options of ``launch``, and the hosts it may use."""
 
-    def __init__(self, args: argparse.Namespace, machine: Here, tool: Tool) -> None:
+    def __init__(self, args: argparse.Namespace, machine: Here, tool: LauncherProgram) -> None:
         self.args, self.machine, self.tool = args, machine, tool
         self.hosts = hosts_of(args.hosts, args.hostfile)
         if not self.hosts and not machine.in_slurm and args.np:
-            self.hosts = (Host("localhost", args.np),)
+            self.hosts = (HostSlots("localhost", args.np),)
         self.said: set[str] = set()
 
-    def spec(self, hosts: tuple[Host, ...], program: tuple[str, ...], told: Mapping[str, str]) -> LaunchSpec:
-        """One launch on exactly ``hosts``; ``told``: variables for the ranks. Says each note once."""
+    def spec(self, hosts: tuple[HostSlots, ...], program: tuple[str, ...], told: Mapping[str, str]) -> LaunchSpec:
+        """Return one launch on exactly ``hosts``; ``told``: variables for the ranks. Prints each note once."""
         args = self.args
         asked = wishes(args, hosts, program, ranks=0 if hosts else args.np, env=tuple(args.env), bind=args.bind,
                        cores_per_rank=args.cores_per_rank, oversubscribe=args.oversubscribe)
@@ -63,14 +54,14 @@ class LaunchCommands:
                     print(f"note: {note}", file=sys.stderr, flush=True)
         return spec
 
-    def command(self, hosts: tuple[Host, ...], program: tuple[str, ...],
+    def command(self, hosts: tuple[HostSlots, ...], program: tuple[str, ...],
                 told: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """(the launcher's words, its whole environment)."""
+        """Return (the launcher's words, its whole environment)."""
         words, env = LAUNCHERS[self.tool.launcher].command(self.spec(hosts, program, told))
         return words, laid_over({**self.machine.env, **told}, env)
 
-    def placed(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-        """``-np`` ranks on some hosts, fewer where their slots do not suffice; all slots without ``-np``."""
+    def placed(self, hosts: tuple[HostSlots, ...]) -> tuple[HostSlots, ...]:
+        """Return ``-np`` ranks on some hosts, fewer where their slots do not suffice; all slots without ``-np``."""
         slots = sum(host.slots for host in hosts)
         if not hosts or not self.args.np:
             return hosts
@@ -78,10 +69,10 @@ class LaunchCommands:
                      self.args.oversubscribe)
 
     def candidates(self, where: Path | None) -> list[HostCandidate]:
-        """The hosts of now: host files are read anew, and hosts elsewhere are asked, once an attempt has failed.
+        """Return the hosts of now: after a failed attempt host files are read again, and other hosts are asked.
 
-        ``where``: that attempt's folder, into which the causes come that lie in a folder of that name elsewhere; None
-        before the first one, when nobody is asked.
+        ``where``: that attempt's folder, which receives the causes that lie in a folder of that name elsewhere; None
+        before the first one.
         """
         if where is not None:
             with contextlib.suppress(UserError):  # somebody may be writing it just now
@@ -96,7 +87,6 @@ class LaunchCommands:
                           host not in far or answers[host.name][0] == 0) for host in self.hosts]
 
     def _ssh(self) -> tuple[str, ...]:
-        """The words that reach a host: the user's, those of the MPI's variables, ours."""
         if self.args.ssh is not None:
             return parse_ssh(self.args.ssh)
         for name in AGENT_VARIABLES.get(self.tool.launcher, ()):
@@ -107,13 +97,13 @@ class LaunchCommands:
 
 
 def _look(where: Path) -> str:
-    """The command that shows the causes in an attempt's folder; its status is 0 where there is such a folder."""
+    """Return the command that shows the causes in an attempt's folder; its status is 0 where the folder exists."""
     return shlex.join(["find", str(where), "-maxdepth", "1", "-name", "cause-*.json", "-exec", "cat", "{}", "+"])
 
 
-def ask(hosts: Sequence[Host], ssh: Sequence[str], command: str,
+def ask(hosts: Sequence[HostSlots], ssh: Sequence[str], command: str,
         bound_s: float = ANSWER_S) -> dict[str, tuple[int, str]]:
-    """(status, answer) of a command on each host, all at once and within ``bound_s``; `UNREACHED` for no answer."""
+    """Return (status, answer) of a command on each host, all at once, within ``bound_s``; `UNREACHED` for no answer."""
     children = {}
     for host in hosts:
         with contextlib.suppress(OSError):
@@ -135,7 +125,6 @@ def ask(hosts: Sequence[Host], ssh: Sequence[str], command: str,
 
 
 def _keep(where: Path, text: str) -> None:
-    """Write the causes in another host's answer into the attempt's folder, where that lacks them."""
     for line in text.splitlines():
         with contextlib.suppress(OSError, ValueError):
             row = json.loads(line)

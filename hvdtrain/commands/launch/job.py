@@ -1,7 +1,6 @@
-"""What a supervised program is: where it keeps its files, its words for an attempt, and how its success is known.
+"""Job under supervision: its folder, its words for an attempt, the partition of its model, and its success.
 
-Owns the difference between our ``train``, whose options a supervisor can write, and any other program, which is told
-its folder and brings its own way to go on. Reads files, starts nothing.
+The options of ``train`` are known; any other program gets its folder and resumes by itself. Starts nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.checkpoint.run_directory import RunDirectory
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch.restart_policy import refit
 from hvdtrain.config import Config, cut_over_ranks, micro_batches, schema
@@ -28,20 +27,19 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class SupervisedJob:
-    """A program under supervision.
+    """``words``: what each rank runs. ``out``: the run's folder. ``config``: of ``train``, else None.
 
-    ``words``: what each rank runs. ``out``: the run's folder. ``config``: of ``train``, else None. ``first``: the
-    hosts that the user's per-rank lists are for.
+    ``first``: the hosts that the user's per-rank lists are for.
     """
 
     words: tuple[str, ...]
     out: Path
     config: Config | None = None
-    first: tuple[Host, ...] = ()
+    first: tuple[HostSlots, ...] = ()
     resume: str = field(default="")
 
-    def attempt(self, number: int, hosts: tuple[Host, ...], micro_batch: int) -> tuple[str, ...]:
-        """The words for one attempt: the folder, where to go on, lists cut for its ranks, a smaller micro-batch."""
+    def attempt(self, number: int, hosts: tuple[HostSlots, ...], micro_batch: int) -> tuple[str, ...]:
+        """Return the words of an attempt: folder, resume, lists cut for its ranks, a smaller micro-batch."""
         if self.config is None:
             return self.words
         more = ["--out", str(self.out)]
@@ -51,9 +49,7 @@ class SupervisedJob:
             more += ["--micro_batch", str(micro_batch)]
         return (*self.words, *more, *self._refitted(hosts))
 
-    def _refitted(self, hosts: tuple[Host, ...]) -> list[str]:
-        """The options that fit the cut of the model and the user's lists to other ranks; none where they are the same.
-        """
+    def _refitted(self, hosts: tuple[HostSlots, ...]) -> list[str]:
         if not self.first or not hosts or hosts == self.first:
             return []
         ranks = sum(host.slots for host in self.first)
@@ -74,14 +70,15 @@ class SupervisedJob:
                 more += [f"--{name}", ":".join(refit(words, self.first, hosts))]
         return more
 
-    def cut_anew(self, hosts: tuple[Host, ...]) -> str:
-        """How the model is cut over the ranks of ``hosts``, in words; "" where that is as the user has it."""
+    def cut_anew(self, hosts: tuple[HostSlots, ...]) -> str:
+        """Return how the model is partitioned over the ranks of ``hosts``, in words; "" where the user's is unchanged.
+        """
         if self.config is None or not self.first or not hosts or not cut_over_ranks(self.config):
             return ""
         return recut(self.config, self.first, hosts).why
 
     def checkpoint(self) -> int:
-        """The step of the newest checkpoint in the folder; -1 without one."""
+        """Return the step of the newest checkpoint in the folder; -1 without one."""
         try:
             names = [path.name for path in RunDirectory(self.out).checkpoints.iterdir()]
         except OSError:
@@ -89,7 +86,7 @@ class SupervisedJob:
         return max((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), default=-1)
 
     def micro_batch(self, ranks: int, smaller: int) -> int:
-        """The largest micro-batch that a rank may compute; 0 where that is not known."""
+        """Return the largest micro-batch that a rank may compute; 0 where that is not known."""
         if self.config is None:
             return 0
         stages = max([self.config.pipeline.stages, *self.config.pipeline.depths])
@@ -100,7 +97,7 @@ class SupervisedJob:
         return min(sizes, default=0)
 
     def stamp(self) -> Stamp:
-        """What tells one completed.json from another; (0, 0) without one."""
+        """Return what distinguishes one completed.json from another; (0, 0) without one."""
         try:
             found = (self.out / RunDirectory.COMPLETED).stat()
         except OSError:
@@ -108,10 +105,10 @@ class SupervisedJob:
         return (found.st_mtime_ns, found.st_ino)
 
     def succeeded(self, before: Stamp, status: int, ranks: int, left: Sequence[dict[str, Any]]) -> bool:
-        """Whether an attempt has ended well. ``before``: the stamp when it began; ``left``: its ranks' causes.
+        """Return whether an attempt ended well. ``before``: the stamp when it began; ``left``: its ranks' causes.
 
-        By completed.json, new or, of ``train``, found complete by rank 0. A program that is not ours and writes none
-        has ended well where every rank left "done", as Python's end does by itself, and the launcher saw nothing else.
+        By completed.json, new or, of ``train``, found complete by rank 0. Another program that writes none ended well
+        where every rank left "done", as Python's end does by itself, and the launcher ended with 0.
         """
         now = self.stamp()
         done = {row["rank"] for row in left if row["kind"] == "done"}
@@ -120,8 +117,9 @@ class SupervisedJob:
         return self.config is None and status == 0 and bool(done) and len(done) >= max(1, ranks)
 
 
-def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tuple[Host, ...]) -> SupervisedJob | None:
-    """The job that stands after ``--``; None where nothing is to be run (``train --help``).
+def job_of(words: Sequence[str], program: tuple[str, ...], out: str,
+           hosts: tuple[HostSlots, ...]) -> SupervisedJob | None:
+    """Return the job that stands after ``--``; None where nothing is to be run (``train --help``).
 
     ``program``: the words as ranks run them; ``out``: launch's own --out. `UserError` for a configuration that a rank
     would refuse, and for a program without a folder.
@@ -144,7 +142,7 @@ def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tupl
 
 
 def folder_of(config: Config) -> Path:
-    """The folder of a run, made: the config's, the newest of its model with ``resume auto``, or a new one."""
+    """Make and return the folder of a run: the config's, the newest of its model with ``resume auto``, or a new one."""
     from hvdtrain import backends
     from hvdtrain.checkpoint import run_directory as outdir
 
@@ -166,7 +164,7 @@ def prepare_attempt(job: SupervisedJob, number: int) -> Path:
 
 
 def next_number(out: Path) -> int:
-    """The number of the next attempt in a folder, after those of all supervisors before."""
+    """Return the number of the next attempt in a folder, after those of all supervisors before."""
     try:
         taken = [int(path.name) for path in (out / "attempts").iterdir() if path.name.isdigit()]
     except OSError:
@@ -179,9 +177,9 @@ if TYPE_CHECKING:
 
 
 class Recut(NamedTuple):
-    """``depths``: ranks of each copy of the model. ``owners``: the copy of before that each takes its settings from.
+    """``depths``: ranks of each replica. ``owners``: the former replica that each takes its settings from.
 
-    ``why``: in words, "" where the cut is the user's own.
+    ``why``: in words, "" where the partition is the user's own.
     """
 
     depths: tuple[int, ...]
@@ -189,12 +187,12 @@ class Recut(NamedTuple):
     why: str = ""
 
 
-def recut(config: Config, before: Sequence[Host], after: Sequence[Host]) -> Recut:
-    """Return the copies of a model for the ranks of ``after``, where the user's configuration is for ``before``.
+def recut(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots]) -> Recut:
+    """Return the replicas of a model for the ranks of ``after``, where the user's configuration is for ``before``.
 
-    A multiple of ``pipeline.stages`` keeps them. Other ranks make as many copies as keep each as deep as may be, none
-    deeper than it was: 2 ranks of 3 stages are one copy over 2, and 5 are copies over 3 and 2. Given depths are those
-    of the ranks that are left of each copy.
+    A multiple of ``pipeline.stages`` keeps them. Other ranks make as many replicas as keep each as deep as may be, none
+    deeper than it was: 2 ranks of 3 stages are one replica over 2, and 5 are replicas over 3 and 2. Depths of the
+    user's are those of the ranks that are left of each replica. Memory is checked by the job itself. Pure.
     """
     old, new = _ranks(before), _ranks(after)
     stages, given = config.pipeline.stages, config.pipeline.depths
@@ -221,7 +219,7 @@ def recut(config: Config, before: Sequence[Host], after: Sequence[Host]) -> Recu
 
 
 def pipeline_options(config: Config, found: Recut) -> list[str]:
-    """Return the options of ``train`` for these copies, with the user's shares of them; none for the user's own."""
+    """Return the options of ``train`` for these replicas, with the user's shares of them; none for the user's own."""
     words: list[str] = []
     if found.why:
         alike = len(set(found.depths)) == 1
@@ -235,8 +233,8 @@ def pipeline_options(config: Config, found: Recut) -> list[str]:
     return words
 
 
-def _taken(config: Config, before: Sequence[Host], after: Sequence[Host], depths: tuple[int, ...], why: str) -> Recut:
-    """The copies of ``depths``, each with the settings of the one that its first rank was in."""
+def _taken(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots], depths: tuple[int, ...],
+           why: str) -> Recut:
     stages, old = config.pipeline.stages, _ranks(before)
     if old % stages:
         return Recut(depths, tuple(0 for _ in depths), why)
@@ -246,7 +244,7 @@ def _taken(config: Config, before: Sequence[Host], after: Sequence[Host], depths
     return Recut(depths, tuple(int(left[first]) for first in firsts), why)
 
 
-def _ranks(hosts: Sequence[Host]) -> int:
+def _ranks(hosts: Sequence[HostSlots]) -> int:
     return sum(host.slots for host in hosts)
 
 

@@ -1,11 +1,7 @@
-"""What a supervisor does after an attempt has ended: launch again, where, how soon and with which options, or end.
+"""Decision after an attempt: launch again, where, how soon and with which options, or end. Pure.
 
-Owns the rules of `next_launch` and the records that they read. Starts nothing, looks at nothing, knows no clock.
-`hvdtrain.commands.launch.supervisor` asks it after every attempt. Pure.
-
-What counts as the same trouble again: an exception, a loss that is not finite, memory or a disk that is full ends the
-run when it comes back at one step and no newer checkpoint was written in between; ranks, hosts and waits that are lost
-are often nobody's fault, so they end it only after `LOST_AT_ONE_STEP` such.
+An exception, a loss that is not finite, full memory or disk ends the run at its second time at one step without a newer
+checkpoint; lost ranks, hosts and waits are often nobody's fault and end it after `LOST_AT_ONE_STEP`.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness.causes import PARTS
 from hvdtrain.cluster.liveness.pulse import WAITING
 
@@ -41,12 +37,12 @@ EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_REQUEUE, EXIT_INTERRUPTED = 0, 1, 2, 75, 1
 
 @dataclass(frozen=True)
 class LaunchAttempt:
-    """One attempt that has ended.
+    """Attempt that has ended.
 
     ``kind``: a value of `causes.KINDS`; ``rank`` -1 and ``host`` "" where they are not known. ``begin`` and ``end``:
-    steps finished when it began and when it ended, in the run's count; -1: none ever. ``checkpoint``: step of the
-    newest checkpoint at its end, -1 without one. ``micro_batch``: largest micro-batch that a rank may have computed, 0
-    where it is not known. ``hosts``: where its ranks were. ``left_out``: hosts that it went without.
+    steps finished at its begin and end, in the run's count; -1: none ever. ``checkpoint``: step of the newest one at
+    its end, or -1. ``micro_batch``: largest one of a rank, 0 where it is not known. ``left_out``: hosts that it went
+    without.
     """
 
     number: int
@@ -54,7 +50,7 @@ class LaunchAttempt:
     text: str = ""
     rank: int = -1
     host: str = ""
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostSlots, ...] = ()
     begin: int = -1
     end: int = -1
     checkpoint: int = -1
@@ -64,13 +60,10 @@ class LaunchAttempt:
 
 @dataclass(frozen=True)
 class HostCandidate:
-    """A host that may be used, as it was just seen.
-
-    ``answers``: it does what it is asked; ``here``: it is this one; ``keeps``: it sees the run's folder, so that rank
-    0 may be there.
+    """Host that may be used. ``here``: it is this one; ``keeps``: it has the run's folder, so that rank 0 may be there.
     """
 
-    host: Host
+    host: HostSlots
     answers: bool = True
     here: bool = False
     keeps: bool = True
@@ -78,12 +71,9 @@ class HostCandidate:
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch on ``hosts`` (none: where the allocation says) after ``wait_s``, without the hosts ``left_out``.
+    """Launch on ``hosts`` (none: where the allocation says) after ``wait_s``. ``micro_batch``: a smaller one, or 0."""
 
-    ``micro_batch``: a smaller one than before, or 0.
-    """
-
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostSlots, ...]
     wait_s: float = 0.0
     micro_batch: int = 0
     why: str = ""
@@ -92,14 +82,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class End:
-    """End with an exit status, and say why."""
-
     status: int
     why: str
 
 
 def next_launch(history: Sequence[LaunchAttempt], hosts: Sequence[HostCandidate], restarts: int) -> Launch | End:
-    """Decide what comes after ``history``, of which the last attempt has just ended; () before the first one.
+    """Decide what follows ``history``, whose last attempt has just ended; () before the first one.
 
     ``hosts``: what may be used now, () where an allocation decides. ``restarts``: how many there may be in all.
     """
@@ -127,7 +115,6 @@ def next_launch(history: Sequence[LaunchAttempt], hosts: Sequence[HostCandidate]
 
 
 def _over(history: Sequence[LaunchAttempt], restarts: int) -> End | None:
-    """The end that the history asks for; None where it may go on."""
     last = history[-1]
     if last.kind == "done":
         return End(EXIT_OK, "the run is complete")
@@ -149,7 +136,7 @@ def _over(history: Sequence[LaunchAttempt], restarts: int) -> End | None:
 
 
 def _at_one_step(history: Sequence[LaunchAttempt]) -> int:
-    """How many attempts since the newest checkpoint ended as the last one did, at its step; itself included.
+    """Return how many attempts since the newest checkpoint ended as the last one did, at its step, itself included.
 
     A smaller micro-batch is another attempt at memory's trouble, not the same again.
     """
@@ -164,7 +151,6 @@ def _at_one_step(history: Sequence[LaunchAttempt]) -> int:
 
 
 def _gained(history: Sequence[LaunchAttempt], at: int) -> bool:
-    """Whether attempt ``at`` came further than every one before it, or wrote a newer checkpoint."""
     one, before = history[at], history[:at]
     started = max([one.begin, *(b.end for b in before)])
     saved = max((b.checkpoint for b in before), default=-1)
@@ -172,7 +158,8 @@ def _gained(history: Sequence[LaunchAttempt], at: int) -> bool:
 
 
 def _wait_s(history: Sequence[LaunchAttempt]) -> float:
-    """No wait before the first restart and after an attempt that gained a step; else waits that double, bounded."""
+    """Return no wait before the first restart and after an attempt that gained a step; else waits that double, bounded.
+    """
     idle = 0
     for at in range(len(history) - 1, -1, -1):
         if _gained(history, at):
@@ -183,11 +170,10 @@ def _wait_s(history: Sequence[LaunchAttempt]) -> float:
     return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(idle - 1, 16))
 
 
-def _usable(history: Sequence[LaunchAttempt], hosts: Sequence[HostCandidate]) -> tuple[Host, ...]:
-    """The hosts that answer and have not failed twice since they were last left out; one at least.
+def _usable(history: Sequence[LaunchAttempt], hosts: Sequence[HostCandidate]) -> tuple[HostSlots, ...]:
+    """Return the hosts that answer and have not failed twice since they were last left out; one at least.
 
-    A host that was left out for its failures returns, with none counted, as soon as an attempt without it has ended
-    and it answers.
+    A host that was left out for its failures returns, with none counted, once an attempt without it has ended.
     """
     kept = [one for one in hosts if one.answers and _failures(history, one.host.name) < FAILURES_OF_A_HOST]
     if not kept:
@@ -201,7 +187,6 @@ def _usable(history: Sequence[LaunchAttempt], hosts: Sequence[HostCandidate]) ->
 
 
 def _failures(history: Sequence[LaunchAttempt], name: str) -> int:
-    """Attempts in which ranks of a host were lost, since it was last left out."""
     count = 0
     for one in reversed(history):
         if name in one.left_out:
@@ -211,7 +196,6 @@ def _failures(history: Sequence[LaunchAttempt], name: str) -> int:
 
 
 def _what(one: LaunchAttempt) -> str:
-    """What ended an attempt, in words."""
     words = {"exception": "an exception", "non_finite": "a loss or gradient that is not finite", "oom": "out of memory",
              "disk": "a disk that cannot be written", "lost": "lost", "echo": "lost", "hang": "hangs",
              "unreachable": "cannot be reached"}
@@ -224,11 +208,11 @@ def _what(one: LaunchAttempt) -> str:
     return f"{kind} on {who}{where}{at}"
 
 
-def refit(values: Sequence[str], before: Sequence[Host], after: Sequence[Host]) -> list[str]:
+def refit(values: Sequence[str], before: Sequence[HostSlots], after: Sequence[HostSlots]) -> list[str]:
     """Return a per-rank list for the ranks of ``after``, from the one for those of ``before``. Pure.
 
     Each rank of a host keeps the value of the rank in its place there; further ranks of it take its last one's, those
-    of a host that was not there the first host's first.
+    of a new host the first host's first.
     """
     own: dict[str, list[str]] = {}
     at = 0
@@ -243,10 +227,9 @@ def refit(values: Sequence[str], before: Sequence[Host], after: Sequence[Host]) 
 
 
 def row(one: LaunchAttempt, began: float, ran_s: float, parts: Mapping[str, float], decision: str) -> dict[str, Any]:
-    """Return one attempt as a record.
+    """Return one attempt as a record. ``began``: unix seconds; ``ran_s``: of its launcher.
 
-    ``began``: unix seconds; ``ran_s``: from its launcher's start to its end; ``parts``: seconds of its start and of the
-    end that the next attempt follows, by the names in `marks.PARTS`; ``decision``: what was done then.
+    ``parts``: seconds of its start and of the end that the next attempt follows, by the names in `causes.PARTS`.
     """
     return {
         "attempt": one.number, "cause": one.kind, "words": one.text, "rank": one.rank, "host": one.host,
@@ -258,16 +241,16 @@ def row(one: LaunchAttempt, began: float, ran_s: float, parts: Mapping[str, floa
 
 
 def lost(one: LaunchAttempt) -> int:
-    """Steps that have to be computed once more: those since the newest checkpoint, where the attempt failed."""
+    """Return the steps to compute again: those since the newest checkpoint, where the attempt failed."""
     return 0 if one.kind == "done" else max(0, one.end - max(0, one.checkpoint))
 
 
 def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | None, ended_for: str,
              oom_kills: int) -> tuple[str, str, int, str]:
-    """(kind, words, rank, host) of an attempt's end, from what its ranks left. Pure.
+    """Return (kind, words, rank, host) of an attempt's end, from what its ranks left. Pure.
 
-    The first cause counts: what comes after it is mostly its echo. ``ended_for``: what the supervisor ended it for;
-    ``oom_kills``: processes that the system killed for memory on this host meanwhile.
+    The first cause counts: later ones are mostly its echo. ``ended_for``: why the supervisor ended it; ``oom_kills``:
+    processes that the kernel killed for memory on this host meanwhile.
     """
     if succeeded:
         return "done", "", -1, ""
@@ -287,8 +270,8 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
     return "lost", f"no rank told why it ended; the launcher's status was {status}", -1, ""
 
 
-def silent_hosts(hosts: Sequence[Host], left: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the hosts of whose ranks none has left a cause. Pure."""
+def silent_hosts(hosts: Sequence[HostSlots], left: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the hosts of whose ranks none has left a cause. Pure."""
     told, first, silent = {row["rank"] for row in left}, 0, []
     for host in hosts:
         if not told & set(range(first, first + host.slots)):
@@ -298,10 +281,10 @@ def silent_hosts(hosts: Sequence[Host], left: Sequence[Mapping[str, Any]]) -> li
 
 
 def _origin(told: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The cause that brought the others about: the first; but of ranks that were lost together, one that did not wait.
+    """Return the cause that brought the others about: the first; of ranks lost together, one that did not wait.
 
-    A launcher kills the others as soon as it misses one, so that watchers see all of them go, in any order; who waited
-    for others then, as `pulse.Seen.words` says, is not who was missing.
+    A launcher kills the others as soon as it misses one, so that watchers see all of them go, in any order; a rank that
+    waited for others then, as `pulse.Seen.words` says, is not the missing one.
     """
     together = [row for row in told if row["kind"] == "lost" and row["time"] <= told[0]["time"] + TOGETHER_S]
     if told[0]["kind"] != "lost":

@@ -1,7 +1,6 @@
-"""Starts a job, waits for its end, and starts it again where `hvdtrain.commands.launch.restart_policy` says so.
+"""Supervisor of a job: start it, wait for its end, record the attempt in ``history.jsonl``, start it again.
 
-Owns the effects: the launcher in a group of its own, bounded waits, signals to the supervisor, what an attempt left
-behind as one record, ``history.jsonl``. Decides nothing but what the cause of an attempt was (`cause_of`, pure).
+`hvdtrain.commands.launch.restart_policy` decides.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.launchers.environment import valid_name
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots, valid_name
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.liveness.causes import in_words, start_parts
 from hvdtrain.cluster.liveness.pulse import WAITING
@@ -55,22 +53,21 @@ LEAVE_S = 120.0
 REQUEUE_S = 600.0
 """From the wish to save and end to the end of the launcher."""
 
-Command = Callable[[tuple[Host, ...], tuple[str, ...], Mapping[str, str]], tuple[list[str], dict[str, str]]]
+Command = Callable[[tuple[HostSlots, ...], tuple[str, ...], Mapping[str, str]], tuple[list[str], dict[str, str]]]
 """(hosts, program, variables for the ranks) -> (the launcher's words, its whole environment)."""
 
 
 @dataclass
 class SupervisorEnvironment:
-    """What the supervisor needs from outside: how a launch is written, which hosts there are, what to say.
+    """``command``: writes a launch. ``start_s``: longest wait for the first sign of rank 0, 0 for no bound.
 
-    ``start_s``: longest wait for the first sign of rank 0, 0 for no bound (rank 0 writes elsewhere). ``ends_at``: unix
-    seconds of a known wall limit, 0 without one. ``forwards``: the launcher hands SIGUSR2 on to its ranks. ``page``:
-    begins to write the report page of the run in a folder, and does not wait.
+    ``ends_at``: unix seconds of a known wall limit, 0 without one. ``forwards``: the launcher hands SIGUSR2 on to its
+    ranks. ``page``: begins to write the run report in a folder, and does not wait.
     """
 
     command: Command
     candidates: Callable[[Path | None], list[HostCandidate]]
-    placed: Callable[[tuple[Host, ...]], tuple[Host, ...]]
+    placed: Callable[[tuple[HostSlots, ...]], tuple[HostSlots, ...]]
     say: Callable[[str], None]
     start_s: float = 0.0
     ends_at: float = 0.0
@@ -81,7 +78,7 @@ class SupervisorEnvironment:
 
 @dataclass
 class RunningAttempt:
-    """One attempt while it runs and what is known of it."""
+    """Attempt while it runs, and what is known of it."""
 
     number: int
     where: Path
@@ -98,7 +95,7 @@ class RunningAttempt:
 
 
 class LauncherGroup(Child):
-    """One launcher and all that it starts on this host; ``token``: the value of HVDLAUNCH_JOB in their environment.
+    """Launcher and all that it starts on this host; ``token``: the value of HVDLAUNCH_JOB in their environment.
 
     Launchers give their ranks process groups of their own, so only the token finds all. A supervisor that is killed
     takes the launcher along by SIGTERM, not SIGKILL, so that the launcher ends its ranks on all hosts.
@@ -159,7 +156,7 @@ class LauncherGroup(Child):
 
 
 class Signals:
-    """Hold what a supervisor is asked while it works: the first signal to save and end, a further one to end now.
+    """Signals to the supervisor: the first asks to save and end, a further one to end now.
 
     A further SIGUSR2 changes nothing, and SIGHUP ends now: nobody reads the output any more. ``status``: of a run that
     was saved, 130 where SIGINT asked for it.
@@ -172,7 +169,7 @@ class Signals:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Listen while the body runs; the handlers before return after it. What is ignored (nohup) stays so."""
+        """Listen while the body runs; restore the handlers. What is ignored (nohup) stays so."""
         numbers = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
         before = {number: signal.signal(number, self._heard)
                   for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
@@ -190,7 +187,7 @@ class Signals:
 
 
 class Supervisor:
-    """Runs one job to its end; ``restarts``: how many there may be."""
+    """Run of one job to its end; ``restarts``: how many there may be."""
 
     def __init__(self, job: SupervisedJob, restarts: int, around: SupervisorEnvironment) -> None:
         self.job, self.restarts, self.around = job, restarts, around
@@ -201,7 +198,7 @@ class Supervisor:
         self.records: list[dict[str, Any]] = []
 
     def run(self) -> int:
-        """Launch until `next_launch` says that it is over; return the exit status (0, 1, 2, 75, 130)."""
+        """Launch until `next_launch` ends it; return the exit status (0, 1, 2, 75, 130)."""
         begin, before = time.monotonic(), None
         decision = next_launch((), self.around.candidates(None), self.restarts)
         with self.signals.taken():
@@ -240,7 +237,7 @@ class Supervisor:
         return decision
 
     def _asked(self) -> End | None:
-        """The end that a signal asks for, where no attempt is there to be saved; None without one."""
+        """Return the end that a signal asks for, where no attempt is there to be saved; None without one."""
         if self.signals.interrupt:
             return End(EXIT_INTERRUPTED, "interrupted")
         if not self.signals.requeue:
@@ -254,7 +251,6 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def _attempt(self, launch: Launch, before: RunningAttempt | None) -> RunningAttempt:
-        """Launch, wait for the end, end what is left."""
         job, number = self.job, next_number(self.job.out)
         launch = replace(launch, hosts=self.around.placed(launch.hosts))
         where = prepare_attempt(job, number)
@@ -277,7 +273,7 @@ class Supervisor:
         return seen
 
     def _watch(self, seen: RunningAttempt, group: LauncherGroup, before: RunningAttempt | None) -> None:
-        """Wait until the launcher ends or must be ended. Every wait here has a bound but that for training itself."""
+        """Wait until the launcher ends or must be ended. Every wait has a bound, but that for training itself."""
         look_at, asked_at, final_at, begin = 0.0, 0.0, 0.0, time.monotonic()
         while group.process.poll() is None:
             time.sleep(TICK_S)
@@ -306,7 +302,9 @@ class Supervisor:
         self._report(seen, before)
 
     def _bound(self, seen: RunningAttempt) -> tuple[float, str]:
-        """How long the launcher may go on after what the ranks have left, and what that is; (0, "") for no bound."""
+        """Return how long the launcher may continue after what the ranks have left, and what that is; (0, "") for no
+        bound.
+        """
         left = causes.read(seen.where)
         bad = [row for row in left if row["kind"] not in ("done", "requeue")]
         if bad:
@@ -321,8 +319,7 @@ class Supervisor:
     def _ask(self, seen: RunningAttempt, group: LauncherGroup) -> None:
         """Have the ranks save and end with status 75: by a file, and by SIGUSR2 to those that listen.
 
-        A rank that does not listen yet, or no longer, or runs a program of the user's without a handler, would die of
-        the signal.
+        A rank without a handler (before fit, after it, or in a program of the user's) would die of the signal.
         """
         with contextlib.suppress(OSError):
             (seen.where / causes.REQUEUE).touch()
@@ -339,7 +336,6 @@ class Supervisor:
             group.process.send_signal(signal.SIGUSR2)
 
     def _report(self, seen: RunningAttempt, before: RunningAttempt | None) -> None:
-        """Once the first step after a restart is finished: print how long the recovery took, by part."""
         if before is None or seen.told:
             return
         parts = start_parts(seen.began, causes.read_marks(seen.where))
@@ -349,7 +345,6 @@ class Supervisor:
             self.around.say(f"recovered in {in_words({**gone, **parts})}")
 
     def _judge(self, seen: RunningAttempt) -> LaunchAttempt:
-        """What an attempt that has ended was."""
         job, hosts = self.job, seen.launch.hosts
         ranks = sum(host.slots for host in hosts)
         left, marks = causes.read(seen.where), causes.read_marks(seen.where)
@@ -371,19 +366,17 @@ class Supervisor:
                        job.checkpoint(), micro, seen.launch.left_out)
 
     def _cut_short(self, seen: RunningAttempt, left: Sequence[Mapping[str, Any]], ranks: int) -> bool:
-        """Whether a program of the user's was ended while it worked on after its fit."""
         return self.job.config is None and bool(seen.why) and sum(row["kind"] == "done" for row in left) < max(1, ranks)
 
     def _knows_nothing_of_us(self, seen: RunningAttempt) -> bool:
-        """Whether a program without hvdtrain, of which no rank ever speaks, has ended well: on this host alone.
-
-        Where a host was lost, a launcher's 0 means nothing.
+        """Return whether a program without hvdtrain ended well, on this host alone: of a lost host, a launcher's 0
+        means nothing.
         """
         near = {host.name for host in seen.launch.hosts} <= set(self.around.own_names)
         return self.job.config is None and seen.status == 0 and not seen.why and near and not _begun(seen.where)
 
-    def _named(self, host: str, rank: int, hosts: tuple[Host, ...]) -> str:
-        """The name that a host has in the launch, from what it calls itself, or from the rank's place there."""
+    def _named(self, host: str, rank: int, hosts: tuple[HostSlots, ...]) -> str:
+        """Return a host's name in the launch, from what it calls itself, or from the rank's place there."""
         alike = [one.name for one in hosts if one.name.partition(".")[0] == host.partition(".")[0]
                  or {one.name, host} <= set(self.around.own_names)] if host else []
         if len(alike) == 1:
@@ -400,6 +393,6 @@ def _begun(where: Path) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line of the supervisor's, and go on where nobody reads it."""
+    """Print a line of the supervisor's, and ignore that nobody reads it."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stderr.fileno(), f"hvdtrain launch: {text}\n".encode(errors="replace"))

@@ -1,4 +1,6 @@
-"""Habits of data: shards that leave samples out or repeat them, or that are no shards at all."""
+"""Hazards of a distributed script, whatever wrote it: data, averages, learning rates, Keras 3; ``ranks`` has the
+others.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ NO_SAMPLES = re.compile(r"batch|epoch|bs\b|lr|rate|cpu|worker|thread|port", re.I
 
 
 def truncated_shards(scan: Scan, context: Context) -> Iterator[Finding]:
-    """``n // size``, ``int(n / size)``: the samples that are left over are never seen."""
+    """Report ``n // size``, ``int(n / size)``: the samples that are left over are never seen."""
     floors = [(node, node) for node in scan.all(cst.BinaryOperation) if isinstance(node.operator, cst.FloorDivide)
               and not isinstance(node.left, cst.Integer)]  # of a number of steps that somebody chose, nothing is lost
     casts = [(call, call.args[0].value) for call in scan.all(cst.Call)
@@ -33,7 +35,6 @@ def truncated_shards(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def _by_size(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Whether a divisor has the number of ranks in it, as a whole or as a factor."""
     if is_size(scan, node):
         return True
     return isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Multiply) and (
@@ -41,7 +42,6 @@ def _by_size(scan: Scan, node: cst.BaseExpression) -> bool:
 
 
 def _counts_steps(scan: Scan, node: cst.CSTNode) -> bool:
-    """Whether the result is a number of steps."""
     for up in scan.above(node):
         if isinstance(up, cst.Arg) and up.keyword is not None:
             return "steps" in up.keyword.value
@@ -51,7 +51,7 @@ def _counts_steps(scan: Scan, node: cst.CSTNode) -> bool:
 
 
 def padded_samplers(scan: Scan, context: Context) -> Iterator[Finding]:
-    """A DistributedSampler repeats samples so that all ranks have as many; or leaves some out."""
+    """Report a DistributedSampler, which repeats samples until all ranks have as many, or leaves some out."""
     for call in scan.calls("DistributedSampler"):
         if is_true(argument(call, "drop_last", 5)):
             yield _dropped(scan, call)
@@ -68,7 +68,7 @@ def _dropped(scan: Scan, call: cst.Call) -> Finding:
 
 
 def dropped_batches(scan: Scan, context: Context) -> Iterator[Finding]:
-    """``drop_last=True`` or ``drop_remainder=True``."""
+    """Report ``drop_last=True`` or ``drop_remainder=True``."""
     for call in scan.all(cst.Call):
         if scan.means(call.func, "DistributedSampler"):
             continue
@@ -77,7 +77,7 @@ def dropped_batches(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def same_order_each_epoch(scan: Scan, context: Context) -> Iterator[Finding]:
-    """A shuffling DistributedSampler that is never told the epoch."""
+    """Report a shuffling DistributedSampler without ``set_epoch``."""
     samplers = [c for c in scan.calls("DistributedSampler") if not is_false(argument(c, "shuffle", 3))]
     if samplers and not any(True for _ in scan.methods("set_epoch")):
         yield Finding(scan.line(samplers[0]), "unsafe", "sampler.set_epoch is never called",
@@ -86,7 +86,7 @@ def same_order_each_epoch(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def not_sharded(scan: Scan, context: Context) -> Iterator[Finding]:
-    """Training on several ranks where nothing gives each its own samples."""
+    """Report training on several ranks where nothing gives each its own samples."""
     if context.kind not in ("horovod_keras", "horovod_torch", "ddp"):
         return
     fits = [*scan.methods("fit", "fit_generator"), *scan.calls("DataLoader")]
@@ -102,7 +102,6 @@ def not_sharded(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def _sharded(scan: Scan) -> bool:
-    """Whether a slice, a shard or a sampler depends on the rank."""
     if any(True for _ in scan.calls("DistributedSampler", "split_dataset_by_node", "DistributedBatchSampler")):
         return True
     for node in scan.nodes:
@@ -113,7 +112,6 @@ def _sharded(scan: Scan) -> bool:
 
 
 def _selects(scan: Scan, node: cst.CSTNode) -> bool:
-    """Whether ``node`` takes part in choosing samples: an index or a bound, not a device."""
     for up in scan.above(node):
         if isinstance(up, cst.Comparison):
             return False
@@ -134,7 +132,7 @@ REDUCES = ("allreduce", "all_reduce", "allreduce_")
 
 
 def unweighted_metrics(scan: Scan, context: Context) -> Iterator[Finding]:
-    """A metric that is averaged over ranks without the number of samples behind it."""
+    """Report a metric that is averaged over ranks without the number of samples behind it."""
     for call in scan.all(cst.Call):
         if collective(scan, call) not in REDUCES or not call.args:
             continue
@@ -153,14 +151,14 @@ def unweighted_metrics(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def _reduced_sum(scan: Scan, call: cst.Call) -> bool:
-    """Whether torch.distributed sums a count (its default), which nothing divides by the number of ranks."""
+    """Return whether torch.distributed sums a count (its default), which nothing divides by the number of ranks."""
     if scan.dotted(call.func).startswith("torch.distributed") and argument(call, "op", 1) is None:
         return bool(COUNTED.search(scan.code(call.args[0].value)))
     return False
 
 
 def losses_of_replicas(scan: Scan, context: Context) -> Iterator[Finding]:
-    """Losses in a loop of tf.distribute's own, which are divided by the global batch, or ought to be."""
+    """Report losses in a loop of tf.distribute's own, which are divided by the global batch, or ought to be."""
     if context.kind != "tf_distribute" or not any(True for _ in scan.methods("run", "experimental_run_v2")):
         return
     for call in scan.calls("compute_average_loss", "scale_regularization_loss"):
@@ -180,7 +178,7 @@ RATES = re.compile(r"(^|_)(lr|learning_rate|rate)(_?\d+|_scaler?)?$|^lr_", re.IG
 
 
 def rate_times_size(scan: Scan, context: Context) -> Iterator[Finding]:
-    """``lr * size``: right for equal batches that grow with the ranks, and for nothing else."""
+    """Report ``lr * size``: right only for equal batches that grow with the ranks."""
     for node in scan.all(cst.BinaryOperation):
         if not isinstance(node.operator, cst.Multiply) or not any(
                 is_size(scan, side) or isinstance(side, cst.Name) and sized(scan, side)
@@ -207,7 +205,6 @@ def _rate_advice(context: Context) -> tuple[str, str]:
 
 
 def _product_is_rate(scan: Scan, node: cst.BinaryOperation) -> bool:
-    """Whether the product is called a rate, where it is made or by one of its factors."""
     for up in scan.above(node):
         if isinstance(up, cst.Arg):
             call = scan.parent[up]
@@ -228,12 +225,11 @@ def _factor(node: cst.BinaryOperation) -> bool:
 
 
 def _is_rate_name(node: cst.CSTNode) -> bool:
-    """Whether a name is one of rates."""
     return bool(RATES.search((name_of(node) or "").rpartition(".")[2]))
 
 
 def silent_divergence(scan: Scan, context: Context) -> Iterator[Finding]:
-    """Horovod's DistributedOptimizer with Keras' fit."""
+    """Report Horovod's DistributedOptimizer with Keras' fit."""
     if context.kind != "horovod_keras" or not any(True for _ in scan.methods("fit", "compile")):
         return
     for call in scan.calls("DistributedOptimizer"):
@@ -245,7 +241,7 @@ def silent_divergence(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def compiled_by_xla(scan: Scan, context: Context) -> Iterator[Finding]:
-    """``jit_compile=True``, which no collective of MPI or Horovod goes through."""
+    """Report ``jit_compile=True``, which no collective of MPI or Horovod goes through."""
     if context.kind in ("horovod_torch", "ddp", "data_parallel", "accelerate"):
         return
     for call in scan.all(cst.Call):
@@ -256,7 +252,7 @@ def compiled_by_xla(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def keras_2_calls(scan: Scan, context: Context) -> Iterator[Finding]:
-    """What Keras 3 refuses, where the diff does not put its new form."""
+    """Report what Keras 3 refuses, where the diff does not replace it."""
     if context.kind not in ("horovod_keras", "tf_distribute", "keras_fit", "hvdtrain"):
         return
     for word in keras2.replacements(scan):

@@ -32,7 +32,7 @@ IN_EVERY_MODULE = {"__file__", "__annotations__", "__class__"}
 
 @dataclass(frozen=True)
 class Migration:
-    """One script. ``kind``: the rule's name, "" where none recognised it. ``after``: its bytes, edited or not."""
+    """``kind``: the rule's name, "" where none recognised it. ``after``: its bytes, edited or not."""
 
     source: ScriptSource
     kind: str
@@ -76,12 +76,10 @@ def undefined_names(module: cst.Module) -> set[str]:
 
 
 def _bases(node: cst.CSTNode) -> list[cst.BaseExpression]:
-    """Return ``a.b`` and ``a`` for ``a.b.c``."""
     return [node.value, *_bases(node.value)] if isinstance(node, cst.Attribute) else []
 
 
 def _planned(kind: Any, scan: Scan, options: MigrateOptions, snippet: bool) -> tuple[Rewrite, bool]:
-    """Return what a rule plans, and whether another target may accept what it refuses."""
     try:
         return kind.plan(scan, options), False
     except Refused as refused:

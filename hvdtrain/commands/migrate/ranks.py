@@ -1,7 +1,4 @@
-"""What the words of distributed scripts mean: whose rank, whose size, what is entered by all ranks.
-
-Owns the names of the frameworks; habits ask here. Reads expressions only.
-"""
+"""Ranks in a distributed script: names for rank and size, collectives, and hazards of ranks that differ."""
 
 from __future__ import annotations
 
@@ -28,18 +25,21 @@ HOMES = ("horovod", "hvdtrain", "torch.distributed", "tensorflow.distribute")
 
 
 def is_rank(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Whether an expression is this process's number: ``hvd.rank()``, ``dist.get_rank()``, a name made of one."""
+    """Return whether an expression is this process's number: ``hvd.rank()``, ``dist.get_rank()``, a name made of one.
+    """
     return _is(scan, node, RANK_WORDS, ("rank", "local_rank", "get_rank", "get_node_local_rank"), ("RANK",
                                                                                                    "LOCAL_RANK"))
 
 
 def is_size(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Whether an expression is the number of processes: ``hvd.size()``, ``dist.get_world_size()``, a name of one."""
+    """Return whether an expression is the number of processes: ``hvd.size()``, ``dist.get_world_size()``, a name of
+    one.
+    """
     return _is(scan, node, SIZE_WORDS, ("size", "local_size", "get_world_size"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
 
 def sized(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Whether an expression has the number of processes in it, also by a name that is given it anywhere."""
+    """Return whether an expression holds the number of processes, also by a name that is assigned it anywhere."""
     for inner in scan.inner(node):
         if isinstance(inner, (cst.Call, cst.Name, cst.Attribute, cst.Subscript)) and is_size(scan, inner):
             return True
@@ -71,7 +71,7 @@ def _is(scan: Scan, node: cst.BaseExpression, words: tuple[str, ...], calls: tup
 
 
 def environment(scan: Scan, node: cst.BaseExpression) -> str:
-    """The variable that an expression reads from ``os.environ``, else ""."""
+    """Return the variable that an expression reads from ``os.environ``, else ""."""
     if isinstance(node, cst.Subscript) and scan.dotted(node.value) == "os.environ" and len(node.slice) == 1:
         index = node.slice[0].slice
         return text_of(index.value) or "" if isinstance(index, cst.Index) else ""
@@ -82,7 +82,7 @@ def environment(scan: Scan, node: cst.BaseExpression) -> str:
 
 
 def mentions_rank(scan: Scan, test: cst.BaseExpression, seen: tuple[cst.CSTNode, ...] = ()) -> bool:
-    """Whether a condition depends on the rank; ``seen``: values of names on the way to it, which may be circular."""
+    """Return whether a condition depends on the rank; ``seen``: values of names on the way to it, maybe circular."""
     if isinstance(test, cst.BooleanOperation):
         return mentions_rank(scan, test.left, seen) or mentions_rank(scan, test.right, seen)
     if isinstance(test, cst.UnaryOperation):
@@ -113,8 +113,11 @@ def _set_by_rank(scan: Scan, assign: cst.Assign) -> bool:
 
 
 def some_ranks(scan: Scan, node: cst.CSTNode) -> str:
-    """What lets only some ranks reach ``node``, as text: an ``if``, ``while`` or conditional expression around it,
-    ``root and node``, or an early return, ``continue`` or exit of the others above it; "" if there is nothing."""
+    """Return what lets only some ranks reach ``node``, as text; "" if there is nothing.
+
+    An ``if``, ``while`` or conditional expression around it, ``root and node``, or an early return, ``continue`` or
+    exit of the others above it.
+    """
     inner: cst.CSTNode = node
     for up in scan.above(node):
         if isinstance(up, (cst.FunctionDef, cst.Lambda)):
@@ -132,7 +135,7 @@ def some_ranks(scan: Scan, node: cst.CSTNode) -> str:
 
 
 def _left_early(scan: Scan, node: cst.CSTNode, block: cst.CSTNode) -> str:
-    """As `some_ranks`, for a branch above ``node`` in a block that some ranks do not come out of below."""
+    """Return `some_ranks` for a branch above ``node`` in a block that some ranks do not come out of below."""
     body: list[cst.CSTNode] = list(block.body) if isinstance(block, (cst.IndentedBlock, cst.Module)) else []
     at = next((index for index, line in enumerate(body) if line is node), 0)
     for line in body[:at]:
@@ -150,7 +153,7 @@ def _left_early(scan: Scan, node: cst.CSTNode, block: cst.CSTNode) -> str:
 
 
 def collective(scan: Scan, call: cst.Call) -> str:
-    """Name of the collective that a call is; "" if it is none."""
+    """Return the name of the collective that a call is; "" if it is none."""
     dotted = scan.dotted(call.func)
     last = (name_of(call.func) or "").rpartition(".")[2]
     if last not in COLLECTIVES:
@@ -173,7 +176,7 @@ FILE_CALLBACKS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndResto
 
 
 def rank_only_collectives(scan: Scan, context: Context) -> Iterator[Finding]:
-    """Something that all ranks must enter, where only some come by."""
+    """Report what all ranks must enter, where only some come by."""
     inside = _functions_with_collectives(scan)
     for call in scan.all(cst.Call):
         where = some_ranks(scan, call)
@@ -189,7 +192,7 @@ def rank_only_collectives(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def _functions_with_collectives(scan: Scan) -> dict[str, str]:
-    """Name of a function of the file -> a collective that it calls, itself or through another."""
+    """Return a collective that a function of the file calls, itself or through another, by its name."""
     found: dict[str, str] = {}
     functions = [f for f in scan.all(cst.FunctionDef) if isinstance(scan.scope(f), cst.Module)]
     for _ in range(4):  # through four levels of calls
@@ -204,7 +207,7 @@ def _functions_with_collectives(scan: Scan) -> dict[str, str]:
 
 
 def _collective_method(scan: Scan, call: cst.Call) -> str:
-    """``model.fit`` of a distributed optimizer, and what of an hvdtrain Trainer is collective; else ""."""
+    """Return ``model.fit`` of a distributed optimizer, and what of an hvdtrain Trainer is collective; else ""."""
     if not isinstance(call.func, cst.Attribute):
         return ""
     name, owner = call.func.attr.value, scan.value(call.func.value)
@@ -219,7 +222,7 @@ def _collective_method(scan: Scan, call: cst.Call) -> str:
 
 
 def no_broadcast(scan: Scan, context: Context) -> Iterator[Finding]:
-    """Horovod training whose ranks never get the same first weights."""
+    """Report Horovod training whose ranks never get the same first weights."""
     if context.kind not in ("horovod_keras", "horovod_torch", "hvdtrain"):
         return
     wrapped = [*scan.calls("DistributedOptimizer"), *scan.calls("DistributedGradientTape")]
@@ -235,7 +238,7 @@ def no_broadcast(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def seeds_of_ranks(scan: Scan, context: Context) -> Iterator[Finding]:
-    """A seed that depends on the rank."""
+    """Report a seed that depends on the rank."""
     for call in scan.all(cst.Call):
         last = (name_of(call.func) or "").rpartition(".")[2]
         if last in SEEDS and any(_names_rank(scan, arg) for arg in call.args):
@@ -251,7 +254,7 @@ def _names_rank(scan: Scan, node: cst.CSTNode) -> bool:
 
 
 def files_of_every_rank(scan: Scan, context: Context) -> Iterator[Finding]:
-    """Checkpoints and logs that all ranks write to one path."""
+    """Report checkpoints and logs that all ranks write to one path."""
     if context.kind in ONE_PROCESS or context.edited and context.kind != "horovod_keras":
         return
     for call in scan.all(cst.Call):
@@ -275,8 +278,11 @@ def _of_trainer(scan: Scan, call: cst.Call) -> bool:
 
 
 def _for_one(scan: Scan, call: cst.Call, levels: int = 4) -> bool:
-    """Whether one rank alone comes by: under an ``if`` or behind an early return, in ``a if root else b``, with a path
-    of the rank's own, or in a function or method all of whose callers are such places."""
+    """Return whether only one rank comes by.
+
+    Under an ``if`` or behind an early return, in ``a if root else b``, with a path of the rank's own, or in a function
+    or method all of whose callers are such places.
+    """
     if some_ranks(scan, call) or any(_names_rank(scan, arg) for arg in call.args):
         return True
     function = next((up for up in scan.above(call) if isinstance(up, cst.FunctionDef)), None)
@@ -288,7 +294,7 @@ def _for_one(scan: Scan, call: cst.Call, levels: int = 4) -> bool:
 
 
 def elastic(scan: Scan, context: Context) -> Iterator[Finding]:
-    """Horovod's elastic mode, or its function ``run``."""
+    """Report Horovod's elastic mode, or its function ``run``."""
     for node in scan.all(cst.Attribute):
         if scan.dotted(node).startswith("horovod.torch.elastic") and node.attr.value == "elastic":
             yield Finding(scan.line(node), "unsafe", f"{scan.short(node)} starts Horovod's rendezvous server",
@@ -303,7 +309,7 @@ def elastic(scan: Scan, context: Context) -> Iterator[Finding]:
 
 
 def prints_of_every_rank(scan: Scan, context: Context) -> Iterator[Finding]:
-    """What one process printed and wrote, and every rank will once the script is moved."""
+    """Report what one process printed and wrote, and every rank will once the script is moved."""
     if context.kind != "data_parallel" and not (context.edited and context.kind in ("keras_fit", "tf_distribute")):
         return
     for call in scan.all(cst.Call):

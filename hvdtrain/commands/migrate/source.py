@@ -1,7 +1,4 @@
-"""A Python file: read, parsed, compared, written in one rename.
-
-Owns bytes, encodings and line ends. Does not know what is in the file.
-"""
+"""Python files: read, parsed, compared, written in one rename."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ def read(name: str) -> ScriptSource:
 
 
 def of_text(text: str, name: str = "script.py") -> ScriptSource:
-    """A source that is no file, such as a test's or a page's; `UserError` as in `read`."""
+    """Return a source that is no file; `UserError` as in `read`."""
     data = text.encode()
     return ScriptSource(name, Path(name), data, parse(name, data))
 
@@ -84,7 +81,6 @@ def parse(name: str, data: bytes) -> cst.Module:
 
 
 def _syntax(name: str, data: bytes) -> str:
-    """Why ``data`` does not compile; "" if it does."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as '\d' in a string: the user's, not asked about here
@@ -97,7 +93,7 @@ def _syntax(name: str, data: bytes) -> str:
 
 
 def diff(source: ScriptSource, after: bytes) -> str:
-    """A unified diff of ``source`` to ``after`` that ``patch`` takes; "" where nothing changes."""
+    """Return a unified diff of ``source`` to ``after`` that ``patch`` takes; "" where nothing changes."""
     if after == source.data:
         return ""
     encoding = source.module.encoding
@@ -110,7 +106,6 @@ def diff(source: ScriptSource, after: bytes) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines with their ends, cut at line feeds only, as ``patch`` does."""
     lines = [line + "\n" for line in text.split("\n")]
     last = lines.pop()[:-1]
     return lines + ([last] if last else [])
@@ -119,7 +114,7 @@ def _lines(text: str) -> list[str]:
 def write(source: ScriptSource, after: bytes) -> None:
     """Replace the file by ``after`` in one rename, mode kept; through a link, the file it leads to.
 
-    `UserError` where it cannot be written, or has changed since it was read; it is then as it was.
+    Errors: `UserError` where it cannot be written, or has changed since it was read; it is then unchanged.
     """
     path = Path(os.path.realpath(source.path))
     try:

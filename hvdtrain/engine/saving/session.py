@@ -1,7 +1,6 @@
-"""Saves a run as a checkpoint and loads one into it, on all ranks at once.
+"""Save a run as a checkpoint and load one into it, on all ranks at once.
 
-Owns what belongs into a checkpoint, which one is resumed, and what is said about it. `saving` copies the state and has
-it written, `passage` and `transfer` move it between ranks, `store` and its neighbours write it.
+Copying and writing is left to `saving`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
-from hvdtrain.checkpoint.adapters import state_key_of
-from hvdtrain.checkpoint.holders import WRAPPERS, fitting, model_names
+from hvdtrain.checkpoint import CheckpointError, CheckpointStore, OpenCheckpoint, read_snapshot
+from hvdtrain.checkpoint.adapters import WRAPPERS, fitting, model_names, state_key_of
+from hvdtrain.checkpoint.manifest import decode_state
 from hvdtrain.checkpoint.run_directory import RunDirectory, ensure_out, find_out
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
-from hvdtrain.checkpoint.values import decode
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config, Schedule, cut_over_ranks, run_length, schema
 from hvdtrain.core.errors import UserError
@@ -32,7 +30,7 @@ from hvdtrain.core.resolve import absolute
 from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.saving.contents import held_by, json_able, parts_of, schedule_of
+from hvdtrain.engine.saving.saving import held_by, json_able, parts_of, schedule_of
 from hvdtrain.engine.saving.saving import Saving
 from hvdtrain.parallel.pipeline.plan import ranks_of
 
@@ -72,7 +70,7 @@ def finish(run: Run) -> str:
     return run.control.bcast(run.saver.latest())
 
 
-def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | None:
+def find(resume: str, out: Path | None, log: Callable[[str], None]) -> OpenCheckpoint | None:
     """Verify and open the checkpoint that ``resume`` ("auto" or a path) means; None where auto finds none. Rank 0 only.
 
     A path may be one checkpoint, a run's directory or its checkpoints directory. Damaged checkpoints are told to
@@ -92,7 +90,7 @@ def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | No
     return read_snapshot(path)
 
 
-def _newest_whole(root: Path, log: Callable[[str], None]) -> Kept | None:
+def _newest_whole(root: Path, log: Callable[[str], None]) -> OpenCheckpoint | None:
     """Open the newest whole checkpoint under ``root``; None where there is none, `UserError` where all are damaged."""
     store = CheckpointStore(root, 1)
     found = store.latest_whole(log)
@@ -107,7 +105,7 @@ def _newest_whole(root: Path, log: Callable[[str], None]) -> Kept | None:
                     "at least one that is whole", "leave out --resume to start anew, in another directory")
 
 
-def restore(run: Run, kept: Kept | None) -> None:
+def restore(run: Run, kept: OpenCheckpoint | None) -> None:
     """Load the checkpoint that rank 0 has open (elsewhere None) on every rank. Collective.
 
     Random generators and compressor state return bit by bit where the ranks are as many in as many pipelines; else
@@ -144,7 +142,7 @@ def restore(run: Run, kept: Kept | None) -> None:
         if meta["config"].get("loss_scale", run.config.loss_scale) != run.config.loss_scale:
             run.parts.scale.restart()
         for callback, state in _states(run, meta["callbacks"]):
-            callback.load_state_dict(decode(state))
+            callback.load_state_dict(decode_state(state))
             callback.restored(run)
         if alike:
             return "; ".join(filter(None, (unfit, own.load(read, {}))))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hvdtrain.cluster.messages.packing import ALIGNED, ROOM
+from hvdtrain.cluster.messages.channel import ALIGNED, ROOM
 from hvdtrain.core.protocols import Cargo, Carrier, Coming
 
 FORTH, BACK, MEASURED = 0, 1, 2

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import grouped_torch  # noqa: E402
 
-from hvdtrain.backends.torch.optim import given_by  # noqa: E402
+from hvdtrain.backends.torch.optim import optimizer_spec  # noqa: E402
 from hvdtrain.config import Checkpoint, Config, DataParallel, Exchange, Named, Pipeline, Schedule  # noqa: E402
 from hvdtrain.commands.convert import worker  # noqa: E402
 from hvdtrain.commands.convert import request as places  # noqa: E402
@@ -183,7 +183,7 @@ def test_a_schedule_with_a_rate_of_its_own_keeps_the_groups_apart():
 
 def reads(groups=None, optimizer=None, model=None, named="AdamW", **args):
     spec = Spec("file.py:build", model or grouped_torch.build(), "torch", parameter_groups=groups, optimizer=optimizer)
-    return given_by(spec, Config(lr=0.1, optimizer=Named(named, args)))
+    return optimizer_spec(spec, Config(lr=0.1, optimizer=Named(named, args)))
 
 
 def test_forms_that_torch_takes_are_taken():

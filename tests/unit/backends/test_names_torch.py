@@ -17,7 +17,7 @@ from hvdtrain.backends.torch import state  # noqa: E402
 from hvdtrain.backends.torch.state import load_model, model_arrays  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot  # noqa: E402
 from hvdtrain.engine.saving import session  # noqa: E402
-from hvdtrain.checkpoint.holders import fitting  # noqa: E402
+from hvdtrain.checkpoint.adapters import fitting  # noqa: E402
 from hvdtrain.commands import checkpoints  # noqa: E402
 from hvdtrain.config import Checkpoint, DataParallel, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402

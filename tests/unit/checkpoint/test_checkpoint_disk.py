@@ -3,7 +3,8 @@
 import pytest
 from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo, weights
 
-from hvdtrain.checkpoint import disk, inspect
+from hvdtrain.checkpoint import inspect
+from hvdtrain.checkpoint import savers as disk
 from hvdtrain.config import Checkpoint, Named
 from hvdtrain.core.units import format_bytes
 

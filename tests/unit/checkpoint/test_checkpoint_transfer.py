@@ -7,7 +7,7 @@ import pytest
 from small_runs import config, fitted, lockstep, make_model, samples
 
 from hvdtrain.checkpoint import Snapshot, files, read_snapshot, stream, write_snapshot
-from hvdtrain.checkpoint.stream import Stream, head, in_order
+from hvdtrain.checkpoint.stream import StreamedContent, head, in_order
 from hvdtrain.checkpoint.transfer import arriving, fetch, own_group, whole_shards
 from hvdtrain.comm.collectives.lockstep import LockstepControl, LockstepWorld
 from hvdtrain.config import Checkpoint, DataParallel
@@ -71,7 +71,7 @@ def test_state_goes_to_the_writer_alone_and_each_rank_gets_what_it_wants(tmp_pat
         control = Watched(control)
         shards = in_order(state(control.rank))
         heads_P = [[Head(*one) for one in row] for row in control.gather([tuple(head(shard)) for shard in shards])]
-        content = Stream(heads_P, arriving(control, heads_P, shards), {"a": 1})
+        content = StreamedContent(heads_P, arriving(control, heads_P, shards), {"a": 1})
         if control.rank == 0:
             write_snapshot(tmp_path / "a", content)
         else:

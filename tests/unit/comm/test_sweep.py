@@ -8,8 +8,8 @@ import pytest
 from hvdtrain.backends.numpy import Ops
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.comm import compressors
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld, ring_bytes
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.measure import sweep
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.buckets import plan_buckets

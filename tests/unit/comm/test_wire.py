@@ -7,15 +7,15 @@ import pytest
 
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.horovod import HorovodUnavailable
-from hvdtrain.cluster.topology import Host, Topology
+from hvdtrain.cluster.topology import HostRanks, Topology
 from hvdtrain.comm import wires as wire
 from hvdtrain.comm.collectives import mpi, shared
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.errors import UserError
 
-ONE = Topology((Host("a", (0, 1), 2),))
-TWO = Topology((Host("a", (0,), 2), Host("b", (1,), 2)))
-UNLIKE_SLOTS = Topology((Host("a", (0, 1, 2), 8), Host("b", (3,), 4)))
+ONE = Topology((HostRanks("a", (0, 1), 2),))
+TWO = Topology((HostRanks("a", (0,), 2), HostRanks("b", (1,), 2)))
+UNLIKE_SLOTS = Topology((HostRanks("a", (0, 1, 2), 8), HostRanks("b", (3,), 4)))
 CPU = DeviceFacts("cpu", "a processor", "x86_64")
 A100 = DeviceFacts("cuda", "A100", "sm_80")
 RTX = DeviceFacts("cuda", "RTX 3090", "sm_86")

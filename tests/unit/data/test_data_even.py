@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
-from hvdtrain.data.empty import StandIn
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource
+from hvdtrain.data.weighting import PlaceholderSample
 from hvdtrain.planning.batch.sampler import BatchShares, micro_batches, padded
 
 
@@ -100,7 +100,7 @@ def test_a_rank_whose_stream_has_nothing_is_told():
 
 
 def test_the_stand_in_is_a_sample_of_the_kind_that_is_missing():
-    stand_in, empty = StandIn(), (np.empty((0, 2), np.float32), np.empty(0, np.int64))
+    stand_in, empty = PlaceholderSample(), (np.empty((0, 2), np.float32), np.empty(0, np.int64))
     x, y = stand_in.instead(empty)
     assert x.tolist() == [[0.0, 0.0]] and y.tolist() == [0] and (x.dtype, y.dtype) == (np.float32, np.int64)
     stand_in.saw((np.full((4, 2), 7, np.float32), np.arange(3, 7)))

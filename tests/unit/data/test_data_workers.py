@@ -13,9 +13,10 @@ import pytest
 
 from hvdtrain.config import Config, Data
 from hvdtrain.core.errors import ExitCalled, UserError
+from hvdtrain.data import prepare as choose
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource, Unreadable
-from hvdtrain.data.workers import choose, start
+from hvdtrain.data.workers import start
 from hvdtrain.data.workers.worker import fetch_seeded
 
 

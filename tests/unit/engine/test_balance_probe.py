@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.machine import memory
-from hvdtrain.cluster.topology import Host
+from hvdtrain.cluster.topology import HostRanks
 from hvdtrain.config import Config, Rebalance
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine.balance import cache, probe
+from hvdtrain.engine import balance_probe as cache
+from hvdtrain.engine import balance_probe as probe
 from hvdtrain.planning.batch.line import Line, least
 
 
@@ -50,7 +51,7 @@ def run_of(device, monkeypatch, **config):
         parts=SimpleNamespace(stage=SimpleNamespace(trial=device.trial),
                               optimizer=SimpleNamespace(bytes_to_come=lambda: device.to_come)),
         feed=SimpleNamespace(sample=lambda n, cursor: n, samples=None), state=SimpleNamespace(cursor=None),
-        topology=SimpleNamespace(host_of=lambda rank: Host("here", (0,), 1)))
+        topology=SimpleNamespace(host_of=lambda rank: HostRanks("here", (0,), 1)))
 
 
 def test_the_line_and_the_ceiling_are_found(monkeypatch):

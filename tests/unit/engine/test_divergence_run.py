@@ -10,8 +10,8 @@ import test_extensions
 from small_runs import CUTS, FRAMEWORKS, SLOW_TENSORFLOW, Recut, config, fitted, lockstep, make_model, replans, samples
 
 from hvdtrain import backends
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import Exchange, Named
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
@@ -19,8 +19,8 @@ from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks import divergence as room
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.divergence import Divergence, stride
-from hvdtrain.engine.guards.digest import COLUMNS, digest, norm, signed_sum
-from hvdtrain.engine.guards.divergence import Diverged
+from hvdtrain.engine.weight_checks import COLUMNS, digest, norm, signed_sum
+from hvdtrain.engine.weight_checks import Diverged
 
 FIRST = {"numpy": "w0", "torch": "dense_0.linear.weight", "tensorflow": "kernel"}
 

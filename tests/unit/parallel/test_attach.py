@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.backends.numpy import Ops
-from hvdtrain.cluster.topology import Host, Topology
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.cluster.topology import HostRanks, Topology
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.compressors import create as compressor
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.errors import UserError
@@ -29,8 +29,8 @@ def made(size=2, plain_sgd=True, params=PARAMS, others=(), **settings):
                             layout=None, replicas=())
     notes = []
     setup = DataParallelSetup(replace(Config(**settings), exchange=options), control,
-                  Topology((Host("here", tuple(range(size)), 64),)), world(size, 0), NullCollectives(0, size), Ops(),
-                  parts, notes)
+                  Topology((HostRanks("here", tuple(range(size)), 64),)), world(size, 0), NullCollectives(0, size),
+                  Ops(), parts, notes)
     return create(setup), notes
 
 

@@ -12,13 +12,13 @@ from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, sampl
 
 from hvdtrain.backends import numpy as numpy_backend
 from hvdtrain.comm import wires as wire
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import DataParallel, Exchange, Named, Pipeline
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.engine.guards.divergence import Diverged
+from hvdtrain.engine.weight_checks import Diverged
 from hvdtrain.parallel.pipeline.partition import even_layout
 from hvdtrain.parallel.precision.scaler import LossScale
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends import in_order
 from hvdtrain.backends.keras import compiled
 from hvdtrain.backends.keras.facts import KerasFacts
 from hvdtrain.backends.keras.metrics import Evaluation, zeros_like_one
@@ -34,7 +35,6 @@ from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat
 from hvdtrain.backends.tensorflow.trial import Trial
-from hvdtrain.backends.transforms import in_order
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError

@@ -27,12 +27,12 @@ from hvdtrain.backends.keras.task import Task
 from hvdtrain.backends.model_spec import refuse_groups
 from hvdtrain.backends.torch import placement, resuming, state
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.keras import without_tensorflow
-from hvdtrain.backends.torch.keras.optim import Adopted, compiled_optimizer
+from hvdtrain.backends.torch.keras.optim import CompiledOptimizer, compiled_optimizer
 from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.backends.torch.optimizer import Slices, TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.task import TorchEvaluator
 from hvdtrain.backends.torch.transforms import precision as widths
 from hvdtrain.backends.torch.transforms.compile import TorchCompile
@@ -181,7 +181,7 @@ class KerasState(state.TorchState):
     def __init__(self, keras_model: keras.Model, *args: Any) -> None:
         super().__init__(*args)
         self._keras_model, self.finalized = keras_model, False
-        self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, Adopted) else None
+        self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, CompiledOptimizer) else None
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         resuming.check(self.optimizer, rest)

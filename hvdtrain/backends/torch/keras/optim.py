@@ -25,7 +25,7 @@ ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Ada
 """Those whose update of an element depends on that element's gradient and state alone."""
 
 
-def compiled_optimizer(config: Config, model: keras.Model) -> Adopted | None:
+def compiled_optimizer(config: Config, model: keras.Model) -> CompiledOptimizer | None:
     """Return the compiled optimizer of ``model`` if ``config`` leaves it the choice, else None."""
     own = model.optimizer if getattr(model, "compiled", False) else None
     if config.optimizer.name != "auto" or own is None:
@@ -36,10 +36,10 @@ def compiled_optimizer(config: Config, model: keras.Model) -> Adopted | None:
         raise UserError(f"schedule is {config.schedule.name} and the compiled optimizer has a schedule of its own",
                         "one schedule", "set schedule.name to none, or compile with a plain rate")
     base = config.schedule.linear_scaling_base
-    return Adopted(own, model.trainable_variables, config.global_batch / base if base else 1.0)
+    return CompiledOptimizer(own, model.trainable_variables, config.global_batch / base if base else 1.0)
 
 
-class Adopted(torch.optim.Optimizer):
+class CompiledOptimizer(torch.optim.Optimizer):
     """Optimizer ``own`` of Keras, built for ``variables``, with the rate of the one parameter group.
 
     The group's rate is ``own``'s times ``scale``. It follows a schedule of Keras and what the optimizer's owner sets
@@ -86,11 +86,11 @@ class Adopted(torch.optim.Optimizer):
         kept = type(own).__module__.startswith("keras.src.backend.")  # the same rule, by Keras for this backend
         return not unlike and (isinstance(own, ELEMENTWISE) if kept else type(own) in ELEMENTWISE)
 
-    def over(self, vectors: Sequence[torch.Tensor]) -> Adopted:
+    def over(self, vectors: Sequence[torch.Tensor]) -> CompiledOptimizer:
         """Return an optimizer of the same kind for ``vectors``, parameters (n,) that it updates in place."""
         with without_tensorflow():
             own = type(self.own).from_config(self.own.get_config())
-            return Adopted(own, [keras.Variable(vector) for vector in vectors], self._scale)
+            return CompiledOptimizer(own, [keras.Variable(vector) for vector in vectors], self._scale)
 
     def settings(self) -> dict[str, Any]:
         with without_tensorflow():  # which Keras asks for where it describes a schedule

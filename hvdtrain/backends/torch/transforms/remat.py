@@ -30,7 +30,7 @@ ROUNDS = 3
 """Passes in which blocks are timed, after the one that tells bytes; the shortest counts."""
 
 
-class Recomputed:
+class RecomputedForward:
     """Replacement of a block's forward pass; ``beneath``: the one it replaced, None for the class's own.
 
     ``storages``: notes what the block saves while it is measured. Copies and pickles of the block have the forward pass
@@ -87,7 +87,7 @@ class Remat:
         tapes = [] if sync is None else sync.tapes
         self._blocks = {name: Block(name, module, generators, kinds, tapes) for name, module in named
                         if isinstance(module, torch.nn.Module)}
-        self._placed: dict[str, Recomputed] = {}
+        self._placed: dict[str, RecomputedForward] = {}
         self._installed = False
         self._refusals: dict[str, str] | None = None
 
@@ -95,8 +95,8 @@ class Remat:
         self._installed = True
         for name in self.chosen:
             module = self._named[name]
-            if not isinstance(vars(module).get("forward"), Recomputed):
-                placed = Recomputed(module, self._blocks[name])
+            if not isinstance(vars(module).get("forward"), RecomputedForward):
+                placed = RecomputedForward(module, self._blocks[name])
                 self._placed[name] = vars(module)["forward"] = placed
 
     def remove(self, model: torch.nn.Module) -> None:
@@ -137,7 +137,7 @@ class Remat:
         return self._stage.once(batch)
 
     @contextlib.contextmanager
-    def _only(self, names: Collection[str]) -> Iterator[list[Recomputed]]:
+    def _only(self, names: Collection[str]) -> Iterator[list[RecomputedForward]]:
         """Recompute these blocks within the body."""
         chosen, installed = self.chosen, self._installed
         self._installed = True
@@ -234,14 +234,14 @@ Computing = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass
-class Found:
+class PassResult:
     """Results of one pass by kind and name, and observations while blocks were computed again."""
 
     left: dict[str, dict[str, Any]] = field(default_factory=dict)
     check: Check = field(default_factory=Check)
     error: str = ""
 
-    def differs(self, other: Found) -> list[str]:
+    def differs(self, other: PassResult) -> list[str]:
         """Return what of it is not in ``other`` to the bit."""
         return [f"{kind} {name}".rstrip() for kind, values in self.left.items() for name, value in values.items()
                 if not equal(value, other.left[kind].get(name))]
@@ -291,7 +291,7 @@ class Trial:
                 if not same_bits(param, copy):
                     param.data.copy_(copy)
 
-    def _why(self, one: Found, plain: Found, noise: set[str], name: str = "") -> str:
+    def _why(self, one: PassResult, plain: PassResult, noise: set[str], name: str = "") -> str:
         """Return what is wrong with a pass, or ""."""
         if one.error:
             return one.error
@@ -303,8 +303,8 @@ class Trial:
             return "it saves other values for backward when it is computed again"
         return ""
 
-    def _pass(self, names: Sequence[str]) -> Found:
-        found = Found()
+    def _pass(self, names: Sequence[str]) -> PassResult:
+        found = PassResult()
         try:
             with attributes_kept(self._modules), self._recomputing(names, found.check), self._computing():
                 found.left = self._left()

@@ -38,9 +38,9 @@ class SyncBatchNorm:
 
     ``waited_s``: seconds that they waited for other ranks since `begin`. ``local``: statistics over own samples only,
     without a wire. ``factor``: of this rank's loss (a loss scale): ranks sum the gradient of the loss as it is.
-    ``present``: this rank has samples; else its values count for nothing (`hvdtrain.data.empty`). ``in_parts``: a rank
-    may divide its samples of a step into several micro-batches. ``tapes``: records of statistics for blocks that are
-    computed again (`hvdtrain.backends.torch.recompute`).
+    ``present``: this rank has samples; else its values count for nothing (`hvdtrain.data.weighting`). ``in_parts``: a
+    rank may divide its samples of a step into several micro-batches. ``tapes``: records of statistics for blocks that
+    are computed again (`hvdtrain.backends.torch.recompute`).
     """
 
     collective = True

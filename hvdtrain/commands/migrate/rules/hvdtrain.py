@@ -1,4 +1,4 @@
-"""A script that uses hvdtrain already: words of Keras 2 at most. Asked before plain Keras, as it may call ``fit``."""
+"""Scripts of hvdtrain: calls of Keras 2 that an import changed by hand has left behind."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ TARGETS = ("hvdtrain.keras", "trainer")
 
 
 def recognise(scan: Scan) -> bool:
-    """Whether hvdtrain is imported."""
     return scan.imports_any("hvdtrain")
 
 
 def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
-    """What an import that was changed by hand has left behind."""
     made = Rewrite()
     if scan.imports_any("hvdtrain.keras", "hvdtrain.tensorflow"):
         keras2.rewrite(scan, made)

@@ -1,8 +1,4 @@
-"""Words of Keras 2 and TensorFlow 1, and what Keras 3 wants in their place.
-
-Owns the list of them: each `OldCall` says what to do by hand, and has an edit where Keras 3 has one form that means the
-same. The pinning of GPUs by a session of TensorFlow 1 is ``session``'s, the names of files are ``keras_files``'.
-"""
+"""Calls of Keras 2 and TensorFlow 1 and their replacements in Keras 3; ``keras_files`` has the names of files."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ LEGACY = "keras.preprocessing.image"
 
 
 def rewrite(scan: Scan, made: Rewrite) -> None:
-    """Rewrite the edits of all words that have one, and tell of them."""
+    """Plan all replacements that have an edit, and report them."""
     for word in replacements(scan):
         if word.edit is not None:
             word.edit(made.edits)
@@ -33,7 +29,7 @@ def rewrite(scan: Scan, made: Rewrite) -> None:
 
 
 def replacements(scan: Scan) -> list[OldCall]:
-    """All words of Keras 2 and TensorFlow 1 that are found in a script."""
+    """Return all calls of Keras 2 and TensorFlow 1 in a script."""
     return [*sessions(scan), *_generators(scan), *_by_call(scan), *_iterators(scan)]
 
 
@@ -72,7 +68,6 @@ def _optimizer(scan: Scan, call: cst.Call) -> Iterator[OldCall]:
 
 
 def _values(scan: Scan, call: cst.Call, last: str) -> Iterator[OldCall]:
-    """Values of Keras 2's backend and optimizers."""
     dotted = scan.dotted(call.func)
     if dotted in ("keras.backend.get_value", "keras.backend.set_value"):
         yield OldCall(call, f"{scan.short(call.func)} is not in Keras 3",
@@ -90,7 +85,7 @@ def _values(scan: Scan, call: cst.Call, last: str) -> Iterator[OldCall]:
 
 
 def is_optimizer(scan: Scan, node: cst.BaseExpression) -> bool | None:
-    """True where all that binds a name is the making of an optimizer; False where its name alone says so; None else."""
+    """Return True where all that binds a name makes an optimizer; False where only its name says so; None else."""
     name = name_of(node) or ""
     made = [_made(scan, binder) for binder in scan.binders(name, node)] if isinstance(node, cst.Name) else []
     if made and all(isinstance(call, cst.Call) and (
@@ -101,7 +96,6 @@ def is_optimizer(scan: Scan, node: cst.BaseExpression) -> bool | None:
 
 
 def _made(scan: Scan, binder: cst.CSTNode) -> cst.BaseExpression | None:
-    """What a name is given where it is bound by a plain assignment."""
     target = scan.parent.get(binder)
     assign = scan.parent.get(target) if isinstance(target, cst.AssignTarget) else None
     return assign.value if isinstance(assign, cst.Assign) else None
@@ -111,7 +105,6 @@ def _made(scan: Scan, binder: cst.CSTNode) -> cst.BaseExpression | None:
 
 
 def _generators(scan: Scan) -> Iterator[OldCall]:
-    """``fit_generator`` and its kin: ``fit`` takes generators, too."""
     for call in scan.methods(*GENERATORS):
         assert isinstance(call.func, cst.Attribute)
         name = call.func.attr.value
@@ -134,7 +127,6 @@ def _generators(scan: Scan) -> Iterator[OldCall]:
 
 
 def _flows(scan: Scan, call: cst.Call) -> bool:
-    """Whether the data of a ``fit`` are what an ImageDataGenerator gives."""
     x = argument(call, "x", 0)
     value = scan.value(x.value) if x is not None else None
     return isinstance(value, cst.Call) and (name_of(value.func) or scan.code(value.func)).rpartition(".")[2] in (
@@ -142,7 +134,7 @@ def _flows(scan: Scan, call: cst.Call) -> bool:
 
 
 def _plain(scan: Scan, call: cst.Call, name: str, order: tuple[str, ...]) -> Callable[[Edits], None]:
-    """Call ``name`` with all arguments by name, without those of Keras 2's queues, and as silent as it was."""
+    """Plan to call ``name`` with all arguments by name, without those of Keras 2's queues, and as silent as it was."""
     width = scan.width(call)
 
     def change(new: cst.Call) -> cst.Call:
@@ -166,7 +158,7 @@ def _plain(scan: Scan, call: cst.Call, name: str, order: tuple[str, ...]) -> Cal
 
 
 def _closer(given: cst.Arg, width: int, by: int) -> cst.Arg:
-    """An argument whose next line, which stood below the opening parenthesis at ``width``, stands there again."""
+    """Return an argument whose next line stands below the opening parenthesis, which was at ``width``, again."""
     space = given.comma.whitespace_after if isinstance(given.comma, cst.Comma) else None
     if not isinstance(space, cst.ParenthesizedWhitespace) or len(space.last_line.value) != width:
         return given
@@ -177,7 +169,6 @@ def _closer(given: cst.Arg, width: int, by: int) -> cst.Arg:
 
 
 def _iterators(scan: Scan) -> Iterator[OldCall]:
-    """ImageDataGenerator, which Keras 3 has under tensorflow.keras alone."""
     what, do = "ImageDataGenerator is not in Keras 3's own name space", f"take it from tensorflow.{LEGACY}"
     for node in scan.all(cst.ImportFrom):
         module = name_of(node.module) if node.module is not None else ""
@@ -227,7 +218,7 @@ TENSORFLOWS = ("tensorflow", "tensorflow.compat.v1")
 
 
 def sessions(scan: Scan) -> Iterator[OldCall]:
-    """A word for each configuration that can be replaced whole, and one for every other use of sessions."""
+    """Yield each configuration that can be replaced whole, and every other use of sessions."""
     seen: set[cst.CSTNode] = set()
     for call in scan.calls("ConfigProto"):
         found = _Pin.of(scan, call)
@@ -243,7 +234,7 @@ def sessions(scan: Scan) -> Iterator[OldCall]:
 
 
 class _Pin:
-    """The lines of one configuration: its making, its settings, its session. ``index``: code of this rank's GPU."""
+    """Lines of one configuration: its making, its settings, its session. ``index``: code of this rank's GPU."""
 
     def __init__(self, scan: Scan, tf: str, lines: list[cst.SimpleStatementLine], index: str, growth: bool) -> None:
         self.lines = lines
@@ -252,7 +243,7 @@ class _Pin:
 
     @staticmethod
     def of(scan: Scan, call: cst.Call) -> _Pin | None:
-        """The lines of the configuration that ``call`` makes; None where it is used for anything else."""
+        """Return the lines of the configuration that ``call`` makes; None where it is used for anything else."""
         up = scan.parent[call]
         target = up.targets[0].target if isinstance(up, cst.Assign) and len(up.targets) == 1 else None
         tf = (name_of(call.func) or "").removesuffix(".ConfigProto").removesuffix(".compat.v1")
@@ -282,7 +273,6 @@ class _Pin:
         return _Pin(scan, tf, plain, index, growth)
 
     def edit(self, edits: Edits) -> None:
-        """Put today's lines where the session was made, with the comment that stood above the configuration."""
         first, last = self.lines[0], self.lines[-1]
         texts = [f'{self._gpus} = {self._tf}.config.list_physical_devices("GPU")']
         if self._growth:
@@ -301,7 +291,7 @@ class _Pin:
 
 
 def _starts(scan: Scan, node: cst.BaseExpression, config: str) -> bool:
-    """Whether an expression is ``set_session(Session(config=config))``, or eager execution with it."""
+    """Return whether an expression is ``set_session(Session(config=config))``, or eager execution with it."""
     if not isinstance(node, cst.Call):
         return False
     if scan.means(node.func, "enable_eager_execution"):

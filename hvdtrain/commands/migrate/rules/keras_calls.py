@@ -1,7 +1,4 @@
-"""Keras' ``compile`` and ``fit`` in a script: which calls they are, and what is given to them.
-
-Owns finding and reading. Rewrites nothing.
-"""
+"""Keras' ``compile``, ``fit`` and steps in a script: finds and reads them, and refuses models it cannot follow."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import libcst as cst
 from hvdtrain.commands.migrate.edit import arg, in_a_row, with_args
 from hvdtrain.commands.migrate.finding import Refused, Rewrite
 from hvdtrain.commands.migrate.scan import Scan, argument, is_false, is_true, name_of, starred
-from hvdtrain.keras.own_steps import STEPS, UNPACK, taken
+from hvdtrain.keras.custom_steps import STEPS, UNPACK, taken
 
 FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data", "shuffle",
        "class_weight", "sample_weight", "initial_epoch", "steps_per_epoch", "validation_steps",
@@ -31,8 +28,9 @@ DATASET = ("a tf.data.Dataset that is more than from_tensor_slices, shuffle, bat
 
 @dataclass(frozen=True)
 class Chain:
-    """``Dataset.from_tensor_slices((x, y)).shuffle(n).batch(b)``: whether it is shuffled, with a seed of its own, and
-    drops a short last batch."""
+    """``Dataset.from_tensor_slices((x, y)).shuffle(n).batch(b)``. ``seeded``: by a seed of its own; ``drops``: a short
+    last batch.
+    """
 
     shuffled: bool
     seeded: bool
@@ -40,7 +38,7 @@ class Chain:
 
 
 def compiles(scan: Scan) -> list[cst.Call]:
-    """Calls of a Keras model's ``compile``, not of a module's (``re.compile``)."""
+    """Return calls of a Keras model's ``compile``, not of a module's (``re.compile``)."""
     fitted = {scan.code(call.func.value) for call in scan.methods("fit") if isinstance(call.func, cst.Attribute)}
     return [call for call in scan.methods("compile") if isinstance(call.func, cst.Attribute)
             and not scan.dotted(call.func) and (
@@ -50,7 +48,9 @@ def compiles(scan: Scan) -> list[cst.Call]:
 
 
 def models(scan: Scan) -> set[str]:
-    """Texts that stand for a compiled model: ``model``, ``self.net``, and names made by functions that compile one."""
+    """Return texts that stand for a compiled model: ``model``, ``self.net``, and names made by functions that compile
+    one.
+    """
     assert isinstance(scan, Scan)
     found: set[str] = set()
     makers: set[str] = set()
@@ -69,14 +69,13 @@ def models(scan: Scan) -> set[str]:
 
 
 def fits(scan: Scan) -> list[cst.Call]:
-    """Calls of a compiled model's ``fit``."""
     known = models(scan)
     return [call for call in scan.methods("fit")
             if isinstance(call.func, cst.Attribute) and scan.code(call.func.value) in known]
 
 
 def given(scan: Scan, call: cst.Call, order: tuple[str, ...]) -> dict[str, int]:
-    """Index of each given argument by its parameter's name; `Refused` for ``*args`` and ``**kwargs``."""
+    """Return the index of each given argument by its parameter's name; `Refused` for ``*args`` and ``**kwargs``."""
     if starred(call):
         raise Refused(scan.line(call), f"{scan.short(call.func)} gets *args or **kwargs",
                       "what is in them cannot be read here", "write the arguments out, then run migrate again")
@@ -85,7 +84,7 @@ def given(scan: Scan, call: cst.Call, order: tuple[str, ...]) -> dict[str, int]:
 
 
 def chain(scan: Scan, node: cst.BaseExpression) -> Chain | None:
-    """``node`` as a `Chain`; None where it is anything else."""
+    """Return ``node`` as a `Chain`; None where it is anything else."""
     links: list[tuple[str, cst.Call]] = []
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and not scan.means(
             node.func, "from_tensor_slices"):
@@ -111,14 +110,12 @@ def chain(scan: Scan, node: cst.BaseExpression) -> Chain | None:
 
 
 def saves(scan: Scan) -> list[cst.Call]:
-    """Calls that write a compiled model to a file."""
     known = models(scan)
     return [call for call in scan.methods("save", "save_weights", "export")
             if isinstance(call.func, cst.Attribute) and scan.code(call.func.value) in known]
 
 
 def is_generator(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Whether an expression is, or calls, a generator of this file."""
     value = scan.value(node)
     if isinstance(value, cst.GeneratorExp):
         return True
@@ -127,7 +124,7 @@ def is_generator(scan: Scan, node: cst.BaseExpression) -> bool:
 
 
 def sole(scan: Scan, node: cst.CSTNode) -> cst.SimpleStatementLine:
-    """The line of which ``node`` is (in) the only statement; `Refused` where there are others on it."""
+    """Return the line of which ``node`` is (in) the only statement; `Refused` where there are others on it."""
     line = scan.statement(node)
     if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
         raise Refused(scan.line(node), f"{scan.short(node)} shares its line with other statements",
@@ -139,7 +136,7 @@ UNDISTRIBUTED = "a model that is trained without the distributed optimizer becom
 
 
 def check(scan: Scan) -> None:
-    """`Refused` at the first model that may be trained with an optimizer that was not wrapped."""
+    """Raise `Refused` at the first model that may be trained with an optimizer that was not wrapped."""
     known = models(scan)
     fitted = {scan.code(call.func.value) for call in fits(scan) if isinstance(call.func, cst.Attribute)}
     for load in _loads(scan):
@@ -163,7 +160,6 @@ def check(scan: Scan) -> None:
 
 
 def _loads(scan: Scan) -> list[cst.Call]:
-    """Calls of load_model, and of functions of this file that return what it gives."""
     loads = [call for call in scan.all(cst.Call) if (name_of(call.func) or "").rpartition(".")[2] == "load_model"]
     makers = {scope.name.value for call in loads for scope in [scan.scope(call)] if isinstance(scope, cst.FunctionDef)
               and any(True for _ in scan.all(cst.Return, scope))}
@@ -171,7 +167,7 @@ def _loads(scan: Scan) -> list[cst.Call]:
 
 
 def _compiled_behind(scan: Scan, owner: str, load: cst.Call) -> bool:
-    """Whether every way from ``load`` comes by a compile of the model: one in its block, or in one around it."""
+    """Return whether every way from ``load`` comes by a compile of the model."""
     blocks = [up for up in scan.above(load) if isinstance(up, (cst.IndentedBlock, cst.Module))]
     return any(isinstance(call.func, cst.Attribute) and scan.code(call.func.value) == owner
                and scan.line(call) > scan.line(load) and scan.parent[scan.statement(call)] in blocks
@@ -179,7 +175,6 @@ def _compiled_behind(scan: Scan, owner: str, load: cst.Call) -> bool:
 
 
 def _unknown(scan: Scan, owner: cst.BaseExpression) -> bool:
-    """Whether an object may be a model of Keras: it is not made by another package."""
     value = scan.value(owner)
     dotted = scan.dotted(value.func) if isinstance(value, cst.Call) else scan.dotted(value)
     return not dotted or dotted.startswith(("keras.", "tensorflow.", "tf_keras."))
@@ -201,7 +196,7 @@ def methods(scan: Scan, *names: str) -> Iterator[cst.FunctionDef]:
 
 
 def weigh_steps(scan: Scan, made: Rewrite) -> None:
-    """Rewrite the weights of every step; `Refused` where a step does not leave its loss to Keras."""
+    """Plan the weights of every ``train_step``; `Refused` where a step does not leave its loss to Keras."""
     for step in methods(scan, *STEPS):
         how = taken(cst.Module([]).code_for_node(step))
         if how in ("pairs", "unweighted"):
@@ -209,7 +204,7 @@ def weigh_steps(scan: Scan, made: Rewrite) -> None:
 
 
 def _weigh(scan: Scan, made: Rewrite, step: cst.FunctionDef) -> None:
-    """Rewrite ``x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)``, and the weights of the calls."""
+    """Plan ``x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)``, and the weights of the calls."""
     name, data = step.name.value, step.params.params[1].name.value
     pairs = [node for node in scan.all(cst.Assign, step) if name_of(node.value) == data
              and isinstance(node.targets[0].target, cst.Tuple) and len(node.targets[0].target.elements) == 2]
@@ -231,7 +226,6 @@ def _weigh(scan: Scan, made: Rewrite, step: cst.FunctionDef) -> None:
 
 
 def _keras(scan: Scan, made: Rewrite) -> str:
-    """Code of the module keras, imported where the script has it under no name."""
     for name, means in scan.imports.items():
         if means in ("keras", "tensorflow.keras"):
             return name

@@ -1,7 +1,4 @@
-"""Name the files of a Keras script as Keras 3 takes them: models in .keras or .h5, weights in .weights.h5.
-
-Owns the endings, and finding the literal that holds one. Where a name is saved and loaded in one script, both change.
-"""
+"""Names of a Keras script's files as Keras 3 takes them: models in .keras or .h5, weights in .weights.h5."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def replacements(scan: Scan, call: cst.Call, last: str) -> Iterator[OldCall]:
 
 def _renamed(scan: Scan, call: cst.Call, at: int, ends: tuple[str, ...], new: str, what: str,
              more: str) -> Iterator[OldCall]:
-    """Yield the word of a path whose ending is none of ``ends``, with the edit that makes it ``new``."""
+    """Yield a path whose ending is none of ``ends``, with the edit that makes it ``new``."""
     path = argument(call, "filepath", at)
     literal = tail(scan, path.value) if path is not None else None
     text = _text(literal)
@@ -74,7 +71,7 @@ def _renamed(scan: Scan, call: cst.Call, at: int, ends: tuple[str, ...], new: st
 
 
 def _checkpoint(scan: Scan, call: cst.Call) -> Iterator[OldCall]:
-    """Yield the word of weights that are loaded from a checkpoint of TensorFlow, unless this script saves them too."""
+    """Yield weights that are loaded from a checkpoint of TensorFlow, unless this script saves them too."""
     path = argument(call, "filepath", 0)
     literal = tail(scan, path.value) if path is not None else None
     text = _text(literal)
@@ -111,7 +108,6 @@ def _text(literal: cst.CSTNode | None) -> str | None:
 
 
 def _literals(scan: Scan, call: cst.Call) -> list[Literal]:
-    """Return the literal that ends the path given to one of `READERS`, if there is one."""
     at = READERS.get((name_of(call.func) or scan.code(call.func)).rpartition(".")[2])
     path = argument(call, "filepath", at) if at is not None else None
     found = tail(scan, path.value) if path is not None else None
@@ -119,7 +115,7 @@ def _literals(scan: Scan, call: cst.Call) -> list[Literal]:
 
 
 def _rename(scan: Scan, literal: Literal, new: str, edits: Edits) -> None:
-    """Rewrite the ending ``new`` for ``literal`` and for those like it that are paths in this script."""
+    """Plan the ending ``new`` for ``literal`` and for those like it that are paths in this script."""
     for call in scan.all(cst.Call):
         for one in _literals(scan, call):
             if one not in edits.changes and _text(one) == _text(literal):
@@ -146,7 +142,6 @@ def _of_model(scan: Scan, call: cst.Call, last: str) -> int | None:
 
 
 def _is_method(scan: Scan, call: cst.Call) -> bool:
-    """Return whether a call is of a method that this script does not define itself."""
     return isinstance(call.func, cst.Attribute) and not scan.dotted(call.func) and not any(
         function.name.value == call.func.attr.value for function in scan.all(cst.FunctionDef))
 

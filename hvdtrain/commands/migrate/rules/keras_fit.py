@@ -1,7 +1,4 @@
-"""Keras' ``compile`` and ``fit`` rewritten to hvdtrain.keras: the optimizer, the data, the callbacks, the files.
-
-Owns the edits that plain Keras scripts and those of tf.distribute have in common. Reading is ``keras_calls``'.
-"""
+"""Keras' ``compile`` and ``fit`` rewritten to hvdtrain.keras: the optimizer, the data, the callbacks, the files."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ START = "start it with horovodrun -np N python script.py (or mpirun), N the numb
 
 
 def rewrite(scan: Scan, made: Rewrite) -> list[str]:
-    """Rewrite all edits of a script with ``fit``; `Refused` where one of them cannot be made.
+    """Plan all edits of a script with ``fit``; `Refused` where one of them cannot be made.
 
-    Returns the statements that begin the script's distributed part: ``hvd.init()``, and this rank's GPU.
+    Return the statements that begin the script's distributed part: ``hvd.init()``, and this rank's GPU.
     """
     if "hvd" in scan.bound:
         raise Refused(1, "the name hvd is used for something else", "hvdtrain.keras would be imported by that name",
@@ -50,7 +47,7 @@ def rewrite(scan: Scan, made: Rewrite) -> list[str]:
 
 
 def _device(scan: Scan, made: Rewrite) -> list[str]:
-    """The statements that show a rank its own GPU alone, unless the script chooses devices itself."""
+    """Return the statements that show a rank its own GPU alone, unless the script chooses devices itself."""
     if any(True for _ in scan.methods("set_visible_devices")):
         return []
     tf = next((local_name(alias) for alias in scan.all(cst.ImportAlias) if scan.scope(alias) is scan.module
@@ -67,7 +64,7 @@ def _device(scan: Scan, made: Rewrite) -> list[str]:
 
 
 def _compile(scan: Scan, made: Rewrite, call: cst.Call) -> None:
-    """``optimizer=x`` becomes ``optimizer=hvd.DistributedOptimizer(x)``, ``jit_compile=True`` False."""
+    """Plan ``optimizer=hvd.DistributedOptimizer(x)`` for ``optimizer=x``, and ``jit_compile=False`` for True."""
     where = given(scan, call, COMPILE)
     unknown = sorted(set(where) - set(COMPILE))
     if unknown and any(True for _ in keras_calls.methods(scan, "compile")):
@@ -87,9 +84,9 @@ def _compile(scan: Scan, made: Rewrite, call: cst.Call) -> None:
 
 
 def _optimizer(scan: Scan, given_as: cst.Arg) -> cst.BaseExpression:
-    """What to wrap: the argument, or where its name is used elsewhere, too, what that name is given.
+    """Return what to wrap: the argument, or where its name is used elsewhere, too, what that name is given.
 
-    A distributed optimizer is a copy: who goes on with the plain one would change a rate that nothing obeys.
+    A distributed optimizer is a copy: who continues with the plain one would change a rate that nothing obeys.
     """
     value = given_as.value
     if isinstance(value, cst.Attribute) and value.attr.value == "optimizer":
@@ -109,7 +106,6 @@ def _optimizer(scan: Scan, given_as: cst.Arg) -> cst.BaseExpression:
 
 
 def _around(form: str, inner: cst.BaseExpression) -> Any:
-    """``form`` with ``inner`` at its ``{}``."""
     whole = expression(form.format("_"))
     target = next(n for n in Scan(cst.Module(body=[cst.SimpleStatementLine([cst.Expr(whole)])])).all(cst.Name)
                   if n.value == "_")
@@ -120,7 +116,6 @@ def _around(form: str, inner: cst.BaseExpression) -> Any:
 
 
 def _fit(scan: Scan, made: Rewrite, call: cst.Call, datasets: set[str]) -> None:
-    """Data by `hvd.shard`, callbacks before the user's, the progress bar on rank 0."""
     where = given(scan, call, FIT)
     line = scan.line(call)
     if "x" not in where:
@@ -157,7 +152,9 @@ def _fit(scan: Scan, made: Rewrite, call: cst.Call, datasets: set[str]) -> None:
 
 
 def _new_fit(new: cst.Call, where: dict[str, int], width: int) -> cst.Call:
-    """``fit`` with its arguments changed; ``where``: index of each by name; ``width``: columns up to its arguments."""
+    """Return ``fit`` with its arguments changed; ``where``: index of each by name; ``width``: columns up to its
+    arguments.
+    """
     if isinstance(new.whitespace_before_args, cst.ParenthesizedWhitespace):
         width = len(new.whitespace_before_args.last_line.value)
     by_index = {index: name for name, index in where.items()}
@@ -186,7 +183,7 @@ def _new_fit(new: cst.Call, where: dict[str, int], width: int) -> cst.Call:
 
 
 def _shard(new: cst.Call, where: dict[str, int]) -> cst.Call:
-    """``hvd.shard(x, y, global_batch=...)`` from the arguments of a ``fit``."""
+    """Return ``hvd.shard(x, y, global_batch=...)`` from the arguments of a ``fit``."""
     value = {name: new.args[index].value for name, index in where.items()}
     args = [cst.Arg(value["x"]), cst.Arg(value["y"])]
     if "sample_weight" in value:
@@ -199,7 +196,6 @@ def _shard(new: cst.Call, where: dict[str, int]) -> cst.Call:
 
 
 def _callbacks(old: cst.BaseExpression, width: int) -> cst.BaseExpression:
-    """The user's callbacks behind hvdtrain's; ``width``: columns up to the argument."""
     ours: list[Any] = [cst.Element(expression(text)) for text in CALLBACKS]
     width += len("callbacks=[")
     if isinstance(old, cst.List):
@@ -212,7 +208,6 @@ def _callbacks(old: cst.BaseExpression, width: int) -> cst.BaseExpression:
 
 
 def _verbose(old: cst.BaseExpression) -> cst.BaseExpression:
-    """The progress bar of rank 0 alone."""
     if isinstance(old, cst.Integer) and old.value == "0":
         return old
     if not isinstance(old, (cst.Integer, cst.SimpleString, cst.Name, cst.Attribute)):
@@ -221,7 +216,7 @@ def _verbose(old: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def _dataset(scan: Scan, made: Rewrite, name: str) -> None:
-    """``name = tf.data.Dataset.from_tensor_slices(...)...`` becomes ``name = hvd.shard(...)``."""
+    """Plan ``name = hvd.shard(...)`` for ``name = tf.data.Dataset.from_tensor_slices(...)...``."""
     assign = scan.assigned(name)[0]
     found = chain(scan, assign.value)
     assert found is not None
@@ -236,7 +231,6 @@ def _dataset(scan: Scan, made: Rewrite, name: str) -> None:
 
 
 def _sharded(new: cst.Call, found: Chain) -> cst.BaseExpression:
-    """``hvd.shard`` in place of a `Chain`, from its pieces as they are now."""
     size: cst.BaseExpression | None = None
     seed: cst.BaseExpression | None = None
     node: Any = new
@@ -267,7 +261,6 @@ def _sharded(new: cst.Call, found: Chain) -> cst.BaseExpression:
 
 
 def _writers(scan: Scan, made: Rewrite) -> None:
-    """Callbacks that write files, on rank 0 only."""
     for call in scan.all(cst.Call):
         last = (name_of(call.func) or "").rpartition(".")[2]
         if last == "BackupAndRestore":
@@ -280,7 +273,6 @@ def _writers(scan: Scan, made: Rewrite) -> None:
 
 
 def _writer(scan: Scan, made: Rewrite, call: cst.Call) -> None:
-    """One such callback: in a list, appended to one, or by a name that stands in lists."""
     up = scan.parent[call]
     if isinstance(up, cst.Element) and isinstance(scan.parent[up], cst.List):
         made.edits.put(up, _on_root)
@@ -304,13 +296,13 @@ def _writer(scan: Scan, made: Rewrite, call: cst.Call) -> None:
 
 
 def _on_root(element: cst.Element) -> cst.StarredElement:
-    """``*([x] if hvd.rank() == 0 else [])`` in place of the element ``x``."""
+    """Return ``*([x] if hvd.rank() == 0 else [])`` in place of the element ``x``."""
     value = _around("([{}] if hvd.rank() == 0 else [])", element.value)
     return cst.StarredElement(value, comma=element.comma)
 
 
 def _saves(scan: Scan, made: Rewrite) -> None:
-    """``model.save(...)`` under ``if hvd.rank() == 0:``."""
+    """Plan ``model.save(...)`` under ``if hvd.rank() == 0:``."""
     for call in saves(scan):
         line = sole(scan, call)
         if not isinstance(line.body[0], cst.Expr):
@@ -327,13 +319,11 @@ snippet = keras_trainer.snippet
 
 
 def recognise(scan: Scan) -> bool:
-    """Whether Keras is imported and a model fitted, or trained by a tape."""
     return scan.imports_any("keras",
                             "tensorflow") and (bool(fits(scan)) or any(True for _ in scan.calls("GradientTape")))
 
 
 def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
-    """The rewrite; only findings for a loop of the user's own."""
     made = Rewrite()
     found = fits(scan)
     if not found:
@@ -356,7 +346,7 @@ def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
 
 
 def _begin(scan: Scan, made: Rewrite, texts: list[str]) -> None:
-    """Put them first in ``if __name__ == "__main__":`` where fit is in a function; else behind the imports."""
+    """Plan them first in ``if __name__ == "__main__":`` where fit is in a function; else behind the imports."""
     calls = [*compiles(scan), *fits(scan)]
     at_top = any(isinstance(scan.scope(call), cst.Module) for call in calls)
     guards = [node for node in scan.module.body if isinstance(node, cst.If) and "__name__" in scan.code(node.test)]

@@ -1,7 +1,6 @@
-"""tf.distribute's MirroredStrategy and MultiWorkerMirroredStrategy with ``fit``.
+"""Scripts of tf.distribute's MirroredStrategy and MultiWorkerMirroredStrategy with ``fit``.
 
-Owns what is the strategy's: its making, its scope, its size, TF_CONFIG. ``fit`` itself is ``keras_fit``'s. A loop of
-the script's own (``strategy.run``) is left as it is.
+A loop of the script's own (``strategy.run``) stays as it is.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ snippet = keras_trainer.snippet
 
 
 def recognise(scan: Scan) -> bool:
-    """Whether a strategy is made."""
     return any(True for _ in scan.calls(*STRATEGIES, *OTHERS))
 
 
 def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
-    """The rewrite, or what stands against it."""
     made = Rewrite()
     assign = _strategy(scan)
     target = assign.targets[0].target
@@ -66,7 +63,7 @@ def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
 
 
 def _strategy(scan: Scan) -> cst.Assign:
-    """The one assignment that makes the strategy; `Refused` for anything else."""
+    """Return the one assignment that makes the strategy; `Refused` for anything else."""
     calls = list(scan.calls(*STRATEGIES, *OTHERS))
     for call in calls:
         if scan.means(call.func, *OTHERS):
@@ -85,7 +82,6 @@ def _strategy(scan: Scan) -> cst.Assign:
 
 
 def _use(scan: Scan, made: Rewrite, use: cst.Name, to_trainer: bool) -> None:
-    """One use of the strategy's name: its scope goes, its size becomes the ranks'."""
     up = scan.parent[use]
     attribute = up.attr.value if isinstance(up, cst.Attribute) else ""
     if attribute == "num_replicas_in_sync":
@@ -109,7 +105,8 @@ def _use(scan: Scan, made: Rewrite, use: cst.Name, to_trainer: bool) -> None:
 
 
 def _tf_config(scan: Scan, made: Rewrite, to_trainer: bool) -> None:
-    """Lines that write TF_CONFIG go; ``len(config["cluster"]["worker"])`` of one that was read is the size."""
+    """Plan to remove lines that write TF_CONFIG; ``len(config["cluster"]["worker"])`` of one that was read is the size.
+    """
     for node in scan.all(cst.Assign):
         if len(node.targets) == 1 and _is_tf_config(scan, node.targets[0].target):
             made.edits.remove(sole(scan, node))
@@ -132,14 +129,12 @@ def _is_tf_config(scan: Scan, node: cst.CSTNode) -> bool:
 
 
 def _reads(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Whether it is ``json.loads(os.environ["TF_CONFIG"])``."""
     return isinstance(node,
                       cst.Call) and scan.dotted(node.func) == "json.loads" and bool(node.args) and _is_tf_config(
         scan, node.args[0].value)
 
 
 def _read(scan: Scan, made: Rewrite, node: cst.Assign) -> None:
-    """A name that holds what TF_CONFIG says, all of whose uses are the number of workers."""
     target = node.targets[0].target
     name = name_of(target)
     if len(node.targets) != 1 or not isinstance(target, cst.Name) or scan.bindings(target.value) != 1:
@@ -161,5 +156,4 @@ def _read(scan: Scan, made: Rewrite, node: cst.Assign) -> None:
 
 
 def _covered(scan: Scan, made: Rewrite, node: cst.CSTNode) -> bool:
-    """Whether the statement of ``node`` is taken out anyway."""
     return scan.statement(node) in made.edits.changes

@@ -250,7 +250,6 @@ def _loss(draft: TorchDraft) -> None:
 
 
 def _step(draft: TorchDraft) -> None:
-    """Draft clipping, compute type and synchronized BatchNorm; report what has no key."""
     scan, clips = draft.scan, ("clip_grad_norm_", "clip_grad_norm")
     for call in [*scan.calls(*clips), *scan.methods(*clips)]:  # methods: an Accelerator's
         largest = argument(call, "max_norm", 1)
@@ -299,7 +298,6 @@ def _of_horovod(draft: TorchDraft) -> None:
 
 
 def _of_accelerate(draft: TorchDraft) -> None:
-    """Draft Config's precision and accumulate from the arguments of Accelerator."""
     scan = draft.scan
     for arg in (arg for call in scan.calls("accelerate.Accelerator") for arg in call.args):
         word = arg.keyword.value if arg.keyword is not None else ""

@@ -119,10 +119,7 @@ class NoRoom(Exception):
 
 
 class HostCopies:
-    """Host memory for copies of a rank's state, reused from save to save: new pages would cost more than the copy.
-
-    ``bytes``: what it holds. ``local_size``: ranks of this host, which share its memory.
-    """
+    """Host memory for a rank's copies, reused in each save. ``local_size``: ranks that share this host's memory."""
 
     def __init__(self, local_size: int) -> None:
         self.bytes = 0

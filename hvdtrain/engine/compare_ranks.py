@@ -1,6 +1,6 @@
-"""Makes sure that every rank has the same configuration and model before anything of it is exchanged.
+"""Compare configuration, devices and model of the ranks, and resolve keys that name hosts or devices to ranks.
 
-Owns the comparison and its words. What a model is made of, one line for each tensor, is told by its step.
+How names are matched is left to `hvdtrain.config.placed`.
 """
 
 from __future__ import annotations
@@ -78,12 +78,10 @@ def check_parts(control: Control, parts: ModelParts, group: Group) -> None:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without its number in a checkpoint and Keras' counters."""
     return re.sub(r"_\d+(?=/)", "", spoken(name))
 
 
 def _compare(control: Control, lines_of: dict[tuple[int, ...], list[str]]) -> None:
-    """Compare this rank's lines for each of its groups, by the groups' ranks."""
     found = control.gather({ranks: zlib.crc32("\n".join(lines).encode()) for ranks, lines in lines_of.items()})
     groups = sorted({ranks for digests in found for ranks in digests})
     if all(len({found[rank].get(ranks) for rank in ranks}) == 1 for ranks in groups):

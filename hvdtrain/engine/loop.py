@@ -1,6 +1,6 @@
-"""The training loop: the only one. `hvdtrain.core.events` tells it in pseudo-code; this file is that, no more.
+"""The training loop, as `hvdtrain.core.events` has it in pseudo-code.
 
-Owns the order of a step and where its seconds go. Knows no framework and no wire.
+Frameworks and transports are left to the parts of a run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def _fit(run: Run) -> None:
 
 
 def _epoch(run: Run) -> None:
-    """Every step that is left of the current epoch."""
     phases = run.phases
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
         while not run.stopping():
@@ -244,7 +243,7 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
 
 
 def _stop_at_max_steps(run: Run) -> None:
-    """Every rank counts alike, so this needs no vote."""
+    # Every rank counts alike, so this needs no agreement.
     if 0 < run.config.max_steps <= run.state.cursor.step:
         run.state.stop = f"max_steps {run.config.max_steps}"
 

@@ -1,6 +1,6 @@
 """The three parts of a run: what it is (`RunSetup`), where it stands (`RunState`), what it uses (`Services`).
 
-Owns their fields only. `hvdtrain.engine.run.Run` joins the parts; functions that need one part take that part.
+`hvdtrain.engine.run.Run` joins them; the order of the phases of a step is left to `hvdtrain.engine.loop`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class RunState:
 
     @property
     def save_due(self) -> bool:
-        """Whether a checkpoint follows the step at hand; where callbacks may set it is in `hvdtrain.core.events`."""
+        """Return whether a checkpoint follows this step; where callbacks may set it is in `hvdtrain.core.events`."""
         return self._save_due
 
     @save_due.setter

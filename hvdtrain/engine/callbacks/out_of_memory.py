@@ -128,7 +128,6 @@ def of_plan(run: Run, rank: int) -> str:
 
 
 def _facts(scene: Scene, dp: Any) -> MemoryFacts:
-    """This rank's facts, measured where memory suffices for that."""
     way = memory_survey.way_of(scene, dp)
     try:
         return plans.facts_now(scene, way, True)

@@ -1,7 +1,4 @@
-"""Records what each rank's process and device hold and do, and where the run runs.
-
-Every `EVERY_S` by rank 0's clock, told to all ranks at a vote, and at the end. Between readings nothing is done.
-"""
+"""Record what each rank's process and device hold and do, every `EVERY_S` by rank 0's clock and at the end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The final files of a run, and where they go on a full disk; the weights of a partitioned model as one file.
+"""The final files of a run, tried before the first step; where they go on a full disk.
 
-Owns who sends what of a partitioned model: each array comes from the lowest rank that has it, in pieces, and rank 0
-writes each as it comes. What a whole model is written as is the backends'.
+What an unpartitioned model is written as is left to the backends.
 """
 
 from __future__ import annotations
@@ -153,7 +152,6 @@ def left_out(framework: str) -> str:
 
 
 def _weights(run: Run) -> list[Shard]:
-    """This rank's part of the model, as views."""
     holders = held_by(run)
     assert holders is not None
     held = PartitionedModel(run.control.rank, holders, run.parts.state, among=False)

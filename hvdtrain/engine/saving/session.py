@@ -1,7 +1,6 @@
-"""Saves a run as a checkpoint and loads one into it, on all ranks at once.
+"""Save a run as a checkpoint and load one into it, on all ranks at once.
 
-Owns what belongs into a checkpoint, which one is resumed, and what is said about it. `saving` copies the state and has
-it written, `passage` and `transfer` move it between ranks, `store` and its neighbours write it.
+Copying and writing is left to `saving`.
 """
 
 from __future__ import annotations

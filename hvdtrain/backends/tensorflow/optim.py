@@ -20,7 +20,7 @@ from keras.optimizers import schedules
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.one_cycle import OneCycle
 from hvdtrain.backends.tensorflow import groups
-from hvdtrain.config import Config, Schedule
+from hvdtrain.config import Config, ScheduleConfig
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.core.resolve import load_callable
 
@@ -315,7 +315,7 @@ def _put_rate(optimizer: Any, given: Any, rate: Any) -> None:
     vars(optimizer)[_PUT] = (given, rate)
 
 
-def _refuse_epochs(schedule: Schedule) -> None:
+def _refuse_epochs(schedule: ScheduleConfig) -> None:
     if schedule.interval == "epoch" and schedule.on:
         raise UserError(f"schedule.interval is epoch and {schedule.name} is a schedule of Keras, which counts steps",
                         "step", "set schedule.interval to step and multiply its steps by the steps per epoch")

@@ -23,7 +23,7 @@ from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.run import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
 from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def arrays(variables: Sequence[Any], group: str = "", place: Place | None = None
 def copied(value: np.ndarray, group: str, name: str, place: Place | None) -> np.ndarray:
     """Return a copy of ``value`` in the memory that ``place`` gives, or new memory; ``value`` if it gives None."""
     memory = np.empty(value.shape, value.dtype) if place is None else place(group, name, value.shape, value.dtype)
-    if isinstance(memory, Window):
+    if isinstance(memory, ArrayWindow):
         begin, memory = memory
         value = value.reshape(-1)[begin:begin + memory.size]
     if memory is None:

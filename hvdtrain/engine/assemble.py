@@ -26,7 +26,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
 from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule, Transform
-from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
@@ -156,7 +156,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
         run.timeline.marks = backend.ranges()
     run.callbacks = in_order(run, more)
     if control.rank == 0:
-        run.records = Stream(partial(reports.make, run, facts.kind != "solo"))
+        run.records = RecordStream(partial(reports.make, run, facts.kind != "solo"))
     if control.size > 1:
         bent = (*parts.caveats(), *run.dp.caveats, *run.written.caveats())
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in bent]

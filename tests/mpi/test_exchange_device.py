@@ -11,7 +11,7 @@ from small_runs import CUTS, FRAMEWORKS, bits, config, fitted, make_model, sampl
 from hvdtrain.backends import load
 from hvdtrain.cluster import horovod
 from hvdtrain.comm.collectives.mpi import MpiCollectives
-from hvdtrain.config import Exchange, Named
+from hvdtrain.config import ExchangeConfig, Named
 from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -25,7 +25,7 @@ def over_horovod(framework, control, **options):
     def start(name, exchange):
         return horovod.start_horovod(name, exchange, control, over_host=True)
 
-    return load(framework).collectives("horovod", control, Exchange(), start, **options)
+    return load(framework).collectives("horovod", control, ExchangeConfig(), start, **options)
 
 
 @pytest.fixture(params=["horovod", "mpi"])
@@ -81,6 +81,7 @@ def test_the_control_plane_goes_on_beside_an_open_transfer(control, staged):
 def test_ranks_with_and_without_copies_are_one_job(control, inner):
     """As CPU ranks beside ranks with a GPU."""
     import torch
+
     from host_lane import HostLane
 
     from hvdtrain.backends.torch.collectives import StagedCollectives

@@ -16,17 +16,8 @@ from typing import Any
 
 from hvdtrain.checkpoint import files, sharded, stream
 from hvdtrain.checkpoint.adapters import (
-    Holders,
-    PartitionedModel,
-    RankState,
-    Replicated,
-    SplitReplicated,
-    WithCallbacks,
-    ZeroState,
-    holders_of,
-    part,
-    state_key_of,
-)
+    Holders, PartitionedModel, RankState, Replicated, SplitReplicated, WithCallbacks, ZeroState, holders_of, part,
+    state_key_of)
 from hvdtrain.checkpoint.manifest import encode_state
 from hvdtrain.checkpoint.run_directory import RunDirectory, keep_config
 from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver, NoRoom, view
@@ -40,13 +31,14 @@ from hvdtrain.config import run_length
 from hvdtrain.core import __version__
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.protocols import Channel
-from hvdtrain.core.protocols.run import Given, Head, Outcome, Saver, Shard, Spent, Stateful
+from hvdtrain.core.protocols.run import Given, Head, Outcome, SaveCost, Saver, Shard, Stateful
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.average import WithAverage
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.weight_checks import trained
+
 
 LONGEST_SLEEP_S = 2e-3
 """How long a thread sleeps at most between two looks for a message: nobody waits for it."""
@@ -62,7 +54,7 @@ class Saving:
     """
 
     def __init__(self, run: Run, saver: Saver | None = None) -> None:
-        self.spent = Spent()
+        self.spent = SaveCost()
         self.cost_s: float | None = None
         self._run, self._step, self._said = run, -1, False
         self._store = CheckpointStore(RunDirectory(run.out).checkpoints, run.config.checkpoint.keep)

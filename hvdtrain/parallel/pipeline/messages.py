@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdtrain.cluster.messages.channel import ALIGNED, ROOM
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.core.protocols import Cargo, Carrier, Coming, Control
+from hvdtrain.core.protocols import Cargo, Carrier, Control, PendingMessage
 from hvdtrain.planning.linear import Link
 
 FORTH, BACK, MEASURED = 0, 1, 2
@@ -50,7 +50,7 @@ class Post:
 
     def __init__(self, carrier: Carrier, node: str = "", room: int = ROOM) -> None:
         self._carrier, self._node, self._room = carrier, node, room
-        self._coming: dict[tuple[int, int], Coming] = {}
+        self._coming: dict[tuple[int, int], PendingMessage] = {}
         self._shapes: dict[tuple[int, int], list[list[int]]] = {}
         self.step = 0
         self.sent_bytes = 0

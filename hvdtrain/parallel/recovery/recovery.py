@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Batch, Done, Evaluator, GradientSink, Schedule, Stage
+from hvdtrain.core.protocols import Batch, StepGradients, Evaluator, GradientSink, Schedule, Stage
 from hvdtrain.core.protocols.types import Ceiling, Lost, Shortage, StepBatch, first_line
 from hvdtrain.parallel.recovery.attempt import MemoryGuard, T, attempt
 from hvdtrain.planning.batch.sampler import micro_batches
@@ -136,7 +136,7 @@ class Recovering:
     def __init__(self, schedule: Schedule, stage: Stage, recovery: Recovery) -> None:
         self._schedule, self._stage, self._recovery = schedule, stage, recovery
 
-    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Sum the gradients of ``batch``, or give poison and say in ``lost`` why.
 
         Errors: `UserError`, on this rank alone, where memory lacks and the step cannot be repeated: the exchange of a
@@ -171,7 +171,7 @@ class Recovering:
             begin = time.perf_counter()
             grads = sink.collect()
         waited_s = self._stage.waited_s + sink.waited_s + time.perf_counter() - begin
-        return Done(grads, [], waited_s, lost)
+        return StepGradients(grads, [], waited_s, lost)
 
 
 if TYPE_CHECKING:

@@ -8,20 +8,19 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from small_runs import bits, config, fitted, lockstep, make_model, samples, solo  # noqa: E402
+
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 
 from hvdtrain import trainer  # noqa: E402
-from hvdtrain.backends.torch import (
-    modules,  # noqa: E402
-    state,  # noqa: E402
-)
+from hvdtrain.backends.torch import modules  # noqa: E402
+from hvdtrain.backends.torch import state  # noqa: E402
 from hvdtrain.backends.torch.state import load_model, model_arrays  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot  # noqa: E402
+from hvdtrain.engine.saving import session  # noqa: E402
 from hvdtrain.checkpoint.adapters import fitting  # noqa: E402
 from hvdtrain.commands import checkpoints  # noqa: E402
-from hvdtrain.config import Checkpoint, DataParallel, Named  # noqa: E402
+from hvdtrain.config import CheckpointConfig, DataParallelConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.engine.saving import session  # noqa: E402
 
 DATA = samples(48)
 
@@ -130,7 +129,7 @@ def test_names_of_older_checkpoints_are_matched_with_the_models():
 
 def settings(out, **changes):
     more = {"optimizer": Named("Adam"), "lr": 0.01, "ema": 0.9, "global_batch": 8,
-            "checkpoint": Checkpoint(every_steps=3, keep=9, at_end=False)} | changes
+            "checkpoint": CheckpointConfig(every_steps=3, keep=9, at_end=False)} | changes
     return config(out=str(out), **more)
 
 
@@ -166,7 +165,7 @@ def test_a_run_resumes_with_and_without_wrappers_to_the_bit(tmp_path, monkeypatc
 
 
 def test_divided_state_of_an_older_compiled_run_is_resumed(tmp_path, monkeypatch):
-    zero = {"data_parallel": DataParallel("zero"), "ema": 0.0}
+    zero = {"data_parallel": DataParallelConfig("zero"), "ema": 0.0}
     with monkeypatch.context() as older:
         with_wrappers(older)
         fitted(solo(settings(tmp_path / "run", max_steps=3, ema=0.0), WRAPPED["compiled"](), DATA))

@@ -15,8 +15,8 @@ import pytest
 
 from hvdtrain.cluster.machine import software as detect
 from hvdtrain.cluster.machine.software import BuildFacts, Cuda, Framework, Mpi
-from hvdtrain.commands.build_horovod import cli as flow
 from hvdtrain.commands.build_horovod import record, tools, verify, wheel
+from hvdtrain.commands.build_horovod import cli as flow
 from hvdtrain.commands.build_horovod import wheel as cache
 from hvdtrain.commands.build_horovod import wheel as toolkit
 from hvdtrain.commands.build_horovod.plan import BuildPlan, plan

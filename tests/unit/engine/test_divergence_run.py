@@ -12,7 +12,7 @@ from small_runs import CUTS, FRAMEWORKS, SLOW_TENSORFLOW, Recut, config, fitted,
 from hvdtrain import backends
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Exchange, Named
+from hvdtrain.config import ExchangeConfig, Named
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.assemble import assemble
@@ -170,7 +170,7 @@ class Still(Callback):
 
 CLEAN = [{"framework": "torch", "compression": c} for c in ("fp16", "bf16", "int8", "topk", "powersgd")] + [
     {"accumulate": 3}, {"clip_norm": 0.1}, {"optimizer": Named("SGD", {"momentum": 0.9})}, {"balance": "auto"},
-    {"framework": "torch", "compression": "topk", "exchange": Exchange(topk_momentum=0.9)}, {"nan_guard": "skip"}]
+    {"framework": "torch", "compression": "topk", "exchange": ExchangeConfig(topk_momentum=0.9)}, {"nan_guard": "skip"}]
 
 
 @pytest.mark.slow

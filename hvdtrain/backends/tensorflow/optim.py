@@ -71,7 +71,7 @@ class Optimization:
 
     ``base_lr``: the configured or compiled rate times the linear scaling; None if the user's schedule decides.
     ``compiled``: it is the one that the model was compiled with. ``whole``: build it at once; else by `build`, unless
-    one over slices of the variables takes its place (`hvdtrain.backends.tensorflow.sliced`). Then ``slices`` gives the
+    one over slices of the variables takes its place (`hvdtrain.backends.tensorflow.params`). Then ``slices`` gives the
     slice of each of the optimizer's variables, by number, except those that all ranks have; ``former``: the optimizer
     over whole variables, if it had state; ``names``: rank 0's of the optimizer's variables, since Keras counts names
     within a process.

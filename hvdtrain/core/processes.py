@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -98,6 +99,25 @@ class Child:
                 os.killpg(self.process.pid, signal.SIGKILL)  # nobody else is in its group
             kill_all(self.mark)
             self.process.wait()
+
+
+class CapturedChild(Child):
+    """Child whose output and errors go to files, which can be read until the context is left."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]
+        super().__init__(argv, env, stdout=self._files[0], stderr=self._files[1], **options)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for file in self._files:
+            file.close()
+
+    def texts(self) -> list[str]:
+        """Return what the child has written: [output, errors]."""
+        # By pread: the child writes at the offset that it shares with these files.
+        return [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+                for file in self._files]
 
 
 def die_with_parent(death: int = signal.SIGKILL) -> Callable[[], None] | None:

@@ -19,7 +19,7 @@ from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.job import Job
 from benchmarks.chaos.plan import Amounts, draw
 from benchmarks.chaos.space import disk
-from hvdtrain.cluster.launchers.detect import hosts_of
+from hvdtrain.cluster.launchers.prepare import hosts_of
 from hvdtrain.commands import train, verify
 from hvdtrain.core import comparison, table
 from hvdtrain.core.errors import UserError, count

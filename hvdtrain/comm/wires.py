@@ -18,7 +18,7 @@ from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.devices import DeviceFacts, unlike
 from hvdtrain.cluster.machine.cgroup import cpu_quota
 from hvdtrain.cluster.topology import Topology, affinity
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Collectives, Control, DataParallel, GradientSink

@@ -17,8 +17,8 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow.host import Memory, aligned, fill
 from hvdtrain.backends.tensorflow.nodes import HostNodes, host_node
 from hvdtrain.cluster import boot, horovod
+from hvdtrain.comm.collectives.base import ReadyHandle
 from hvdtrain.comm.collectives.mpi import MpiCollectives
-from hvdtrain.comm.collectives.null import Done
 from hvdtrain.core.protocols import Control, Handle
 from hvdtrain.core.protocols.types import Bucket
 
@@ -133,20 +133,20 @@ class PlainMpi(HostNodes):
         super().__init__(wire)
         self.name, self.reductions, self._ranks = "plain MPI", frozenset(FOLD), world_rank_of
 
-    def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> Done:
+    def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> ReadyHandle:
         """See `Collectives`; any shape."""
-        def run(x: np.ndarray) -> Done:
+        def run(x: np.ndarray) -> ReadyHandle:
             if op != "sum":
-                return Done(FOLD[op].reduce(self._rows(x[None], name), axis=0))
-            return Done(self._wire.allreduce(np.array(x).reshape(-1), name).wait().reshape(x.shape))
+                return ReadyHandle(FOLD[op].reduce(self._rows(x[None], name), axis=0))
+            return ReadyHandle(self._wire.allreduce(np.array(x).reshape(-1), name).wait().reshape(x.shape))
 
         return self._node(run, flat_N, name, flat_N.shape)
 
-    def gather_rows(self, x: tf.Tensor, name: str) -> Done:
+    def gather_rows(self, x: tf.Tensor, name: str) -> ReadyHandle:
         """Return every rank's rows, by rank; ranks may have different numbers of rows."""
-        return self._node(lambda x: Done(self._rows(x, name)), x, name, [None, *x.shape[1:]])
+        return self._node(lambda x: ReadyHandle(self._rows(x, name)), x, name, [None, *x.shape[1:]])
 
-    def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> Done:
+    def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> ReadyHandle:
         """Send ``splits_P[p]`` rows to rank p; every rank sees all rows on the way."""
         def run(x: np.ndarray, splits_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             splits_PP = self._rows(splits_P.astype(np.int64)[None], f"{name}.splits")
@@ -154,24 +154,27 @@ class PlainMpi(HostNodes):
             return (np.concatenate(parts[self.rank::self.size]), splits_PP[:, self.rank].astype(np.int32))
 
         out, received_P = host_node(run, [x, splits_P], [x.dtype, tf.int32], f"collective {name}", stateful=True)
-        return Done((tf.ensure_shape(out, [None, *x.shape[1:]]), tf.ensure_shape(received_P, [self.size])))
+        return ReadyHandle((tf.ensure_shape(out, [None, *x.shape[1:]]), tf.ensure_shape(received_P, [self.size])))
 
-    def reducescatter(self, flat_N: tf.Tensor, name: str) -> Done:
+    def reducescatter(self, flat_N: tf.Tensor, name: str) -> ReadyHandle:
         return self.scatter_rows(flat_N, name)
 
-    def scatter_rows(self, x: tf.Tensor, name: str) -> Done:
+    def scatter_rows(self, x: tf.Tensor, name: str) -> ReadyHandle:
         """Return this rank's rows of the sum over ranks; the first R mod P ranks get one more."""
-        def run(x: np.ndarray) -> Done:
+        def run(x: np.ndarray) -> ReadyHandle:
             total = self._wire.allreduce(np.array(x).reshape(-1), name).wait().reshape(x.shape)
-            return Done(np.array_split(total, self.size)[self.rank])
+            return ReadyHandle(np.array_split(total, self.size)[self.rank])
 
         return self._node(run, x, name, [None, *x.shape[1:]])
 
-    def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> Done:
+    def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> ReadyHandle:
         """Return the tensor of rank ``root`` of the job; any shape."""
         where = self._ranks.index(root)
-        return self._node(lambda x: Done(self._wire.broadcast(np.array(x).reshape(-1), name, where).wait().reshape(
-            x.shape)), x_N, name, x_N.shape)
+
+        def broadcast(x: np.ndarray) -> ReadyHandle:
+            return ReadyHandle(self._wire.broadcast(np.array(x).reshape(-1), name, where).wait().reshape(x.shape))
+
+        return self._node(broadcast, x_N, name, x_N.shape)
 
     def _rows(self, x: np.ndarray, name: str) -> np.ndarray:
         """Return the rows of all ranks; shorter shares travel padded."""
@@ -182,7 +185,7 @@ class PlainMpi(HostNodes):
         return np.concatenate([rows[:n] for rows, n in zip(all_PK, n_P)])
 
     def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any,
-              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> Done:
+              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> ReadyHandle:
         # A copy: results of MPI may lie in memory that its next call overwrites.
-        return Done(tf.ensure_shape(host_node(lambda x: np.array(call(prepare(x)).wait(), x.dtype), [x], x.dtype,
+        return ReadyHandle(tf.ensure_shape(host_node(lambda x: np.array(call(prepare(x)).wait(), x.dtype), [x], x.dtype,
                                               f"collective {name}", stateful=True), shape))

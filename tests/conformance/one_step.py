@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain import backends
 from hvdtrain.backends.model_spec import Spec
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport

@@ -15,7 +15,7 @@ from torch_tools import spec
 
 from hvdtrain.backends.torch import placement
 from hvdtrain.backends.torch.maker import Maker
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Named
 from hvdtrain.parallel.pipeline.plan import DevicePlan
 from hvdtrain.parallel.precision.policy import FP32

@@ -8,8 +8,8 @@ from compressor_cases import (
 )
 
 from hvdtrain.backends.numpy.ops import Ops
+from hvdtrain.comm.collectives.base import ReadyHandle
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.compressors.adasum import Adasum
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.compressors.powersgd import PowerSGD
@@ -268,11 +268,11 @@ class Adding:
         assert op == "adasum"
         rows = self._wire.allgather(flat_N, name).wait().astype(np.float64)
         if len(rows) == 1:
-            return Done(flat_N)
+            return ReadyHandle(flat_N)
         a, b = rows
         parts = [(1 - a @ b / (2 * x @ x)) * x for x in (a, b) if x.any()]
         total = np.sum(parts, axis=0)
-        return Done(total.astype(flat_N.dtype))
+        return ReadyHandle(total.astype(flat_N.dtype))
 
 
 def adasum(size, give):

@@ -25,7 +25,7 @@ from hvdtrain.backends.torch.optimizer import check_slots, slot_share  # noqa: E
 from hvdtrain.backends.torch.transforms.placement import Placement  # noqa: E402
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.parallel.data_parallel.replicate import Replicate  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402

@@ -23,7 +23,7 @@ from hvdtrain.backends.torch import Ops, stage  # noqa: E402
 from hvdtrain.backends.torch.collectives import StagedCollectives  # noqa: E402
 from hvdtrain.backends.torch.pinned import CudaLane, DirectLane, Memory  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Config  # noqa: E402
 from hvdtrain.core.errors import PeerFailed  # noqa: E402
 from hvdtrain.core.buckets import plan_buckets  # noqa: E402

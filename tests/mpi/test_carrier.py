@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from hvdtrain.cluster.messages import far, near
+from hvdtrain.cluster.messages import channel, shared_memory
 from hvdtrain.cluster.messages import carrier as carriers
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.protocols import Cargo
@@ -36,7 +36,7 @@ def cargo(*arrays):
 
 
 def test_cargo_of_all_sizes_goes_round(carrier, control, monkeypatch):
-    monkeypatch.setattr(far, "CHUNK", 1 << 20)  # so that a message is cut
+    monkeypatch.setattr(channel, "CHUNK", 1 << 20)  # so that a message is cut
     post, to, source = Post(carrier, "h"), (control.rank + 1) % control.size, (control.rank - 1) % control.size
     sizes = [0, 1, 4000, 16384, 300_000, 5_000_000, 1, 70_000]
     for micro, n in enumerate(sizes):
@@ -120,8 +120,9 @@ def test_no_more_open_files_are_said_in_words(monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
     try:
-        near._more_files()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (near._FILES if hard < 0 else min(hard, near._FILES))
+        shared_memory._more_files()
+        most = shared_memory._FILES
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (most if hard < 0 else min(hard, most))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -130,4 +131,4 @@ def test_no_more_open_files_are_said_in_words(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(UserError, match=r"Too many open files.*ulimit -n"):
-        near._Slot(1, 10)
+        shared_memory._Slot(1, 10)

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.comm.compressors.base import DEPENDENT
-from hvdtrain.comm.compressors.candidates import LEAST, sample
-from hvdtrain.comm.reducer.cell import Held
+from hvdtrain.comm.compressors.base import DEPENDENT, LEAST, sample
+from hvdtrain.comm.reducer.transport import ArrayCell
 from hvdtrain.core.protocols import Collectives
 
 
@@ -154,8 +153,8 @@ class Ops:
     def select(self, which: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return x if which else y
 
-    def cell(self, value: np.ndarray) -> Held:
-        return Held(value)
+    def cell(self, value: np.ndarray) -> ArrayCell:
+        return ArrayCell(value)
 
     def during_backward(self, wire: Collectives) -> Collectives:
         return wire

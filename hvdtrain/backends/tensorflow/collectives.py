@@ -17,8 +17,7 @@ from hvdtrain.backends.tensorflow import graphs
 from hvdtrain.backends.tensorflow.nodes import NamedCalls, raised
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.comm.collectives.null import Done
-from hvdtrain.comm.collectives.parts import WithoutMemory
+from hvdtrain.comm.collectives.base import ReadyHandle, WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Control
@@ -69,32 +68,32 @@ class HorovodCollectives(WithoutMemory):
         raise UserError("a pipeline over ranks with collectives horovod", "a wire between some of the ranks",
                         "set collectives: auto, shared or mpi")
 
-    def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> Done:
+    def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> ReadyHandle:
         how = getattr(self._ops, KINDS[op])
         return self._call(lambda name, x: self._ops._allreduce(x, name=name, op=how, **self._among), name, op, flat_N)
 
-    def allgather(self, x_K: tf.Tensor, name: str) -> Done:
+    def allgather(self, x_K: tf.Tensor, name: str) -> ReadyHandle:
         return self.gather_rows(x_K[None], name)
 
-    def gather_rows(self, x: tf.Tensor, name: str) -> Done:
+    def gather_rows(self, x: tf.Tensor, name: str) -> ReadyHandle:
         """Return every rank's rows, by rank: (R_r, ...) -> (sum R_r, ...); ranks may have different numbers of rows."""
         return self._call(lambda name, x: self._ops.allgather(x, name=name, **self._among), name, "gather", x)
 
-    def alltoall(self, x_PK: tf.Tensor, name: str) -> Done:
+    def alltoall(self, x_PK: tf.Tensor, name: str) -> ReadyHandle:
         out = self._call(lambda name, x: self._ops.alltoall(x, name=name, **self._among), name, "alltoall", x_PK)
-        return Done(tf.ensure_shape(out.wait(), x_PK.shape))
+        return ReadyHandle(tf.ensure_shape(out.wait(), x_PK.shape))
 
-    def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> Done:
+    def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> ReadyHandle:
         """Send ``splits_P[p]`` rows to rank p: (R, ...), int32 (P,) -> ((R', ...), int32 (P,) rows by their source)."""
         def operate(name: str, x: tf.Tensor, splits_P: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return self._ops.alltoall(x, splits=splits_P, name=name, **self._among)
 
         return self._call(operate, name, "alltoall_rows", x, splits_P)
 
-    def alltoallv(self, flat_N: tf.Tensor, sent_P: Counts, got_P: Counts, name: str) -> Done:
+    def alltoallv(self, flat_N: tf.Tensor, sent_P: Counts, got_P: Counts, name: str) -> ReadyHandle:
         if not tf.is_tensor(sent_P):
             rows, _ = self.alltoall_rows(flat_N, tf.constant(list(sent_P), tf.int32), name).wait()
-            return Done(tf.ensure_shape(rows, [sum(got_P)]))
+            return ReadyHandle(tf.ensure_shape(rows, [sum(got_P)]))
 
         def operate(name: str, packed: tf.Tensor) -> tf.Tensor:
             splits_P = packed[:self.size]
@@ -103,38 +102,38 @@ class HorovodCollectives(WithoutMemory):
 
         return self._call(operate, name, "alltoallv", tf.concat([sent_P, flat_N], 0))
 
-    def reducescatter(self, flat_N: tf.Tensor, name: str) -> Done:
+    def reducescatter(self, flat_N: tf.Tensor, name: str) -> ReadyHandle:
         return self.scatter_rows(flat_N, name)
 
-    def scatter_rows(self, x: tf.Tensor, name: str) -> Done:
+    def scatter_rows(self, x: tf.Tensor, name: str) -> ReadyHandle:
         """Return this rank's rows of the sum: (R, ...) -> (R_r, ...); the first R mod P ranks get one more."""
         sum_op = self._ops.Sum
         return self._call(lambda name, x: self._ops._reducescatter(x, name=name, op=sum_op, **self._among), name,
                           "scatter", x)
 
-    def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> Done:
+    def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> ReadyHandle:
         """Return this rank's shard of the sum: every rank sends each other its shard and adds in rank order.
 
         Holds P times its shard meanwhile.
         """
         assert flat_N.shape[0] == sum(sizes_P), f"reducescatterv of {flat_N.shape[0]} elements into {list(sizes_P)}"
         if not sum(sizes_P):  # on every rank, which all know
-            return Done(flat_N)
+            return ReadyHandle(flat_N)
         rows, _ = self.alltoall_rows(flat_N, tf.constant(list(sizes_P), tf.int32), name).wait()
         # Fails where ranks disagree about the parts, and so sent other numbers of elements.
-        return Done(_sum_rows(tf.reshape(rows, [self.size, sizes_P[self.rank]])))
+        return ReadyHandle(_sum_rows(tf.reshape(rows, [self.size, sizes_P[self.rank]])))
 
-    def allgatherv(self, part_K: tf.Tensor, sizes_P: Sequence[int], name: str) -> Done:
+    def allgatherv(self, part_K: tf.Tensor, sizes_P: Sequence[int], name: str) -> ReadyHandle:
         assert part_K.shape[0] == sizes_P[self.rank], f"allgatherv of {part_K.shape[0]} as one of {list(sizes_P)}"
         if not sum(sizes_P):
-            return Done(part_K)
-        return Done(tf.ensure_shape(self.gather_rows(part_K, name).wait(), [sum(sizes_P)]))
+            return ReadyHandle(part_K)
+        return ReadyHandle(tf.ensure_shape(self.gather_rows(part_K, name).wait(), [sum(sizes_P)]))
 
-    def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> Done:
+    def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> ReadyHandle:
         return self._call(lambda name, x: self._ops.broadcast(x, root, name=name, **self._among), name,
                           ("broadcast", root), x_N)
 
-    def allreduce_each(self, xs: Sequence[tf.Tensor], name: str, ops: Sequence[str]) -> Done:
+    def allreduce_each(self, xs: Sequence[tf.Tensor], name: str, ops: Sequence[str]) -> ReadyHandle:
         """Run `allreduce` of each tensor by its op, as ``name.0``, ``name.1``, ..., all at the same time; not in a
         graph.
 
@@ -150,20 +149,20 @@ class HorovodCollectives(WithoutMemory):
 
         return self._run(operate, name, ("allreduce_each", *ops), xs)
 
-    def gather_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> Done:
+    def gather_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> ReadyHandle:
         """Run `gather_rows` of each tensor, named as by `allreduce_each`, all at the same time; not in a graph."""
         return self._each(self.gather_rows, xs, name)
 
-    def scatter_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> Done:
+    def scatter_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> ReadyHandle:
         return self._each(self.scatter_rows, xs, name)
 
-    def _each(self, collective: Callable[..., Done], xs: Sequence[tf.Tensor], name: str) -> Done:
+    def _each(self, collective: Callable[..., ReadyHandle], xs: Sequence[tf.Tensor], name: str) -> ReadyHandle:
         def operate(name: str, *xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
             return tuple(collective(x, f"{name}.{i}").wait() for i, x in enumerate(xs))
 
         return self._run(operate, name, collective.__name__, xs)
 
-    def _call(self, operate: Callable[..., Any], name: str, kind: Hashable, *xs: tf.Tensor) -> Done:
+    def _call(self, operate: Callable[..., Any], name: str, kind: Hashable, *xs: tf.Tensor) -> ReadyHandle:
         """Add ``operate(name, *xs)`` to the graph that is being traced, or run it at once.
 
         ``kind`` distinguishes it from other operations of the same name.
@@ -176,12 +175,12 @@ class HorovodCollectives(WithoutMemory):
             return self._run(placed, name, kind, xs)
         out = placed(name, *xs)
         graphs.note_after(out, lambda value: self._run(placed, name, kind, graphs.poison(xs, value)), self._place)
-        return Done(out)
+        return ReadyHandle(out)
 
-    def _run(self, operate: Callable[..., Any], name: str, kind: Hashable, xs: Sequence[tf.Tensor]) -> Done:
+    def _run(self, operate: Callable[..., Any], name: str, kind: Hashable, xs: Sequence[tf.Tensor]) -> ReadyHandle:
         what = f"Horovod's {kind[0] if isinstance(kind, tuple) else kind} {name!r}"
         with peer_failures(), deadline(self.timeout_s, what), pulse.waiting(what), blocked(name):
-            return Done(self._named.run(operate, [tf.convert_to_tensor(x) for x in xs], name, kind))
+            return ReadyHandle(self._named.run(operate, [tf.convert_to_tensor(x) for x in xs], name, kind))
 
 
 def _placed(place: str) -> AbstractContextManager[Any]:

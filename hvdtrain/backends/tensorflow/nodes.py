@@ -23,8 +23,7 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.python.eager import context, execute, record
 
 from hvdtrain.backends.tensorflow import graphs
-from hvdtrain.comm.collectives.null import Done
-from hvdtrain.comm.collectives.parts import WithoutMemory
+from hvdtrain.comm.collectives.base import ReadyHandle, WithoutMemory
 from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Handle
 from hvdtrain.core.protocols.transport import Counts
@@ -170,7 +169,7 @@ class HostNodes(WithoutMemory):
         return np.float64(sum(max(0.0, min(end, float(ready_s)) - begin) for begin, end in spans) if alone else 0.0)
 
     def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any,
-              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> Done:
+              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> ReadyHandle:
         """Add ``call(prepare(x)).wait()`` to the graph, with a result of ``shape``."""
         node = _Node(lambda x: call(prepare(x)).wait(), x.shape, x.dtype)
 
@@ -191,7 +190,7 @@ class HostNodes(WithoutMemory):
         if tf.inside_function():
             self._latest[graph], _of_graph[graph] = result.op, self
             graphs.note(node)
-        return Done(tf.ensure_shape(result, shape))
+        return ReadyHandle(tf.ensure_shape(result, shape))
 
 
 class _Node:

@@ -13,8 +13,7 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow import host
 from hvdtrain.backends.tensorflow.nodes import HostNodes
 from hvdtrain.backends.tensorflow.placement import free_bytes
-from hvdtrain.comm.compressors.base import DEPENDENT
-from hvdtrain.comm.compressors.candidates import LEAST, sample
+from hvdtrain.comm.compressors.base import DEPENDENT, LEAST, sample
 from hvdtrain.core.protocols import Array, Collectives
 
 
@@ -168,7 +167,7 @@ class HostVector(np.ndarray):
 
 
 class VariableCell:
-    """Implements `hvdtrain.core.protocols.Cell` by a variable made outside of the graph that is being traced.
+    """Implements `hvdtrain.core.protocols.StateCell` by a variable made outside of the graph that is being traced.
 
     A write gives the variable another buffer (no copy), so that what was read before stays as it was.
     """

@@ -15,8 +15,7 @@ import torch
 from hvdtrain.backends.torch.pinned import CudaLane, DirectLane, Key, Pipe, Transfer
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.comm.collectives.null import Done
-from hvdtrain.comm.collectives.parts import WithoutMemory
+from hvdtrain.comm.collectives.base import ReadyHandle, WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
 from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Control, Handle
@@ -116,7 +115,7 @@ class HorovodCollectives(WithoutMemory):
         """
         assert flat_N.numel() == sum(sizes_P), f"reducescatterv of {flat_N.numel()} elements into {list(sizes_P)}"
         if not flat_N.numel():  # on every rank, which all know
-            return Done(flat_N)
+            return ReadyHandle(flat_N)
         splits_P = torch.tensor(sizes_P, dtype=torch.int32)
         handle = self._hvd.alltoall_async(flat_N.contiguous(), splits=splits_P, name=name)
         return _Parts(self._pending("reducescatterv", name, handle), self.rank, self.size, sizes_P[self.rank])
@@ -124,7 +123,7 @@ class HorovodCollectives(WithoutMemory):
     def allgatherv(self, part_K: torch.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
         assert part_K.numel() == sizes_P[self.rank], f"allgatherv of {part_K.numel()} as one of {list(sizes_P)}"
         if not sum(sizes_P):
-            return Done(part_K)
+            return ReadyHandle(part_K)
         handle = self._hvd.allgather_async(part_K.contiguous(), name=name)
         return self._pending("allgatherv", name, handle, (sum(sizes_P),))
 

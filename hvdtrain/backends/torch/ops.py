@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import placement
-from hvdtrain.comm.compressors.base import DEPENDENT
-from hvdtrain.comm.compressors.candidates import LEAST, sample
-from hvdtrain.comm.reducer.cell import Held
+from hvdtrain.comm.compressors.base import DEPENDENT, LEAST, sample
+from hvdtrain.comm.reducer.transport import ArrayCell
 from hvdtrain.core.protocols import Collectives
 
 Array = torch.Tensor
@@ -125,8 +124,8 @@ class Ops:
     def select(self, which: Array, x: Array, y: Array) -> Array:
         return torch.where(which, x, y)
 
-    def cell(self, value: Array) -> Held:
-        return Held(value.to(self.device))
+    def cell(self, value: Array) -> ArrayCell:
+        return ArrayCell(value.to(self.device))
 
     def during_backward(self, wire: Collectives) -> Collectives:
         return wire

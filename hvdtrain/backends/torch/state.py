@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import resuming
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.modules import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.checkpoint import files, weights
 from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.run import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
 from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def to_arrays(tensors: dict[str, torch.Tensor], group: str = "", place: Place | 
         full, dtype = name + _BFLOAT16 if bits else name, np.dtype(np.uint16) if bits else _numpy_type(tensor.dtype)
         shape = tuple(tensor.shape)
         memory = np.empty(shape, dtype) if place is None else place(group, full, shape, dtype)
-        if isinstance(memory, Window):
+        if isinstance(memory, ArrayWindow):
             begin, memory = memory
             source = source.reshape(-1)[begin:begin + memory.size]
         if memory is None:

@@ -1,7 +1,7 @@
 """`topk`: the entries of largest magnitude only; the others wait in the residual.
 
 Owns the error feedback, the momentum correction and the warm-up of Deep Gradient Compression (Lin et al., ICLR 2018).
-How the largest are found is the backends' (`Ops.topk`).
+How the largest are found is the backends' (`CompressorOps.topk`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from hvdtrain import config
-from hvdtrain.comm.compressors.base import Ops, Stateless
+from hvdtrain.comm.compressors.base import CompressorOps, Stateless
 from hvdtrain.core import protocols
 from hvdtrain.core.protocols import AllGather, AllToAllV, Array, Exchange
 from hvdtrain.core.protocols.types import Bucket, Shards
@@ -63,7 +63,7 @@ class TopK(Stateless):
         names = ("residual", "momentum") if self.momentum else ("residual",)
         return {name: ops.zeros(bucket.n, "float32") for name in names}
 
-    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+    def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
         """One all-gather of int32 (2 k,): indices, then the bits of the values."""
         k = self.k(bucket.n, stage)
@@ -74,7 +74,7 @@ class TopK(Stateless):
         values_Pk = ops.reshape(ops.bitcast(ops.reshape(pairs_PK[:, k:], (-1,)), "float32"), (size, k))
         return ops.scatter_add(bucket.n, index_Pk, values_Pk), new
 
-    def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+    def scatter(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
                 stage: int = 0) -> Exchange:
         """All-gather of how many entries go to whom, int32 (P,); all-to-all of pairs, each to the shard it lies in."""
         k, n = self.k(bucket.n, stage), shards.sizes[shards.rank]
@@ -95,7 +95,7 @@ class TopK(Stateless):
             at = end
         return total_K, new
 
-    def _chosen(self, ops: Ops, flat_N: Array, state: dict[str, Array],
+    def _chosen(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array],
                 k: int) -> tuple[Array, Array, dict[str, Array]]:
         """Return (values, indices, new state) of the entries to be sent."""
         u_N = state["momentum"] * self.momentum + flat_N if self.momentum else flat_N
@@ -113,6 +113,6 @@ class TopK(Stateless):
         return (size - 1) * 8 * self.k(bucket.n, stage)
 
 
-def make(exchange: config.Exchange) -> TopK:
+def make(exchange: config.ExchangeConfig) -> TopK:
     """With the settings of that section."""
     return TopK(exchange.topk_ratio, exchange.topk_momentum, exchange.topk_warmup_steps)

@@ -16,8 +16,8 @@ from functools import partial
 import numpy as np
 
 from hvdtrain.comm import compressors
+from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle
 from hvdtrain.comm.collectives.lockstep import ring_bytes
-from hvdtrain.comm.collectives.null import Done, NullCollectives
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
@@ -120,17 +120,17 @@ class _Listening(NullCollectives):
         self.in_graph = real.in_graph
         self.asked: list[tuple[str, int, int]] = []
 
-    def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> Done:
+    def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> ReadyHandle:
         """(N,) -> the same (N,)."""
         self._keep("allreduce", flat_N, name)
         return super().allreduce(flat_N, name, op)
 
-    def allgather(self, x_K: Array, name: str) -> Done:
+    def allgather(self, x_K: Array, name: str) -> ReadyHandle:
         """(K,) -> (P, K)."""
         self._keep("allgather", x_K, name)
         return super().allgather(x_K, name)
 
-    def alltoall(self, x_PK: Array, name: str) -> Done:
+    def alltoall(self, x_PK: Array, name: str) -> ReadyHandle:
         """(P, K) -> the same (P, K)."""
         self._keep("alltoall", x_PK, name)
         return super().alltoall(x_PK, name)
@@ -203,12 +203,12 @@ def measure_links(collectives: Collectives, ops: Ops, control: Control, kinds: S
     links = {}
     for i, kind in enumerate(kinds):
         used_s, = slowest(control, [time.perf_counter() - begin])
-        probe = _Probe(collectives, ops, kind)
+        probe = _LinkProbe(collectives, ops, kind)
         links[kind] = fit(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
     return control.bcast(links)
 
 
-def _points(probe: _Probe, control: Control, budget_s: float) -> list[tuple[float, float]]:
+def _points(probe: _LinkProbe, control: Control, budget_s: float) -> list[tuple[float, float]]:
     """(wire bytes, median seconds on the slowest rank) of growing vectors, as many as the time allows, at least two.
 
     First one call of each size, to see how far it goes; then the repeats, the largest first: by then a link that lets
@@ -235,7 +235,7 @@ def _points(probe: _Probe, control: Control, budget_s: float) -> list[tuple[floa
     return points
 
 
-class _Probe:
+class _LinkProbe:
     """One kind of call with vectors of any size, kept between the calls."""
 
     def __init__(self, collectives: Collectives, ops: Ops, kind: str) -> None:

@@ -17,15 +17,15 @@ import numpy as np
 
 from hvdtrain import backends
 from hvdtrain.cluster.topology import affinity, compute_threads
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors import create, names
 from hvdtrain.comm.measure.sweep import exchange, settle
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench.session import require
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core import table
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
@@ -164,7 +164,7 @@ class _Timed(Transport):
         return handle
 
     def time(self, reducer: Reducer, flat_N: Array) -> None:
-        """Exchange the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
+        """ExchangeConfig the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
         self.encode_s, self._since = 0.0, time.perf_counter()
         total_N, = exchange(reducer, [flat_N])
         settle(self.ops, total_N)
@@ -254,7 +254,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; `UserError` for a bad one."""
-    usual = Exchange()
+    usual = ExchangeConfig()
     summing = [name for name in names() if not create(name, Config()).reductions]
     parser = options.Parser("hvdtrain bench compressors",
                             "Time to encode and decode, bytes sent and error of each gradient "
@@ -308,7 +308,7 @@ def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, in
 
 
 def _config(args: argparse.Namespace) -> Config:
-    exchange = Exchange(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
+    exchange = ExchangeConfig(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
     return Config(exchange=exchange).check()
 
 

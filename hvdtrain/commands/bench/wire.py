@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.cluster import boot
 from hvdtrain.cluster import links as measuring
 from hvdtrain.comm.collectives.shared import SUMMED
-from hvdtrain.comm.measure import link_rows as links
+from hvdtrain.comm.measure import transports as links
 from hvdtrain.comm.measure.sweep import settle
 from hvdtrain.commands.bench import options
 from hvdtrain.commands.bench.session import Session, open_session, records

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.cluster.machine.software import Facts, Mpi
+from hvdtrain.cluster.machine.software import BuildFacts, Mpi
 from hvdtrain.core.errors import UserError
 
 HOROVOD_VERSION = "0.28.1"
@@ -23,7 +23,7 @@ class BuildPlan:
     user.
     """
 
-    facts: Facts
+    facts: BuildFacts
     env: dict[str, str]
     key: str
     cuda: bool
@@ -46,7 +46,7 @@ class BuildPlan:
         return f"horovod {HOROVOD_VERSION} for {self.facts.python_tag}, {names}, {mpi}, {wire}"
 
 
-def plan(facts: Facts, cpu_only: bool = False) -> BuildPlan:
+def plan(facts: BuildFacts, cpu_only: bool = False) -> BuildPlan:
     """Decide how to build Horovod for ``facts``; ``cpu_only`` leaves CUDA and NCCL out.
 
     Errors: `UserError` where there is no framework, or where a part of a GPU build is missing.
@@ -74,7 +74,7 @@ def plan(facts: Facts, cpu_only: bool = False) -> BuildPlan:
     return BuildPlan(facts, env, cache_key(facts, env, mpi, cuda), cuda, notes)
 
 
-def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
+def _gpu_build(facts: BuildFacts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
     """Return whether to build with CUDA and NCCL, and notes for the user."""
     with_cuda = [f for f in facts.frameworks if f.cuda]
     if not facts.capabilities or cpu_only:
@@ -95,7 +95,7 @@ def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
     return True, ()
 
 
-def run_path(facts: Facts, mpi: bool, cuda: bool) -> list[str]:
+def run_path(facts: BuildFacts, mpi: bool, cuda: bool) -> list[str]:
     """Return the folders that the built libraries search for libmpi and libnccl.
 
     Relative to themselves inside the environment: a cached wheel is installed into other environments too.
@@ -108,7 +108,7 @@ def run_path(facts: Facts, mpi: bool, cuda: bool) -> list[str]:
     return ["$ORIGIN/" + os.path.relpath(d, here) if (d + os.sep).startswith(inside) else d for d in dirs]
 
 
-def cache_key(facts: Facts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
+def cache_key(facts: BuildFacts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
     """Return a folder name that is equal exactly when a built wheel may be reused: readable parts, then a digest of
     all.
     """

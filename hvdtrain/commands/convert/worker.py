@@ -27,7 +27,7 @@ from hvdtrain.checkpoint import OpenCheckpoint, Snapshot, read_snapshot, write_s
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.commands.convert import check, resume
 from hvdtrain.commands.convert.request import Request
 from hvdtrain.config import Config

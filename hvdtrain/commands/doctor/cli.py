@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from hvdtrain.cluster.launchers import LAUNCHERS, Host
-from hvdtrain.cluster.launchers import detect as launch_detect
-from hvdtrain.cluster.launchers.environment import laid_over
-from hvdtrain.cluster.launchers.options import add_options, wishes
-from hvdtrain.cluster.launchers.prepare import Wishes, check, prepare
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots
+from hvdtrain.cluster.launchers import prepare as launch_detect
+from hvdtrain.cluster.launchers.prepare import Wishes, add_options, check, prepare, wishes
+from hvdtrain.cluster.launchers.spec import laid_over
 from hvdtrain.commands.doctor import facts, gather, network_checks
 from hvdtrain.commands.doctor.checks import diagnose
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, NOTE, SLOWS, STOPS, Facts, Problem, known, merge, stops
@@ -48,7 +47,7 @@ def main(argv: list[str]) -> int:
     launched = launch_facts(os.environ)
     hosts = launch_detect.hosts_of(args.hosts, args.hostfile)
     program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}")
-    one_each = wishes(args, tuple(Host(host.name, 1) for host in hosts), program)
+    one_each = wishes(args, tuple(HostSlots(host.name, 1) for host in hosts), program)
     check(one_each)
     if hosts and launched.kind != "solo":
         raise UserError(f"-H under {launched.launcher}, which has placed the ranks already", "one of the two",
@@ -97,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _over(hosts: tuple[Host, ...], one_each: Wishes, args: argparse.Namespace) -> gather.Report:
+def _over(hosts: tuple[HostSlots, ...], one_each: Wishes, args: argparse.Namespace) -> gather.Report:
     """Return the report of one rank per host; of this host alone, with the reason, where they cannot be started.
 
     Errors: `UserError` for what a launcher refuses for every user: a wrong option, no fault of this machine.

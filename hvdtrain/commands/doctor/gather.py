@@ -17,15 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hvdtrain.cluster import boot, clocks, horovod, links
 from hvdtrain.cluster.control import flush_streams
-from hvdtrain.cluster.launchers.hosts import is_address
 from hvdtrain.cluster.launchers.prepare import LOOPBACK
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots, is_address
 from hvdtrain.cluster.machine.cgroup import cpu_quota
 from hvdtrain.cluster.topology import affinity
-from hvdtrain.comm.measure.link_rows import NO_MPI
+from hvdtrain.comm.measure.transports import NO_MPI
 from hvdtrain.commands.doctor import checks, facts, library_checks, network_checks, peers, probes
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, PROBE_S, STOPS, UNKNOWN, Facts, Problem
-from hvdtrain.config import Exchange
+from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.processes import CapturedChild
 from hvdtrain.core.protocols import Control
@@ -86,7 +85,7 @@ def _start(launched: LaunchFacts, timeout_s: float) -> Control:
     usable = next((name for name, reason in reasons.items() if reason is None), None)
     if usable is None:
         raise horovod.HorovodUnavailable(next(filter(None, reasons.values())))
-    return boot.start_control(launched, timeout_s, horovod.start_horovod(usable, Exchange(), launched))
+    return boot.start_control(launched, timeout_s, horovod.start_horovod(usable, ExchangeConfig(), launched))
 
 
 def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
@@ -185,7 +184,7 @@ POLL_S = 0.1
 Report = tuple[list[Facts], list[Problem]]
 
 
-def ask(hosts: Sequence[Host], words: Sequence[str], env: Mapping[str, str], timeout_s: float,
+def ask(hosts: Sequence[HostSlots], words: Sequence[str], env: Mapping[str, str], timeout_s: float,
         more_s: float) -> Report:
     """Run the launcher's command line ``words``, which starts a rank on each of ``hosts``; return their facts and
     problems.
@@ -224,7 +223,7 @@ def answer(output: str) -> Report | None:
     return None
 
 
-def with_slots(found: Sequence[Facts], hosts: Sequence[Host], here: str) -> list[Facts]:
+def with_slots(found: Sequence[Facts], hosts: Sequence[HostSlots], here: str) -> list[Facts]:
     """Return the hosts' facts with the slots of their entries; ``here`` is this host's name. Pure.
 
     A host is found by its name: not every launcher keeps the order of the list. Entries that are no host's name (an
@@ -255,7 +254,7 @@ def _is_named(host: Facts, name: str, here: str) -> bool:
     return name.lower() == own.lower() if full else name.lower().partition(".")[0] == own.lower().partition(".")[0]
 
 
-def failed(hosts: Sequence[Host], words: Sequence[str], code: int | None, said: str, timeout_s: float) -> Problem:
+def failed(hosts: Sequence[HostSlots], words: Sequence[str], code: int | None, said: str, timeout_s: float) -> Problem:
     """Return the problem of a launch without an answer, with the last lines of the launcher. Pure."""
     how = f"did not answer within {timeout_s:g} s" if code is None else f"ended with exit status {code} and no answer"
     others = [host.name for host in hosts if host.name not in (*LOOPBACK, socket.gethostname())]

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.cluster.launchers import openmpi
-from hvdtrain.cluster.pair_links import SLOW, PairLink, Way, slow
-from hvdtrain.comm.measure import link_rows as shown
+from hvdtrain.cluster.links import SLOW, LinkTiming, PairLink, slow
+from hvdtrain.comm.measure import transports as shown
 from hvdtrain.commands.doctor.facts import SLOWS, STOPS, Facts, Problem, known
 from hvdtrain.core import table
 
@@ -123,7 +123,8 @@ def links_of(hosts: Sequence[Facts]) -> list[PairLink]:
     """Return the links in the facts of all hosts, which refer to hosts by their places in ``hosts``."""
     rows = [row for host in hosts if known(host["links"]) for row in host["links"]]
     return [PairLink((row["hosts"][0], row["hosts"][1]), (row["ranks"][0], row["ranks"][1]), row["latency_s"],
-                     Way(**row["there"]), Way(**row["back"]), Way(**row["both"]), row["at_once"]) for row in rows]
+                     LinkTiming(**row["there"]), LinkTiming(**row["back"]), LinkTiming(**row["both"]), row["at_once"])
+            for row in rows]
 
 
 def slow_links(hosts: Sequence[Facts]) -> Iterator[Problem]:

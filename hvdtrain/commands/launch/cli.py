@@ -18,15 +18,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cluster.launchers import LAUNCHERS, Host, LaunchSpec, Tool
-from hvdtrain.cluster.launchers.detect import find, here, hosts_of, interpreter
-from hvdtrain.cluster.launchers.environment import laid_over, valid_name
-from hvdtrain.cluster.launchers.hosts import place
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LauncherProgram, LaunchSpec
 from hvdtrain.cluster.launchers.mpich import LAST
-from hvdtrain.cluster.launchers.options import add_options, wishes
-from hvdtrain.cluster.launchers.prepare import Here, prepare
-from hvdtrain.cluster.launchers.spec import BINDINGS
-from hvdtrain.cluster.launchers.ssh import AGENT_VARIABLES, DEFAULT_SSH, parse_ssh
+from hvdtrain.cluster.launchers.prepare import Here, add_options, find, here, hosts_of, interpreter, prepare, wishes
+from hvdtrain.cluster.launchers.spec import (
+    AGENT_VARIABLES, BINDINGS, DEFAULT_SSH, laid_over, parse_ssh, place, valid_name)
 from hvdtrain.cluster.liveness.causes import is_cause
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.commands.launch.restart_policy import HostCandidate
@@ -75,7 +71,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     return args, rank_program(words)
 
 
-def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here, tool: Tool,
+def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here, tool: LauncherProgram,
                notes: Sequence[str]) -> int:
     """Stay outside of MPI and launch, again where it may help; return the exit status."""
     if machine.inside:
@@ -183,14 +179,14 @@ UNREACHED = 255
 class LaunchCommands:
     """Command line of each attempt, from the options of ``launch``, and the hosts it may use."""
 
-    def __init__(self, args: argparse.Namespace, machine: Here, tool: Tool) -> None:
+    def __init__(self, args: argparse.Namespace, machine: Here, tool: LauncherProgram) -> None:
         self.args, self.machine, self.tool = args, machine, tool
         self.hosts = hosts_of(args.hosts, args.hostfile)
         if not self.hosts and not machine.in_slurm and args.np:
-            self.hosts = (Host("localhost", args.np),)
+            self.hosts = (HostSlots("localhost", args.np),)
         self.said: set[str] = set()
 
-    def spec(self, hosts: tuple[Host, ...], program: tuple[str, ...], told: Mapping[str, str]) -> LaunchSpec:
+    def spec(self, hosts: tuple[HostSlots, ...], program: tuple[str, ...], told: Mapping[str, str]) -> LaunchSpec:
         """Return one launch on exactly ``hosts``; ``told``: variables for the ranks. Prints each note once."""
         args = self.args
         asked = wishes(args, hosts, program, ranks=0 if hosts else args.np, env=tuple(args.env), bind=args.bind,
@@ -203,13 +199,13 @@ class LaunchCommands:
                     print(f"note: {note}", file=sys.stderr, flush=True)
         return spec
 
-    def command(self, hosts: tuple[Host, ...], program: tuple[str, ...],
+    def command(self, hosts: tuple[HostSlots, ...], program: tuple[str, ...],
                 told: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return (the launcher's words, its whole environment)."""
         words, env = LAUNCHERS[self.tool.launcher].command(self.spec(hosts, program, told))
         return words, laid_over({**self.machine.env, **told}, env)
 
-    def placed(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    def placed(self, hosts: tuple[HostSlots, ...]) -> tuple[HostSlots, ...]:
         """Return ``-np`` ranks on some hosts, fewer where their slots do not suffice; all slots without ``-np``."""
         slots = sum(host.slots for host in hosts)
         if not hosts or not self.args.np:
@@ -246,7 +242,7 @@ class LaunchCommands:
         return DEFAULT_SSH
 
 
-def ask(hosts: Sequence[Host], ssh: Sequence[str], command: str,
+def ask(hosts: Sequence[HostSlots], ssh: Sequence[str], command: str,
         bound_s: float = ANSWER_S) -> dict[str, tuple[int, str]]:
     """Return (status, answer) of a command on each host, all at once, within ``bound_s``; `UNREACHED` for no answer."""
     children = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.checkpoint.run_directory import RunDirectory
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch.restart_policy import refit
 from hvdtrain.config import Config, cut_over_ranks, micro_batches, schema
@@ -35,10 +35,10 @@ class SupervisedJob:
     words: tuple[str, ...]
     out: Path
     config: Config | None = None
-    first: tuple[Host, ...] = ()
+    first: tuple[HostSlots, ...] = ()
     resume: str = field(default="")
 
-    def attempt(self, number: int, hosts: tuple[Host, ...], micro_batch: int) -> tuple[str, ...]:
+    def attempt(self, number: int, hosts: tuple[HostSlots, ...], micro_batch: int) -> tuple[str, ...]:
         """Return the words of an attempt: folder, resume, lists cut for its ranks, a smaller micro-batch."""
         if self.config is None:
             return self.words
@@ -49,7 +49,7 @@ class SupervisedJob:
             more += ["--micro_batch", str(micro_batch)]
         return (*self.words, *more, *self._refitted(hosts))
 
-    def _refitted(self, hosts: tuple[Host, ...]) -> list[str]:
+    def _refitted(self, hosts: tuple[HostSlots, ...]) -> list[str]:
         if not self.first or not hosts or hosts == self.first:
             return []
         ranks = sum(host.slots for host in self.first)
@@ -70,7 +70,7 @@ class SupervisedJob:
                 more += [f"--{name}", ":".join(refit(words, self.first, hosts))]
         return more
 
-    def cut_anew(self, hosts: tuple[Host, ...]) -> str:
+    def cut_anew(self, hosts: tuple[HostSlots, ...]) -> str:
         """Return how the model is partitioned over the ranks of ``hosts``, in words; "" where the user's is unchanged.
         """
         if self.config is None or not self.first or not hosts or not cut_over_ranks(self.config):
@@ -117,7 +117,8 @@ class SupervisedJob:
         return self.config is None and status == 0 and bool(done) and len(done) >= max(1, ranks)
 
 
-def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tuple[Host, ...]) -> SupervisedJob | None:
+def job_of(words: Sequence[str], program: tuple[str, ...], out: str,
+           hosts: tuple[HostSlots, ...]) -> SupervisedJob | None:
     """Return the job that stands after ``--``; None where nothing is to be run (``train --help``).
 
     ``program``: the words as ranks run them; ``out``: launch's own --out. `UserError` for a configuration that a rank
@@ -186,7 +187,7 @@ class Recut(NamedTuple):
     why: str = ""
 
 
-def recut(config: Config, before: Sequence[Host], after: Sequence[Host]) -> Recut:
+def recut(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots]) -> Recut:
     """Return the replicas of a model for the ranks of ``after``, where the user's configuration is for ``before``.
 
     A multiple of ``pipeline.stages`` keeps them. Other ranks make as many replicas as keep each as deep as may be, none
@@ -232,7 +233,8 @@ def pipeline_options(config: Config, found: Recut) -> list[str]:
     return words
 
 
-def _taken(config: Config, before: Sequence[Host], after: Sequence[Host], depths: tuple[int, ...], why: str) -> Recut:
+def _taken(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots], depths: tuple[int, ...],
+           why: str) -> Recut:
     stages, old = config.pipeline.stages, _ranks(before)
     if old % stages:
         return Recut(depths, tuple(0 for _ in depths), why)
@@ -242,7 +244,7 @@ def _taken(config: Config, before: Sequence[Host], after: Sequence[Host], depths
     return Recut(depths, tuple(int(left[first]) for first in firsts), why)
 
 
-def _ranks(hosts: Sequence[Host]) -> int:
+def _ranks(hosts: Sequence[HostSlots]) -> int:
     return sum(host.slots for host in hosts)
 
 

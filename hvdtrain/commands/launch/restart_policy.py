@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness.causes import PARTS
 from hvdtrain.cluster.liveness.pulse import WAITING
 
@@ -50,7 +50,7 @@ class LaunchAttempt:
     text: str = ""
     rank: int = -1
     host: str = ""
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostSlots, ...] = ()
     begin: int = -1
     end: int = -1
     checkpoint: int = -1
@@ -63,7 +63,7 @@ class HostCandidate:
     """Host that may be used. ``here``: it is this one; ``keeps``: it has the run's folder, so that rank 0 may be there.
     """
 
-    host: Host
+    host: HostSlots
     answers: bool = True
     here: bool = False
     keeps: bool = True
@@ -73,7 +73,7 @@ class HostCandidate:
 class Launch:
     """Launch on ``hosts`` (none: where the allocation says) after ``wait_s``. ``micro_batch``: a smaller one, or 0."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostSlots, ...]
     wait_s: float = 0.0
     micro_batch: int = 0
     why: str = ""
@@ -170,7 +170,7 @@ def _wait_s(history: Sequence[LaunchAttempt]) -> float:
     return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(idle - 1, 16))
 
 
-def _usable(history: Sequence[LaunchAttempt], hosts: Sequence[HostCandidate]) -> tuple[Host, ...]:
+def _usable(history: Sequence[LaunchAttempt], hosts: Sequence[HostCandidate]) -> tuple[HostSlots, ...]:
     """Return the hosts that answer and have not failed twice since they were last left out; one at least.
 
     A host that was left out for its failures returns, with none counted, once an attempt without it has ended.
@@ -208,7 +208,7 @@ def _what(one: LaunchAttempt) -> str:
     return f"{kind} on {who}{where}{at}"
 
 
-def refit(values: Sequence[str], before: Sequence[Host], after: Sequence[Host]) -> list[str]:
+def refit(values: Sequence[str], before: Sequence[HostSlots], after: Sequence[HostSlots]) -> list[str]:
     """Return a per-rank list for the ranks of ``after``, from the one for those of ``before``. Pure.
 
     Each rank of a host keeps the value of the rank in its place there; further ranks of it take its last one's, those
@@ -270,7 +270,7 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
     return "lost", f"no rank told why it ended; the launcher's status was {status}", -1, ""
 
 
-def silent_hosts(hosts: Sequence[Host], left: Sequence[Mapping[str, Any]]) -> list[str]:
+def silent_hosts(hosts: Sequence[HostSlots], left: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the hosts of whose ranks none has left a cause. Pure."""
     told, first, silent = {row["rank"] for row in left}, 0, []
     for host in hosts:

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.launchers.environment import valid_name
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots, valid_name
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.liveness.causes import in_words, start_parts
 from hvdtrain.cluster.liveness.pulse import WAITING
@@ -54,7 +53,7 @@ LEAVE_S = 120.0
 REQUEUE_S = 600.0
 """From the wish to save and end to the end of the launcher."""
 
-Command = Callable[[tuple[Host, ...], tuple[str, ...], Mapping[str, str]], tuple[list[str], dict[str, str]]]
+Command = Callable[[tuple[HostSlots, ...], tuple[str, ...], Mapping[str, str]], tuple[list[str], dict[str, str]]]
 """(hosts, program, variables for the ranks) -> (the launcher's words, its whole environment)."""
 
 
@@ -68,7 +67,7 @@ class SupervisorEnvironment:
 
     command: Command
     candidates: Callable[[Path | None], list[HostCandidate]]
-    placed: Callable[[tuple[Host, ...]], tuple[Host, ...]]
+    placed: Callable[[tuple[HostSlots, ...]], tuple[HostSlots, ...]]
     say: Callable[[str], None]
     start_s: float = 0.0
     ends_at: float = 0.0
@@ -376,7 +375,7 @@ class Supervisor:
         near = {host.name for host in seen.launch.hosts} <= set(self.around.own_names)
         return self.job.config is None and seen.status == 0 and not seen.why and near and not _begun(seen.where)
 
-    def _named(self, host: str, rank: int, hosts: tuple[Host, ...]) -> str:
+    def _named(self, host: str, rank: int, hosts: tuple[HostSlots, ...]) -> str:
         """Return a host's name in the launch, from what it calls itself, or from the rank's place there."""
         alike = [one.name for one in hosts if one.name.partition(".")[0] == host.partition(".")[0]
                  or {one.name, host} <= set(self.around.own_names)] if host else []

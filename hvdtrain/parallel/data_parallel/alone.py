@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from hvdtrain.comm.compressors.none import NoCompression
-from hvdtrain.comm.reducer.compressor_state import OTHER
-from hvdtrain.comm.reducer.squares import sum_squares
+from hvdtrain.comm.reducer.reducer import OTHER, sum_squares
 from hvdtrain.core.protocols import Array, Compressor, Control, Ops, Optimizer, ParamSpec
 from hvdtrain.data.weighting import loss_scale
 from hvdtrain.parallel.data_parallel.whole import Whole

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvdtrain.comm.compressors import create
-from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.comm.reducer.squares import sum_squares
+from hvdtrain.comm.reducer.reducer import Reducer, sum_squares
 from hvdtrain.core.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer, ParamSpec
 from hvdtrain.parallel.data_parallel import DataParallelSetup
 from hvdtrain.parallel.data_parallel.alone import Alone

@@ -17,10 +17,9 @@ from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine import memory
 from hvdtrain.comm.compressors import create
-from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.comm.reducer.squares import sum_squares
+from hvdtrain.comm.reducer.reducer import Reducer, sum_squares
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Array, Collectives, Control, DataParallel, Handle, ParamSpec
@@ -165,7 +164,7 @@ class Zero(Reducing):
         self._open, self._waiting, self._slices, self._squares = {}, {}, {}, None
         self.waited_s, self._broken = 0.0, False
         if self.gathers == LAID_OUT:
-            heap.settled()
+            memory.settled()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import gc
 from collections.abc import Callable
 from typing import TypeVar
 
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine import memory
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.types import first_line
 
@@ -79,4 +79,4 @@ def clean_up(free: Callable[[], None]) -> None:
     """Give memory back that nothing needs. The error that told of its lack must be forgotten by now."""
     gc.collect()
     free()
-    heap.give_back()
+    memory.give_back()

@@ -1,7 +1,7 @@
 """Which wire ``collectives: auto`` takes: who is a candidate, what is reckoned of each, the decision and its words.
 
 Owns the rules and the formula; pure. Does not open a wire (`hvdtrain.comm.wires`), measure one
-(`hvdtrain.comm.measure.wire_sweep`) or act (`hvdtrain.engine.callbacks.auto_wire`). Let, for a step's gradients of N
+(`hvdtrain.comm.measure.transports`) or act (`hvdtrain.engine.callbacks.auto_wire`). Let, for a step's gradients of N
 bytes::
 
     wire_s = alpha + beta N             of sums of at most 8 MiB in pieces of 2 MiB, beyond those at their rate

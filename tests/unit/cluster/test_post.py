@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.messages.carrier import Boxes, ThreadCarrier
-from hvdtrain.cluster.messages.near import TAGS, _LANE, Bells, NearCarrier
-from hvdtrain.cluster.messages.packing import ALIGNED
+from hvdtrain.cluster.messages.channel import ALIGNED
+from hvdtrain.cluster.messages.shared_memory import TAGS, _LANE, Doorbells, SharedMemoryCarrier
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
 from hvdtrain.core.protocols import Cargo
 from hvdtrain.parallel.pipeline.post import BACK, FORTH, MessageLabel, Post
@@ -136,7 +136,7 @@ class Twice:
 
 def test_a_carrier_that_nobody_has_any_more_closes_its_files():
     before = len(os.listdir("/proc/self/fd"))
-    carrier = NearCarrier(Twice(), mmap.mmap(-1, 4 * TAGS * _LANE * 8), Bells(Twice()), [0, 1], 1.0)
+    carrier = SharedMemoryCarrier(Twice(), mmap.mmap(-1, 4 * TAGS * _LANE * 8), Doorbells(Twice()), [0, 1], 1.0)
     for _ in range(3):
         carrier.put([np.ones(100)], 1, 0)
     assert len(os.listdir("/proc/self/fd")) >= before + 3 + 3, "both ends of a pipe, another's, each message's file"

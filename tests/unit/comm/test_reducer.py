@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.backends.numpy.ops import Ops
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors.base import Uncompressed
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.reducer.reducer import Reducer

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.machine.software import Cuda, Facts, Framework, Mpi
+from hvdtrain.cluster.machine.software import BuildFacts, Cuda, Framework, Mpi
 from hvdtrain.commands.build_horovod import record, tools, verify, wheel
 from hvdtrain.commands.build_horovod import cli as flow
 from hvdtrain.commands.build_horovod import wheel as cache
@@ -24,7 +24,7 @@ from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 
 MPI = Mpi("openmpi", "4.1.8", "mpirun", "mpicxx", "/usr/lib")
-FACTS = Facts("cp311", "linux_x86_64", "/env", "/env/lib/python3.11/site-packages",
+FACTS = BuildFacts("cp311", "linux_x86_64", "/env", "/env/lib/python3.11/site-packages",
               (Framework("torch", "torch", "2.13.0+cpu"),), MPI)
 
 

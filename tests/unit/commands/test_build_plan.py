@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cluster.machine import software as detect
-from hvdtrain.cluster.machine.software import Cuda, Facts, Framework, Mpi
+from hvdtrain.cluster.machine.software import BuildFacts, Cuda, Framework, Mpi
 from hvdtrain.commands.build_horovod import cli as build
 from hvdtrain.commands.build_horovod import plan as patches
 from hvdtrain.commands.build_horovod.plan import plan
@@ -18,7 +18,7 @@ TORCH = Framework("torch", "torch", "2.13.0+cpu")
 TENSORFLOW = Framework("tensorflow", "tensorflow-cpu", "2.21.0")
 MPI = Mpi("openmpi", "4.1.8", "/env/bin/mpirun", "/env/bin/mpicxx", "/env/lib")
 SITE = "/env/lib/python3.11/site-packages"
-FACTS = Facts("cp311", "linux_x86_64", "/env", SITE, (TORCH, TENSORFLOW), MPI,
+FACTS = BuildFacts("cp311", "linux_x86_64", "/env", SITE, (TORCH, TENSORFLOW), MPI,
               arch_flags=("-mavx", "-mfma"), libc="glibc-2.36")
 GPU = replace(FACTS, capabilities=("80", "90"),
               frameworks=(Framework("torch", "torch", "2.13.0", cuda=True),),
@@ -103,7 +103,7 @@ def test_an_mpi_outside_the_environment_keeps_its_absolute_run_path() -> None:
     (replace(GPU, cuda=Cuda()), "no nvcc and no NCCL"),
     (replace(GPU, frameworks=(*GPU.frameworks, TENSORFLOW)), "both with CUDA or both without"),
 ])
-def test_impossible_builds_are_refused_in_words(facts: Facts, word: str) -> None:
+def test_impossible_builds_are_refused_in_words(facts: BuildFacts, word: str) -> None:
     with pytest.raises(UserError, match=word):
         plan(facts)
 

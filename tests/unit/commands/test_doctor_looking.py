@@ -12,7 +12,7 @@ from test_doctor_checks import BROKEN, CASES, HOST, host, other
 from hvdtrain.cluster import clocks
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.launchers.prepare import Here
-from hvdtrain.cluster.launchers.spec import Host, Tool
+from hvdtrain.cluster.launchers.spec import HostSlots, LauncherProgram
 from hvdtrain.cluster.machine.software import Framework
 from hvdtrain.commands.doctor import facts, gather, peers, probes
 from hvdtrain.commands.doctor import cli as doctor
@@ -198,7 +198,7 @@ def test_a_report_comes_back_as_it_went():
 
 
 def test_slots_are_those_of_the_list():
-    asked = (Host("a", 4), Host("b", 2), Host("localhost", 3))
+    asked = (HostSlots("a", 4), HostSlots("b", 2), HostSlots("localhost", 3))
     assert slots(asked, host(host="x", ranks=[0, 2]), host(host="y", ranks=[1])) == [7, 2], "no name fits: by rank"
     assert slots(asked, host(host="x", ranks=[0, 2]), host(host="b.net", ranks=[1])) == [7, 2]
     assert slots(asked, host(host="me", ranks=[0, 2]), host(host="b", ranks=[1])) == [3, 2], "names go first"
@@ -207,9 +207,9 @@ def test_slots_are_those_of_the_list():
 
 def test_a_host_keeps_its_slots_where_the_launcher_does_not_keep_the_order():
     """Open MPI 4.1 gives rank 0 to the host it starts on."""
-    assert slots((Host("b", 5), Host("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
-    assert slots((Host("10.0.0.2", 5), Host("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
-    assert slots((Host("alias", 5), Host("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
+    assert slots((HostSlots("b", 5), HostSlots("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
+    assert slots((HostSlots("10.0.0.2", 5), HostSlots("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
+    assert slots((HostSlots("alias", 5), HostSlots("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
 
 
 def slots(asked, *found):
@@ -219,11 +219,11 @@ def slots(asked, *found):
 def test_a_launch_without_an_answer_is_told_with_the_launchers_words():
     words = ["/x/mpirun", "-np", "2"]
     said = "ssh: connect to host b port 22: No route to host\n-----\nORTE was unable to reliably start\nblurb\n"
-    problem = start.failed((Host("localhost", 1), Host("b", 2)), words, 255, said, 9)
+    problem = start.failed((HostSlots("localhost", 1), HostSlots("b", 2)), words, 255, said, 9)
     assert problem.severity == STOPS and problem.hosts == ("localhost", "b")
     assert "mpirun ended with exit status 255" in problem.got and "No route to host" in problem.got
     assert "blurb" not in problem.got and "ssh -o BatchMode=yes -o ConnectTimeout=10 b true" in problem.do
-    assert "within 9 s" in start.failed((Host("localhost", 1),), words, None, "", 9).got
+    assert "within 9 s" in start.failed((HostSlots("localhost", 1),), words, None, "", 9).got
 
 
 SLEEPER = "import sys, time; print(sys.argv[1], flush=True); time.sleep(float(sys.argv[2]))"
@@ -315,7 +315,7 @@ def test_wrong_options_are_the_users_mistake(alone, argv, got):
 
 
 def test_root_is_a_fault_of_the_machine_and_no_wrong_option(alone, monkeypatch, capsys):
-    tool = Tool("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
+    tool = LauncherProgram("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
     monkeypatch.setattr(doctor.launch_detect, "find", lambda *_, **__: (tool, []))
     monkeypatch.setattr(doctor.launch_detect, "here", lambda: Here(is_root=True))
     assert doctor.main(["-H", "localhost:2"]) == 1

@@ -6,15 +6,15 @@ import time
 import pytest
 
 from hvdtrain.cluster.launchers.prepare import Here
-from hvdtrain.cluster.launchers.spec import Host, Tool
+from hvdtrain.cluster.launchers.spec import HostSlots, LauncherProgram
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch import cli as launch
 from hvdtrain.commands.launch.cli import UNREACHED, LaunchCommands, ask
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.core.errors import UserError
 
-FAR = (Host("near", 1), Host("far", 2), Host("gone", 1), Host("silent", 1))
-TOOL = Tool("openmpi4", "/mpi/bin/mpirun", "openmpi", "4.1.8", "/mpi/bin/mpirun")
+FAR = (HostSlots("near", 1), HostSlots("far", 2), HostSlots("gone", 1), HostSlots("silent", 1))
+TOOL = LauncherProgram("openmpi4", "/mpi/bin/mpirun", "openmpi", "4.1.8", "/mpi/bin/mpirun")
 
 SSH = """#!/bin/sh
 host=$1
@@ -69,22 +69,23 @@ def test_a_host_file_is_read_anew(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("near slots=2\n")
     one = launching("--hostfile", str(path))
-    assert [seen.host for seen in one.candidates(None)] == [Host("near", 2)]
+    assert [seen.host for seen in one.candidates(None)] == [HostSlots("near", 2)]
     path.write_text("near slots=3\n")
-    assert [seen.host for seen in one.candidates(tmp_path)] == [Host("near", 3)]
+    assert [seen.host for seen in one.candidates(tmp_path)] == [HostSlots("near", 3)]
     path.write_text("")  # somebody writes it just now
-    assert [seen.host for seen in one.candidates(tmp_path)] == [Host("near", 3)]
+    assert [seen.host for seen in one.candidates(tmp_path)] == [HostSlots("near", 3)]
 
 
 def test_ranks_move_to_the_hosts_that_are_left():
     one = launching("-H", "near:2,far:2", "-np", "3")
-    assert one.placed((Host("near", 2), Host("far", 2))) == (Host("near", 2), Host("far", 1))
-    assert one.placed((Host("far", 2),)) == (Host("far", 2),)
-    assert launching("-np", "2").hosts == (Host("localhost", 2),)
+    assert one.placed((HostSlots("near", 2), HostSlots("far", 2))) == (HostSlots("near", 2), HostSlots("far", 1))
+    assert one.placed((HostSlots("far", 2),)) == (HostSlots("far", 2),)
+    assert launching("-np", "2").hosts == (HostSlots("localhost", 2),)
 
 
 def test_the_ranks_are_told_their_folder():
-    words, env = launching("-H", "near:2").command((Host("near", 2),), ("prog",), {causes.DIRECTORY: "/o/attempts/001"})
+    folder = {causes.DIRECTORY: "/o/attempts/001"}
+    words, env = launching("-H", "near:2").command((HostSlots("near", 2),), ("prog",), folder)
     assert env[causes.DIRECTORY] == "/o/attempts/001"
     assert words[words.index(causes.DIRECTORY) - 1] == "-x" and "-H near:2" in " ".join(words)
 

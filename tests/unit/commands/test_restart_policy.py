@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness.causes import KINDS
 from hvdtrain.commands.launch import restart_policy
 from hvdtrain.commands.launch.restart_policy import End, HostCandidate, Launch, LaunchAttempt, next_launch, refit
 
-A, B = Host("a", 2), Host("b", 1)
+A, B = HostSlots("a", 2), HostSlots("b", 1)
 BOTH = [HostCandidate(A, here=True), HostCandidate(B)]
 
 
@@ -112,17 +112,17 @@ def test_the_last_host_stays_and_rank_0_is_where_the_folder_is():
 
 
 def test_lists_are_cut_and_extended_by_host():
-    four = (Host("a", 2), Host("b", 2))
-    assert refit(["3", "2", "1", "0"], four, (Host("b", 2),)) == ["1", "0"]
-    assert refit(["3", "2", "1", "0"], four, (Host("a", 3), Host("b", 1))) == ["3", "2", "2", "1"]
-    assert refit(["3", "2", "1", "0"], four, (Host("c", 1), Host("a", 1))) == ["3", "3"]
+    four = (HostSlots("a", 2), HostSlots("b", 2))
+    assert refit(["3", "2", "1", "0"], four, (HostSlots("b", 2),)) == ["1", "0"]
+    assert refit(["3", "2", "1", "0"], four, (HostSlots("a", 3), HostSlots("b", 1))) == ["3", "2", "2", "1"]
+    assert refit(["3", "2", "1", "0"], four, (HostSlots("c", 1), HostSlots("a", 1))) == ["3", "3"]
 
 
 ONE = st.builds(LaunchAttempt, st.just(1), st.sampled_from([k for k in KINDS if k != "done"]), st.just(""),
                 st.integers(-1, 2), st.sampled_from(["", "a", "b", "c"]), st.just((A, B)), st.integers(-1, 4),
                 st.integers(-1, 6), st.integers(-1, 4), st.integers(0, 9),
                 st.sampled_from([(), ("a",), ("b",), ("a", "b")]))
-SEEN = st.lists(st.builds(HostCandidate, st.sampled_from([A, B, Host("c", 4)]), st.booleans(), st.booleans(),
+SEEN = st.lists(st.builds(HostCandidate, st.sampled_from([A, B, HostSlots("c", 4)]), st.booleans(), st.booleans(),
                           st.booleans()), min_size=1, max_size=3, unique_by=lambda one: one.host.name)
 
 

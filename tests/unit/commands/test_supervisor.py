@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.cluster.machine.cgroup import oom_kills
 from hvdtrain.commands.launch import supervisor as supervising
@@ -19,11 +19,11 @@ from hvdtrain.commands.launch.job import SupervisedJob, next_number
 from hvdtrain.commands.launch.restart_policy import HostCandidate, cause_of
 from hvdtrain.commands.launch.supervisor import LauncherGroup, Supervisor, SupervisorEnvironment
 
-from hvdtrain.config import Config, DataParallel, Rebalance
+from hvdtrain.config import Config, DataParallelConfig, RebalanceConfig
 from hvdtrain.core import ROOT
 from hvdtrain.reports import launch_history as history
 
-HERE = Host("localhost", 1)
+HERE = HostSlots("localhost", 1)
 
 FAKE = """
 import json, os, signal, subprocess, sys, time
@@ -313,14 +313,14 @@ def test_of_ranks_lost_together_the_one_that_did_not_wait_is_named():
 
 
 def test_hosts_of_which_nobody_spoke():
-    hosts = (Host("a", 2), Host("b", 1), Host("c", 2))
+    hosts = (HostSlots("a", 2), HostSlots("b", 1), HostSlots("c", 2))
     assert supervising.silent_hosts(hosts, [left("lost", 1, 1.0), left("lost", 4, 1.0)]) == ["b"]
     assert supervising.silent_hosts(hosts, []) == ["a", "b", "c"]
 
 
 def test_a_host_that_is_gone_whole_is_named_and_not_the_rank_that_waited_for_it(supervisor, tmp_path):
     one, _ = supervisor(f"causes.leave('lost', 'rank 0, ended, {pulse.WAITING} a vote', rank=0)", restarts=0)
-    one.around.candidates = lambda where: [HostCandidate(HERE, here=True), HostCandidate(Host("far", 1))]
+    one.around.candidates = lambda where: [HostCandidate(HERE, here=True), HostCandidate(HostSlots("far", 1))]
     one.run()
     row, = history.read(tmp_path / "run")
     assert (row["cause"], row["rank"], row["host"]) == ("lost", -1, "far")
@@ -347,17 +347,17 @@ def test_the_systems_count_of_kills_for_memory(tmp_path, group, file, text):
 
 
 def test_the_words_of_an_attempt(tmp_path):
-    two, one = (Host("a", 1), Host("b", 1)), (Host("b", 1),)
+    two, one = (HostSlots("a", 1), HostSlots("b", 1)), (HostSlots("b", 1),)
     config = Config(shares=[3, 1], precision="bf16:fp32", resume="elsewhere")
     job = SupervisedJob(("train",), tmp_path, config, two, "elsewhere")
     assert job.attempt(1, two, 0) == ("train", "--out", str(tmp_path))
     again = job.attempt(2, one, 4)
     assert again == ("train", "--out", str(tmp_path), "--resume", "elsewhere", "--micro_batch", "4", "--shares", "[1]",
                      "--precision", "fp32")
-    zero = SupervisedJob(("train",), tmp_path, Config(data_parallel=DataParallel("zero", 2, [3, 0])), two)
-    assert zero.attempt(2, (Host("a", 2),), 0)[-2:] == ("--data_parallel.shards", "[3, 3]")
+    zero = SupervisedJob(("train",), tmp_path, Config(data_parallel=DataParallelConfig("zero", 2, [3, 0])), two)
+    assert zero.attempt(2, (HostSlots("a", 2),), 0)[-2:] == ("--data_parallel.shards", "[3, 3]")
     assert zero.attempt(2, one, 0)[-2:] == ("--data_parallel.shards", "[1]"), "somebody has to own the state"
-    every = Config(emulate_speed=[1, 0.5], peak_tflops=[300, 2], rebalance=Rebalance(max_micro_batch=[8, 4]))
+    every = Config(emulate_speed=[1, 0.5], peak_tflops=[300, 2], rebalance=RebalanceConfig(max_micro_batch=[8, 4]))
     assert SupervisedJob(("train",), tmp_path, every, two).attempt(2, one, 0)[5:] == (
         "--rebalance.max_micro_batch", "[4]", "--emulate_speed", "[0.5]", "--peak_tflops", "[2]")
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)

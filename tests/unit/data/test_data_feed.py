@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.control import SoloControl
-from hvdtrain.cluster.views import Copies
+from hvdtrain.cluster.control import ReplicaControl, SoloControl
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed, Shelf, prefetched
@@ -402,7 +401,7 @@ def test_ranks_of_one_partitioned_model_are_compared_too():
     """Of which the first takes x, and the last y."""
     def work(make):
         def one(rank, control):
-            feed = Feed(make(rank), 4, control=Copies(control, [0], 0), prefetch=0)
+            feed = Feed(make(rank), 4, control=ReplicaControl(control, [0], 0), prefetch=0)
             feed.check_ranks_agree()
             list(feed.epoch(Cursor()))
             return feed.unlike

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from fake_run import make_run
 
-from hvdtrain.cluster.topology import Host, Topology
+from hvdtrain.cluster.topology import HostRanks, Topology
 from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config
 from hvdtrain.core.events import Event
@@ -18,7 +18,7 @@ from hvdtrain.planning.exchange.link import Link
 from hvdtrain.planning.exchange.wire_choice import MeasuredTransport
 
 STEPS = WARM_STEPS + WINDOW_STEPS
-TWO = Topology((Host("a", (0,), 2), Host("b", (1,), 2)))
+TWO = Topology((HostRanks("a", (0,), 2), HostRanks("b", (1,), 2)))
 FOUND = [MeasuredTransport("mpi", Link(0.0, 1e-8), 0.5, 0.0),
          MeasuredTransport("horovod", Link(0.0, 1.2e-8), 1.0, 0.02)]
 NEAR = [FOUND[0], MeasuredTransport("horovod", Link(0.0, 1.1e-8), 1.0, 0.02)]

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 JOB = "JOB_OF_HVDTRAIN"
 """Name of the environment variable; HVDTRAIN_... would be a key of the configuration."""
@@ -25,6 +25,7 @@ JOB = "JOB_OF_HVDTRAIN"
 TERMINATE_S = 3.0
 """How long mpirun may take to end its ranks before everything is killed."""
 
+C = TypeVar("C", bound="Child")
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -74,7 +75,7 @@ class Child:
             list(argv), env={**env, variable: self.mark}, start_new_session=True, preexec_fn=die_with_parent(death),
             **{"stdin": subprocess.DEVNULL, **options})
 
-    def __enter__(self) -> Child:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(self, *_: Any) -> None:

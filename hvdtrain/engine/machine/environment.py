@@ -13,7 +13,7 @@ from typing import Any
 from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.machine import software
-from hvdtrain.cluster.machine.nvml import Gpus
+from hvdtrain.cluster.machine.usage import Gpus
 from hvdtrain.config import Config
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.units import format_bytes

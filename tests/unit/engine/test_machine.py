@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FRAMEWORKS, config, fitted, lockstep, make_model, samples, solo
 
-from hvdtrain.cluster.machine import nvml, process
+from hvdtrain.cluster.machine import usage
+from hvdtrain.cluster.machine import usage as process
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.units import KINDS
 from hvdtrain.engine.callbacks import system
@@ -102,25 +103,25 @@ class Nvml:
 
 def test_made_up_gpus_are_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    both = nvml.Gpus({})
+    both = usage.Gpus({})
     first, second = both.readings()
     assert first == {"utilisation_percent": 90, "sm_mhz": 1200, "most_sm_mhz": 1980, "power_w": 350.5,
                      "throttled": ["power cap", "hardware thermal"], "temperature_c": 71, "used_bytes": 100}
     assert (second["power_w"], second["throttled"], second["utilisation_percent"]) == (None, None, 89)
     assert both.driver() == "580.1"
-    assert [gpu["utilisation_percent"] for gpu in nvml.Gpus({"CUDA_VISIBLE_DEVICES": "GPU-b"}).readings()] == [89]
-    assert nvml.total_bytes({"CUDA_VISIBLE_DEVICES": "1"}) == 2000 and nvml.total_bytes({}) == 1000
+    assert [gpu["utilisation_percent"] for gpu in usage.Gpus({"CUDA_VISIBLE_DEVICES": "GPU-b"}).readings()] == [89]
+    assert usage.total_bytes({"CUDA_VISIBLE_DEVICES": "1"}) == 2000 and usage.total_bytes({}) == 1000
 
 
 @pytest.mark.parametrize("library", [Nvml(driver=False), None], ids=["no driver", "no library"])
 def test_without_gpus_there_are_no_readings(monkeypatch, library):
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    gpus = nvml.Gpus({})
-    assert (gpus.readings(), gpus.driver(), nvml.total_bytes({})) == ([], None, 0) and gpus.why
+    gpus = usage.Gpus({})
+    assert (gpus.readings(), gpus.driver(), usage.total_bytes({})) == ([], None, 0) and gpus.why
 
 
 def test_words_of_modules():
-    assert doctest.testmod(nvml).attempted and not doctest.testmod(nvml).failed
+    assert doctest.testmod(usage).attempted and not doctest.testmod(usage).failed
     assert doctest.testmod(environment).attempted and not doctest.testmod(environment).failed
 
 

@@ -50,7 +50,7 @@ def total_bytes(env: Mapping[str, str] = os.environ) -> int:
 def throttle_reasons(bits: int) -> list[str]:
     """Return the reasons that slow a GPU's clock down.
 
-    >>> held_down(0x24), held_down(1)
+    >>> throttle_reasons(0x24), throttle_reasons(1)
     (['power cap', 'software thermal'], [])
     """
     return [words for bit, words in REASONS.items() if bits & bit]

@@ -123,8 +123,8 @@ class Reducer:
         self._full[index] = flat_N
         if self._taker is not None:
             bucket = self.buckets[index]
-            self._watched[index] = TracedBucket(self._taker, bucket.n * itemsize(bucket.dtype), self.collectives.overlaps,
-                                           self._asker)
+            nbytes = bucket.n * itemsize(bucket.dtype)
+            self._watched[index] = TracedBucket(self._taker, nbytes, self.collectives.overlaps, self._asker)
         while self._started in self._full:
             i = self._started
             bucket, full_N = self.buckets[i], self._full.pop(i)

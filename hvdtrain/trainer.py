@@ -31,8 +31,8 @@ from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.average import leave_final, training_weights
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.history import History
-from hvdtrain.engine.ends import page
-from hvdtrain.engine.feeds import eval_feed
+from hvdtrain.engine import report_page
+from hvdtrain.engine.build_model import eval_feed
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import session
 from hvdtrain.engine.saving.final import export
@@ -44,10 +44,7 @@ R = TypeVar("R")
 
 
 def _from_home(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
-    """Resolve relative paths of the configuration from the directory in which the Trainer was made.
-
-    User code may change the current directory: it would divide the files of one run.
-    """
+    """Resolve relative paths from the Trainer's first directory: user code may change it during a run."""
     @wraps(method)
     def call(self: Trainer, *args: P.args, **kwargs: P.kwargs) -> R:
         with paths_from(self._home):
@@ -92,7 +89,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config | None = None, **overrides: Any) -> None:
-        """``overrides`` replace top-level keys of ``config``; `UserError` for one that it lacks."""
+        """Replace top-level keys of ``config`` by ``overrides``; `UserError` for a key that it lacks."""
         refuse_inside()
         quiet.watch_import()
         exits.install_hooks(launch_facts(os.environ))  # a mistake in the next lines ends as one in fit would
@@ -133,7 +130,7 @@ class Trainer:
             run = self._assembled(model, data, callbacks, class_weight)
             if run.state.requeue:
                 _continue(run)
-            with page.told(run):
+            with report_page.told(run):
                 self._fit(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
         pulse.at("the script, after fit")

@@ -22,8 +22,7 @@ from hvdtrain.core.protocols.run import Given, Head, Place, Read, Shard, Want, W
 
 Arrays = dict[str, np.ndarray]
 
-LEAST_CUT_BYTES = 1 << 16
-"""Tensors below this size are written whole by one rank."""
+LEAST_CUT_BYTES = 1 << 16  # tensors below this size are written whole by one rank
 
 
 class Replicated:
@@ -51,11 +50,7 @@ class Replicated:
 
 
 class SplitReplicated:
-    """State that several ranks hold alike, of which each gives a shard of every tensor.
-
-    ``part_of``: elements [begin, end) of a tensor that this rank gives, from its group, name, number of elements and
-    bytes of one; None: none of it.
-    """
+    """State that several ranks hold alike: each gives elements [begin, end) of a tensor, by ``part_of``."""
 
     def __init__(self, part_of: Callable[[str, str, int, int], tuple[int, int] | None],
                  state: Callable[[Place | None], tuple[dict[str, Arrays], dict[str, Any]]]) -> None:
@@ -89,10 +84,7 @@ class SplitReplicated:
 
 
 class PartitionedModel(SplitReplicated):
-    """State of a model that is partitioned over ranks: a rank has the arrays of its own blocks.
-
-    ``among``: what several ranks have each gives a shard of; else the lowest of them gives all of it.
-    """
+    """State of a rank's own blocks. ``among``: ranks share an array's writing; else the lowest gives all."""
 
     def __init__(self, rank: int, holders: Holders, state: ModelState, among: bool) -> None:
         def part_of(group: str, name: str, n: int, itemsize: int) -> tuple[int, int] | None:
@@ -114,10 +106,7 @@ class PartitionedModel(SplitReplicated):
 
 
 class ZeroState:
-    """State of which every rank holds its model, and only its shards of the optimizer's state (`ModelState.take`).
-
-    ``model``: gives the model, partitioned or not. ``mine``: whether an array of a checkpoint is of this rank's model.
-    """
+    """State of which a rank holds its model (``model``, ``mine``) and its shards of the optimizer's state."""
 
     def __init__(self, model: Given, state: ModelState, mine: Callable[[Head], bool] = lambda head: True) -> None:
         self._model, self._state, self._mine = model, state, mine
@@ -142,8 +131,7 @@ class ZeroState:
         return ""
 
 
-CALLBACKS = "callbacks"
-"""The group of a checkpoint that holds the arrays of callbacks."""
+CALLBACKS = "callbacks"  # the group of a checkpoint that holds the arrays of callbacks
 
 
 def state_key_of(callback: Any) -> str:
@@ -191,10 +179,7 @@ def _all_of(one: Head) -> Want:
 
 
 def part(group: str, name: str, n: int, itemsize: int, rank: int, size: int) -> tuple[int, int] | None:
-    """Return the elements [begin, end) of a replicated tensor of ``n`` that a rank writes, None for none. Pure.
-
-    Equal shards, so that no rank has to know the other tensors; small tensors go whole to one rank.
-    """
+    """Return this rank's equal share [begin, end) of a replicated tensor of ``n``; small ones go whole to one rank."""
     if n * itemsize < LEAST_CUT_BYTES or n < size:
         return (0, n) if zlib.crc32(f"{group}/{name}".encode()) % size == rank else None
     return n * rank // size, n * (rank + 1) // size
@@ -232,8 +217,7 @@ _PLACE = re.compile(r"\d{5}(?=/)")
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of names that wrappers of PyTorch (DataParallel, torch.compile) add; older checkpoints hold them."""
 
-Keys = dict[str, list[str]]
-"""By group: a key for each array."""
+Keys = dict[str, list[str]]  # by group: a key for each array
 
 
 def key(name: str) -> str:
@@ -277,10 +261,7 @@ class Holders:
         return self._ranks[group, key(name)]
 
     def mine(self, head: Head) -> bool:
-        """Return whether this rank needs an array of a checkpoint.
-
-        Before an optimizer has made state, arrays named after a parameter belong to the ranks of the parameter.
-        """
+        """Return whether this rank needs an array; of an optimizer without state yet, by the parameter's name."""
         ranks = self._ranks.get((head.group, key(head.name)))
         if ranks is not None:
             return self._rank in ranks

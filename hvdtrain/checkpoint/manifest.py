@@ -22,9 +22,7 @@ FORMAT = "hvdtrain-checkpoint"
 VERSION, SHARDED = 1, 2
 """Versions of the format: files that hold whole tensors, and files that hold shards of them."""
 
-MAX_MANIFEST_BYTES = 64 * 2**20
-"""Above this size a manifest is neither written nor read."""
-
+MAX_MANIFEST_BYTES = 64 * 2**20  # above this size a manifest is neither written nor read
 _SEAL = "manifest_sha256"
 _KEYS = {VERSION: ("format", "version", "step", "files", "dtypes", "meta", _SEAL),
          SHARDED: ("format", "version", "step", "files", "shards", "dtypes", "meta", _SEAL)}
@@ -62,11 +60,9 @@ class Manifest:
 def file_name(group: str) -> str:
     """Return the name of the file that holds ``group``; CheckpointError if it could lie outside the directory."""
     if not isinstance(group, str) or not _GROUP.fullmatch(group):
-        raise CheckpointError(
-            got=f"checkpoint group name {group!r}",
-            expected="1 to 64 of a-z, 0-9, '_' and '-', the first a letter or a digit",
-            do="rename the group, for example 'model' or 'rank-0000'",
-        )
+        raise CheckpointError(f"checkpoint group name {group!r}",
+                              "1 to 64 of a-z, 0-9, '_' and '-', the first a letter or a digit",
+                              "rename the group, for example 'model' or 'rank-0000'")
     return f"{group}.safetensors"
 
 
@@ -94,11 +90,9 @@ def encode(manifest: Manifest) -> bytes:
     text = _spell(document)
     data = _sealed(text, hashlib.sha256(text).hexdigest())
     if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(
-            got=f"a manifest of {len(data)} bytes",
-            expected=f"at most {MAX_MANIFEST_BYTES} bytes of meta and file list",
-            do="move large state out of meta into an array of a group",
-        )
+        raise CheckpointError(f"a manifest of {len(data)} bytes",
+                              f"at most {MAX_MANIFEST_BYTES} bytes of meta and file list",
+                              "move large state out of meta into an array of a group")
     return data
 
 
@@ -106,23 +100,21 @@ def decode(data: bytes, where: str) -> Manifest:
     """Decode the bytes of the ``manifest.json`` at ``where``; CheckpointError describes a fault."""
     document = _parse(data, where)
     if document.get("format") != FORMAT:
-        raise _foreign(f"{where} has format {_short(document.get('format'))}", f"format {FORMAT!r}")
+        raise foreign(f"{where} has format {_short(document.get('format'))}", f"format {FORMAT!r}")
     if type(document.get("version")) is not int or document["version"] not in _KEYS:
-        raise CheckpointError(
-            got=f"{where} has format version {_short(document.get('version'))}",
-            expected=f"version {VERSION} or {SHARDED}, which this hvdtrain reads",
-            do="load it with the hvdtrain release that wrote it",
-        )
+        raise CheckpointError(f"{where} has format version {_short(document.get('version'))}",
+                              f"version {VERSION} or {SHARDED}, which this hvdtrain reads",
+                              "load it with the hvdtrain release that wrote it")
     keys = _KEYS[document["version"]]
     if tuple(document) != keys:
-        raise _damaged(f"{where} has the keys {_short(list(document))}", f"the keys {list(keys)}")
+        raise damaged(f"{where} has the keys {_short(list(document))}", f"the keys {list(keys)}")
     seal = document.pop(_SEAL)
     text = _spell(document)
     digest = hashlib.sha256(text).hexdigest()
     if seal != digest:
-        raise _damaged(f"{where} was changed: it hashes to {digest}", f"{_short(seal)} as noted in it")
+        raise damaged(f"{where} was changed: it hashes to {digest}", f"{_short(seal)} as noted in it")
     if _sealed(text, digest) != data:
-        raise _damaged(f"{where} was changed in its spelling", "the bytes that hvdtrain wrote")
+        raise damaged(f"{where} was changed in its spelling", "the bytes that hvdtrain wrote")
     _check_shape(document, where)
     files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
     return Manifest(document["step"], files, document["meta"], document.get("shards", {}))
@@ -130,16 +122,16 @@ def decode(data: bytes, where: str) -> Manifest:
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_MANIFEST_BYTES:
-        raise _foreign(f"{where} is larger than {MAX_MANIFEST_BYTES} bytes", "a manifest")
+        raise foreign(f"{where} is larger than {MAX_MANIFEST_BYTES} bytes", "a manifest")
     if not data.strip(b"\0 \r\n\t"):
-        raise _damaged(f"{where} is {'empty' if not data else 'blank or filled with zeros'}", "a JSON object")
+        raise damaged(f"{where} is {'empty' if not data else 'blank or filled with zeros'}", "a JSON object")
     try:
         document = json.loads(data.decode("ascii"))
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise _damaged(f"{where} is truncated or not JSON ({_short(reason)})", "a JSON object") from None
+        raise damaged(f"{where} is truncated or not JSON ({_short(reason)})", "a JSON object") from None
     if not isinstance(document, dict):
-        raise _foreign(f"{where} holds a JSON {type(document).__name__}", "a JSON object")
+        raise foreign(f"{where} holds a JSON {type(document).__name__}", "a JSON object")
     return document
 
 
@@ -148,13 +140,13 @@ def _check_shape(document: dict[str, Any], where: str) -> None:
     good = _is_count(document["step"]) and isinstance(document["meta"], dict)
     good = good and isinstance(document["files"], dict) and document["dtypes"] == {}
     if not good:
-        raise _foreign(f"{where} has values of the wrong type", "step, files, dtypes and meta")
+        raise foreign(f"{where} has values of the wrong type", "step, files, dtypes and meta")
     for name, entry in document["files"].items():
         if group_name(name) is None:
-            raise _foreign(f"{where} lists a file called {_short(name)}", "plain names of group files")
+            raise foreign(f"{where} lists a file called {_short(name)}", "plain names of group files")
         fine = isinstance(entry, dict) and tuple(entry) == ("bytes", "sha256") and _is_count(entry["bytes"])
         if not (fine and isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"])):
-            raise _foreign(f"{where} lists {name} as {_short(entry)}", "its size in bytes and its SHA-256")
+            raise foreign(f"{where} lists {name} as {_short(entry)}", "its size in bytes and its SHA-256")
     _check_shards(document, where)
 
 
@@ -163,14 +155,14 @@ def _check_shards(document: dict[str, Any], where: str) -> None:
     if document["version"] == VERSION:
         return
     if not isinstance(shards, dict) or list(shards) != list(document["files"]) or not shards:
-        raise _foreign(f"{where} says of other files than it lists which shards they hold", "the same files")
+        raise foreign(f"{where} says of other files than it lists which shards they hold", "the same files")
     for name, entries in shards.items():
         if not isinstance(entries, dict):
-            raise _foreign(f"{where} lists the shards of {name} as {_short(entries)}", "places and shapes by name")
+            raise foreign(f"{where} lists the shards of {name} as {_short(entries)}", "places and shapes by name")
         for key, entry in entries.items():
             fine = isinstance(entry, list) and len(entry) == 2 and _is_count(entry[0]) and isinstance(entry[1], list)
             if not (fine and all(_is_count(n) for n in entry[1]) and _GROUP.fullmatch(key.partition("/")[0])):
-                raise _foreign(f"{where} lists the shard {_short(key)} as {_short(entry)}",
+                raise foreign(f"{where} lists the shard {_short(key)} as {_short(entry)}",
                                "a name GROUP/NAME with a place and a shape")
 
 
@@ -183,18 +175,14 @@ def _check_plain(value: Any, path: str) -> None:
             _check_plain(item, f"{path}[{place}]")
         return
     if not isinstance(value, dict):
-        raise CheckpointError(
-            got=f"{path} is a {type(value).__name__}",
-            expected="None, bool, int, float, str, list or dict",
-            do="put arrays into a group of tensors and convert other objects",
-        )
+        raise CheckpointError(f"{path} is a {type(value).__name__}",
+                              "None, bool, int, float, str, list or dict",
+                              "put arrays into a group of tensors and convert other objects")
     for key, item in value.items():
         if not isinstance(key, str):
-            raise CheckpointError(
-                got=f"{path} has the key {key!r} of type {type(key).__name__}",
-                expected="text keys, since JSON would give back text",
-                do="use str(key), or a list of pairs",
-            )
+            raise CheckpointError(f"{path} has the key {key!r} of type {type(key).__name__}",
+                                  "text keys, since JSON would give back text",
+                                  "use str(key), or a list of pairs")
         _check_plain(item, f"{path}.{key}")
 
 
@@ -220,23 +208,21 @@ def _short(value: Any) -> str:
     return repr(text) if isinstance(value, str) else text
 
 
-def _damaged(got: str, expected: str) -> CheckpointError:
-    return CheckpointError(got=got, expected=expected, do="use another checkpoint: this one is damaged")
+def damaged(got: str, expected: str) -> CheckpointError:
+    return CheckpointError(got, expected, "use another checkpoint: this one is damaged")
 
 
-def _foreign(got: str, expected: str) -> CheckpointError:
-    return CheckpointError(got=got, expected=expected, do="give a checkpoint directory that hvdtrain wrote")
+def foreign(got: str, expected: str) -> CheckpointError:
+    return CheckpointError(got, expected, "give a checkpoint directory that hvdtrain wrote")
 
 
-TAG = "$hvdtrain"
-"""Key of the dictionaries that stand for a value that JSON lacks; its value names the kind."""
+TAG = "$hvdtrain"  # key of the dictionaries that stand for a value that JSON lacks; its value names the kind
 
 
 def encode_state(value: Any, where: str, key: bool = False) -> Any:
-    """Return a callback's state as JSON, exactly, also numpy's numbers and arrays, sets, bytes and any keys; a copy.
+    """Return a callback's state as JSON, also numpy's numbers and arrays, sets, bytes and any keys.
 
-    `CheckpointError` names ``where`` a value is that cannot be stored. ``key``: it is a key of a dictionary or a member
-    of a set, so that a tuple has to stay one. Elsewhere a tuple comes back as a list.
+    `CheckpointError` names ``where`` a value cannot be stored. ``key``: it is a key or a member of a set: keep tuples.
     """
     if isinstance(value, np.ndarray) or isinstance(value, np.generic) and value.dtype.kind != "U":
         return _array(value, where)

@@ -119,10 +119,7 @@ class NoRoom(Exception):
 
 
 class HostCopies:
-    """Host memory for copies of a rank's state, reused from save to save: new pages would cost more than the copy.
-
-    ``bytes``: what it holds. ``local_size``: ranks of this host, which share its memory.
-    """
+    """Host memory for a rank's copies, reused in each save. ``local_size``: ranks that share this host's memory."""
 
     def __init__(self, local_size: int) -> None:
         self.bytes = 0
@@ -222,12 +219,8 @@ def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
 FIRST_S = 60.0
 """When the first save of a run is made whose cost nobody knows yet; runs of seconds save at their end only."""
 
-PART = 0.03
-"""Part of the time that saves may cost."""
-
-LEAST_S = 60.0
-"""Shortest interval where no time between failures is given: more often would save too little."""
-
+PART = 0.03  # part of the time that saves may cost
+LEAST_S = 60.0  # shortest interval where no time between failures is given: more often would save too little
 DISTANCE = 1.5
 """A save begins this many times as long after the last one as that took, so that it need not wait for it."""
 

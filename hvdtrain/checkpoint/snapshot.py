@@ -21,13 +21,13 @@ import numpy as np
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import (
-    MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointError, FileEntry, Manifest, decode, encode, file_name, group_name)
+    MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointError, FileEntry, Manifest, damaged, decode, encode, file_name,
+    group_name)
 from hvdtrain.checkpoint.stream import Tensor, pieces_of, tensors_of
 from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout, portable, read_header
 from hvdtrain.core.protocols.run import Head
 
 BLOCK_BYTES = 4096
-_DAMAGED = "use another checkpoint: this one is damaged"
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +90,7 @@ def open_new(directory: Path, needed_bytes: int, make_room: Callable[[int], None
 
 
 def read_snapshot(directory: Path) -> OpenCheckpoint:
-    """Verify a checkpoint, whose arrays are then read as they are asked for.
-
-    CheckpointError unless its files, and no others, are there to the bit as written.
-    """
+    """Open a checkpoint; CheckpointError unless its files, and no others, are there to the bit as written."""
     directory = Path(directory)
     manifest = inspect(directory)
     check_listing(directory, manifest)
@@ -131,35 +128,21 @@ def check_listing(directory: Path, manifest: Manifest) -> None:
         raise _unreadable(directory, error) from None
     expected = set(manifest.files) | {MANIFEST_NAME}
     if missing := sorted(expected - set(found)):
-        raise CheckpointError(
-            got=f"{directory} lacks {', '.join(missing[:5])}",
-            expected=f"the {len(expected)} files of this checkpoint",
-            do=_DAMAGED,
-        )
+        raise damaged(f"{directory} lacks {', '.join(missing[:5])}", f"the {len(expected)} files of this checkpoint")
     if extra := sorted(set(found) - expected):
-        raise CheckpointError(
-            got=f"{directory} also holds {', '.join(map(repr, extra[:5]))}",
-            expected="only the files its manifest lists",
-            do="move the others away if you put them there",
-        )
+        raise CheckpointError(f"{directory} also holds {', '.join(map(repr, extra[:5]))}",
+                              "only the files its manifest lists", "move the others away if you put them there")
     for name, status in sorted(found.items()):
         if not stat.S_ISREG(status.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-            raise CheckpointError(
-                got=f"{directory / name} is {kind}",
-                expected="the file itself",
-                do="copy the real file in its place",
-            )
+            raise CheckpointError(f"{directory / name} is {kind}", "the file itself",
+                                  "copy the real file in its place")
         if name == MANIFEST_NAME:
             continue
         size_bytes = manifest.files[name].size_bytes
         if status.st_size != size_bytes:
             state = "truncated" if status.st_size < size_bytes else "too long"
-            raise CheckpointError(
-                got=f"{directory / name} is {state}: {status.st_size} bytes",
-                expected=f"{size_bytes}",
-                do=_DAMAGED,
-            )
+            raise damaged(f"{directory / name} is {state}: {status.st_size} bytes", f"{size_bytes}")
 
 
 def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, FileLayout]) -> None:
@@ -178,9 +161,7 @@ def _step(step: int) -> int:
     except TypeError:
         number = -1
     if number < 0 or isinstance(step, bool):
-        raise CheckpointError(
-            got=f"step {step!r}", expected="a whole number of at least 0", do="give the global step"
-        )
+        raise CheckpointError(f"step {step!r}", "a whole number of at least 0", "give the global step")
     return number
 
 
@@ -196,30 +177,23 @@ def _refuse_to_replace(directory: Path) -> None:
         got = f"{directory} exists and holds {', '.join(map(repr, strangers[:5]))}"
     else:
         got = f"{directory} exists and is not a directory"
-    raise CheckpointError(got=got, expected="a free name, or a checkpoint to replace", do="move it away")
+    raise CheckpointError(got, "a free name, or a checkpoint to replace", "move it away")
 
 
 def _require_directory(directory: Path) -> None:
     try:
         mode = os.lstat(directory).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            got=f"{directory} does not exist", expected="a checkpoint directory", do="check the path"
-        ) from None
+        raise CheckpointError(f"{directory} does not exist", "a checkpoint directory",
+                              "check the path") from None
     except (OSError, ValueError) as error:
         raise _unreadable(directory, error) from None
     if stat.S_ISLNK(mode):
-        raise CheckpointError(
-            got=f"{directory} is a symbolic link",
-            expected="the checkpoint directory itself",
-            do="give the real path",
-        )
+        raise CheckpointError(f"{directory} is a symbolic link", "the checkpoint directory itself",
+                              "give the real path")
     if not stat.S_ISDIR(mode):
-        raise CheckpointError(
-            got=f"{directory} is a file",
-            expected="a checkpoint directory",
-            do="give the directory, not a file in it",
-        )
+        raise CheckpointError(f"{directory} is a file", "a checkpoint directory",
+                              "give the directory, not a file in it")
 
 
 def _no_manifest(directory: Path) -> CheckpointError:
@@ -227,11 +201,9 @@ def _no_manifest(directory: Path) -> CheckpointError:
         state = "holds no manifest.json" if os.listdir(directory) else "is empty"
     except OSError as error:
         return _unreadable(directory, error)
-    return CheckpointError(
-        got=f"{directory} {state}",
-        expected="a whole checkpoint; this is another program's directory, or damaged",
-        do="give a directory such as step-00000120 that hvdtrain wrote",
-    )
+    return CheckpointError(f"{directory} {state}",
+                           "a whole checkpoint; this is another program's directory, or damaged",
+                           "give a directory such as step-00000120 that hvdtrain wrote")
 
 
 def _check_content(path: Path, entry: FileEntry) -> None:
@@ -242,23 +214,16 @@ def _check_content(path: Path, entry: FileEntry) -> None:
     except OSError as error:
         raise _unreadable(path, error) from None
     if digest.hexdigest() != entry.sha256:
-        raise CheckpointError(
-            got=f"{path} was changed: it hashes to {digest.hexdigest()}",
-            expected=f"{entry.sha256} as noted in the manifest",
-            do=_DAMAGED,
-        )
+        raise damaged(f"{path} was changed: it hashes to {digest.hexdigest()}",
+                      f"{entry.sha256} as noted in the manifest")
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> CheckpointError:
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
-        return CheckpointError(
-            got=f"{path} is a symbolic link", expected="the file itself", do="copy the real file in its place"
-        )
-    return CheckpointError(
-        got=f"{path} cannot be read ({error})",
-        expected="a readable checkpoint",
-        do="check its permissions and disk",
-    )
+        return CheckpointError(f"{path} is a symbolic link", "the file itself",
+                               "copy the real file in its place")
+    return CheckpointError(f"{path} cannot be read ({error})", "a readable checkpoint",
+                           "check its permissions and disk")
 
 
 Places = dict[tuple[int, str, str], tuple[Path, int]]
@@ -352,8 +317,7 @@ def open_checkpoint(directory: Path, manifest: Manifest) -> OpenCheckpoint:
         arrays = read_header(directory / file)
         shards = manifest.shards.get(file)
         if shards is not None and set(shards) != set(arrays):
-            raise CheckpointError(f"{directory / file} holds other arrays than its manifest lists", "the same",
-                                  "use another checkpoint: this one is damaged")
+            raise damaged(f"{directory / file} holds other arrays than its manifest lists", "the same")
         heads_F.append([])
         for key, (spec, offset) in arrays.items():
             group, name, begin, shape = str(group_name(file)), key, 0, spec.shape

@@ -52,7 +52,7 @@ class CheckpointStore:
 
     def __init__(self, root: Path, keep: int) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise UserError(got=f"keep {keep!r}", expected="a whole number of at least 1", do="set keep: 1")
+            raise UserError(f"keep {keep!r}", "a whole number of at least 1", "set keep: 1")
         self.root = Path(os.path.abspath(root))
         self.keep = keep
         self._said_newer = False
@@ -136,18 +136,12 @@ class CheckpointStore:
         return None
 
     def _candidates(self) -> tuple[ListedCheckpoint, ...]:
-        """List everything named like a checkpoint, newest step first, a visible one before one moved aside.
-
-        The step is the manifest's; a directory without a good one is placed by its name.
-        """
+        """List all named like checkpoints, newest step (the manifest's, else the name's) first."""
         try:
             names = os.listdir(self.root) if self.root.is_dir() else []
         except OSError as error:
-            raise CheckpointError(
-                got=f"{self.root} cannot be listed ({error})",
-                expected="a directory of checkpoints",
-                do="check its permissions",
-            ) from None
+            raise CheckpointError(f"{self.root} cannot be listed ({error})", "a directory of checkpoints",
+                                  "check its permissions") from None
         places = [(name, False, self.root / name) for name in names]
         places += [(left.target, True, left.path) for left in self._leftovers("aside")]
         found = [self._candidate(name, hidden, path) for name, hidden, path in places if _STEP.fullmatch(name)]

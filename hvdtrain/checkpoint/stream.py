@@ -18,17 +18,14 @@ from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Spec, portable
 from hvdtrain.core.protocols.run import Head, Shard
 
-PIECE_BYTES = 16 << 20
-"""Most bytes of values that travel at once, those of a bucket of the default size."""
-
+PIECE_BYTES = 16 << 20  # most bytes of values that travel at once, those of a bucket of the default size
 PACKED_BYTES = 1 << 20
 """Values below this size travel together, up to about as many bytes; larger ones by themselves, without a copy."""
 
 FIRST = ("model", "optimizer")
 """The groups that come first, and have a file also where they are empty; the others follow by name."""
 
-Piece = tuple[int, int, int]
-"""Bytes [low, high) of the values of a shard, by its number."""
+Piece = tuple[int, int, int]  # bytes [low, high) of the values of a shard, by its number
 
 
 def head(shard: Shard) -> Head:
@@ -113,10 +110,7 @@ class Tensor:
 
 
 def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that the sources' shards form, by group and name, in the order of the files. Pure.
-
-    Errors: `CheckpointError` unless each element of each comes exactly once.
-    """
+    """Return tensors by group and name; `CheckpointError` unless each element comes exactly once. Pure."""
     parts = [LocatedShard(source, one) for source, heads in enumerate(heads_P) for one in heads]
     tensors: dict[str, dict[str, Tensor]] = {}
     ends: dict[tuple[str, str], int] = {}
@@ -136,8 +130,8 @@ def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]
             if came < n:
                 faults.append(f"{name!r} of group {group!r}: {n - came} of {n} elements are missing")
     if faults:
-        raise CheckpointError(got=f"the ranks' shards do not make whole tensors; {'; '.join(faults[:3])}",
-                              expected="every element from exactly one rank", do="correct what gave these shards")
+        raise CheckpointError(f"the ranks' shards do not make whole tensors; {'; '.join(faults[:3])}",
+                              "every element from exactly one rank", "correct what gave these shards")
     order = {_place(part.head._replace(begin=0, n=0)): part.head for part in parts}
     found: dict[str, dict[str, Tensor]] = {}
     for _, one in sorted(order.items()):

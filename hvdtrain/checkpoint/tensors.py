@@ -19,28 +19,11 @@ import numpy as np
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000
-"""The cap that safetensors readers put on a header."""
-
-BLOCK_BYTES = 1 << 20
-"""Size from which a block is written by itself."""
-
+MAX_HEADER_BYTES = 100_000_000  # the cap that safetensors readers put on a header
+BLOCK_BYTES = 1 << 20  # size from which a block is written by itself
 _CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "int64": "I64",
-    "uint64": "U64",
-    "int32": "I32",
-    "uint32": "U32",
-    "int16": "I16",
-    "uint16": "U16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-
-
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "uint64": "U64", "int32": "I32",
+    "uint32": "U32", "int16": "I16", "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 _DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items()}
 
 
@@ -120,11 +103,8 @@ def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | Non
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            got=f"group {group!r} needs a header of {len(text)} bytes",
-            expected=f"at most {MAX_HEADER_BYTES}",
-            do="split the group, or shorten the names",
-        )
+        raise CheckpointError(f"group {group!r} needs a header of {len(text)} bytes",
+                              f"at most {MAX_HEADER_BYTES}", "split the group, or shorten the names")
     return FileLayout(len(text).to_bytes(8, "little") + text, tuple(order), 8 + len(text) + offset)
 
 
@@ -162,21 +142,15 @@ def _entry(entry: dict[str, Any], first: int) -> tuple[Spec, int]:
 
 
 def _foreign(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        got=f"{path} is not a safetensors file that can be read ({reason[:200]})",
-        expected="the arrays of one group",
-        do="use another checkpoint",
-    )
+    return CheckpointError(f"{path} is not a safetensors file that can be read ({reason[:200]})",
+                           "the arrays of one group", "use another checkpoint")
 
 
 def portable(name: str, array: np.ndarray, group: str) -> np.ndarray:
     """Return ``array`` little-endian and in C order; CheckpointError where a file cannot hold it exactly."""
     if not isinstance(array, (np.ndarray, np.generic)):
-        raise CheckpointError(
-            got=f"{name!r} of group {group!r} is a {type(array).__name__}",
-            expected="a numpy array",
-            do="convert it, for example tensor.detach().cpu().numpy()",
-        )
+        raise CheckpointError(f"{name!r} of group {group!r} is a {type(array).__name__}", "a numpy array",
+                              "convert it, for example tensor.detach().cpu().numpy()")
     array = np.asarray(array, order="C")
     check(name, array.dtype, group)
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -186,11 +160,8 @@ def check(name: str, dtype: np.dtype, group: str) -> None:
     """Raise CheckpointError for a name or a dtype that a file cannot hold exactly."""
     _check_name(name, group)
     if dtype.name not in _CODES:
-        raise CheckpointError(
-            got=f"{name!r} of group {group!r} has dtype {dtype}",
-            expected="one of " + ", ".join(_CODES),
-            do="convert it; bfloat16 travels as its bits in uint16",
-        )
+        raise CheckpointError(f"{name!r} of group {group!r} has dtype {dtype}", "one of " + ", ".join(_CODES),
+                              "convert it; bfloat16 travels as its bits in uint16")
 
 
 def _check_name(name: str, group: str) -> None:
@@ -201,8 +172,5 @@ def _check_name(name: str, group: str) -> None:
         except UnicodeEncodeError:
             good = False
     if not good:
-        raise CheckpointError(
-            got=f"tensor name {name!r} in group {group!r}",
-            expected="text that UTF-8 can hold, other than '__metadata__'",
-            do="rename the tensor",
-        )
+        raise CheckpointError(f"tensor name {name!r} in group {group!r}",
+                              "text that UTF-8 can hold, other than '__metadata__'", "rename the tensor")

@@ -20,9 +20,7 @@ from hvdtrain.core.errors import WaitTimeout
 from hvdtrain.core.protocols import Channel, Control, Handle
 from hvdtrain.core.protocols.run import Head, Shard, Want
 
-ROUND_SHARDS = 4096
-"""Most windows in a round."""
-
+ROUND_SHARDS = 4096  # most windows in a round
 Groups = dict[str, dict[str, np.ndarray]]
 
 
@@ -42,8 +40,7 @@ def arriving(control: Control, heads_P: Sequence[Sequence[Head]],
              shards: Sequence[Shard]) -> list[Iterator[np.ndarray]]:
     """Return iterators that bring each rank's values to rank 0, as `receive_shards` does, by collectives.
 
-    All ranks take the same pieces in the same order; other ranks than 0 have no use for them. ``shards``: this rank's,
-    of ``heads_P[control.rank]``.
+    All ranks take the same pieces in the same order. ``shards``: this rank's, of ``heads_P[control.rank]``.
     """
     messages = packed(shards)
 
@@ -109,9 +106,7 @@ def _rounds(wants: Sequence[Want], heads: Mapping[tuple[str, str], Head]) -> Ite
         yield packed
 
 
-SIZE, NOTE, VALUES = 0, 1, 2
-"""Tags of the messages, in the order in which they come."""
-
+SIZE, NOTE, VALUES = 0, 1, 2  # tags of the messages, in the order in which they come
 PATIENCE = 12
 """How many times a channel's bound a sender waits: meanwhile the receiver writes what comes before."""
 
@@ -124,10 +119,7 @@ def send_shards(channel: Channel, note: dict[str, Any], shards: Sequence[Shard],
 
 
 def receive_shards(channel: Channel, source: int) -> tuple[dict[str, Any], list[Head], Iterator[np.ndarray]]:
-    """Return ``source``'s note, the heads of its shards, and an iterator that receives their values, piece by piece.
-
-    All pieces must be taken before the next note. `WaitTimeout`.
-    """
+    """Return a note, heads, and an iterator of the values, to be exhausted before the next. `WaitTimeout`."""
     note = receive_note(channel, source)
     heads = [Head(group, name, tuple(shape), dtype, begin, n)
              for group, name, shape, dtype, begin, n in note.pop("heads")]

@@ -15,8 +15,8 @@ from hvdtrain.config import Config
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.units import format_bytes
-from hvdtrain.engine.machine import reading
-from hvdtrain.engine.memory.plan import Plan
+from hvdtrain.engine import machine
+from hvdtrain.engine.memory_plan import Plan
 from hvdtrain.engine.run import Run
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
@@ -115,27 +115,27 @@ def _memory(config: Config, check: bool, target: str) -> None:
     from hvdtrain import backends
     from hvdtrain.cluster.control import agreed
     from hvdtrain.core import table
+    from hvdtrain.engine import memory_survey
+    from hvdtrain.engine import memory_plan as plans
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.engine.callbacks.memory_fit import MemoryFit
-    from hvdtrain.engine.memory import blocks, survey
-    from hvdtrain.engine.memory import plan as plans
 
     if check:  # three steps hold no copies for a checkpoint
         config = replace(config, checkpoint=replace(config.checkpoint, every="off", every_steps=0, every_s=0.0))
     run = assemble(replace(config, balance="off", resume=""))
     MemoryFit().fit_start(run)
-    scene = survey.scene_of(run, backends.load(run.spec.framework))
-    way = survey.way_of(scene, run.dp)
+    scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
+    way = memory_survey.way_of(scene, run.dp)
     facts = agreed(run.control, lambda: plans.facts_now(scene, way, True), "memory")
     plan = plans.agreed_plan(scene, facts)
     measured = facts.measured
-    rows = agreed(run.control, lambda: blocks.rows(scene, measured.blocks, measured.block_samples)
+    rows = agreed(run.control, lambda: memory_survey.rows(scene, measured.blocks, measured.block_samples)
                   if measured.blocks else [], "memory")
     if run.control.rank == 0:
         show(plan, run.control.size > 1)
         if rows:
             table.show(f"blocks recomputed in a trial of {count(measured.block_samples, 'sample')} on rank 0",
-                       blocks.COLUMNS,
+                       memory_survey.COLUMNS,
                        rows, launched=run.control.size > 1)
     agreed(run.control, lambda: _written(plan.to_dict(), target if run.control.rank == 0 else ""), "--json")
     if check:
@@ -155,7 +155,7 @@ def _written(plan: dict[str, Any], target: str) -> None:
 def show(plan: Plan, launched: bool) -> None:
     """Print a plan's tables; on rank 0."""
     from hvdtrain.core import table
-    from hvdtrain.engine.memory.plan import COLUMNS, OPTION_COLUMNS
+    from hvdtrain.engine.memory_plan import COLUMNS, OPTION_COLUMNS
 
     table.show("memory of each rank, above what the framework's import takes", COLUMNS, plan.rows(), launched=launched)
     if plan.options:
@@ -177,7 +177,7 @@ def checked(run: Run, plan: Plan, steps: int) -> None:
     for _, batch in zip(range(steps), batches):
         loop.train_step(run, batch)
     batches.close()
-    peaks = control.gather(reading.peak_bytes(run))
+    peaks = control.gather(machine.peak_bytes(run))
     if control.rank == 0:
         rows = [[str(r), format_bytes(need.total), format_bytes(peak),
                  f"{100 * (need.total / peak - 1):+.1f} %" if peak else "N/A"]

@@ -13,15 +13,9 @@ import numpy as np
 from hvdtrain.core.errors import count
 
 WORD = 2**64
-LIMB_BITS = 16
-"""Bits of a sum that travel in one float64: sums over 2^37 ranks stay exact whole numbers."""
-
-LIMBS = 1 + 64 // LIMB_BITS
-"""Numbers that `to_limbs` makes of a `Sums`."""
-
-CHUNK = 1 << 16
-"""Sample numbers that are hashed at a time, so that an epoch of billions needs no memory."""
-
+LIMB_BITS = 16  # bits of a sum that travel in one float64: sums over 2^37 ranks stay exact whole numbers
+LIMBS = 1 + 64 // LIMB_BITS  # numbers that `to_limbs` makes of a `Sums`
+CHUNK = 1 << 16  # sample numbers that are hashed at a time, so that an epoch of billions needs no memory
 MOST_SEARCHED = 1 << 22
 """Samples of an epoch up to which those that were lost or doubled are looked for by number."""
 
@@ -96,10 +90,7 @@ class Book:
 
 
 def unlike(got: Sums, want: Sums, epoch: int, numbers_n: np.ndarray | None) -> str:
-    """Describe the samples of an epoch that were lost or doubled; "" where ``got`` is ``want``.
-
-    ``numbers_n``: the sample numbers of ``want``, int64[n], which are searched for the culprits; None: too many.
-    """
+    """Describe lost or doubled samples, "" for none; ``numbers_n`` (None: too many) are searched for culprits."""
     if got == want:
         return ""
     missing, diff = want.count - got.count, (want.total - got.total) % WORD

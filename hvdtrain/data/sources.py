@@ -1,6 +1,7 @@
 """Resolve ``data.name`` or a user's object to a `Source`: arrays, sets by name, files, callables, framework datasets.
 
-Owns the `Source` contract and the listing of folders. Adapters, functions of the backends, convert framework datasets.
+Owns the `Source` contract, the listing of folders and held-out samples. The backends' adapters convert framework
+datasets.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ import numpy as np
 
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.resolve import absolute, in_slot, load_callable, load_slot
-from hvdtrain.data.splits import SPLITS
 from hvdtrain.data.stream import Arrays, Stream
+from hvdtrain.planning.batch.sampler import at_least, epoch_order, random_bits
 
 SETS = "hvdtrain.data.sets"
 ENDINGS = (".npz", ".npy")
 """Endings of files that ``data.name`` may spell out; the set of that name gets the file as ``path``."""
 
-PATHS = ("root", "cache")
-"""Arguments of sets by name that are paths."""
-
+PATHS = ("root", "cache")  # arguments of sets by name that are paths
 _NAMES = ("x", "y", "sample_weight")
 
 
@@ -42,10 +41,10 @@ class Source(Protocol):
 
 @runtime_checkable
 class EpochSource(Source, Protocol):
-    """A source whose samples differ between epochs, as augmented pictures do.
+    """A source whose samples depend on (a seed, the epoch, their number), never on the rank or the batch."""
 
-    A sample may depend only on (a seed, the epoch, its number), never on the rank or on the other samples fetched.
-    """
+    def fetch(self, indices_n: np.ndarray) -> Arrays:
+        return self.fetch_in(indices_n, 0)
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
         """Return arrays (n, ...) of the samples ``indices_n`` as they are in ``epoch``."""
@@ -57,7 +56,7 @@ class Unreadable(UserError):
 
     def __init__(self, number: int, place: str, reason: str) -> None:
         super().__init__(f"sample {number} cannot be read: {place}: {reason}", "a sample that can be read",
-                         "mend or remove it")
+                         "fix or remove it")
         self.number, self.place, self.reason = number, place, reason
 
     def __reduce__(self) -> tuple:
@@ -83,7 +82,7 @@ def checked(found: Any, n: int) -> Arrays:
     if not arrays or any(np.ndim(array) == 0 or len(array) != n for array in arrays):
         shapes = [np.shape(array) for array in arrays]
         raise UserError(f"fetching {n} samples gave arrays of shapes {shapes}", f"arrays whose first axis is {n}",
-                        "mend the dataset's fetch()")
+                        "fix the dataset's fetch()")
     return arrays
 
 
@@ -102,13 +101,9 @@ Adapter = Callable[[Any], "Data | None"]
 
 
 class ArraySource:
-    """Samples along the first axis of arrays: x, then y, then per-sample weights, as far as there are any.
+    """Samples along the first axis of x, y and weights; `UserError` for unequal lengths and other elements."""
 
-    Errors: `UserError` for arrays of different lengths, scalars, no array, and elements other than numbers and bools.
-    """
-
-    rows: Any = None
-    """The `hvdtrain.data.rows.ColumnNames` of named columns; ``layout``: of nested ones."""
+    rows: Any = None  # the `hvdtrain.data.rows.ColumnNames` of named columns; ``layout``: of nested ones
     layout: Any = None
     fixed = True
     """Whether a sample is the same at every reading, so that ranks that read different ones are refused."""
@@ -130,8 +125,7 @@ class ArraySource:
         if len({shape[0] for shape in shapes}) > 1:
             counts = ", ".join(f"array {i} {list(shape)}" for i, shape in enumerate(shapes))
             raise UserError(f"the data arrays differ in length: {counts}",
-                            "one number of samples in all of them",
-                            "check how x and y were made")
+                            "one number of samples in all of them", "check how x and y were made")
 
     def __len__(self) -> int:
         return len(self.arrays[0])
@@ -151,8 +145,7 @@ def resolve(name: str, args: Mapping[str, Any], split: str, adapters: Sequence[A
     ending = _ending(name)
     if "split" in args or ending and "path" in args:
         raise UserError(f"data.args holds {'split' if 'split' in args else 'path'!r}",
-                        "it to be left to the trainer",
-                        "remove it from data.args")
+                        "it to be left to the trainer", "remove it from data.args")
     if ending:
         return _call(load_slot(SETS, ending[1:], "data.name", "make"), f"a {ending} file", args, path=_path(name),
                      split=split)
@@ -246,8 +239,7 @@ def check_names(arrays: Mapping[str, Any], origin: str) -> None:
     known = [name + suffix for suffix in ("", "_test") for name in _NAMES]
     for name in arrays:
         if name not in known:
-            raise UserError(f"{origin} has an array named {name!r}",
-                            nearest(name, known),
+            raise UserError(f"{origin} has an array named {name!r}", nearest(name, known),
                             "rename or remove it")
     for end in ("", "_test"):
         if "sample_weight" + end in arrays and "y" + end not in arrays:
@@ -288,13 +280,11 @@ def _call(function: Callable, name: str, args: Mapping[str, Any], **ours: Any) -
     free = [choice for choice in choices if choice not in ours]
     for arg in kwargs:
         if arg not in choices and not open_ended:
-            raise UserError(f"{name} takes no argument {arg!r}",
-                            nearest(arg, free) if free else "no arguments",
+            raise UserError(f"{name} takes no argument {arg!r}", nearest(arg, free) if free else "no arguments",
                             "correct data.args")
     for choice in choices:
         if choice not in kwargs and params[choice].default is inspect.Parameter.empty:
-            raise UserError(f"{name} needs the argument {choice!r}",
-                            "it in data.args",
+            raise UserError(f"{name} needs the argument {choice!r}", "it in data.args",
                             f"set data.args.{choice}")
     return _within_memory(function, name, kwargs)
 
@@ -349,3 +339,28 @@ def entries(folder: bytes) -> Iterator[os.DirEntry[bytes]]:
     except OSError as error:
         raise UserError(f"the folder {shown(folder)} cannot be read: {error.strerror}", "a folder that can be",
                         "correct its rights, or data.args.root") from None
+
+
+SPLITS = ("train", "test")
+STREAM = 2**63  # first of the random streams used here
+
+
+def uniform(n: int, seed: int, stream: int) -> np.ndarray:
+    """Return float64[n] in [0, 1) of the 53 upper random bits."""
+    return (random_bits(n, seed, stream) >> np.uint64(11)) * 2.0**-53
+
+
+def held_out(labels_n: np.ndarray, test_fraction: float, seed: int) -> np.ndarray:
+    """Return bool[n], True for the test samples: of every label the fraction, rounded, but never all."""
+    at_least("data.args.seed", seed, 0)
+    if not isinstance(test_fraction, (int, float)) or not 0 < test_fraction < 1:
+        raise UserError(f"data.args.test_fraction is {test_fraction!r}", "a number above 0 and below 1",
+                        "set data.args.test_fraction: 0.2")
+    is_test = np.zeros(len(labels_n), bool)
+    for rank, label in enumerate(np.unique(labels_n)):
+        members = np.flatnonzero(labels_n == label)
+        count = int(len(members) * test_fraction + 0.5)
+        if len(members) > 1:
+            count = min(max(count, 1), len(members) - 1)
+        is_test[members[epoch_order(len(members), seed, STREAM + rank, shuffle=True)[:count]]] = True
+    return is_test

@@ -29,18 +29,13 @@ from hvdtrain.core.resolve import load_callable
 from hvdtrain.data.sources import shown
 from hvdtrain.planning.batch.sampler import at_least
 
-PIECE = 1 << 20
-"""Bytes that are read at a time, and then the rest of the line; a longer line is cut there."""
-
+PIECE = 1 << 20  # bytes that are read at a time, and then the rest of the line; a longer line is cut there
 Encode = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Convert text to numbers below ``vocab``; ``encode`` None: its bytes.
-
-    ``identity``: changes whenever the numbers may. ``mask``: its own number for a masked token, or -1.
-    """
+    """Text to numbers below ``vocab``; ``encode`` None: bytes. ``identity``: changes whenever the numbers may."""
 
     name: str
     identity: str
@@ -49,10 +44,7 @@ class Tokenizer:
     mask: int = -1
 
     def numbers(self, path: bytes) -> Iterator[np.ndarray]:
-        """Yield the tokens int64[any] of a file, piece by piece; a piece ends with a line.
-
-        Errors: `UserError` for an unreadable file, one that is not UTF-8, and for numbers not below ``vocab``.
-        """
+        """Yield int64 tokens of a file, piece by piece; `UserError` for unreadable text and wrong numbers."""
         blocks = _blocks(path)
         if self.encode is None:
             yield from (np.frombuffer(block, np.uint8).astype(np.int64) for block in blocks)
@@ -64,27 +56,24 @@ class Tokenizer:
             given = encode(text)
         except OSError as error:  # of the callable's own files; elsewhere it would be taken for one of the text's
             raise UserError(f"data.args.tokenizer {self.name} failed: {error}", "a list of whole numbers for a text",
-                            "mend the tokenizer") from error
+                            "fix the tokenizer") from error
         try:
             numbers = np.asarray(given if isinstance(given, np.ndarray) else list(given))
         except (TypeError, ValueError):
             numbers = np.array(None)
         if numbers.ndim != 1 or numbers.size and numbers.dtype.kind not in "iu":
             raise UserError(f"data.args.tokenizer {self.name} gave {type(given).__name__} {str(given)[:60]!r}",
-                            "a list of whole numbers for a text", "mend the tokenizer")
+                            "a list of whole numbers for a text", "fix the tokenizer")
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.vocab:
             wrong = numbers.max() if numbers.max() >= self.vocab else numbers.min()
             raise UserError(f"data.args.tokenizer {self.name} gave the number {wrong} in {shown(path)}",
                             f"numbers of 0 to {self.vocab - 1} (vocab {self.vocab})", "set data.args.vocab to one more "
-                            "than the largest number, or mend the tokenizer")
+                            "than the largest number, or fix the tokenizer")
         return numbers.astype(np.int64)
 
 
 def tokenizer_of(given: Any, vocab: int) -> Tokenizer:
-    """Return the tokenizer of ``data.args.tokenizer``: bytes, FILE.json, or module:callable.
-
-    A callable takes a text and returns a list of numbers below ``vocab``, or its own attribute ``vocab``.
-    """
+    """Return the tokenizer of ``data.args.tokenizer``: bytes, FILE.json, or module:callable."""
     at_least("data.args.vocab", vocab, 0)
     if not isinstance(given, str) or given != "bytes" and not given.endswith(".json") and ":" not in given:
         raise UserError(f"data.args.tokenizer is {given!r}", "bytes, a file that ends in .json, or module:callable",
@@ -153,17 +142,12 @@ def _texts(blocks: Iterator[bytes], path: bytes) -> Iterator[str]:
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise UserError(f"{shown(path)} is not UTF-8: byte {at - len(_held(decoder)) + error.start} "
-                            f"({error.reason})", "text in UTF-8",
+            first = at - len(decoder.getstate()[0])  # less the bytes of a character that is not complete
+            raise UserError(f"{shown(path)} is not UTF-8: byte {first + error.start} ({error.reason})", "text in UTF-8",
                             "convert or remove it, or set data.args.tokenizer: bytes") from None
         at += len(block)
         if text:
             yield text
-
-
-def _held(decoder: codecs.IncrementalDecoder) -> bytes:
-    """Return the bytes of a character that is not complete."""
-    return bytes(decoder.getstate()[0])
 
 
 def files_stamp(paths: list[bytes]) -> list[tuple[str, int, int]]:
@@ -180,9 +164,7 @@ def files_stamp(paths: list[bytes]) -> list[tuple[str, int, int]]:
 
 
 FOLDER = ".hvdtrain-tokens"
-WAIT_S = 1800.0
-"""Longest wait for another process that makes the same file."""
-
+WAIT_S = 1800.0  # longest wait for another process that makes the same file
 _LOOK_S = 0.05
 _VERSION = 1  # of how tokens are made and kept
 _HEADER = 128
@@ -223,7 +205,7 @@ def open_tokens(path: str) -> np.ndarray:
             raise ValueError(f"it holds {tokens.dtype}{list(tokens.shape)}")
     except (OSError, ValueError, SyntaxError, TypeError) as error:
         raise UserError(f"the tokens in {path} cannot be read: {getattr(error, 'strerror', None) or error}",
-                        "what a run has written there", "remove the file, to have it made anew") from None
+                        "what a run has written there", "remove the file, to have it made again") from None
     return tokens
 
 
@@ -248,10 +230,7 @@ def _folder(beside: Path, cache: str, name: str) -> Path:
 
 @contextlib.contextmanager
 def _alone(lock: Path, target: Path) -> Iterator[None]:
-    """Hold ``lock``, or continue as soon as ``target`` exists; the lock ends with its process.
-
-    On a file system without locks each process makes a file of its own, and the last one stays.
-    """
+    """Hold ``lock``, or continue as soon as ``target`` exists; without locks each process makes its own file."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         held = _locked(descriptor, lock, target)

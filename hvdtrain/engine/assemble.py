@@ -1,12 +1,6 @@
-"""Builds a run in one fixed order: the file to read to know what a run is made of.
+"""Build a run in one written order: the file to read to know what a run is made of.
 
-The order: config, boot and control plane, topology and group, model blocks, devices, wire (`hvdtrain.comm.wires`),
-data, precision, the model's parts (stage, parameters, optimizer, transforms), the comparison of the ranks' models, a
-first sample through model, loss and metrics, data parallelism with buckets and compressor
-(`hvdtrain.parallel.data_parallel`), initial weights, callbacks, restore. The run's directory is made when a fit starts
-(`hvdtrain.checkpoint.run_directory.starting`); the parts of a batch (`balance`) are planned then, by a callback. A
-model that is split over devices is cut while its parts are made, before its exchange, so that no bucket spans two
-devices.
+The run's directory is made later, when a fit starts (`hvdtrain.checkpoint.run_directory.starting`).
 """
 
 from __future__ import annotations
@@ -38,13 +32,14 @@ from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import start
-from hvdtrain.engine import build_model, feeds, first_sample, per_rank
-from hvdtrain.engine.balance.emulate import Slowed
+from hvdtrain.engine import build_model, first_sample
+from hvdtrain.engine import compare_ranks
+from hvdtrain.engine.build_model import Slowed
 from hvdtrain.engine.callbacks.order import in_order
 from hvdtrain.engine.compare_ranks import check_config, check_parts, check_world
-from hvdtrain.engine.guards.finite import check_trainable
-from hvdtrain.engine.memory.settle import settle
-from hvdtrain.engine.memory.survey import scene_of
+from hvdtrain.engine.weight_checks import check_trainable
+from hvdtrain.engine.memory_plan import settle
+from hvdtrain.engine.memory_survey import scene_of
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services
 from hvdtrain.engine.saving import session
@@ -98,7 +93,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     devices = control.gather(backend.device_facts())
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
     mesh = replace(_mesh(config, control), before=before)
-    spelled = per_rank.of_copies(config, per_rank.spelled_out(config, topology, devices, notes), mesh)
+    spelled = compare_ranks.of_copies(config, compare_ranks.spelled_out(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
     setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)
@@ -108,7 +103,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spec = rows.of_model_file(spec)
     adapters, cores = (partial(backend.adapt_data, seed=config.seed, rows=rows),), topology.cores_of(control.rank)
     train, test = agreed(control, lambda: prepare.read(config, data, adapters, cores, notes), "data")
-    feed, test_feed = feeds.feeds_of(spelled, spec, mesh, control, train, test)
+    feed, test_feed = build_model.feeds_of(spelled, spec, mesh, control, train, test)
     at = session.position(config, spec.name, control)
     spelled = run_length.filled(spelled, feed.steps_per_epoch, notes, at, feed.steps_left(at))
     build_model.seed_all(config, backend, control.rank)
@@ -145,7 +140,6 @@ def _schedule(parts: ModelParts, control: Control, config: Config, recovery: Rec
 
 
 def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback[Run]]] | None) -> None:
-    """Data parallelism, initial weights, callbacks, restore."""
     control, parts, feed = run.control, run.parts, run.feed
     run.unused = UnusedParameters(parts, control)
     agreed(control, lambda: parts.install(collective=False), "transforms")
@@ -191,7 +185,6 @@ def _gloo_control(framework: str, config: Config, facts: LaunchFacts) -> Control
 
 
 def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) -> Recovery:
-    """What a rank does that runs out of memory."""
     shrinks, because = config.on_oom == "shrink", "on_oom is stop"
     if shrinks and config.sync_batchnorm and control.size > 1:
         because = "with sync_batchnorm layers wait for other ranks within a micro-batch"
@@ -201,7 +194,7 @@ def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) 
 
 
 def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
-    """What every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
+    """Return what every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
     names = policy.resolve(str(config.precision), devices)  # whose names have been spelled out
     notes += policy.remarks(names, devices)
     return Precision(tuple(names), control.rank)
@@ -213,6 +206,6 @@ def _transforms(config: Config) -> list[Transform]:
 
 
 def _mesh(config: Config, control: Control) -> Mesh:
-    """The copies of the model; each rank has one where none is cut over ranks."""
+    """Return the copies of the model; each rank has one where none is cut over ranks."""
     depths = depths_of(config.pipeline.stages, config.pipeline.depths, control.size)
     return Mesh.of(depths, control.rank)

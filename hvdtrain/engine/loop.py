@@ -1,6 +1,6 @@
-"""The training loop: the only one. `hvdtrain.core.events` tells it in pseudo-code; this file is that, no more.
+"""The training loop, as `hvdtrain.core.events` has it in pseudo-code.
 
-Owns the order of a step and where its seconds go. Knows no framework and no wire.
+Frameworks and transports are left to the parts of a run.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hvdtrain.core.timeline import active, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.weighting import check_weight
 from hvdtrain.engine.average import averaged, leave_final
-from hvdtrain.engine.guards.finite import blame
+from hvdtrain.engine.weight_checks import blame
 from hvdtrain.engine.model_changes import check_late, follow, watched
-from hvdtrain.engine.out_of_memory.advice import mended, repeats, tell
-from hvdtrain.engine.saving import dry_run
+from hvdtrain.engine.callbacks.out_of_memory import mended, repeats, tell
+from hvdtrain.engine.saving import final
 from hvdtrain.parallel.recovery.evaluating import RecoveringEvaluator
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _start(run: Run) -> None:
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
-        dry_run.check(run)
+        final.check(run)
         _stop_at_max_steps(run)
 
 
@@ -94,7 +94,6 @@ def _fit(run: Run) -> None:
 
 
 def _epoch(run: Run) -> None:
-    """Every step that is left of the current epoch."""
     phases = run.phases
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
         while not run.stopping():
@@ -244,7 +243,7 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
 
 
 def _stop_at_max_steps(run: Run) -> None:
-    """Every rank counts alike, so this needs no vote."""
+    # Every rank counts alike, so this needs no agreement.
     if 0 < run.config.max_steps <= run.state.cursor.step:
         run.state.stop = f"max_steps {run.config.max_steps}"
 

@@ -1,7 +1,6 @@
-"""A run: the object that the loop drives and callbacks see.
+"""The run: the object that the loop drives and callbacks see, which delivers events.
 
-Owns the delivery of events and what ranks ask of each other between agreements. Its state is in
-`hvdtrain.engine.run_parts`; `hvdtrain.engine.assemble` builds it, `hvdtrain.engine.loop` drives it.
+Its state is left to `hvdtrain.engine.run_parts`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hvdtrain.core.records.stream import Stream
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
-from hvdtrain.engine.phases import RunPhases
+from hvdtrain.engine.run_parts import RunPhases
 from hvdtrain.engine.run_parts import RunSetup, RunState, Services
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
@@ -218,7 +217,7 @@ class Run:
             self.state.told = []
 
     def stopping(self) -> bool:
-        """Whether the ranks have agreed to stop."""
+        """Return whether the ranks have agreed to stop."""
         return bool(self.state.stop)
 
     def settle(self) -> None:

@@ -117,7 +117,7 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
 
     After batches 2, 8 and then every ``every``-th, and at the end of each epoch and of ``fit``. For custom training
     steps and plain optimizers: `hvdtrain.keras.DistributedOptimizer` compares by itself. ``local_variables``: left out.
-    ``process_set``: the ranks that compare. Raises `hvdtrain.engine.guards.divergence.Diverged`, which names the first
+    ``process_set``: the ranks that compare. Raises `hvdtrain.engine.weight_checks.Diverged`, which names the first
     variable, the ranks and the likely cause. Collective.
     """
 

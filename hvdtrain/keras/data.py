@@ -70,8 +70,7 @@ class ShardedDataset(keras.utils.PyDataset):
         self._steps = self.samples // self.global_batch if drop_remainder else -(-self.samples // self.global_batch)
         if self._steps == 0:
             raise UserError(f"{count(self.samples, 'sample')} for a global batch of {global_batch}",
-                            "at least one whole batch",
-                            "lower global_batch, or leave drop_remainder out")
+                            "at least one whole batch", "lower global_batch, or leave drop_remainder out")
         self._epoch, self._begun = epoch - 1, False
         self._next: int | None = None
         self._order = np.arange(0)

@@ -22,7 +22,7 @@ from hvdtrain.backends.tensorflow.nodes import node_errors
 from hvdtrain.backends.tensorflow.state import to_numpy
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError
-from hvdtrain.keras import own_steps, shardable
+from hvdtrain.keras import custom_steps, shardable
 from hvdtrain.keras.data import ShardedDataset
 from hvdtrain.keras.exchange import OptimizerExchange, exchange_of, tf_variable
 from hvdtrain.keras.guard import EARLY, GuardCallback
@@ -132,9 +132,9 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
             _seen.pop(self, None)
             return plain_fit(self, x, *args, **kwargs)
         shardable.check_losses(self)
-        for step, data in zip(own_steps.STEPS, (x, held_out)):
+        for step, data in zip(custom_steps.STEPS, (x, held_out)):
             if isinstance(data, ShardedDataset):
-                own_steps.check(self, step, data)
+                custom_steps.check(self, step, data)
         even = all(shard.even() for shard in shards)
         if _seen.get(self) not in (False, even):
             self.train_function = self.test_function = None

@@ -176,13 +176,13 @@ def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
         kind = _reading_at_passes(type(inner), passes) if passes > 1 else type(inner)
         return cls(**{**config, "inner_optimizer": _taking_state(_like(inner, kind), inner, build=False)})
     if isinstance(optimizer, keras.optimizers.MultiOptimizer) and not hasattr(optimizer._optimizer_map, "values"):
-        return cls(**{**config, "optimizer_map": optimizer._optimizer_map})  # a function, which chooses anew
+        return cls(**{**config, "optimizer_map": optimizer._optimizer_map})  # a function, which chooses again
     takes = inspect.signature(type(optimizer).__init__).parameters
     lost = [p.name for p in takes.values() if p.name not in config and p.name != "self"
             and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if lost:
         raise UserError(f"{type(optimizer).__name__}.get_config() leaves out {', '.join(lost)}",
-                        "all arguments of its __init__: the optimizer is made anew from them", "add them to get_config")
+                        "all arguments of its __init__: the optimizer is rebuilt from them", "add them to get_config")
     rate = optimizer._learning_rate
     if not isinstance(rate, keras.Variable) and "learning_rate" in config:
         config["learning_rate"] = rate  # a schedule or a callable: the object itself
@@ -255,5 +255,5 @@ def _rebuilt(model: Any, filepath: Any) -> Any:
             variable.assign(value)
     else:
         warnings.warn(f"{filepath} holds the state of another optimizer than Keras 3's {type(optimizer).__name__}: it "
-                      "starts anew", stacklevel=3)
+                      "starts from scratch", stacklevel=3)
     return optimizer

@@ -69,22 +69,19 @@ def check_losses(model: Any) -> None:
         if getattr(loss, "ignore_class", None) is not None:
             raise through_trace(UserError(
                 f"loss {loss.name} with ignore_class={loss.ignore_class} over hvdtrain.keras.shard",
-                "a mean over all samples: ranks ignore unlike numbers of elements",
+                "a mean over all samples: ranks ignore different numbers of elements",
                 f"leave it out and give sample weights of 0 and 1 per element; or {_TRAINER}"))
 
 
 def _masked(got: str) -> UserError:
     return through_trace(UserError(
         f"{got} over hvdtrain.keras.shard",
-        "a mean over samples: masked losses are means over elements, of which ranks have unlike numbers",
+        "a mean over samples: masked losses are means over elements, of which ranks have different numbers",
         "leave the mask out and give sample weights of 0 and 1 per element"))
 
 
 def check_batch(model: Any, outputs: Any, sample_weight: Any) -> None:
-    """Raise `UserError` for masks, losses that layers add, and left-out weights, while a batch's loss is computed.
-
-    Has no effect outside `reading`.
-    """
+    """Raise `UserError` for masks, layers' losses and left-out weights of a batch, within `reading`."""
     if not _reading:
         return
     if _weighed and sample_weight is None:
@@ -101,7 +98,7 @@ def check_batch(model: Any, outputs: Any, sample_weight: Any) -> None:
     if len(model.losses) > of_weights:
         raise through_trace(UserError(
             "losses that layers add for each batch (activity_regularizer, add_loss) over "
-            f"hvdtrain.keras.shard, where {uneven.size} ranks have unlike numbers of samples",
+            f"hvdtrain.keras.shard, where {uneven.size} ranks have different numbers of samples",
             "the same number on every rank in every step",
             f"leave shares out, take a global_batch that {uneven.size} divides, and drop_remainder=True "
             f"unless the last batch is as long; or {_TRAINER}"))
@@ -112,10 +109,7 @@ _accepted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def check_shard(model: Any, shard: ShardedDataset, ranks: int) -> None:
-    """Refuse a loss of ``model`` that is no mean over samples, for a fit over ``shard``; collective over ``ranks``.
-
-    Errors: `UserError`, the same on every rank. On one rank a warning names the loss.
-    """
+    """Refuse a loss that is no mean over samples, on every rank; warn on a single one. Collective."""
     from hvdtrain.tensorflow import functions
 
     loss = getattr(model, "_compile_loss", None)

@@ -1,7 +1,7 @@
 """Decide which ways of computing are kept, from the ranks' times; pure.
 
 Ranks that compute alike (one kind of device) choose alike: by the slowest of them, which the others wait for, and so
-that what one computes another can compute again to the bit (`hvdtrain.engine.guards.recompute`). Unlike ranks choose
+that what one computes another can compute again to the bit (`hvdtrain.engine.recompute`). Unlike ranks choose
 each for their kind: nothing of the choice is seen in what they exchange but rounding.
 """
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402
 
 from hvdtrain.backends.torch.transforms import compile as transform  # noqa: E402
-from hvdtrain.engine.compile import timing  # noqa: E402
+from hvdtrain.engine.callbacks import auto_compile as timing  # noqa: E402
 
 
 class Drops(nn.Module):

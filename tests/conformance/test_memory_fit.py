@@ -11,7 +11,9 @@ from small_runs import FRAMEWORKS, apart, bits, config, fitted, solo, weights
 
 from hvdtrain import backends
 from hvdtrain.config import Named
-from hvdtrain.engine.memory import plan, settle, survey
+from hvdtrain.engine import memory_plan as plan
+from hvdtrain.engine import memory_plan as settle
+from hvdtrain.engine import memory_survey as survey
 from hvdtrain.planning.memory.fit import MemoryRoom
 
 BATCH, WIDTH = 1024, 256

@@ -15,7 +15,8 @@ from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.memory import plan, survey
+from hvdtrain.engine import memory_plan as plan
+from hvdtrain.engine import memory_survey as survey
 from hvdtrain.planning.memory.forecast import forecast
 
 DATA = samples(96)

@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402,F401
 
 from hvdtrain.backends.torch.pipelined import measuring  # noqa: E402
-from hvdtrain.backends.torch.pipelined.own import Cut, is_cut, take_out  # noqa: E402
+from hvdtrain.backends.torch.pipelined.stage import Cut, is_cut, take_out  # noqa: E402
 from hvdtrain.config import Named, Pipeline  # noqa: E402
 from hvdtrain.core.comparison import LEAST  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402

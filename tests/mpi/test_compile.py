@@ -34,7 +34,7 @@ def make():
 @pytest.mark.parametrize("zero, remat", [("", "off"), ("zero", "every:2")])
 def test_ranks_compile_alike_and_stay_one_model(control, monkeypatch, tmp_path, zero, remat):
     from hvdtrain.backends.torch.transforms import compile as transform
-    from hvdtrain.engine.compile import timing
+    from hvdtrain.engine.callbacks import auto_compile as timing
 
     torch._dynamo.reset()
     monkeypatch.setattr(transform, "compiled", lambda function: torch.compile(function, backend="aot_eager"))

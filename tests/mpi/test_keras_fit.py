@@ -148,7 +148,7 @@ def test_plain_fit_over_shards_is_keras_fit(control, weighted):
 
 def test_the_guard_compares_at_the_end_of_a_fit_of_one_update(control):
     import hvdtrain.keras as hvd
-    from hvdtrain.engine.guards.divergence import Diverged
+    from hvdtrain.engine.weight_checks import Diverged
 
     class Spoils(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

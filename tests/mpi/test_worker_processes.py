@@ -17,7 +17,7 @@ from hvdtrain.config import Checkpoint, Data
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop, summary
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.engine.feeds import eval_feed
+from hvdtrain.engine.build_model import eval_feed
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 N, BATCH = 107, 53

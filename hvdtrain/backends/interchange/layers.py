@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight: its ``name`` in the whole model, unique there, its shape and dtype, and whether it is trained."""
+    """A weight: its ``name``, unique in the whole model, its shape and dtype, and whether it is trained."""
 
     name: str
     shape: Shape
@@ -29,12 +29,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer that has weights of its own.
+    """A layer that has weights of its own.
 
-    ``name``: its path with dots, as torch writes it ("conv_0.conv"). ``kind``: a key of
-    `hvdtrain.backends.interchange.layers.KINDS`, the same word in both frameworks. ``said``: its class there.
-    ``weights``: by the name that the framework gives each within the layer ("in_proj_weight", "query/kernel").
-    ``facts``: settings that both frameworks' layers have, for a remark where they differ.
+    ``name``: its path with dots, as torch writes it ("conv_0.conv"). ``kind``: a key of `KINDS`, the same word in both
+    frameworks. ``said``: its class there. ``weights``: by the name that the framework gives each within the layer
+    ("in_proj_weight", "query/kernel"). ``facts``: settings that both frameworks' layers have, for a remark where they
+    differ.
     """
 
     name: str

@@ -53,7 +53,7 @@ def flops_of_pass(parts: object, batch: object) -> tuple[None, str]:
 
 
 def product_type(parts: object) -> str:
-    """Return float32's name among peaks (`hvdtrain.engine.machine.flops`)."""
+    """Return float32's name among peaks (`hvdtrain.engine.machine`)."""
     return "fp32"
 
 

@@ -17,7 +17,7 @@ from hvdtrain.backends.interchange import rule as rules
 from hvdtrain.backends.interchange.layers import Layer, Model, Weight
 from hvdtrain.backends.interchange.pairing import UNSUPPORTED
 from hvdtrain.backends.interchange.rule import TORCH_SLOTS, Rule, Slots
-from hvdtrain.backends.torch import generators, modules, placement, state
+from hvdtrain.backends.torch import modules, placement, state
 from hvdtrain.backends.torch.modules import modes_kept
 from hvdtrain.core.errors import UserError
 
@@ -212,7 +212,7 @@ def state_of(parts: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, 
 def fresh_generators(model: nn.Module, seed: int, rank: int) -> dict[str, np.ndarray]:
     """Return the generators of a rank at the start of a run."""
     placement.seed(seed, rank)
-    return generators.random_arrays()
+    return placement.random_arrays()
 
 
 def _unfit(path: Path, error: Exception) -> UserError:

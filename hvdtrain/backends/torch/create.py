@@ -1,4 +1,4 @@
-"""How the parts of a PyTorch model are made: whole, split over devices or ranks, or of a Keras model.
+"""Parts of a PyTorch model: unpartitioned, split over devices or ranks, or of a Keras model.
 
 Owns that choice, and the agreement of all ranks that a split takes.
 """
@@ -15,7 +15,7 @@ from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import keras, placement
 from hvdtrain.backends.torch.maker import Maker, build_lazy
 from hvdtrain.backends.torch.pipelined import create as pipelined
-from hvdtrain.backends.torch.pipelined.own import refuse_cut
+from hvdtrain.backends.torch.pipelined.stage import refuse_cut
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
@@ -32,10 +32,10 @@ from hvdtrain.planning.pipeline.blocks import DeviceProfile
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
                precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None,
                mesh: Mesh | None = None) -> ModelParts:
-    """Parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
+    """Return parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
 
-    ``sample``: so many samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras
-    model that has no variables yet, or lazy layers of PyTorch.
+    ``sample``: n samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras model
+    that has no variables yet, or lazy layers of PyTorch.
     """
     if placement.device().type == "cpu":
         # Under ZeRO gradients come and go among those that stay: of a large model their gaps would be much.
@@ -75,7 +75,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
 
 
 def _nbytes(model: Any) -> int:
-    """Bytes of the parameters that are there; 0 for a model of Keras, which may have none yet."""
+    """Return the bytes of the parameters that exist; 0 for a model of Keras, which may have none yet."""
     if not isinstance(model, torch.nn.Module):
         return 0
     return sum(p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))

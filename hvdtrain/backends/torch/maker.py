@@ -17,12 +17,12 @@ from hvdtrain.backends import in_order
 from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import modules
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.modules import modes_kept, set_modes
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.optim import optimizer_spec
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchFacts, TorchParams, trainable
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.state import TorchState
 from hvdtrain.backends.torch.task import Metrics, TorchEvaluator, make_task

@@ -1,6 +1,6 @@
-"""A PyTorch model's modules and tensors: names without wrappers, modes, what forward passes write, checks.
+"""A PyTorch model's modules and tensors: names without wrappers, modes, trees of tensors, what forward writes, checks.
 
-Changes nothing of a run; buffers over ranks are `hvdtrain.backends.torch.buffers`'.
+Buffers over ranks are `hvdtrain.backends.torch.buffers`'.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,7 +200,7 @@ class Place(NamedTuple):
 
 
 class OneEntry:
-    """One entry of a module's dict of parameters, as a dict."""
+    """Entry of a module's dict of parameters, as a dict."""
 
     def __init__(self, holder: dict[str, Any], key: str) -> None:
         self._holder, self._key = holder, key
@@ -312,3 +312,54 @@ def describe(tensor: torch.Tensor) -> Writable:
 def _kind(tensor: torch.Tensor) -> str:
     return "b" if tensor.dtype == torch.bool else "f" if tensor.is_floating_point() else (
         "c" if tensor.is_complex() else "i")
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree: one tensor, or tuples, lists and dicts of such."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [t for child in children for t in tensors_of(child)]
+
+
+def like(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the tree ``value`` with other tensors, in the order of `tensors_of`."""
+    rest = iter(tensors)
+
+    def built(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return next(rest)
+        if isinstance(part, (tuple, list)):
+            return type(part)(built(v) for v in part)
+        return {k: built(v) for k, v in part.items()} if isinstance(part, dict) else part
+
+    return built(value)
+
+
+def count_samples(x: Any) -> int:
+    """Return the first dimension of all tensors; `UserError` where they have not one in common."""
+    sizes = {t.shape[0] if t.dim() else -1 for t in tensors_of(x)}
+    if len(sizes) != 1 or -1 in sizes:
+        raise UserError(f"a split model was given {type(x).__name__} with first dimensions {sorted(sizes)}",
+                        "tensors (B, ...) with one B, which is cut into parts", "set model_parallel: 1, or give it one")
+    return sizes.pop()
+
+
+def cut(x: Any, parts: int) -> list[Any]:
+    """Return ``parts`` trees of about B / parts samples each."""
+    columns = [torch.tensor_split(t, parts) for t in tensors_of(x)]
+    return [like(x, [column[i] for column in columns]) for i in range(parts)]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Undo `cut` for outputs; `UserError` for what has no samples to concatenate."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor) and first.dim():
+        return torch.cat(list(parts))
+    if isinstance(first, (tuple, list)):
+        return type(first)(joined(each) for each in zip(*parts))
+    if isinstance(first, dict):
+        return {k: joined([part[k] for part in parts]) for k in first}
+    raise UserError(f"the last block of a split model returns a {type(first).__name__} without samples",
+                    "tensors (B, ...), which the parts of a micro-batch are put together to",
+                    "set split_micro_batches: 1, or take the sum over samples into task")

@@ -1,4 +1,4 @@
-"""One forward pass of a block that keeps its inputs only, that pass again in backward, and its costs.
+"""Second forward pass of a block in backward, whose first pass keeps its inputs only, and its costs.
 
 Which blocks those are is `hvdtrain.backends.torch.transforms.remat`'s.
 """
@@ -128,7 +128,7 @@ class Tape:
 
 
 class Frame:
-    """One call of ``block`` that keeps its inputs only.
+    """A call of ``block`` that keeps its inputs only.
 
     PyTorch lets a pass hand over the tensors that it saves for backward and asks for each when it is needed
     (`torch.autograd.graph.saved_tensors_hooks`). The graph of the first pass is the one that backward walks: the second

@@ -14,9 +14,9 @@ import torch
 from hvdtrain.backends.misfit import one_sample
 from hvdtrain.backends.torch import placement as devices_of
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.gradients import Gradients
 from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import resuming
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.modules import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.checkpoint import files, weights
 from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError, count

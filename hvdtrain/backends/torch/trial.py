@@ -15,12 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from hvdtrain.backends.loss_coupling import Evaluate, LossValue, per_row
-from hvdtrain.backends.torch import placement, trees
+from hvdtrain.backends.torch import modules, placement
 from hvdtrain.backends.torch.buffers import remember
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.memory import out_of_memory
 from hvdtrain.backends.torch.modules import (
     assign, check_loss, holders_of, mark_written, modes_kept, put_back_buffers, written_parameters)
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
 from hvdtrain.core.protocols import Batch
 from hvdtrain.parallel.parts import ModelParts
@@ -174,7 +174,7 @@ def _evaluated(model: torch.nn.Module, training: bool) -> Iterator[list[torch.Te
     outputs: list[torch.Tensor] = []
 
     def keep(module: Any, inputs: Any, found: Any) -> None:
-        outputs.extend(() if outputs else trees.tensors_of(found))
+        outputs.extend(() if outputs else modules.tensors_of(found))
 
     keras_model = getattr(model, "keras_model", None)
     with contextlib.ExitStack() as stack:

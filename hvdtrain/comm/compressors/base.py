@@ -122,7 +122,7 @@ LEAST = 2.0 ** -126
 
 
 def sample(n: int, k: int) -> tuple[int, int]:
-    """Return (stride, place) of `Ops.topk`'s sample: the threshold is the ``place``-th largest of every ``stride``-th
+    """Return (stride, place) of top-k's sample: the threshold is the ``place``-th largest of every ``stride``-th
     magnitude.
 
     Only entries that reach the threshold are sorted, somewhat more than k; where fewer do (the sample was unlucky, or

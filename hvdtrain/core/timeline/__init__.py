@@ -295,7 +295,7 @@ class Clock:
 
 
 class StepTotals:
-    """Sums over this rank's steps: seconds by phase, steps, samples. `hvdtrain.engine.phases` adds to them.
+    """Sums over this rank's steps: seconds by phase, steps, samples. `hvdtrain.engine.run_parts` adds to them.
 
     "wait": for gradients and agreements, and steps that are repeated. Finer causes are `Clock`'s.
     """

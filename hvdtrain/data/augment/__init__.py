@@ -51,7 +51,7 @@ def steps_of(spec: Mapping[str, Any]) -> list[tuple[str, Callable[..., np.ndarra
                     for name in own]
 
 
-class Augmented:
+class Augmented(EpochSource):
     """Pictures of ``source`` changed by ``spec`` (``data.augment``): an `hvdtrain.data.sources.EpochSource`.
 
     x is (n, H, W) or (n, H, W, C) of floats or whole numbers and keeps its type. With mixup y becomes float32 (n, C).
@@ -77,9 +77,6 @@ class Augmented:
 
     def __len__(self) -> int:
         return len(self.wraps)
-
-    def fetch(self, indices_n: np.ndarray) -> Arrays:
-        return self.fetch_in(indices_n, 0)
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
         own = self._changed(indices_n, epoch)

@@ -37,9 +37,7 @@ _LABELS = {"coarse": 20, "fine": 100}
 _RECORD = 2 + 3 * 32 * 32
 _FILES = {"cifar-100-binary": ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt"),
           "cifar-100-python": ("train", "test", "meta")}
-_MOST_BYTES = 2**28
-"""Of one file in the archive; the largest has 154 MB."""
-
+_MOST_BYTES = 2**28  # of one file in the archive; the largest has 154 MB
 MOST_READS = 4_000_000
 """Reads of one pickle, one for each opcode and each argument; a file of CIFAR-100 takes about 600,000."""
 
@@ -321,10 +319,7 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 def read_pickle(file: BinaryIO) -> Any:
-    """Return the plain data of a pickle by Python 2: strings as bytes, arrays as uint8.
-
-    Errors: ValueError for anything else, such as a class, and for a damaged file.
-    """
+    """Return a pickle's plain data, strings as bytes, arrays as uint8; ValueError for anything else."""
     try:
         found = _PlainUnpickler(_CountedFile(file), encoding="bytes").load()
     except (pickle.UnpicklingError, EOFError, struct.error, LookupError, TypeError, AttributeError) as error:

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import ArraySource, Source, held_out
 
 SHAPE = (1797, 65)
 

@@ -16,8 +16,7 @@ from hvdtrain.data.pictures import ENDINGS, Normalisation, channels_of, checked_
 from hvdtrain.data.sources import Source, entries, files_in, is_, shown
 
 _ENDINGS = tuple(ending.encode() for ending in ENDINGS)
-_TRIED = 100
-"""Pictures that are tried for the size of all, should the first ones be unreadable."""
+_TRIED = 100  # pictures that are tried for the size of all, should the first ones be unreadable
 
 
 def make(split: str, root: str, size: Any = 0, layout: str = "channels_last", channels: int = 3, mean: Any = None,

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.data.sources import Source, by_name
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import Source, by_name, held_out
 from hvdtrain.data.stream import Arrays
 
 _NAMES = ("x", "y", "sample_weight")
@@ -95,7 +94,7 @@ class Mapped:
         for file, stamp in zip(self._files, self._stamps):
             if _stamp(file) != stamp:
                 raise UserError(f"{file} has changed while it was used", "files that stay as they are",
-                                "start the run anew with the file as it is now")
+                                "start the run again with the file as it is now")
 
     def __len__(self) -> int:
         return len(self._arrays[0]) if self._chosen is None else len(self._chosen)

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.core.errors import UserError, count, nearest
-from hvdtrain.data.sources import ArraySource, Source, by_name
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import ArraySource, Source, by_name, held_out
 
 
 def make(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> Source:

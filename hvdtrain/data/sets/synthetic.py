@@ -11,12 +11,10 @@ import numpy as np
 from hvdtrain.cluster.machine.memory import host_budget_bytes
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.units import format_bytes
-from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.data.splits import SPLITS, STREAM, uniform
+from hvdtrain.data.sources import SPLITS, STREAM, ArraySource, Source, uniform
 from hvdtrain.planning.batch.sampler import at_least, epoch_order
 
-_WORK_BYTES = 24
-"""Bytes that data takes for each number while it is made: its bits and two float64."""
+_WORK_BYTES = 24  # bytes that data takes for each number while it is made: its bits and two float64
 
 
 def make(split: str, samples: int = 1024, shape: Sequence[int] = (8, 8), classes: int = 10,

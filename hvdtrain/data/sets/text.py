@@ -7,13 +7,10 @@ import importlib
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import ArraySource, Source, held_out
 from hvdtrain.planning.batch.sampler import at_least
 
-VOCAB = 96
-"""Tokens: the 95 printable ASCII characters in their order, then the line break."""
-
+VOCAB = 96  # tokens: the 95 printable ASCII characters in their order, then the line break
 MODULE = "pydoc_data.topics"
 
 
@@ -36,10 +33,7 @@ def make(split: str, context: int = 64, samples: int = 0, test_fraction: float =
 
 
 def paragraphs() -> str:
-    """Return the topics in alphabetical order as one text, each paragraph once.
-
-    Versions of Python differ in a few paragraphs. Errors: `UserError` where a distribution lacks the module.
-    """
+    """Return the topics in order as one text, each paragraph once; `UserError` where Python lacks them."""
     try:
         topics = importlib.import_module(MODULE).topics
     except ModuleNotFoundError:

@@ -11,15 +11,12 @@ import numpy as np
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.resolve import absolute
 from hvdtrain.data.augment.draw import uniform_of
-from hvdtrain.data.sources import Source, files_in, shown
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import Source, files_in, held_out, shown
 from hvdtrain.data.tokenizer import open_tokens, token_file, tokenizer_of
 from hvdtrain.planning.batch.sampler import at_least
 
 ENDINGS = (".txt", ".text", ".md")
-IGNORED = -1
-"""Target of a token that does not count, as in the BERT twins."""
-
+IGNORED = -1  # target of a token that does not count, as in the BERT twins
 MASKED, REPLACED = 0.8, 0.9
 """Of the chosen tokens eight in ten are masked, one becomes any other, one stays (J. Devlin et al., "BERT", 2019)."""
 
@@ -113,10 +110,7 @@ class Sequences:
 
 
 class Masked(Sequences):
-    """The same sequences for a masked language model: an `hvdtrain.data.sources.EpochSource`.
-
-    In each, ``part`` of the tokens is chosen, at least one. ``mask``: the masked token's number, counted in ``vocab``.
-    """
+    """The same sequences with a fraction ``part`` of their tokens, at least one, masked again in each epoch."""
 
     def __init__(self, path: str, context: int, held: tuple[str, float, int] | None, vocab: int, part: float,
                  mask: int, seed: int) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.rows import ColumnNames, of_data
+from hvdtrain.data.sources import EpochSource
 from hvdtrain.data.stream import Arrays
 from hvdtrain.data.workers import start
 from hvdtrain.data.workers.worker import SharedResults, WorkerTraceback, nameless, refuse_unlike
@@ -31,9 +32,7 @@ from hvdtrain.data.workers.worker import SharedResults, WorkerTraceback, nameles
 SLOTS = 2
 """Tasks that a worker has at a time: one that it fetches, one that waits or whose result is being read."""
 
-TASKS = 2
-"""Tasks for each of several workers that a fetch is cut into, so that a slow sample holds up less."""
-
+TASKS = 2  # tasks for each of several workers that a fetch is cut into, so that a slow sample holds up less
 LOOK_MS = 1000
 
 
@@ -84,11 +83,7 @@ class _Task:
 
 
 class Pool:
-    """Run ``n`` workers that fetch from sources packed in ``setup_fd``, which it closes.
-
-    ``timeout_s``: longest time for one task. Raises `UserError` where the first worker cannot unpack the sources, and
-    `OSError` where none can be started.
-    """
+    """Run ``n`` workers on the sources packed in ``setup_fd``. `UserError`: unpacking failed; `OSError`: no process."""
 
     def __init__(self, setup_fd: int, n: int, timeout_s: float, preload: Sequence[str] = ()) -> None:
         self.n, self._timeout_s = n, timeout_s
@@ -232,7 +227,7 @@ class Pool:
         raise error
 
 
-class Pooled:
+class Pooled(EpochSource):
     """An `EpochSource` that is source ``number`` of a pool."""
 
     def __init__(self, source: Any, pool: Pool, number: int) -> None:
@@ -244,9 +239,6 @@ class Pooled:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wraps, name)
-
-    def fetch(self, indices_n: np.ndarray) -> Arrays:
-        return self.fetch_in(indices_n, 0)
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
         return self.collect(self.begin(indices_n, epoch))

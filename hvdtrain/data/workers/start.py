@@ -26,12 +26,8 @@ ALONE = {**dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_TH
                           "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1"), "CUDA_VISIBLE_DEVICES": ""}
 """One thread for each worker, and no GPU."""
 
-ANSWER_S = 60.0
-"""Longest wait for the server's answer: it may import a framework first."""
-
-STATUS_S = 15.0
-"""Longest wait for the answer how a worker ended, after which the server is taken for frozen."""
-
+ANSWER_S = 60.0  # longest wait for the server's answer: it may import a framework first
+STATUS_S = 15.0  # longest wait for the answer how a worker ended, after which the server is taken for frozen
 END_S = 5.0
 
 _lock = threading.RLock()

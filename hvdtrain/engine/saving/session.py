@@ -1,7 +1,6 @@
-"""Saves a run as a checkpoint and loads one into it, on all ranks at once.
+"""Save a run as a checkpoint and load one into it, on all ranks at once.
 
-Owns what belongs into a checkpoint, which one is resumed, and what is said about it. `saving` copies the state and has
-it written, `passage` and `transfer` move it between ranks, `store` and its neighbours write it.
+Copying and writing is left to `saving`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from hvdtrain.core.resolve import absolute
 from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.saving.contents import held_by, json_able, parts_of, schedule_of
+from hvdtrain.engine.saving.saving import held_by, json_able, parts_of, schedule_of
 from hvdtrain.engine.saving.saving import Saving
 from hvdtrain.parallel.pipeline.plan import ranks_of
 

@@ -32,7 +32,7 @@ class DataParallelSetup:
 
     ``control``: of all ranks of the job. Of a model that is cut over ranks ``group`` and ``collectives`` are those of
     the last blocks of this rank; `wires` has all of them. ``scene``: what the memory plan looks at
-    (`hvdtrain.engine.memory.survey.Scene`).
+    (`hvdtrain.engine.memory_survey.Scene`).
     """
 
     config: Config

@@ -2,7 +2,7 @@
 
 Owns the plan, the plans to compare it with, the advice to leave a host out and the table; pure. Times nothing and moves
 no data. Which division is best is found in `hvdtrain.planning.batch.minmax`; the ranks' lines come from
-`hvdtrain.engine.balance.probe`, later from `hvdtrain.planning.batch.rebalance`. Every rank computes the same plan from
+`hvdtrain.engine.balance_probe`, later from `hvdtrain.planning.batch.rebalance`. Every rank computes the same plan from
 the same lines, bit for bit.
 """
 

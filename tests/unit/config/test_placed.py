@@ -16,7 +16,7 @@ from hvdtrain.config import yaml_file as recipe
 from hvdtrain.config.placed import Place, absent, as_yaml, by_rank, entries, meaning
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
-from hvdtrain.engine.per_rank import spelled_out
+from hvdtrain.engine.compare_ranks import spelled_out
 
 H200 = Place("node1.cluster.org", "cuda", "NVIDIA H200")
 A100 = Place("node2", "cuda", "NVIDIA A100-SXM4-40GB")

@@ -15,9 +15,9 @@ from hvdtrain.config import Checkpoint, Data
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import comparison
 from hvdtrain.data import ledger as books
+from hvdtrain.data.batches import READ_BEFORE
 from hvdtrain.data.comparison import COMPARED
 from hvdtrain.data.ledger import Book, Sums
-from hvdtrain.data.walk import READ_BEFORE
 from hvdtrain.engine import loop
 from hvdtrain.engine import summary as run_summary
 from hvdtrain.engine.assemble import assemble

@@ -15,7 +15,8 @@ from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import HostRanks
 from hvdtrain.config import Config, Rebalance
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine.balance import cache, probe
+from hvdtrain.engine import balance_probe as cache
+from hvdtrain.engine import balance_probe as probe
 from hvdtrain.planning.batch.line import Line, least
 
 

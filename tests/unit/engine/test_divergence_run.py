@@ -19,8 +19,8 @@ from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks import divergence as room
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.divergence import Divergence, stride
-from hvdtrain.engine.guards.digest import COLUMNS, digest, norm, signed_sum
-from hvdtrain.engine.guards.divergence import Diverged
+from hvdtrain.engine.weight_checks import COLUMNS, digest, norm, signed_sum
+from hvdtrain.engine.weight_checks import Diverged
 
 FIRST = {"numpy": "w0", "torch": "dense_0.linear.weight", "tensorflow": "kernel"}
 

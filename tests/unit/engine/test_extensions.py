@@ -24,7 +24,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.engine.callbacks import order
-from hvdtrain.engine.saving.contents import callback_states
+from hvdtrain.engine.saving.saving import callback_states
 from hvdtrain.reports.progress import silence
 
 MINE = '''

@@ -12,7 +12,7 @@ from hvdtrain.checkpoint import CheckpointStore, Snapshot, files, read_snapshot
 from hvdtrain.config import Checkpoint, Pipeline
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving import room
+from hvdtrain.engine.saving import final as room
 from hvdtrain.trainer import Trainer
 
 

@@ -14,8 +14,8 @@ from hvdtrain.cluster.machine import usage as process
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.units import KINDS
 from hvdtrain.engine.callbacks import system
-from hvdtrain.engine.machine import environment
-from hvdtrain.engine.machine.reading import Reader
+from hvdtrain.engine import machine as environment
+from hvdtrain.engine.machine import Reader
 
 STATUS = "Name:\tpython\nVmRSS:\t  2048 kB\nRssShmem:\t 4 kB\nThreads:\t7\nVmSwap:\t0 kB\n"
 

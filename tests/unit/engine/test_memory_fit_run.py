@@ -16,7 +16,8 @@ from hvdtrain.config import Checkpoint, Named
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks import balance
-from hvdtrain.engine.memory import settle, survey
+from hvdtrain.engine import memory_plan as settle
+from hvdtrain.engine import memory_survey as survey
 from hvdtrain.planning.batch.line import Speed
 from hvdtrain.planning.batch.line import Line as Seconds
 from hvdtrain.planning.memory.facts import MeasuredMemory

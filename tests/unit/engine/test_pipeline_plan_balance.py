@@ -12,8 +12,8 @@ from hvdtrain.backends.numpy.model import Model
 from hvdtrain.config import Named, Pipeline, Rebalance
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.engine import per_rank
-from hvdtrain.engine.balance import copies
+from hvdtrain.engine import compare_ranks as per_rank
+from hvdtrain.engine import balance_plan as copies
 from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks.balance import Balance
 from hvdtrain.engine.callbacks.base import Callback

@@ -11,7 +11,7 @@ from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Pipeline
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.engine.balance.emulate import Slowed
+from hvdtrain.engine.build_model import Slowed
 from hvdtrain.engine.callbacks.stages import Seen, Spent, Stages
 from hvdtrain.parallel.pipeline import link
 from hvdtrain.parallel.pipeline.partition import planned

@@ -168,7 +168,7 @@ def test_final_weights_that_find_no_room_end_every_rank_in_words(tmp_path: Path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights, "put", full)
-    monkeypatch.setattr("hvdtrain.engine.saving.room.WAITS_S", ())
+    monkeypatch.setattr("hvdtrain.engine.saving.final.WAITS_S", ())
     said: list[str] = []
 
     def work(run: Any) -> None:

@@ -18,7 +18,7 @@ from hvdtrain.config import DataParallel, Exchange, Named, Pipeline
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.engine.guards.divergence import Diverged
+from hvdtrain.engine.weight_checks import Diverged
 from hvdtrain.parallel.pipeline.partition import even_layout
 from hvdtrain.parallel.precision.scaler import LossScale
 

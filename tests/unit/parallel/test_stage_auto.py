@@ -9,7 +9,7 @@ from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.core.units import GIB
-from hvdtrain.engine.memory import survey
+from hvdtrain.engine import memory_survey as survey
 from hvdtrain.parallel.data_parallel.room import least_stage
 from hvdtrain.parallel.data_parallel.zero import Zero
 

@@ -12,7 +12,7 @@ from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import BlockCost, ParamSpec
 from hvdtrain.core.units import Footprint
 from hvdtrain.engine.average import average_bytes
-from hvdtrain.engine.memory.plan import Plan
+from hvdtrain.engine.memory_plan import Plan
 from hvdtrain.parallel.data_parallel.room import least_stage
 from hvdtrain.planning.memory import options
 from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding, Slots

@@ -20,7 +20,7 @@ from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine import summary
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.callbacks.throughput import Throughput
+from hvdtrain.engine.callbacks.seconds import Throughput
 from hvdtrain.reports.jsonl import Jsonl
 from hvdtrain.reports.progress import report as progress
 from hvdtrain.reports.progress.line import Line
@@ -195,7 +195,7 @@ def test_a_directory_that_is_deleted_in_mid_run_costs_the_run_nothing(framework,
 
 def test_throughput_is_that_of_a_window(run, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("hvdtrain.engine.callbacks.throughput.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.engine.callbacks.seconds.time.perf_counter", lambda: clock[0])
     meter, seen = Throughput(window=2), []
     meter.on(Event.EPOCH_START, run)
     for step_s in (1.0, 1.0, 4.0, 4.0, 4.0):

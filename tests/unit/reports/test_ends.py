@@ -14,7 +14,7 @@ from hvdtrain.config import Checkpoint
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.ends import page
+from hvdtrain.engine import report_page as page
 from hvdtrain.reports import survivor
 from hvdtrain.reports.survivor import Writer
 from hvdtrain.trainer import Trainer
@@ -100,7 +100,7 @@ import sys, time
 sys.path.insert(0, {fixtures!r})
 from small_runs import config, make_model, samples
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.ends import page
+from hvdtrain.engine import report_page as page
 from hvdtrain.trainer import Trainer
 
 class Slow(Callback):

@@ -27,12 +27,12 @@ from hvdtrain.backends.keras.task import Task
 from hvdtrain.backends.model_spec import refuse_groups
 from hvdtrain.backends.torch import placement, resuming, state
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.keras import without_tensorflow
 from hvdtrain.backends.torch.keras.optim import CompiledOptimizer, compiled_optimizer
 from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.backends.torch.optimizer import Slices, TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.task import TorchEvaluator
 from hvdtrain.backends.torch.transforms import precision as widths
 from hvdtrain.backends.torch.transforms.compile import TorchCompile

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from hvdtrain.backends.torch.modules import count_samples, cut, joined, tensors_of
 from hvdtrain.backends.torch.placement import moved, synchronize
-from hvdtrain.backends.torch.trees import count_samples, cut, joined, tensors_of
 from hvdtrain.planning.pipeline.blocks import parts_of
 from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, gpipe_slots, measured_bubble
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import blocks, generators, modules, placement
+from hvdtrain.backends.torch import blocks, modules, placement
 from hvdtrain.backends.torch.memory import free_cached, out_of_memory
+from hvdtrain.backends.torch.modules import count_samples
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.backends.torch.optimizer import slot_share
 from hvdtrain.backends.torch.pinned import Uploads
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision, floating_dtype
-from hvdtrain.backends.torch.trees import count_samples
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Control
@@ -78,12 +78,12 @@ class Placement:
             with precision.computing():
                 return {d.type: blocks.measure(named, x, d) for d in {d.type: d for d in self.devices[::-1]}.values()}
 
-        least, random = least_samples(named), generators.random_arrays()
+        least, random = least_samples(named), placement.random_arrays()
         samples = max(least, part_samples(self._config, control.rank, control.size))
         try:
             found, n, _ = attempt_halving(blocks_of, samples, out_of_memory, free_cached, least)
         finally:
-            generators.load_random(random)
+            placement.load_random(random)
         by_type = {kind: tuple(block.over(samples / n) for block in some) for kind, some in found.items()}
         needs = Needs(gradients=1.0, slots=slot_share(self._config, spec))
         capacity_bytes, together_bytes = self._memory(control.local_size)

@@ -1,27 +1,30 @@
-"""How fast every rank is with this model, and how much its memory holds: measured in a few seconds, or remembered.
-
-Owns the measurement: which sizes, for how long, what an out-of-memory means. Plans nothing
-(`hvdtrain.planning.batch.plan`) and leaves the model as it was (`Step.trial`). All ranks measure at the same time, as
-they will compute: ranks that share cores or memory bandwidth find what is left to them.
-"""
+"""Speed of each rank, measured in a few seconds or remembered between runs, and sizes that ran out of memory."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
+import json
 import math
+import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import memory
+from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
-from hvdtrain.engine.balance import cache, learnt
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 from hvdtrain.planning.batch.line import Speed, fit, least
+
 
 CONFIRMS = 0.15
 """A remembered time is confirmed by a measurement that differs from it by less than this part."""
@@ -59,11 +62,11 @@ def probe(run: Run, backend: Any) -> list[Speed]:
     given = cast(Sequence[int], run.spelled.rebalance.max_micro_batch)
     remembers = config.rebalance.probe_cache
     with deadline(config.control_timeout_s, "the probe of balance"):
-        ran_out = agreed(control, lambda: learnt.ceiling(run, tools.sample(1)) if remembers else 0, "probe")
+        ran_out = agreed(control, lambda: ceiling_of(run, tools.sample(1)) if remembers else 0, "probe")
         limit = least(config.micro_batch_limit, given[control.rank] if given else 0, ran_out)
         held = agreed(control, lambda: _held(run, tools, limit), "probe")
-        key = agreed(control, lambda: cache.key(run, tools.sample(1)), "probe") if remembers else ""
-        known = cache.load(key) if remembers else None
+        name = agreed(control, lambda: key(run, tools.sample(1)), "probe") if remembers else ""
+        known = load(name) if remembers else None
         usable = known is not None and known[0] == tuple(held.batches)
         own = None
         if not control.agree(not usable):
@@ -72,7 +75,7 @@ def probe(run: Run, backend: Any) -> list[Speed]:
         if control.agree(own is None):
             own = agreed(control, lambda: _measured(run, held, tools), "probe")
             if remembers:
-                cache.save(key, own.sizes, own.seconds)
+                save(name, own.sizes, own.seconds)
     return control.gather(own)
 
 
@@ -86,7 +89,7 @@ def sizes_of(share: int, n: int, limit: int) -> list[int]:
 
 
 def verified(run: Run, backend: Any, micro_batch: int, tried: int) -> int:
-    """The largest micro-batch up to ``micro_batch`` that this rank's device really holds; not collective.
+    """Return the largest micro-batch up to ``micro_batch`` that this rank's device really holds; not collective.
 
     ``tried``: what is known to work. On an out-of-memory a fifth is taken off, on this rank alone, until it works.
     Meanwhile the memory that the optimizer will take with its first update is held. A host's memory is not tried: the
@@ -164,7 +167,7 @@ def _bytes_of(batch: Batch) -> int:
 
 
 def _beyond(size: int, tried: Sequence[int], peaks: Sequence[int], budget_bytes: int) -> bool:
-    """Whether two smaller micro-batches show that ``size`` would take more than the budget."""
+    """Return whether two smaller micro-batches show that ``size`` would take more than the budget."""
     if len(tried) < 2 or not budget_bytes or not all(peaks):
         return False
     return size > memory.ceiling((tried[0], tried[-1]), (peaks[0], peaks[-1]), budget_bytes) > 0
@@ -197,9 +200,7 @@ def _measured(run: Run, held: _Held, tools: Tools) -> Speed:
 
 
 def _confirmed(seconds: Sequence[float], held: _Held, tools: Tools) -> Speed | None:
-    """The remembered times, corrected by one of them that is measured anew; None where that is another altogether, or
-    memory lacks for it.
-    """
+    """Return the remembered times, corrected by one measurement; None where that differs too much or memory lacks."""
     at = len(seconds) // 2
     sizes = tuple(held.batches)
     found, _ = attempt(lambda: _time(tools, held.batches[sizes[at]], CONFIRM_S), tools.out_of_memory, tools.free)
@@ -221,3 +222,123 @@ def _time(tools: Tools, batch: Any, slot_s: float) -> float:
         tools.trial(batch)
         repeats += 1
     return (time.perf_counter() - begin) / repeats
+
+
+LARGEST = 65536
+"""Bytes of a file that is read at all."""
+
+MORE_ROOM = 0.05
+"""Part by which a rank's room may have grown without its old ceiling being forgotten."""
+
+
+def key(run: Run, sample: Any) -> str:
+    """Return a checksum of what a time depends on: model, samples, device and its place, versions, threads, precision.
+
+    ``sample``: arrays (1, ...).
+    """
+    config, rank = run.config, run.control.rank
+    host = run.topology.host_of(rank)
+    names = ["hvdtrain", "numpy", *{"torch": ["torch"], "tensorflow": ["tensorflow-cpu", "tensorflow", "keras"]}.get(
+        run.spec.framework, [])]
+    facts = [run.spec.framework, run.spec.name, config.model_args, [(p.name, p.shape, p.dtype) for p in
+             run.parts.params.specs], [(str(a.dtype), a.shape[1:]) for a in sample], vars(run.devices[rank]) |
+             {"memory_bytes": 0}, host.node, host.ranks.index(rank), host.cores, len(host.ranks),
+             [_version(n) for n in names], config.threads, run.parts.precision.own, config.sync_batchnorm,
+             config.deterministic, config.emulate_speed[rank] if config.emulate_speed else 1.0]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def load(name: str) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+    """(sizes, seconds of a micro-batch of each) kept under ``name``, or None."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError, ArithmeticError):
+        path = _folder() / f"{name}.json"
+        if path.stat().st_size > LARGEST:
+            return None
+        found = json.loads(path.read_text(encoding="utf-8"))
+        sizes, seconds = tuple(found["sizes"]), tuple(float(t) for t in found["seconds"])
+        whole = all(type(b) is int and b > 0 for b in sizes)
+        if whole and len(sizes) == len(seconds) > 0 and all(0 < t < 1e6 for t in seconds):
+            return sizes, seconds
+    return None
+
+
+def save(name: str, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+    """Keep the times under ``name``; the file appears whole or not at all."""
+    _write(name, {"sizes": list(sizes), "seconds": list(seconds)})
+
+
+def ceiling(name: str, holds: str, room_bytes: int) -> int:
+    """Return the largest micro-batch since an earlier run ran out of memory; 0 where none did, or in vain.
+
+    ``holds``: what the run is made of that takes memory, in words. ``room_bytes``: what this rank may hold; where that
+    is more than it was then, the micro-batch may be larger too.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        path = _folder() / f"{name}-memory.json"
+        if path.stat().st_size <= LARGEST:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            samples, room = found["micro_batch"], found["room_bytes"]
+            alike = found["holds"] == holds and type(samples) is int and samples > 0
+            return samples if alike and room_bytes <= (1 + MORE_ROOM) * room else 0
+    return 0
+
+
+def save_ceiling(name: str, holds: str, room_bytes: int, micro_batch: int) -> None:
+    """Keep what `ceiling` tells later runs."""
+    _write(f"{name}-memory", {"micro_batch": micro_batch, "holds": holds, "room_bytes": room_bytes})
+
+
+def _write(name: str, record: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{name}.{secrets.token_hex(4)}"
+        draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        os.replace(draft, folder / f"{name}.json")
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base, "hvdtrain", "probe")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def ceiling_of(run: Run, sample: Any) -> int:
+    """Return the largest micro-batch that an earlier run of the same went on with on this rank; 0: none ran out.
+
+    ``sample``: arrays (1, ...).
+    """
+    return ceiling(key(run, sample), _holds(run), _room(run)) if remembers(run.config) else 0
+
+
+def keep_ceiling(run: Run, sample: Any, micro_batch: int) -> None:
+    """Remember that this rank goes on with ``micro_batch`` samples after it ran out of memory."""
+    if remembers(run.config):
+        save_ceiling(key(run, sample), _holds(run), _room(run), micro_batch)
+
+
+def remembers(config: Config) -> bool:
+    """Return whether sizes are found by measurement in this run, and are to be remembered."""
+    return bool(config.rebalance.probe_cache and (config.balance != "off" or config.micro_batch == "auto"))
+
+
+def _holds(run: Run) -> str:
+    config, remat = run.config, run.parts.remat
+    return json.dumps([asdict(config.optimizer), asdict(config.data_parallel), config.compression,
+                       config.model_parallel, config.split_micro_batches, config.compile, run.control.size,
+                       list(remat.chosen) if remat is not None else []], default=repr)
+
+
+def _room(run: Run) -> int:
+    """Bytes that this rank may hold; 0 where nobody knows."""
+    rank = run.control.rank
+    device = run.devices[rank]
+    if device.kind != "cpu":
+        return int(device.memory_bytes)
+    return memory.host_budget_bytes(len(run.topology.host_of(rank).ranks))

@@ -1,8 +1,4 @@
-"""Writes the report page at every end of a run; on rank 0 alone, and none of it ever ends a run.
-
-A fit that ends well writes the page itself. Where a fit of several processes fails, or its rank 0 is killed, a small
-process beside rank 0 does (`hvdtrain.reports.survivor`), so that nobody waits for a page to hear what went wrong.
-"""
+"""The HTML report that a run writes as it ends, in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from hvdtrain.core.protocols import Record
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.run import Run
 from hvdtrain.reports import survivor
+
 
 AFTER_S = 2.0
 """A run that has lasted so long has something to tell: from the next record on a process waits for its end."""
@@ -98,7 +95,6 @@ def told(run: Run) -> Iterator[None]:
 
 
 def _failed(run: Run, beside: Survivor, error: BaseException) -> None:
-    """Note an error, where its records do not, and have the page written."""
     if not run.begun:
         return
     if "failed" not in run.records.latest:

@@ -1,8 +1,4 @@
-"""What `balance` knows of the copies of a model, which share the batch: a rank each, or several ranks in a pipeline.
-
-Owns the way from ranks to copies, and the probe of pipelines: a copy's time for n samples is that of its pipeline.
-Without a pipeline a copy is a rank, and its speed is found by `hvdtrain.engine.balance.probe`.
-"""
+"""The replicas among which balance divides the batch: a rank each, or several ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -17,12 +13,13 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.config import micro_batches
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.engine.balance.probe import LEAST_REPEATS, sizes_of
+from hvdtrain.engine.balance_probe import LEAST_REPEATS, sizes_of
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned
 from hvdtrain.planning.batch.line import Speed, fit, least
 from hvdtrain.planning.batch.plan import COLUMNS, RankLabel
+
 
 SIZES = 3
 """Micro-batches of so many sizes are timed at most (`sizes_of`)."""
@@ -148,7 +145,7 @@ def _check_least(size: int, why: str) -> None:
 
 
 def _ceiling(layout: Any, copy: int) -> int:
-    """The largest micro-batch for which every stage of a copy fits its memory as planned; 0 where that is not known."""
+    """Return the largest micro-batch for which every stage of a replica fits its memory; 0 where that is not known."""
     if not isinstance(layout, Planned):
         return 0
     plan, limits = layout.plans[copy], []

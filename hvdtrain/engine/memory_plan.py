@@ -1,12 +1,9 @@
-"""Measures what this rank needs and has, and settles on its micro-batch and the blocks that it recomputes.
-
-Owns the measuring and the rank's own decision; enters no collective. The decision's rule is `choose`'s.
-"""
+"""The memory plan of a run, and the micro-batch and recomputed blocks that fit."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +11,17 @@ from hvdtrain.cluster.machine import memory
 from hvdtrain.config.texts import WORDS, wanted
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import BlockCost
-from hvdtrain.engine.memory import survey
-from hvdtrain.engine.memory.survey import Scene
+from hvdtrain.core.units import KINDS, Footprint, format_bytes
+from hvdtrain.engine import memory_survey
+from hvdtrain.engine.memory_survey import Scene
+from hvdtrain.planning import shards
 from hvdtrain.planning.batch.line import Line, fit
 from hvdtrain.planning.memory import knapsack, options
-from hvdtrain.planning.memory.facts import Sharding
+from hvdtrain.planning.memory.facts import MemoryFacts, Sharding
 from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts
 from hvdtrain.planning.memory.forecast import forecast
+from hvdtrain.planning.memory.options import Option
+
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
@@ -71,9 +72,9 @@ class Settling:
         if self._remat is not None:
             self._remat.choose(())
         self.samples, self._least_parts = _samples(scene, cap)
-        self._facts = facts = survey.facts_of(scene, way)
+        self._facts = facts = memory_survey.facts_of(scene, way)
         if self.samples:  # else there is nothing to compute, and BatchNorm could not with one sample
-            measured = survey.measure(scene, facts.model, way, self._remat is not None)
+            measured = memory_survey.measure(scene, facts.model, way, self._remat is not None)
             self._facts = replace(facts, measured=measured)
         timed = micro and self._remat is not None and self.samples > 0
         self._room = MemoryRoom(self.need, facts.rank.free_bytes, self._costs, self._line()
@@ -117,7 +118,6 @@ class Settling:
         return options.costs(self._facts, micro_batch)
 
     def _tried(self, fit: Fit) -> Own:
-        """Choose the fit's blocks, and see in a small trial what they save."""
         measured, micro = self._facts.measured, fit.micro_batch
         costs = tuple(self._costs(micro)) if micro else ()
         own = Own(fit, self.samples, self._room.free, costs)
@@ -130,9 +130,9 @@ class Settling:
         if not fit.choice.names or not shows:
             self._remat.choose(fit.choice.names)
             return own
-        whole = survey.pass_bytes(self._scene, n)
+        whole = memory_survey.pass_bytes(self._scene, n)
         self._remat.choose(fit.choice.names)
-        less = survey.pass_bytes(self._scene, n)
+        less = memory_survey.pass_bytes(self._scene, n)
         return replace(own, predicted=whole - knapsack.peak(small, fit.choice.names, whole), measured=whole - less,
                        tried=n)
 
@@ -156,15 +156,15 @@ def reckoned(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
 
     None where there is ample room, so that nothing more than a small pass has to be measured.
     """
-    facts = survey.facts_of(scene, way)
-    if survey.roughly_fits(scene, facts):
+    facts = memory_survey.facts_of(scene, way)
+    if memory_survey.roughly_fits(scene, facts):
         return None
-    facts = replace(facts, measured=survey.measure(scene, facts.model, way))
+    facts = replace(facts, measured=memory_survey.measure(scene, facts.model, way))
     return lambda n: memory.imported_bytes() + forecast(replace(facts, rank=replace(facts.rank, micro_batch=n))).total
 
 
 def _samples(scene: Scene, cap: int) -> tuple[int, int]:
-    """(this rank's samples of a step, the fewest micro-batches that the configuration allows)."""
+    """Return (this rank's samples of a step, the fewest micro-batches that the configuration allows)."""
     feed = scene.feed
     n_global = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
     cut = feed.cut_at(scene.cursor.step)
@@ -175,7 +175,6 @@ def _samples(scene: Scene, cap: int) -> tuple[int, int]:
 
 
 def _seconds(scene: Scene, n: int) -> float:
-    """The shorter of two trials."""
     batch, found = scene.sample(n), []
     for _ in range(3):  # the first one may trace a graph
         begin = time.perf_counter()
@@ -210,3 +209,109 @@ def _refuse_keras(text: str | list[str]) -> None:
         raise UserError(f"remat is {text!r} with a Keras model on PyTorch",
                         "a model of PyTorch's own, or Keras on TensorFlow",
                         "set remat: off, or KERAS_BACKEND=tensorflow")
+
+
+CLOSE = 0.8
+"""Part of what a rank may take from which on a plan counts as close to the limit."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The same on every rank. ``needs_P``: what ranks hold; ``free_P``: what each may hold; ``options``: best first."""
+
+    needs_P: tuple[Footprint, ...]
+    free_P: tuple[int | None, ...]
+    options: tuple[Option, ...] = ()
+
+    def fits(self, rank: int) -> bool:
+        """Return whether a rank has room, as far as that is known."""
+        free = self.free_P[rank]
+        return free is None or self.needs_P[rank].total <= free
+
+    def load(self, rank: int) -> float:
+        """Return the part of a rank's room that it takes; 0 where that is unknown."""
+        free = self.free_P[rank]
+        return 0.0 if free is None else self.needs_P[rank].total / max(1, free)
+
+    def tightest(self) -> int:
+        """Return the rank that is nearest to its limit, of equal ones the one that holds most."""
+        return max(range(len(self.needs_P)), key=lambda r: (self.load(r), self.needs_P[r].total))
+
+    def sentence(self) -> str:
+        """Return what is wrong and the best way out, or "" while every rank keeps well below its limit."""
+        rank = self.tightest()
+        if self.load(rank) < CLOSE:
+            return ""
+        need, free = self.needs_P[rank].total, self.free_P[rank]
+        assert free is not None
+        said = f"memory: rank {rank} will hold about {format_bytes(need)} of the {format_bytes(free)} that it may take"
+        if not self.options:
+            return said
+        best = self.options[0]
+        then = best.needs_P[rank].total
+        return f"{said}; {best.name} would take {format_bytes(then)} ({best.cost}): add {best.line}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it JSON-able."""
+        return {"ranks": [{**asdict(need), "total": need.total, "free": free, "fits": self.fits(r)}
+                          for r, (need, free) in enumerate(zip(self.needs_P, self.free_P))],
+                "options": [{"name": o.name, "add": o.line, "cost": o.cost, "saves": o.saved(self.needs_P),
+                             "fits": o.fits(self.free_P), "totals": [n.total for n in o.needs_P]}
+                            for o in self.options]}
+
+    def rows(self) -> list[list[str]]:
+        """Return the table's cells: one row a rank."""
+        return [[str(r), *(format_bytes(getattr(need, kind)) for kind in KINDS), format_bytes(need.total),
+                 "unknown" if self.free_P[r] is None else format_bytes(self.free_P[r] or 0),
+                 "unknown" if self.free_P[r] is None else "yes" if self.fits(r) else "no"]
+                for r, need in enumerate(self.needs_P)]
+
+    def option_rows(self) -> list[list[str]]:
+        """Return the cells of what would help, best first."""
+        return [[o.name, format_bytes(o.saved(self.needs_P)), "yes" if o.fits(self.free_P) else "no", o.cost, o.line]
+                for o in self.options]
+
+
+COLUMNS = ("rank", *KINDS, "total", "free", "fits")
+OPTION_COLUMNS = ("option", "saves", "fits", "costs", "add to the command")
+
+
+def made(scene: Scene, dp: Any, measures: bool = True) -> Plan:
+    """Return the plan of a run whose parts are there; collective. Without ``measures`` activations are left out."""
+    facts = facts_now(scene, memory_survey.way_of(scene, dp), measures)
+    return agreed_plan(scene, facts)
+
+
+def facts_now(scene: Scene, way: Any, measures: bool) -> MemoryFacts:
+    """Return this rank's facts, measured or not; not collective."""
+    facts = memory_survey.facts_of(scene, way)
+    if not measures:
+        return facts
+    return MemoryFacts(facts.model, facts.rank, facts.way, memory_survey.measure(scene, facts.model, way, True))
+
+
+def agreed_plan(scene: Scene, facts: MemoryFacts, always: bool = True) -> Plan:
+    """Return the plan of all ranks' ``facts``; collective.
+
+    Unless ``always``, options are looked for near the limit alone.
+    """
+    control = scene.control
+    rows = control.gather((forecast(facts), facts.rank.free_bytes))
+    free_P = [free for _, free in rows]
+    plan = Plan(tuple(need for need, _ in rows), tuple(free_P))
+    if not always and plan.load(plan.tightest()) < CLOSE:
+        return plan
+    parts_P = scene.config.data_parallel.shards or parts_by(free_P)
+    found = list(options.changes(facts, scene.config, facts.way.buckets or scene.buckets(), parts_P,
+                                 bool(scene.parts.blocks), scene.device.kind))
+    names_P = control.gather([change.name for change in found])  # a rank with one sample cannot halve it
+    found = [change for change in found if all(change.name in names for names in names_P)]
+    rows_P = control.gather(options.tried(facts, found))
+    offered = [Option(c.name, c.line, c.cost, tuple(row[i] for row in rows_P)) for i, c in enumerate(found)]
+    return replace(plan, options=tuple(options.ranked(offered, plan.needs_P, free_P)))
+
+
+def parts_by(free_P: Sequence[int | None]) -> list[float]:
+    """Return each rank's part of a divided state: by what it has free, equal ones where that is unknown."""
+    known = [free for free in free_P if free is not None]
+    return shards.by_room(known) if len(known) == len(free_P) else [1 / len(free_P)] * len(free_P)

@@ -1,27 +1,29 @@
-"""Finds out on each rank what `forecast` counts with: the model's tensors, a few samples' pass, the room there is.
-
-Owns the measuring. It enters no collective but where that is said, and leaves nothing behind (`Stage.trial`).
-"""
+"""Memory of a run: the facts that its estimate needs, measured on this rank."""
 
 from __future__ import annotations
 
+import numpy as np
+import statistics
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
-
-import numpy as np
 
 from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import Batch, BlockCost, Control, DataParallel, DividesState
 from hvdtrain.core.protocols.types import Bucket, Cursor
+from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
+from hvdtrain.planning.memory import knapsack
 from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding
 from hvdtrain.planning.memory.pass_trace import MemoryLine, MemoryTrace, first_copies, line
+
 
 PARTS = (8, 4)
 """A micro-batch is measured by an eighth and by a quarter of its samples."""
@@ -90,7 +92,7 @@ def rank_of(scene: Scene) -> RankMemory:
 
 
 def _cut(feed: Feed, config: Config) -> tuple[int, int, int]:
-    """(samples of this rank's largest micro-batch, micro-batches of a step, samples of a step)."""
+    """Return (samples of this rank's largest micro-batch, micro-batches of a step, samples of a step)."""
     n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
     cut = feed.cut_at(0)
     count = int(np.diff(cut.offsets(n))[feed.rank])
@@ -165,14 +167,14 @@ def measure(scene: Scene, model: Model, way: Sharding, with_blocks: bool = False
 
 
 def _first_pass(scene: Scene, n: int) -> tuple[int, int]:
-    """(samples, most bytes held) of a pass of ``n`` samples, or of one where memory lacks for more."""
+    """Return (samples, most bytes held) of a pass of ``n`` samples, or of one where memory lacks for more."""
     peak, _ = attempt(lambda: _peak(scene, n), lambda error: n > 1 and scene.backend.out_of_memory(error),
                       scene.backend.free_cached)
     return (1, _peak(scene, 1)) if peak is None else (n, peak)
 
 
 def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int, again: int) -> MeasuredMemory:
-    """What passes of ``sizes`` samples took beyond ``held`` bytes."""
+    """Return what passes of ``sizes`` samples took beyond ``held`` bytes."""
     found = [scene.backend.traced(scene.parts, scene.sample(n)) for n in sizes]
     peaks = [max(0, _peak(scene, n) - held) for n in sizes]
     if any(trace is None for trace in found):
@@ -183,7 +185,7 @@ def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int,
 
 
 def _blocks(scene: Scene, n: int) -> tuple[BlockCost, ...]:
-    """What recomputing each block would save and cost with ``n`` samples; none where some are recomputed already."""
+    """Return what recomputing each block would save and cost with ``n`` samples; () where some are recomputed."""
     remat = scene.parts.remat
     return () if remat is None or remat.chosen else tuple(remat.costs(scene.sample(n)))
 
@@ -210,14 +212,13 @@ def pass_bytes(scene: Scene, n: int) -> int:
 
 
 def _sizes(micro_batch: int, most: int) -> list[int]:
-    """Samples to measure with, ascending, ``most`` at most: two numbers, or one where a micro-batch has no more."""
+    """Return samples to measure with, ascending, ``most`` at most: two numbers, or one of a micro-batch of one."""
     found = {min(micro_batch, max(least, micro_batch // part)) for part, least in zip(PARTS, LEAST_SAMPLES)}
     return sorted(found if max(found) <= most else {max(1, most // 2), most})
 
 
 def _at_most(scene: Scene, samples: int, rise: int) -> int:
-    """Samples that there is room for, where ``samples`` took ``rise`` bytes more; that counts what is taken once too.
-    """
+    """Return the samples that there is room for, where ``samples`` took ``rise`` bytes, one-time costs included."""
     left = room_bytes(scene)
     if left is None or rise <= 0:
         return sys.maxsize
@@ -242,7 +243,6 @@ def _held(scene: Scene, model: Model, way: Sharding) -> int:
 
 
 def _average_now(scene: Scene, model: Model) -> int:
-    """Bytes of the average that is there already, in a run that goes on."""
     return model.average_bytes if scene.average is not None and scene.average.started else 0
 
 
@@ -261,3 +261,50 @@ def _peak(scene: Scene, n: int) -> int:
         scene.parts.stage.trial(batch)
 
     return memory.host_peak_bytes(work) if scene.device.kind == "cpu" else int(scene.backend.peak_bytes(work))
+
+
+COLUMNS = ("block", "saves, predicted", "measured", "costs, predicted", "measured")
+"""Headings of `rows`."""
+
+REPEATS = 5
+
+LONGEST_S = 60.0
+"""Time after which what is left is not measured: TensorFlow traces a graph for each set of blocks."""
+
+
+def rows(scene: Scene, costs: Sequence[BlockCost], n: int) -> list[list[str]]:
+    """Return a row for each block and one for all: peak and time of a trial of ``n`` samples less than without.
+
+    ``costs``: measured with ``n`` samples. Nothing is recomputed afterwards. Not collective.
+    """
+    remat = scene.parts.remat
+    assert remat is not None
+    remat.choose(())
+    whole, begin = pass_bytes(scene, n), time.monotonic()
+    found: list[list[str]] = []
+    for names in [tuple(cost.name for cost in costs), *((cost.name,) for cost in costs)]:
+        seconds = sum(cost.forward_s for cost in costs if cost.name in names)
+        row = ["all" if not found else names[0], format_bytes(whole - knapsack.peak(costs, names, whole)), "-",
+               format_ms(seconds), "-"]
+        if time.monotonic() - begin < LONGEST_S:
+            remat.choose(names)
+            row[2] = format_bytes(whole - pass_bytes(scene, n))
+            row[4] = format_ms(_longer_s(scene, names, n))
+        found.append(row)
+    remat.choose(())
+    return [*found[1:], found[0]]
+
+
+def _longer_s(scene: Scene, names: Sequence[str], n: int) -> float:
+    """Seconds by which a trial takes longer with these blocks recomputed: the median of pairs, one after the other."""
+    remat, batch, seconds = scene.parts.remat, scene.sample(n), []
+    assert remat is not None
+    for _ in range(REPEATS + 1):  # the first pair may trace graphs
+        pair = []
+        for chosen in ((), names):
+            remat.choose(chosen)
+            begin = time.perf_counter()
+            scene.parts.stage.trial(batch)
+            pair.append(time.perf_counter() - begin)
+        seconds.append(pair[1] - pair[0])
+    return statistics.median(seconds[1:])

@@ -26,23 +26,22 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
 from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule, Transform
-from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import start
-from hvdtrain.engine import build_model, first_sample
-from hvdtrain.engine import compare_ranks
+from hvdtrain.engine import build_model, compare_ranks, first_sample
 from hvdtrain.engine.build_model import Slowed
 from hvdtrain.engine.callbacks.order import in_order
 from hvdtrain.engine.compare_ranks import check_config, check_parts, check_world
-from hvdtrain.engine.weight_checks import check_trainable
 from hvdtrain.engine.memory_plan import settle
 from hvdtrain.engine.memory_survey import scene_of
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services
 from hvdtrain.engine.saving import session
+from hvdtrain.engine.weight_checks import check_trainable
 from hvdtrain.parallel import data_parallel
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
@@ -159,7 +158,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
         run.timeline.marks = backend.ranges()
     run.callbacks = in_order(run, more)
     if control.rank == 0:
-        run.records = Stream(partial(reports.make, run, facts.kind != "solo"))
+        run.records = RecordStream(partial(reports.make, run, facts.kind != "solo"))
     if control.size > 1:
         bent = (*parts.caveats(), *run.dp.caveats, *run.written.caveats())
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in bent]

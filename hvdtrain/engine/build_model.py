@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from hvdtrain import backends, config as settings
+from hvdtrain import backends
+from hvdtrain import config as settings
 from hvdtrain.backends.model_spec import Spec, build_spec, spec_of
 from hvdtrain.cluster.control import agreed, control_of_replicas, in_turn
 from hvdtrain.cluster.liveness import pulse

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.config import Config, schema
-from hvdtrain.config.placed import Place, absent, by_rank
+from hvdtrain.config.placed import RankPlace, absent, by_rank
 from hvdtrain.core.comparison import spoken
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.mesh import Group, Mesh, depths_of, spans
@@ -143,7 +143,7 @@ def spelled_out(config: Config, topology: Topology, devices: Sequence[DeviceFact
     ``notes``: gets a remark for names that mean no rank; a host may be away.
     Errors: as `by_rank`, the same on every rank.
     """
-    places = [Place(topology.host_of(rank).node, device.kind, device.name) for rank, device in enumerate(devices)]
+    places = [RankPlace(topology.host_of(rank).node, device.kind, device.name) for rank, device in enumerate(devices)]
 
     def values(key: str, given: Any, empty: Any, rest: Any = None) -> Any:
         if not isinstance(given, Mapping):

@@ -16,7 +16,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, Writable
-from hvdtrain.core.protocols.types import Word
+from hvdtrain.core.protocols.types import Announcement
 from hvdtrain.parallel.parts import ModelParts
 
 TOPIC = "written buffers"
@@ -29,7 +29,7 @@ MOST = 6
 class Told(Protocol):
     """Where what ranks have told each other is read."""
 
-    told: list[Word]
+    told: list[Announcement]
 
 
 class Replicas(Protocol):

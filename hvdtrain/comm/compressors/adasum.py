@@ -37,5 +37,5 @@ class Adasum(Uncompressed):
         return (yield AllReduce(flat_N, "adasum")), state
 
 
-def make(exchange: config.Exchange) -> Adasum:
+def make(exchange: config.ExchangeConfig) -> Adasum:
     return Adasum()

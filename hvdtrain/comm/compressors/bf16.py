@@ -20,5 +20,5 @@ class Bf16(Halves):
         return ops.from_bits16(ops.reshape(bits, (-1,)))
 
 
-def make(exchange: config.Exchange) -> Bf16:
+def make(exchange: config.ExchangeConfig) -> Bf16:
     return Bf16()

@@ -23,5 +23,5 @@ class NoCompression(Uncompressed):
         return total_N, state
 
 
-def make(exchange: config.Exchange) -> NoCompression:
+def make(exchange: config.ExchangeConfig) -> NoCompression:
     return NoCompression()

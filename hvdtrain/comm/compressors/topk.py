@@ -109,5 +109,5 @@ class TopK(Stateless):
         return (size - 1) * 8 * self.k(bucket.n, stage)
 
 
-def make(exchange: config.Exchange) -> TopK:
+def make(exchange: config.ExchangeConfig) -> TopK:
     return TopK(exchange.topk_ratio, exchange.topk_momentum, exchange.topk_warmup_steps)

@@ -13,11 +13,11 @@ from hvdtrain import backends
 from hvdtrain.core.comparison import spoken
 from hvdtrain.core.protocols.types import ALONE, Shortage
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
-from hvdtrain.engine.weight_checks import vectors_of
 from hvdtrain.engine.compare_ranks import kinds
-from hvdtrain.engine.recompute import Miscomputed, clearly_farther, resolution, tell
-from hvdtrain.engine.recompute import Case, Recomputed, bystander, case_of, deliver
+from hvdtrain.engine.recompute import (
+    Case, Miscomputed, Recomputed, bystander, case_of, clearly_farther, deliver, resolution, tell)
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.weight_checks import vectors_of
 from hvdtrain.planning.batch.line import least
 
 CONFIRM = 3

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.checkpoint import savers
 from hvdtrain.checkpoint.savers import FIRST_S, interval_s, view
 from hvdtrain.checkpoint.sharded import check_shared
-from hvdtrain.config import Checkpoint as Settings
+from hvdtrain.config import CheckpointConfig as Settings
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import span

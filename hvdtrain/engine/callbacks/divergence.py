@@ -16,10 +16,9 @@ from hvdtrain import backends
 from hvdtrain.core.comparison import spoken
 from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
-from hvdtrain.engine.weight_checks import Bits, Diverged, Rows, judge
-from hvdtrain.engine.weight_checks import Fingerprints, Prints
 from hvdtrain.engine.compare_ranks import kinds
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.weight_checks import Bits, Diverged, Fingerprints, Prints, Rows, judge
 
 EARLY = (2, 8)
 """Steps of a fit after which ranks compare besides every so many."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.backends.pairs import metric_of
-from hvdtrain.config import EarlyStop as Settings
+from hvdtrain.config import EarlyStopConfig as Settings
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run

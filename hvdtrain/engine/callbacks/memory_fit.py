@@ -17,10 +17,11 @@ from hvdtrain.core.errors import count
 from hvdtrain.core.protocols.types import Shortage, first_line
 from hvdtrain.core.table import show
 from hvdtrain.core.units import format_bytes, format_ms
-from hvdtrain.engine import balance_probe, machine, memory_plan as plans, memory_survey
+from hvdtrain.engine import balance_probe, machine, memory_survey
+from hvdtrain.engine import memory_plan as plans
+from hvdtrain.engine.callbacks import out_of_memory
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.memory_plan import Own, Settling, reckoned
-from hvdtrain.engine.callbacks import out_of_memory
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import T
 from hvdtrain.planning.batch.line import least

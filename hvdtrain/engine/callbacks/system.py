@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine import machine
-from hvdtrain.engine.machine import environment, host_facts
-from hvdtrain.engine.machine import Reader
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.machine import Reader, environment, host_facts
 from hvdtrain.engine.run import Run
 
 EVERY_S = 5.0

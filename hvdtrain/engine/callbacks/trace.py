@@ -11,14 +11,14 @@ from contextlib import suppress
 from typing import Any
 
 from hvdtrain import backends
-from hvdtrain.config.sections import Trace as Settings
+from hvdtrain.config.sections import TraceConfig as Settings
 from hvdtrain.config.texts import window_of
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.timeline.spans import Span, Taken, longest
+from hvdtrain.core.timeline.spans import Span, SpanRecorder, longest
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.reports.trace import chrome, summary
-from hvdtrain.reports.trace.chrome import Alignment, Measured
+from hvdtrain.reports.trace.chrome import Alignment, ClockOffset
 
 
 class Trace(Callback):
@@ -38,10 +38,10 @@ class Trace(Callback):
         window = window_of(settings.steps)
         assert window is not None
         self.window, self._profiled = window, settings.profiler
-        self._taken: Taken | None = None
+        self._taken: SpanRecorder | None = None
         self._done = False
         self._clock_names: list[str] = []
-        self._before: list[Measured] = []
+        self._before: list[ClockOffset] = []
         self._begin = 0
         self._step_began_s = 0.0
         self._profiler: Any = None
@@ -105,7 +105,7 @@ class Trace(Callback):
             except Exception as error:  # noqa: BLE001  (whatever a profiler's library raises: a trace ends no run)
                 self._profiler, self._problem = None, f"{type(error).__name__}: {error}"
             run.control.barrier("start of the profilers")  # which takes them unlike times
-        self._taken = Taken(chrome.room(run.control.size))
+        self._taken = SpanRecorder(chrome.room(run.control.size))
         self._step_began_s = time.perf_counter()
         run.timeline.taker, run.timeline.closely = self._taken, True
 

@@ -36,9 +36,9 @@ from hvdtrain.core.protocols.run import Head, Shard
 from hvdtrain.core.terminal import say
 from hvdtrain.engine import summary
 from hvdtrain.engine.average import averaged
-from hvdtrain.engine.weight_checks import trained
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.saving import callback_states, held_by
+from hvdtrain.engine.weight_checks import trained
 
 NATIVE = {"torch": "model.pt", "tensorflow": "model.keras"}
 """What a whole model is written as besides, by framework."""

@@ -31,13 +31,13 @@ from hvdtrain.config import run_length
 from hvdtrain.core import __version__
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.protocols import Channel
-from hvdtrain.core.protocols.run import Given, Head, Outcome, Saver, Shard, Spent, Stateful
+from hvdtrain.core.protocols.run import Given, Head, Outcome, SaveCost, Saver, Shard, Stateful
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.average import WithAverage
-from hvdtrain.engine.weight_checks import trained
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.weight_checks import trained
 
 
 LONGEST_SLEEP_S = 2e-3
@@ -54,7 +54,7 @@ class Saving:
     """
 
     def __init__(self, run: Run, saver: Saver | None = None) -> None:
-        self.spent = Spent()
+        self.spent = SaveCost()
         self.cost_s: float | None = None
         self._run, self._step, self._said = run, -1, False
         self._store = CheckpointStore(RunDirectory(run.out).checkpoints, run.config.checkpoint.keep)

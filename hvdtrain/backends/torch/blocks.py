@@ -64,7 +64,7 @@ def refuse_outside(model: torch.nn.Module, found: Named, undo: str = UNDO) -> No
         if id(tensor) not in held:
             raise UserError(f"{name} of the model is in none of its blocks ({', '.join(n for n, _ in found[:6])})",
                             "every parameter and buffer in a block, which has a device",
-                            f"mend blocks(model), or {undo}")
+                            f"fix blocks(model), or {undo}")
 
 
 class _Captured(Exception):
@@ -92,7 +92,7 @@ def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[t
 def called_with(args: Sequence[Any], named: Any, undo: str = UNDO) -> UserError:
     """Return the error of a task that does not call the model once with one argument; ``named`` None: never."""
     given = "no call" if named is None else f"{len(args)} arguments" + (" by name" if named else "")
-    return UserError(f"task gives {given} to a model that is cut", "model(x), once", f"mend task, or {undo}")
+    return UserError(f"task gives {given} to a partitioned model", "model(x), once", f"fix task, or {undo}")
 
 
 def refuse_shared(parts: Iterable[tuple[int, Named]], places: str, remedy: str) -> None:

@@ -146,7 +146,7 @@ def loss_of(model: torch.nn.Module, task: Task, batch: Tensors, outputs: Any) ->
         loss_sum = torch.as_tensor(task(model, batch)[0])
     placement.load_random(state_of)
     if calls != 1:
-        raise UserError(f"task calls the model {calls} times", "model(x), once", f"mend task, or {UNDO}")
+        raise UserError(f"task calls the model {calls} times", "model(x), once", f"fix task, or {UNDO}")
     return loss_sum
 
 
@@ -176,7 +176,7 @@ class ByBlock:
         odd = [name for name in self.names if not name or "." in name or self.names.count(name) > 1]
         if odd or not self.names:
             raise UserError(f"block_names gives {self.names[:6]}", "the names of the model's blocks, each once and "
-                            "without a dot", "mend block_names in the model file")
+                            "without a dot", "fix block_names in the model file")
 
     def block(self, name: str) -> torch.nn.Module:
         """Return a block and restore generators. Errors: `UserError` for one that has other weights than before.
@@ -193,7 +193,7 @@ class ByBlock:
             placement.load_random(random)
         if not isinstance(block, torch.nn.Module):
             raise UserError(f"build_block gives a {type(block).__name__} for {name!r}", "a torch.nn.Module",
-                            "mend build_block in the model file")
+                            "fix build_block in the model file")
         found = _print(block)
         if self._prints.setdefault(name, found) != found:
             raise UserError(f"build_block gives block {name!r} other weights when random generators are at another "

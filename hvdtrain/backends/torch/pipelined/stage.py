@@ -211,8 +211,8 @@ class PipelineStage(TorchStage):
         with self._cut.giving(outputs):
             pair = self.loss_of(batch)
         if calls != 1:
-            raise UserError(f"task calls a model that is cut over ranks {calls} times", "model(x), once",
-                            "mend task, or leave pipeline out")
+            raise UserError(f"task calls a partitioned model {calls} times", "model(x), once",
+                            "fix task, or leave pipeline out")
         check_loss(self._model, pair[0])
         return pair
 
@@ -233,8 +233,8 @@ class _Outputs:
             self._found = tensors, self._compute(x)
         same = len(tensors) == len(self._found[0]) and all(map(torch.equal, tensors, self._found[0]))
         if not same:
-            raise UserError("metrics give a model that is cut over ranks another x than task does", "one x",
-                            "mend metrics, or leave pipeline out")
+            raise UserError("metrics give a partitioned model another x than task does", "one x",
+                            "fix metrics, or leave pipeline out")
         return self._found[1]
 
 

@@ -22,7 +22,7 @@ from benchmarks.peers import Contender, ours
 from benchmarks.standings import Times
 from benchmarks.workloads import FILES, WORKLOADS
 from hvdtrain.commands.bench import options, record
-from hvdtrain.config import Config, Rebalance
+from hvdtrain.config import Config, RebalanceConfig
 from hvdtrain.core import ROOT, table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.terminal import say
@@ -125,7 +125,7 @@ def named(text: str) -> list[str]:
 def _check_settings(args: argparse.Namespace, contenders: Sequence[Contender]) -> None:
     """Raise `UserError` for settings that hvdtrain would refuse, before any job is started."""
     exchange = ours.exchange(args.exchange, args.powersgd_rank)
-    rebalance = ours.section(Rebalance, "--rebalance", getattr(args, "rebalance", []))
+    rebalance = ours.section(RebalanceConfig, "--rebalance", getattr(args, "rebalance", []))
     Config(exchange=exchange, rebalance=rebalance).check()
     for contender in contenders:
         if "wire" in contender.options:

@@ -26,13 +26,12 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.resolve import paths_from
 from hvdtrain.core.timeline import active
 from hvdtrain.data.workers.worker import refuse_inside
-from hvdtrain.engine import loop, summary
+from hvdtrain.engine import loop, report_page, summary
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.average import leave_final, training_weights
+from hvdtrain.engine.build_model import eval_feed
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.history import History
-from hvdtrain.engine import report_page
-from hvdtrain.engine.build_model import eval_feed
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import session
 from hvdtrain.engine.saving.final import export
@@ -44,10 +43,7 @@ R = TypeVar("R")
 
 
 def _from_home(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
-    """Resolve relative paths of the configuration from the directory in which the Trainer was made.
-
-    User code may change the current directory: it would divide the files of one run.
-    """
+    """Resolve relative paths from the Trainer's first directory: user code may change it during a run."""
     @wraps(method)
     def call(self: Trainer, *args: P.args, **kwargs: P.kwargs) -> R:
         with paths_from(self._home):
@@ -92,7 +88,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config | None = None, **overrides: Any) -> None:
-        """``overrides`` replace top-level keys of ``config``; `UserError` for one that it lacks."""
+        """Replace top-level keys of ``config`` by ``overrides``; `UserError` for a key that it lacks."""
         refuse_inside()
         quiet.watch_import()
         exits.install_hooks(launch_facts(os.environ))  # a mistake in the next lines ends as one in fit would

@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.stream import FIRST
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control, ModelState
-from hvdtrain.core.protocols.run import Given, Head, Place, Read, Shard, Want, Window
+from hvdtrain.core.protocols.run import ArrayWindow, Given, Head, Place, Read, Shard, Want
 
 Arrays = dict[str, np.ndarray]
 
@@ -50,11 +50,7 @@ class Replicated:
 
 
 class SplitReplicated:
-    """State that several ranks hold alike, of which each gives a shard of every tensor.
-
-    ``part_of``: elements [begin, end) of a tensor that this rank gives, from its group, name, number of elements and
-    bytes of one; None: none of it.
-    """
+    """State that several ranks hold alike: each gives elements [begin, end) of a tensor, by ``part_of``."""
 
     def __init__(self, part_of: Callable[[str, str, int, int], tuple[int, int] | None],
                  state: Callable[[Place | None], tuple[dict[str, Arrays], dict[str, Any]]]) -> None:
@@ -66,17 +62,17 @@ class SplitReplicated:
         cuts: dict[tuple[str, str], tuple[tuple[int, ...], int, int]] = {}
         copied: set[tuple[str, str]] = set()
 
-        def window(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> Window | None:
+        def window(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> ArrayWindow | None:
             mine = self._part_of(group, name, math.prod(shape), np.dtype(dtype).itemsize)
             if mine is None:
-                return Window(0, np.empty(0, dtype))
+                return ArrayWindow(0, np.empty(0, dtype))
             cuts[group, name] = (shape, *mine)
             memory = None if place is None else place(group, name, (mine[1] - mine[0],), dtype)
             if memory is None:
                 return None
-            assert not isinstance(memory, Window)
+            assert not isinstance(memory, ArrayWindow)
             copied.add((group, name))
-            return Window(mine[0], memory)
+            return ArrayWindow(mine[0], memory)
 
         groups, self._rest = self._state(window)
         for (group, name), (shape, begin, end) in cuts.items():
@@ -88,10 +84,7 @@ class SplitReplicated:
 
 
 class PartitionedModel(SplitReplicated):
-    """State of a model that is partitioned over ranks: a rank has the arrays of its own blocks.
-
-    ``among``: what several ranks have each gives a shard of; else the lowest of them gives all of it.
-    """
+    """State of a rank's own blocks. ``among``: ranks share an array's writing; else the lowest gives all."""
 
     def __init__(self, rank: int, holders: Holders, state: ModelState, among: bool) -> None:
         def part_of(group: str, name: str, n: int, itemsize: int) -> tuple[int, int] | None:
@@ -113,10 +106,7 @@ class PartitionedModel(SplitReplicated):
 
 
 class ZeroState:
-    """State of which every rank holds its model, and only its shards of the optimizer's state (`ModelState.take`).
-
-    ``model``: gives the model, partitioned or not. ``mine``: whether an array of a checkpoint is of this rank's model.
-    """
+    """State of which a rank holds its model (``model``, ``mine``) and its shards of the optimizer's state."""
 
     def __init__(self, model: Given, state: ModelState, mine: Callable[[Head], bool] = lambda head: True) -> None:
         self._model, self._state, self._mine = model, state, mine
@@ -189,10 +179,7 @@ def _all_of(one: Head) -> Want:
 
 
 def part(group: str, name: str, n: int, itemsize: int, rank: int, size: int) -> tuple[int, int] | None:
-    """Return the elements [begin, end) of a replicated tensor of ``n`` that a rank writes, None for none. Pure.
-
-    Equal shards, so that no rank has to know the other tensors; small tensors go whole to one rank.
-    """
+    """Return this rank's equal share [begin, end) of a replicated tensor of ``n``; small ones go whole to one rank."""
     if n * itemsize < LEAST_CUT_BYTES or n < size:
         return (0, n) if zlib.crc32(f"{group}/{name}".encode()) % size == rank else None
     return n * rank // size, n * (rank + 1) // size
@@ -274,10 +261,7 @@ class Holders:
         return self._ranks[group, key(name)]
 
     def mine(self, head: Head) -> bool:
-        """Return whether this rank needs an array of a checkpoint.
-
-        Before an optimizer has made state, arrays named after a parameter belong to the ranks of the parameter.
-        """
+        """Return whether this rank needs an array; of an optimizer without state yet, by the parameter's name."""
         ranks = self._ranks.get((head.group, key(head.name)))
         if ranks is not None:
             return self._rank in ranks
@@ -311,5 +295,5 @@ def model_names(state: ModelState) -> list[str]:
 
 
 def _named(state: ModelState) -> Mapping[str, Mapping[str, Any]]:
-    groups, _ = state.state(lambda group, name, shape, dtype: Window(0, np.empty(0, dtype)))
+    groups, _ = state.state(lambda group, name, shape, dtype: ArrayWindow(0, np.empty(0, dtype)))
     return groups

@@ -213,10 +213,7 @@ def leftovers(parent: Path) -> list[Leftover]:
 
 
 def writer_is_gone(left: Leftover) -> bool:
-    """Return whether the process that made a hidden directory has ended.
-
-    This process saves one checkpoint at a time, so at the start of a save its own directory counts as left over.
-    """
+    """Return whether a hidden directory's maker has ended, or is this process: one save runs at a time."""
     if left.host != _host():
         with contextlib.suppress(OSError):
             return time.time() - os.lstat(left.path).st_mtime > FOREIGN_STALE_AFTER_S

@@ -220,10 +220,9 @@ TAG = "$hvdtrain"  # key of the dictionaries that stand for a value that JSON la
 
 
 def encode_state(value: Any, where: str, key: bool = False) -> Any:
-    """Return a callback's state as JSON, exactly, also numpy's numbers and arrays, sets, bytes and any keys; a copy.
+    """Return a callback's state as JSON, also numpy's numbers and arrays, sets, bytes and any keys.
 
-    `CheckpointError` names ``where`` a value is that cannot be stored. ``key``: it is a key of a dictionary or a member
-    of a set, so that a tuple has to stay one. Elsewhere a tuple comes back as a list.
+    `CheckpointError` names ``where`` a value cannot be stored. ``key``: it is a key or a member of a set: keep tuples.
     """
     if isinstance(value, np.ndarray) or isinstance(value, np.generic) and value.dtype.kind != "U":
         return _array(value, where)

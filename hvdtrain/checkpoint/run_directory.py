@@ -149,10 +149,7 @@ def find_out(config: Config, name: str) -> Path | None:
 
 @contextlib.contextmanager
 def starting(run: DirectoryRun) -> Iterator[None]:
-    """Enclose everything that may still refuse a fit, with the directory made; the fit begins after it. Collective.
-
-    An exception inside removes a directory that this run made and that is empty.
-    """
+    """Make the directory, run the body, which may refuse a fit, then `begin`; else remove it if empty. Collective."""
     run.directory.begun = False
     ensure_out(run)
     try:
@@ -173,8 +170,7 @@ def release(run: DirectoryRun) -> None:
 def _lock(run: DirectoryRun) -> None:
     """Keep other jobs out of the run's directory while this process has it open; `UserError` if one has it.
 
-    A lock of the directory itself leaves no file and ends with its process. On a file system without locks two jobs are
-    not told apart.
+    A lock of the directory leaves no file and ends with its process. Some file systems have no locks.
     """
     release(run)
     run.directory.lock = os.open(run.directory.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -189,10 +185,7 @@ def _lock(run: DirectoryRun) -> None:
 
 
 def begin(run: DirectoryRun) -> None:
-    """Write ``config.yaml`` and remove ``completed.json``: the run has begun. Collective.
-
-    Where the directory holds a finished run and nothing is left to train, nothing changes, and ``begun`` is False.
-    """
+    """Write ``config.yaml`` and remove ``completed.json``, unless nothing is left to train. Collective."""
     left = run.state.cursor.epoch < run.config.epochs and not run.stopping()
 
     def write() -> bool:
@@ -229,10 +222,7 @@ def keep_config(run: DirectoryRun) -> None:
 
 
 def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
-    """Make the directory of a run of the model called ``name``, or find the one that it continues in.
-
-    Returns it, and those of it and its parents that were made. `UserError` for one that holds a run already.
-    """
+    """Return the run's directory and the directories made for it; `UserError` if it holds a run already."""
     found = find_out(config, name) if config.resume == "auto" else None
     if found is not None:
         return found, []

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.machine.memory import host_room_bytes
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.run import Outcome
 from hvdtrain.core.timeline import Timeline, active, current, span
@@ -119,10 +119,7 @@ class NoRoom(Exception):
 
 
 class HostCopies:
-    """Host memory for copies of a rank's state, reused from save to save: new pages would cost more than the copy.
-
-    ``bytes``: what it holds. ``local_size``: ranks of this host, which share its memory.
-    """
+    """Host memory for a rank's copies, reused in each save. ``local_size``: ranks that share this host's memory."""
 
     def __init__(self, local_size: int) -> None:
         self.bytes = 0
@@ -171,7 +168,7 @@ def fresh(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarr
     return np.empty(shape, dtype)
 
 
-def often(settings: Checkpoint) -> str:
+def often(settings: CheckpointConfig) -> str:
     """Describe when a run is saved, "" for never. Pure.
 
     >>> often(Checkpoint(every_steps=100, at_end=False))
@@ -201,7 +198,7 @@ def free_bytes(out: Path) -> int | None:
     return status.f_bavail * status.f_frsize
 
 
-def line(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
+def line(settings: CheckpointConfig, one_bytes: int, free: int | None) -> str:
     """Return the line about checkpoints at a run's start. Pure."""
     who = ", each rank its part" if settings.layout == "sharded" else ""
     room = "" if free is None else f"; {format_bytes(free)} free"
@@ -210,7 +207,7 @@ def line(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
             f"kept, so at most {most}{room}")
 
 
-def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
+def warning(settings: CheckpointConfig, one_bytes: int, free: int | None) -> str:
     """Return the warning about a disk that is too small, "" where it is not. Pure."""
     needed = most_bytes(one_bytes, settings.keep)
     if free is None or free >= needed:

@@ -53,10 +53,7 @@ def write_shard(temp: Path, rank: int, shards: Sequence[Shard]) -> ShardFile:
 
 
 def seal(temp: Path, directory: Path, step: int, written: Sequence[ShardFile], meta: Mapping[str, Any]) -> None:
-    """Make ``temp``, which holds all files of ``written``, the checkpoint ``directory``. OSError, `CheckpointError`.
-
-    Each file must be there in its size: a rank that sees another file system has written it elsewhere.
-    """
+    """Publish ``temp`` as ``directory`` if all files are there, in their sizes. OSError, `CheckpointError`."""
     for one in written:
         _require(temp / one.name, one.entry.size_bytes)
     manifest = Manifest(step, {one.name: one.entry for one in written}, dict(meta),

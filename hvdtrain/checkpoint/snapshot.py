@@ -90,10 +90,7 @@ def open_new(directory: Path, needed_bytes: int, make_room: Callable[[int], None
 
 
 def read_snapshot(directory: Path) -> OpenCheckpoint:
-    """Verify a checkpoint, whose arrays are then read as they are asked for.
-
-    CheckpointError unless its files, and no others, are there to the bit as written.
-    """
+    """Open a checkpoint; CheckpointError unless its files, and no others, are there to the bit as written."""
     directory = Path(directory)
     manifest = inspect(directory)
     check_listing(directory, manifest)

@@ -136,10 +136,7 @@ class CheckpointStore:
         return None
 
     def _candidates(self) -> tuple[ListedCheckpoint, ...]:
-        """List everything named like a checkpoint, newest step first, a visible one before one moved aside.
-
-        The step is the manifest's; a directory without a good one is placed by its name.
-        """
+        """List all named like checkpoints, newest step (the manifest's, else the name's) first."""
         try:
             names = os.listdir(self.root) if self.root.is_dir() else []
         except OSError as error:

@@ -110,10 +110,7 @@ class Tensor:
 
 
 def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that the sources' shards form, by group and name, in the order of the files. Pure.
-
-    Errors: `CheckpointError` unless each element of each comes exactly once.
-    """
+    """Return tensors by group and name; `CheckpointError` unless each element comes exactly once. Pure."""
     parts = [LocatedShard(source, one) for source, heads in enumerate(heads_P) for one in heads]
     tensors: dict[str, dict[str, Tensor]] = {}
     ends: dict[tuple[str, str], int] = {}

@@ -40,8 +40,7 @@ def arriving(control: Control, heads_P: Sequence[Sequence[Head]],
              shards: Sequence[Shard]) -> list[Iterator[np.ndarray]]:
     """Return iterators that bring each rank's values to rank 0, as `receive_shards` does, by collectives.
 
-    All ranks take the same pieces in the same order; other ranks than 0 have no use for them. ``shards``: this rank's,
-    of ``heads_P[control.rank]``.
+    All ranks take the same pieces in the same order. ``shards``: this rank's, of ``heads_P[control.rank]``.
     """
     messages = packed(shards)
 
@@ -120,10 +119,7 @@ def send_shards(channel: Channel, note: dict[str, Any], shards: Sequence[Shard],
 
 
 def receive_shards(channel: Channel, source: int) -> tuple[dict[str, Any], list[Head], Iterator[np.ndarray]]:
-    """Return ``source``'s note, the heads of its shards, and an iterator that receives their values, piece by piece.
-
-    All pieces must be taken before the next note. `WaitTimeout`.
-    """
+    """Return a note, heads, and an iterator of the values, to be exhausted before the next. `WaitTimeout`."""
     note = receive_note(channel, source)
     heads = [Head(group, name, tuple(shape), dtype, begin, n)
              for group, name, shape, dtype, begin, n in note.pop("heads")]

@@ -114,10 +114,7 @@ def check_shards(shards: Sequence[Shard], trainable: Collection[str]) -> None:
 
 
 def check_finite(model: Mapping[str, np.ndarray], names: Collection[str]) -> None:
-    """Raise `UserError` naming the first array that is not finite: such weights are never written.
-
-    ``names``: of the trainable parameters. Other arrays may be infinite, as an attention mask is, not NaN.
-    """
+    """Raise `UserError` for an array that is not finite (NaN, if not in ``names`` of trainable parameters)."""
     for name, array in model.items():
         if not finite(name, array) and (spoken(name) in names or has_nan(name, array)):
             raise UserError(f"parameter {name} is not finite", "finite weights",

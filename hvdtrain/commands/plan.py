@@ -115,10 +115,10 @@ def _memory(config: Config, check: bool, target: str) -> None:
     from hvdtrain import backends
     from hvdtrain.cluster.control import agreed
     from hvdtrain.core import table
-    from hvdtrain.engine.assemble import assemble
-    from hvdtrain.engine.callbacks.memory_fit import MemoryFit
     from hvdtrain.engine import memory_survey
     from hvdtrain.engine import memory_plan as plans
+    from hvdtrain.engine.assemble import assemble
+    from hvdtrain.engine.callbacks.memory_fit import MemoryFit
 
     if check:  # three steps hold no copies for a checkpoint
         config = replace(config, checkpoint=replace(config.checkpoint, every="off", every_steps=0, every_s=0.0))

@@ -154,10 +154,7 @@ class SourceWalk:
 
     def totalled(self, batches: Iterator[LocalBatch], cursor: Cursor,
                  weight_fn: WeightFn | None) -> Iterator[LocalBatch]:
-        """Yield each batch with the weight of its step; collective with a ``weight_fn`` and with ``skip``.
-
-        Errors: `UserError` on every rank where too many samples are unreadable.
-        """
+        """Yield each batch with its step's weight; `UserError` if too many are unreadable. Collective."""
         for batch in (each.weighed(weight_fn) for each in batches):
             if self._skip:
                 yield self._readable_total(batch)
@@ -187,10 +184,7 @@ class SourceWalk:
         return replace(batch, counts_P=[n for n, _ in rows] if self._even else None, all_unread=unread)
 
     def sample(self, n: int, cursor: Cursor) -> Arrays:
-        """Return the first ``n`` samples, repeated where there are fewer; a later one where none of them is readable.
-
-        Errors: `Unreadable` where more are unreadable than may be left out.
-        """
+        """Return ``n`` readable samples, repeated where there are fewer; `Unreadable` where too few are."""
         read, arrays, unread = self._readable(np.unique(np.arange(n) % self.samples))
         for number in range(n, self.samples):
             if len(read) or len(unread) > self._most_unread:
@@ -255,10 +249,7 @@ class StreamWalk:
 
     def totalled(self, batches: Iterator[LocalBatch], cursor: Cursor,
                  weight_fn: WeightFn | None) -> Iterator[LocalBatch]:
-        """Yield each batch with its sums over ranks, empty ones until all streams have ended; collective.
-
-        Errors: `UserError` on every rank where a whole epoch has no sample.
-        """
+        """Yield batches until all streams have ended; `UserError` for an epoch without samples. Collective."""
         first, self.unlike = True, ""
         while True:
             batch = next(batches, LocalBatch(0, 0, (), numbers=_NONE)).weighed(weight_fn)
@@ -286,10 +277,7 @@ class StreamWalk:
             yield replace(batch, n_global=n_global, weight=float(sums[1]), consumed=consumed, counts_P=counts_P)
 
     def sample(self, n: int, cursor: Cursor) -> Arrays:
-        """Return ``n`` samples of the global batch at ``cursor``, repeated where there are fewer.
-
-        `batches` continues with this batch in the same epoch, so that the stream is not opened again.
-        """
+        """Return ``n`` samples of the batch at ``cursor``, with which `batches` continues: one opening."""
         place = (cursor.epoch, cursor.samples)
         if self._peeked is None or self._peeked[0] != place:
             batches = self._continued(cursor)

@@ -40,8 +40,7 @@ class Comparison:
     def begin(self, control: Control, numbers_n: np.ndarray, read: Arrays) -> None:
         """Compare arrays in memory, a subset's indices, the rows ``read`` and `COMPARED` others; collective.
 
-        `UserError` where arrays, sets of files (``fixed``) or indices differ. Where other rows differ, rank 0 warns and
-        ``unlike`` is set.
+        `UserError` where fixed data differs; where other rows differ, rank 0 warns and ``unlike`` is set.
         """
         if control.size == 1:
             return
@@ -60,10 +59,7 @@ class Comparison:
         self._rows += self._compare(control, others, 0)
 
     def again(self, control: Control, epoch: int) -> int:
-        """Compare `COMPARED` other rows as they are in ``epoch``; collective, while nothing else reads the data.
-
-        Return the number of rows compared since the last call; 0 where `begin` compared all rows.
-        """
+        """Compare rows of ``epoch``; return how many since the last call, 0 if `begin` compared all. Collective."""
         if control.size == 1:
             return 0
         rows = self._rows + self._compare(control, self._drawn(epoch + 1), epoch)

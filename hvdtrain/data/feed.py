@@ -117,11 +117,7 @@ class Feed:
             self.weight_fn = weight
 
     def sample(self, n: int, cursor: Cursor = Cursor()) -> Arrays:
-        """Return ``n`` samples to try a model on, repeated where there are fewer. Not collective.
-
-        Of a source the first ones. Of a stream those of the global batch at ``cursor``, with which the walk from there
-        continues, so that the stream is not opened again.
-        """
+        """Return ``n`` samples to try a model on, repeated if there are fewer; a stream is not opened again for it."""
         return self._walk.sample(n, cursor)
 
     @property
@@ -135,10 +131,7 @@ class Feed:
         return steps_per_epoch(max(self.samples - cursor.samples, 0), self.global_batch)
 
     def check_ranks_agree(self) -> None:
-        """Raise `UserError` on every rank unless all have one length of source, batch and seed; collective.
-
-        Ranks whose datasets differ in length would take different numbers of steps and wait for one another forever.
-        """
+        """Raise `UserError` on every rank if lengths, batch or seed differ: ranks would wait for ever."""
         if self.control is None:
             return
         everyone = every_rank(self.control)  # a partitioned model takes x on its first rank and y on its last
@@ -151,11 +144,7 @@ class Feed:
         self._walk.check_alike(everyone)
 
     def compare(self, epoch: int) -> int:
-        """Compare a few samples of a source over all ranks, others in each ``epoch``; collective, between epochs.
-
-        Return how many were compared since the last time, 0 where all were; `unlike` reports a difference.
-        Errors: `UserError` on every rank for arrays and files that differ.
-        """
+        """Compare a few samples of all ranks; return how many since the last time, 0 for all. Collective."""
         return 0 if self.control is None else self._walk.compare(every_rank(self.control), epoch)
 
     def read_before(self) -> Arrays:
@@ -164,19 +153,12 @@ class Feed:
         return self._walk.read_before()
 
     def epoch(self, cursor: Cursor) -> Generator[StepBatch, None, None]:
-        """Yield the steps from ``cursor`` to the end of its epoch, the same number on every rank.
-
-        A step depends on (seed, epoch, position) only. Close the iterator to stop early; that ends its thread.
-        """
+        """Yield the steps from ``cursor`` on, as many on every rank. Close the iterator to stop early."""
         self.unread = 0
         return self._steps(cursor, self._walk.batches(cursor, self.shuffle, self._bounds))
 
     def eval_epoch(self) -> Generator[StepBatch, None, None]:
-        """Yield every sample once, in the data's own order, in the same number of steps on every rank.
-
-        A rank without samples of a step gets a `StepBatch` without micro-batches, so that it can enter the step's
-        collectives.
-        """
+        """Yield every sample once, in order; a rank without samples of a step gets no micro-batches."""
         self.unread = 0
         return self._steps(Cursor(), self._walk.batches(Cursor(), False, self._bounds))
 
@@ -245,10 +227,7 @@ class Shelf(Generic[T]):
 
 
 def prefetched(items: Generator[T, None, None], shelf: Shelf[T]) -> Generator[T, None, None]:
-    """Yield ``items``, made in advance by one background thread, up to a shelf full; inline where that holds none.
-
-    An exception in the thread is raised here. Closing this generator closes ``items`` in the thread and joins it.
-    """
+    """Yield ``items`` made ahead by a thread, whose exceptions are raised here; closing this joins the thread."""
     if shelf.ahead == 0:
         with contextlib.closing(items):
             yield from items

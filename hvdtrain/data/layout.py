@@ -16,10 +16,7 @@ from hvdtrain.data.stream import Arrays
 
 
 class BatchLayout:
-    """The structures of x and y; batches come without weights, with one array, or with one for each output.
-
-    ``x``, ``y``: any nest of dicts, tuples and lists, of which only the structure is kept; ``y`` None: no targets.
-    """
+    """The structures of nested x and y; batches have no weights, one array, or one for each output."""
 
     def __init__(self, x: Any, y: Any = None) -> None:
         import keras
@@ -96,10 +93,7 @@ class Columns:
 
 
 def named(data: Any) -> Any:
-    """Return ``data`` of a fit with every nested (x, y[, sample_weight]) in it as `Columns`; all else unchanged.
-
-    A pair of two things of which neither is an array and none a dict of inputs is (train, test).
-    """
+    """Return ``data`` with nested (x, y[, sample_weight]) as `Columns`; a pair of other things is (train, test)."""
     if isinstance(data, Mapping) and "x" in data:
         splits = [[data[name + end] for name in ("x", "y", "sample_weight") if name + end in data]
                   for end in ("", "_test")]

@@ -90,10 +90,7 @@ class Book:
 
 
 def unlike(got: Sums, want: Sums, epoch: int, numbers_n: np.ndarray | None) -> str:
-    """Describe the samples of an epoch that were lost or doubled; "" where ``got`` is ``want``.
-
-    ``numbers_n``: the sample numbers of ``want``, int64[n], which are searched for the culprits; None: too many.
-    """
+    """Describe lost or doubled samples, "" for none; ``numbers_n`` (None: too many) are searched for culprits."""
     if got == want:
         return ""
     missing, diff = want.count - got.count, (want.total - got.total) % WORD

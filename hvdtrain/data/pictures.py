@@ -34,10 +34,7 @@ class Normalisation:
 
     @classmethod
     def of(cls, mean: Any, std: Any, channels: int, layout: str) -> Normalisation:
-        """Return the normalisation for ``channels``; ``mean`` and ``std``: None (0 and 1), a number, or one each.
-
-        Errors: `UserError` for other values, a std that is not above 0 and an unknown layout.
-        """
+        """Return the one for ``mean`` and ``std`` (None, a number, or one per channel); `UserError` for others."""
         if layout not in LAYOUTS:
             raise UserError(f"data.args.layout is {layout!r}", f"one of {', '.join(LAYOUTS)}",
                             "set data.args.layout: channels_last")

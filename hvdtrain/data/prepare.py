@@ -27,10 +27,7 @@ START_S = 5.0  # about what workers take to start that import a framework
 
 def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int,
          notes: list[str]) -> tuple[Any, Any]:
-    """Return (training data, evaluation data or None) of ``data``, or of ``config.data`` where that is None.
-
-    ``cores``: those that this rank has for itself. The choice of workers is added to ``notes``.
-    """
+    """Return (training data, evaluation data or None) of ``data``, else of ``config.data``; extends ``notes``."""
     if data is not None:
         pair = sources.interpret(data, "train", adapters), sources.interpret(data, "test", adapters)
     else:
@@ -41,10 +38,7 @@ def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: 
 
 
 def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int, ranks: int) -> tuple[Any, str]:
-    """Return evaluation data of a run that has begun, and a remark.
-
-    Workers of its own are chosen where all ``ranks`` would read for longer than these take to start; they end with it.
-    """
+    """Return a begun run's evaluation data, with workers if reading takes longer than their start, and a remark."""
     test = sources.interpret(data, "test", adapters)
     test = sources.interpret(data, "train", adapters) if test is None else test
     (test,), remark = with_workers(config, config.seed, (test,), cores, START_S * ranks)
@@ -128,10 +122,7 @@ def spare(cores: int) -> int:
 
 
 def cost(source: Any) -> tuple[float, bool]:
-    """Return the seconds that reading a sample takes here, and whether it draws from the global generators.
-
-    Restores the generators. Returns 0 seconds for a source that raises, as it will again when the sample is needed.
-    """
+    """Return a sample's seconds and whether it draws from the global generators, restored; 0 s if it raises."""
     numbers_n = np.unique(np.linspace(0, len(source) - 1, TIMED).astype(np.int64)) if len(source) else np.arange(0)
     with generators_kept() as drew:
         try:

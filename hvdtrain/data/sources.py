@@ -41,10 +41,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class EpochSource(Source, Protocol):
-    """A source whose samples differ between epochs, as augmented pictures do.
-
-    A sample may depend only on (a seed, the epoch, its number), never on the rank or on the other samples fetched.
-    """
+    """A source whose samples depend on (a seed, the epoch, their number), never on the rank or the batch."""
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
         return self.fetch_in(indices_n, 0)
@@ -104,10 +101,7 @@ Adapter = Callable[[Any], "Data | None"]
 
 
 class ArraySource:
-    """Samples along the first axis of arrays: x, then y, then per-sample weights, as far as there are any.
-
-    Errors: `UserError` for arrays of different lengths, scalars, no array, and elements other than numbers and bools.
-    """
+    """Samples along the first axis of x, y and weights; `UserError` for unequal lengths and other elements."""
 
     rows: Any = None  # the `hvdtrain.data.rows.ColumnNames` of named columns; ``layout``: of nested ones
     layout: Any = None

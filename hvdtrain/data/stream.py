@@ -21,10 +21,7 @@ HASHED_BYTES, HASHED_ELEMENTS = 1 << 20, 1 << 16
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples in an order of their own; every rank reads the same stream from its start and takes its share.
-
-    The order may depend on ``epoch`` and on fixed seeds, never on the rank. A stream shuffles itself.
-    """
+    """Samples in an order of their own, which may depend on ``epoch`` and fixed seeds, never on the rank."""
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         """Yield tuples of arrays (B, ...) of one B each; arity, trailing shapes and dtypes stay the same."""
@@ -32,10 +29,7 @@ class Stream(Protocol):
 
 
 def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[Arrays]:
-    """Regroup ``chunks`` into batches of ``global_batch`` samples, the last one short, after skipping samples.
-
-    Errors: `UserError` when a chunk's arrays do not fit one another or the chunk before.
-    """
+    """Regroup ``chunks`` into global batches after a skip; `UserError` for chunks that do not fit one another."""
     held: list[Arrays] = []
     held_n = 0
     layout: list[tuple] = []
@@ -55,10 +49,7 @@ def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) 
 
 
 def fingerprint(batch: Arrays) -> int:
-    """Return a 16-bit checksum of the samples of ``batch``, which is equal on ranks that read the same data.
-
-    Of an array larger than `HASHED_BYTES` it covers `HASHED_ELEMENTS` evenly spaced elements.
-    """
+    """Return a 16-bit checksum of ``batch``; of large arrays of evenly spaced elements (`HASHED_ELEMENTS`)."""
     crc = 0
     for array in batch:
         every = _stride(array)

@@ -35,10 +35,7 @@ Encode = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Convert text to numbers below ``vocab``; ``encode`` None: its bytes.
-
-    ``identity``: changes whenever the numbers may. ``mask``: its own number for a masked token, or -1.
-    """
+    """Text to numbers below ``vocab``; ``encode`` None: bytes. ``identity``: changes whenever the numbers may."""
 
     name: str
     identity: str
@@ -47,10 +44,7 @@ class Tokenizer:
     mask: int = -1
 
     def numbers(self, path: bytes) -> Iterator[np.ndarray]:
-        """Yield the tokens int64[any] of a file, piece by piece; a piece ends with a line.
-
-        Errors: `UserError` for an unreadable file, one that is not UTF-8, and for numbers not below ``vocab``.
-        """
+        """Yield int64 tokens of a file, piece by piece; `UserError` for unreadable text and wrong numbers."""
         blocks = _blocks(path)
         if self.encode is None:
             yield from (np.frombuffer(block, np.uint8).astype(np.int64) for block in blocks)
@@ -79,10 +73,7 @@ class Tokenizer:
 
 
 def tokenizer_of(given: Any, vocab: int) -> Tokenizer:
-    """Return the tokenizer of ``data.args.tokenizer``: bytes, FILE.json, or module:callable.
-
-    A callable takes a text and returns a list of numbers below ``vocab``, or its own attribute ``vocab``.
-    """
+    """Return the tokenizer of ``data.args.tokenizer``: bytes, FILE.json, or module:callable."""
     at_least("data.args.vocab", vocab, 0)
     if not isinstance(given, str) or given != "bytes" and not given.endswith(".json") and ":" not in given:
         raise UserError(f"data.args.tokenizer is {given!r}", "bytes, a file that ends in .json, or module:callable",
@@ -239,10 +230,7 @@ def _folder(beside: Path, cache: str, name: str) -> Path:
 
 @contextlib.contextmanager
 def _alone(lock: Path, target: Path) -> Iterator[None]:
-    """Hold ``lock``, or continue as soon as ``target`` exists; the lock ends with its process.
-
-    On a file system without locks each process makes a file of its own, and the last one stays.
-    """
+    """Hold ``lock``, or continue as soon as ``target`` exists; without locks each process makes its own file."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         held = _locked(descriptor, lock, target)

@@ -65,10 +65,7 @@ class LabelWeight:
         return total / (labels.size / len(labels))
 
     def varies(self, data: Any, samples: Sequence[np.ndarray]) -> bool:
-        """Return whether ``data`` may hold batches that do not weigh their number of samples.
-
-        ``samples``: some of ``data``, whose types decide where ``data`` is not in memory.
-        """
+        """Return whether batches of ``data``, or ``samples`` of it, may not weigh their number of samples."""
         whole = getattr(data, "arrays", None)
         if not samples:  # of a stream, whose steps take a sum over ranks anyway
             return True

@@ -153,7 +153,6 @@ class Usage:
             run.parts.state.load_rank(kept)
 
     def step_end(self, run: Run) -> None:
-        """Leave the first steps out of the whole run."""
         if not self._begun and run.timeline.totals.steps >= WARM_UP:
             self._begun = True
             self._begin = self._last = self._now(run)
@@ -176,7 +175,7 @@ class Usage:
 
     @staticmethod
     def _now(run: Run) -> tuple[int, float]:
-        """(samples of this rank, seconds of training and of waiting for data) so far."""
+        """Return (samples of this rank, seconds of training and of waiting for data) so far."""
         return run.timeline.totals.own_samples, run.timeline.totals.step_s + run.timeline.totals.seconds["data"]
 
 

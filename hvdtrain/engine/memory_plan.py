@@ -118,7 +118,6 @@ class Settling:
         return options.costs(self._facts, micro_batch)
 
     def _tried(self, fit: Fit) -> Own:
-        """Choose the fit's blocks, and see in a small trial what they save."""
         measured, micro = self._facts.measured, fit.micro_batch
         costs = tuple(self._costs(micro)) if micro else ()
         own = Own(fit, self.samples, self._room.free, costs)
@@ -165,7 +164,7 @@ def reckoned(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
 
 
 def _samples(scene: Scene, cap: int) -> tuple[int, int]:
-    """(this rank's samples of a step, the fewest micro-batches that the configuration allows)."""
+    """Return (this rank's samples of a step, the fewest micro-batches that the configuration allows)."""
     feed = scene.feed
     n_global = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
     cut = feed.cut_at(scene.cursor.step)
@@ -176,7 +175,6 @@ def _samples(scene: Scene, cap: int) -> tuple[int, int]:
 
 
 def _seconds(scene: Scene, n: int) -> float:
-    """The shorter of two trials."""
     batch, found = scene.sample(n), []
     for _ in range(3):  # the first one may trace a graph
         begin = time.perf_counter()

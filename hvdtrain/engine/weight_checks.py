@@ -61,7 +61,6 @@ def norm(x: np.ndarray) -> float:
 
 @lru_cache(maxsize=1)
 def _factors() -> tuple[np.ndarray, tuple[int, int]]:
-    """Odd factors, the same wherever they are drawn."""
     drawn = np.random.Generator(np.random.Philox(12)).integers(0, 2**63, COLUMNS + 2, dtype=np.uint64) * 2 + 1
     drawn = drawn.astype(np.uint64)
     return drawn[:COLUMNS], (int(drawn[-2]), int(drawn[-1]))
@@ -134,7 +133,6 @@ class Fingerprints:
         return self._ops.to_host(self._ops.cast(flat_N, "float32") if bucket.dtype in BITS16 else flat_N)
 
     def _host(self, bucket: Bucket, flat_N: Array) -> np.ndarray:
-        """The vector on the host, bfloat16 as its bits."""
         return self._ops.to_host(self._ops.bitcast(flat_N, "int16") if bucket.dtype == "bfloat16" else flat_N)
 
     def parts(self, bucket: Bucket, host_N: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -192,7 +190,7 @@ def blame(parts: ModelParts, batch: StepBatch, suspects: list[int], control: Con
 
 
 def _began(parts: ModelParts, found: Origin | None) -> tuple[int, str] | None:
-    """When and where on this rank of a pipeline a number was first not finite out of finite ones."""
+    """Return when and where on this rank of a pipeline a number was first not finite out of finite ones."""
     parts.buffers.discard()
     weight = not_finite(parts)
     if weight in trained(parts):
@@ -201,7 +199,7 @@ def _began(parts: ModelParts, found: Origin | None) -> tuple[int, str] | None:
 
 
 def _first_of_copies(copies: Sequence[Sequence[int]], rows: Sequence[tuple[int, str] | None]) -> dict[int, str]:
-    """The rank of each copy that was the first to find something -> what. Pure.
+    """Return the rank of each copy that was the first to find something -> what. Pure.
 
     >>> _first_of_copies([(0, 1), (2, 3)], [None, None, (5, "x"), (1, "y")])
     {3: 'y'}
@@ -216,7 +214,7 @@ def _first_of_copies(copies: Sequence[Sequence[int]], rows: Sequence[tuple[int, 
 
 
 def _look(parts: ModelParts, batch: StepBatch) -> str:
-    """Where this rank's own part of the step is not finite, or ""."""
+    """Return where this rank's own part of the step is not finite, or ""."""
     names = trained(parts)
     weight = not_finite(parts)
     if weight in names:
@@ -298,7 +296,7 @@ def apart(print_P: np.ndarray, norm_P: np.ndarray, within: float,
 def judge(rows: Rows, names: Sequence[str], step: int, eps: float = 2.0**-23, distributed: bool = True,
           ranks: Sequence[int] | None = None, bits: Bits | None = None, updates: int | None = None,
           cause: Cause | None = None) -> Diverged | None:
-    """The error that stops the run, or None where the ranks agree.
+    """Return the error that stops the run, or None where the ranks agree.
 
     ``names``: V variables. ``step``: updates so far. ``eps``: of the variables' type. ``distributed``: whether the
     optimizer is known to exchange gradients. ``ranks``: global numbers of the P rows, 0 to P-1 unless given. ``bits``:
@@ -332,7 +330,6 @@ def _named(who: tuple[int, ...], ranks: Sequence[int]) -> str:
 
 
 def _by(rows: Rows, v: int, out: tuple[int, ...]) -> str:
-    """By how much of its norm the variable differs, where that is a number."""
     inside = next(r for r in range(len(rows.now_PV)) if r not in out)
     far = np.abs(rows.now_PV[list(out), v] - rows.now_PV[inside, v]).max()
     norm = rows.norm_PV[inside, v]
@@ -340,7 +337,7 @@ def _by(rows: Rows, v: int, out: tuple[int, ...]) -> str:
 
 
 def _not_finite(rows: Rows, v: int) -> str:
-    """What to think where some ranks hold numbers and others do not, or ""."""
+    """Return what to think where some ranks hold numbers and others do not, or ""."""
     finite_P = np.isfinite(rows.now_PV[:, v])
     if not finite_P.any() or finite_P.all():
         return ""

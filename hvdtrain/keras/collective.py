@@ -12,10 +12,7 @@ from hvdtrain.tensorflow import Average, Compression
 
 def allreduce(value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, op: Any = None, compression: Any = Compression.none) -> tf.Tensor:
-    """Return the average of ``value`` over the ranks, or another reduction; collective.
-
-    ``average``: the old way to choose Average or Sum. The factors multiply before and after. Shapes must agree.
-    """
+    """Return the average over the ranks, or another reduction; ``average``: the old way to choose. Collective."""
     return hvd.allreduce(tf.convert_to_tensor(value), average=average, name=name, prescale_factor=prescale_factor,
                          postscale_factor=postscale_factor, op=op, compression=compression)
 

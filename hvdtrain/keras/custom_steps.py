@@ -21,10 +21,7 @@ Taken = Literal["pairs", "unweighted", "weighted", "unknown"]
 
 
 def check(model: Any, name: str, shard: ShardedDataset) -> None:
-    """Refuse a batch of ``shard`` in a custom step ``name`` that fails on sample weights or drops them.
-
-    Errors: `UserError`. Weights that are all 1 may be dropped. A step without source is accepted.
-    """
+    """Refuse (`UserError`) a custom step ``name`` that fails on sample weights or drops them, unless all are 1."""
     import keras
 
     step = getattr(type(model), name)

@@ -68,10 +68,7 @@ class OptimizerExchange:
 
     @unconverted
     def step(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], update: Update) -> None:
-        """Run one pass: exchange ``grads`` and hand them to ``update``, or keep them for a later pass.
-
-        Within ``update`` the optimizer's ``apply`` runs again and finds `inside` set.
-        """
+        """Exchange ``grads`` and ``update`` (`inside` is set meanwhile), or keep them for a later pass."""
         grads, variables = list(grads), list(variables)
         if self.ranks > 1:
             refuse_xla("hvd.DistributedOptimizer")
@@ -104,10 +101,7 @@ class OptimizerExchange:
     # --- several passes --------------------------------------------------------------------------------------------
 
     def _accumulate(self, grads: list[Any], variables: list[Any]) -> list[tf.Variable | None]:
-        """Add this pass' gradients to the sums; return the sum of each variable that has had one since the update.
-
-        A graph takes the variables that had one in any graph so far.
-        """
+        """Add this pass' gradients to the sums; return the sums of variables with a gradient."""
         keys = [_key(v) for v in variables]
         self._list = self._list or keys
         if keys != self._list:

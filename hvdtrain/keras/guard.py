@@ -136,10 +136,7 @@ class DivergenceGuard:
         return tf.ensure_shape(alike, [])
 
     def _gathered(self, stops: Any = 0.0) -> tf.Tensor:
-        """Gather float32 (P, 3V + 2), a row for each rank.
-
-        Fingerprints at the last comparison and now, norms, learning rate and ``stops``.
-        """
+        """Gather float32 (P, 3V + 2): old and new fingerprints, norms, learning rate, ``stops``."""
         assert self._before is not None
         rate = 0.0 if self._rate is None else keras.ops.convert_to_tensor(self._rate())
         scalars_2 = [tf.cast(x, tf.float32) for x in (rate, stops)]
@@ -220,10 +217,7 @@ def fingerprints(variables: Sequence[tf.Variable]) -> tuple[tf.Tensor, tf.Tensor
 
 
 def _weights(n: tf.Tensor, salt: int) -> tf.Tensor:
-    """Return n numbers from 0.48 to 1.44 with signs, of mean square 1, the same on every rank: a hash of the index.
-
-    No bare signs: under as many of each, a constant added to all elements would add up to 0.
-    """
+    """Return n signed hashes of the index of mean square 1; not bare signs, which hide an added constant."""
     i = tf.range(tf.cast(n, tf.int64), dtype=tf.int64)
     mixed = (i * (i + 40503 + 2 * salt) * 2654435761 // 65536 + i * 40503) // 64
     return tf.cast((1 - 2 * (mixed % 2)) * (512 + mixed // 2 % 1024), tf.float32) / (1024 * MEAN_SQUARE ** 0.5)
@@ -234,10 +228,7 @@ def _eps(dtype: tf.DType) -> float:
 
 
 def _whole(out: tf.Tensor) -> None:
-    """Keep the branches of the cond that gave ``out`` as functions.
-
-    TensorFlow would inline them with a switch for each variable they read, at a cost in every step.
-    """
+    """Keep the branches of a cond as functions: inlined, each step would pay a switch for each variable."""
     branch = out.op.inputs[0].op if out.op.type == "Identity" else out.op
     if branch.type in ("If", "StatelessIf"):
         branch._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))

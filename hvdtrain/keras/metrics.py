@@ -22,10 +22,7 @@ from hvdtrain.keras.shardable import check_losses
 
 @dataclass
 class Phase:
-    """State of one pass over data: its `hvdtrain.keras.data.ShardedDataset`, if it is one, and the averages in the end.
-
-    ``before``: states before its short last batch, None if it has none.
-    """
+    """State of one pass over data: its dataset, metrics before a short last batch (None: no such), and averages."""
 
     shard: data.ShardedDataset | None = None
     before: dict[str, np.ndarray] | None = None
@@ -185,11 +182,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 def check_lengths(model: Any, params: dict[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-    """Raise `UserError` on every rank where ranks would fit different numbers of batches, or epochs; collective.
-
-    ``params``: as Keras gives them to a callback. Unknown steps (generators) are not compared, nor those of a model
-    whose optimizer is not distributed.
-    """
+    """Raise `UserError` on every rank where known numbers of batches or epochs differ. Collective."""
     optimizer = getattr(model, "optimizer", None)
     if not hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_hvd_exchange") \
             and not hasattr(optimizer, "_hvd_exchange"):
@@ -239,10 +232,7 @@ def _state(metric: Any, name: str, kind: str, phase: Phase) -> np.ndarray:
 
 
 def _loss(metric: Any, name: str, phase: Phase, samples: float) -> np.ndarray:
-    """Return this rank's [sum, weight] of a mean over samples.
-
-    With a `ShardedDataset` the mean over ranks is the global batch's loss, of W samples.
-    """
+    """Return [sum, weight] of this rank's loss, of the global batch's W samples with a `ShardedDataset`."""
     now_k, shard = vector(metric), phase.shard
     if shard is None and name == "loss":
         return now_k

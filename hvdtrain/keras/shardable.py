@@ -81,10 +81,7 @@ def _masked(got: str) -> UserError:
 
 
 def check_batch(model: Any, outputs: Any, sample_weight: Any) -> None:
-    """Raise `UserError` for masks, losses that layers add, and left-out weights, while a batch's loss is computed.
-
-    Has no effect outside `reading`.
-    """
+    """Raise `UserError` for masks, layers' losses and left-out weights of a batch, within `reading`."""
     if not _reading:
         return
     if _weighed and sample_weight is None:
@@ -112,10 +109,7 @@ _accepted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def check_shard(model: Any, shard: ShardedDataset, ranks: int) -> None:
-    """Refuse a loss of ``model`` that is no mean over samples, for a fit over ``shard``; collective over ``ranks``.
-
-    Errors: `UserError`, the same on every rank. On one rank a warning names the loss.
-    """
+    """Refuse a loss that is no mean over samples, on every rank; warn on a single one. Collective."""
     from hvdtrain.tensorflow import functions
 
     loss = getattr(model, "_compile_loss", None)

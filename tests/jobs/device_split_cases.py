@@ -480,7 +480,7 @@ def case_what_only_training_shows_is_refused(folder):
 
 def case_variables_are_lent(folder):
     """Check that timing a block on another device, by copies of its variables, changes none of them."""
-    from hvdtrain.backends.tensorflow.moving import lent
+    from hvdtrain.backends.tensorflow.placement import lent
 
     spec = built("mlp")
     before = [v.value for v in spec.model.weights]

@@ -16,7 +16,7 @@ from hvdtrain.cluster.topology import HostRanks, Topology
 from hvdtrain.comm import wires
 from hvdtrain.comm.collectives.mpi import MpiCollectives
 from hvdtrain.comm.measure import transports
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.engine import assemble as assembling
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks import auto_compression, auto_wire
@@ -46,7 +46,7 @@ def auto_of(run):
 
 def run_of(framework, out, **changes):
     setting = config(global_batch=8, max_steps=STEPS, epochs=STEPS, collectives="auto", out=str(out),
-                     checkpoint=Checkpoint(), **changes)
+                     checkpoint=CheckpointConfig(), **changes)
     return assemble(setting, make_model(framework), samples(16))
 
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.buffers import Kept
-from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.ops import Ops
+from hvdtrain.backends.tensorflow.placement import follow
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.backends.tensorflow.task import Task
 from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile

@@ -20,7 +20,7 @@ from keras.optimizers import schedules
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.one_cycle import OneCycle
 from hvdtrain.backends.tensorflow import groups
-from hvdtrain.config import Config, Schedule
+from hvdtrain.config import Config, ScheduleConfig
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.core.resolve import load_callable
 
@@ -71,7 +71,7 @@ class Optimization:
 
     ``base_lr``: the configured or compiled rate times the linear scaling; None if the user's schedule decides.
     ``compiled``: it is the one that the model was compiled with. ``whole``: build it at once; else by `build`, unless
-    one over slices of the variables takes its place (`hvdtrain.backends.tensorflow.sliced`). Then ``slices`` gives the
+    one over slices of the variables takes its place (`hvdtrain.backends.tensorflow.params`). Then ``slices`` gives the
     slice of each of the optimizer's variables, by number, except those that all ranks have; ``former``: the optimizer
     over whole variables, if it had state; ``names``: rank 0's of the optimizer's variables, since Keras counts names
     within a process.
@@ -315,7 +315,7 @@ def _put_rate(optimizer: Any, given: Any, rate: Any) -> None:
     vars(optimizer)[_PUT] = (given, rate)
 
 
-def _refuse_epochs(schedule: Schedule) -> None:
+def _refuse_epochs(schedule: ScheduleConfig) -> None:
     if schedule.interval == "epoch" and schedule.on:
         raise UserError(f"schedule.interval is epoch and {schedule.name} is a schedule of Keras, which counts steps",
                         "step", "set schedule.interval to step and multiply its steps by the steps per epoch")

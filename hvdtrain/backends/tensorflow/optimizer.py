@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from hvdtrain.backends.keras.facts import apply_gradients
 from hvdtrain.backends.tensorflow import graphs
-from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.backends.tensorflow.host import readable, view
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
 from hvdtrain.backends.tensorflow.optim import Optimization, instead
+from hvdtrain.backends.tensorflow.placement import follow
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Bucket

@@ -25,7 +25,7 @@ _open: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
 
 
 class Call(NamedTuple):
-    """One call of a block: the operations ``begin`` to ``end`` of its graph, as numbers."""
+    """A call of a block: the operations ``begin`` to ``end`` of its graph, as numbers."""
 
     name: str
     begin: int

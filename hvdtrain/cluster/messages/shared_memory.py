@@ -310,7 +310,7 @@ class Doorbells:
 
 
 class SharedMessage:
-    """`hvdtrain.core.protocols.Coming` in a lane."""
+    """`hvdtrain.core.protocols.PendingMessage` in a lane."""
 
     def __init__(self, carrier: SharedMemoryCarrier, lane: _Taking, source: int, tag: int) -> None:
         self._carrier, self._lane, self._source = carrier, lane, source

@@ -37,6 +37,6 @@ class Adasum(Uncompressed):
         return (yield AllReduce(flat_N, "adasum")), state
 
 
-def make(exchange: config.Exchange) -> Adasum:
+def make(exchange: config.ExchangeConfig) -> Adasum:
     """No settings."""
     return Adasum()

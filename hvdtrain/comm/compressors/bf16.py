@@ -22,6 +22,6 @@ class Bf16(Halves):
         return ops.from_bits16(ops.reshape(bits, (-1,)))
 
 
-def make(exchange: config.Exchange) -> Bf16:
+def make(exchange: config.ExchangeConfig) -> Bf16:
     """No settings."""
     return Bf16()

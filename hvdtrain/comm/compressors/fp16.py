@@ -27,6 +27,6 @@ class Fp16(Halves):
         return ops.cast(ops.bitcast(ops.reshape(bits, (-1,)), "float16"), "float32")
 
 
-def make(exchange: config.Exchange) -> Fp16:
+def make(exchange: config.ExchangeConfig) -> Fp16:
     """No settings."""
     return Fp16()

@@ -168,6 +168,6 @@ def int8_length(n: int, size: int) -> int:
     return count * (-(-least // (count * LANE)) * LANE)
 
 
-def make(exchange: config.Exchange) -> Int8:
+def make(exchange: config.ExchangeConfig) -> Int8:
     """No settings."""
     return Int8()

@@ -24,6 +24,6 @@ class NoCompression(Uncompressed):
         return total_N, state
 
 
-def make(exchange: config.Exchange) -> NoCompression:
+def make(exchange: config.ExchangeConfig) -> NoCompression:
     """No settings."""
     return NoCompression()

@@ -141,6 +141,6 @@ class PowerSGD(Stateless):
         return ring_allreduce_bytes(4 * first, size) + ring_allreduce_bytes(4 * second, size)
 
 
-def make(exchange: config.Exchange) -> PowerSGD:
+def make(exchange: config.ExchangeConfig) -> PowerSGD:
     """With the settings of that section."""
     return PowerSGD(exchange.powersgd_rank)

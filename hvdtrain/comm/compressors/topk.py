@@ -113,6 +113,6 @@ class TopK(Stateless):
         return (size - 1) * 8 * self.k(bucket.n, stage)
 
 
-def make(exchange: config.Exchange) -> TopK:
+def make(exchange: config.ExchangeConfig) -> TopK:
     """With the settings of that section."""
     return TopK(exchange.topk_ratio, exchange.topk_momentum, exchange.topk_warmup_steps)

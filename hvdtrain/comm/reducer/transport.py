@@ -62,7 +62,7 @@ class Transport:
 
 
 class ArrayCell:
-    """Implements `hvdtrain.core.protocols.Cell` by holding the array itself, which its users never write to."""
+    """Implements `hvdtrain.core.protocols.StateCell` by holding the array itself, which its users never write to."""
 
     def __init__(self, value: Array) -> None:
         self._value = value

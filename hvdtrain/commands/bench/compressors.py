@@ -25,7 +25,7 @@ from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench.session import require
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core import table
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
@@ -253,7 +253,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; `UserError` for a bad one."""
-    usual = Exchange()
+    usual = ExchangeConfig()
     summing = [name for name in names() if not _reductions(name)]
     parser = options.Parser("hvdtrain bench compressors",
                             "Time to encode and decode, bytes sent and error of each gradient "
@@ -311,7 +311,7 @@ def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, in
 
 
 def _config(args: argparse.Namespace) -> Config:
-    exchange = Exchange(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
+    exchange = ExchangeConfig(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
     return Config(exchange=exchange).check()
 
 

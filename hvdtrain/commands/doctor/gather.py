@@ -27,7 +27,7 @@ from hvdtrain.comm.measure.transports import NO_MPI
 from hvdtrain.commands.doctor import checks, facts, library_checks, network_checks, peers, probes
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, PROBE_S, STOPS, UNKNOWN, Facts, Problem
 from hvdtrain.commands.doctor.probes import whole_text
-from hvdtrain.config import Exchange
+from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.processes import Child
 from hvdtrain.core.protocols import Control
@@ -88,7 +88,7 @@ def _start(launched: LaunchFacts, timeout_s: float) -> Control:
     usable = next((name for name, reason in reasons.items() if reason is None), None)
     if usable is None:
         raise horovod.HorovodUnavailable(next(filter(None, reasons.values())))
-    return boot.start_control(launched, timeout_s, horovod.start_horovod(usable, Exchange(), launched))
+    return boot.start_control(launched, timeout_s, horovod.start_horovod(usable, ExchangeConfig(), launched))
 
 
 def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:

@@ -162,18 +162,17 @@ Read = Callable[[str], Mapping[str, np.ndarray]]
 """``read(group)``: what this rank wants of a checkpoint's group, by name: whole arrays in their shape, windows (n,)."""
 
 
-class Window(NamedTuple):
+class ArrayWindow(NamedTuple):
     """Memory (n,) for elements [begin, begin + n) of an array in row-major order."""
 
     begin: int
     values: np.ndarray
 
 
-Place = Callable[[str, str, tuple[int, ...], Any], np.ndarray | Window | None]
+Place = Callable[[str, str, tuple[int, ...], Any], np.ndarray | ArrayWindow | None]
 """``place(group, name, shape, dtype)``: what an array is to be copied into.
 
-Memory of its shape; or a `Window` where only those elements are asked for, and what comes back is its ``values``; or
-None for a view.
+Memory of its shape; or an `ArrayWindow` for those elements alone, whose ``values`` come back; or None for a view.
 """
 
 
@@ -276,7 +275,7 @@ class Saver(Protocol):
 
 
 @dataclass
-class Spent:
+class SaveCost:
     """What saves have cost this rank: ``blocked_s`` of training, ``cpu_s`` of threads, and the same of the ``last``.
 
     ``longest_s``: from the begin of a save to its end.
@@ -299,7 +298,7 @@ class RunSaver(Protocol):
     ``cost_s``: on rank 0, what the latest save that is over has cost the slowest rank; None before there is one.
     """
 
-    spent: Spent
+    spent: SaveCost
     cost_s: float | None
 
     def begin(self) -> None:

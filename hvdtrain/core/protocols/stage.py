@@ -178,7 +178,7 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True)
-class Done:
+class StepGradients:
     """What a step's gradients ended with on this rank.
 
     ``grads``: as `GradientSink.collect` returns them. ``totals``: (loss_sum, weight) of each micro-batch, maybe still
@@ -195,7 +195,7 @@ class Done:
 class Schedule(Protocol):
     """The order of a step's forwards and backwards."""
 
-    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Compute and sum the gradients of ``loss_sum * scale`` over this rank's micro-batches of ``batch``."""
         ...
 

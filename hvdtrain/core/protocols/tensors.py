@@ -12,7 +12,7 @@ from hvdtrain.core.protocols.transport import Collectives, Exchange, Spread
 from hvdtrain.core.protocols.types import Array, Bucket, ParamSpec, Shards
 
 
-class Cell(Protocol):
+class StateCell(Protocol):
     """Memory for one array that survives a step; read and written at once or as nodes of a graph that is traced."""
 
     def read(self) -> Array:
@@ -126,7 +126,7 @@ class Ops(Protocol):
         """``x`` where the scalar boolean array ``which`` is true, else ``y``."""
         ...
 
-    def cell(self, value: Array) -> Cell:
+    def cell(self, value: Array) -> StateCell:
         """Make a cell that holds ``value``, on this backend's device; outside of any graph that is being traced."""
         ...
 

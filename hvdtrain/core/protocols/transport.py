@@ -176,7 +176,7 @@ class Channel(Protocol):
         ...
 
 
-class Coming(Protocol):
+class PendingMessage(Protocol):
     """A message that was asked for."""
 
     def wait_begun(self) -> None:
@@ -207,7 +207,7 @@ class Carrier(Protocol):
         """
         ...
 
-    def take(self, source: int, tag: int) -> Coming:
+    def take(self, source: int, tag: int) -> PendingMessage:
         """Ask for the next message; it comes while the caller computes. Messages are waited for in this order."""
         ...
 

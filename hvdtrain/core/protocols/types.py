@@ -127,7 +127,7 @@ class StepBatch:
     coming: Callable[[], tuple[np.ndarray, ...]] = tuple
 
 
-class Word(NamedTuple):
+class Announcement(NamedTuple):
     """What ``rank`` had to tell all others: ``topic`` says which callback it is for."""
 
     rank: int
@@ -141,7 +141,7 @@ Pair = tuple[Any, Any]
 
 
 REPEAT = "out of memory"
-"""What a rank tells the others under that ran out and wants the step repeated (`hvdtrain.engine.run.Word`)."""
+"""What a rank tells the others under that ran out and wants the step repeated (`hvdtrain.engine.run.Announcement`)."""
 
 ALONE = "out of memory, mended alone"
 """... and that needs nobody for it: in evaluation, and in a step in which the copies do not meet."""
@@ -231,7 +231,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:MOST_WORDS] if lines else type(error).__name__
 
 
-def among(words: Iterable[Word], *topics: str) -> Iterator[tuple[int, Shortage]]:
+def among(words: Iterable[Announcement], *topics: str) -> Iterator[tuple[int, Shortage]]:
     """Yield (rank, shortage) of those ``words`` that tell one under ``topics``."""
     for word in words:
         if word.topic in topics:

@@ -38,19 +38,13 @@ def uniform_of(numbers_n: np.ndarray, seed: int, epoch: int, name: str, first: i
 
 
 def beta(uniform: Uniform, alpha: float) -> np.ndarray:
-    """Return float64[n] of Beta(alpha, alpha), from at most 6 * `ROUNDS` + 2 random numbers of each sample.
-
-    X / (X + Y) of two Gamma(alpha) variables, by logarithms so that a small ``alpha`` does not underflow.
-    """
+    """Return float64[n] of Beta(alpha, alpha) as X / (X + Y) of Gamma variables, by logarithms for a small alpha."""
     log_x, log_y = (_log_gamma_variable(uniform, alpha, which) for which in (0, 1))
     return 1 / (1 + np.exp(np.clip(log_y - log_x, -700, 700)))
 
 
 def _log_gamma_variable(uniform: Uniform, alpha: float, which: int) -> np.ndarray:
-    """Return float64[n]: the logarithm of a Gamma(alpha) variable, ``which`` of two.
-
-    Source: G. Marsaglia, W. Tsang, "A simple method for generating gamma variables", ACM TOMS 26, 2000.
-    """
+    """Return float64[n]: the logarithm of Gamma(alpha) variable ``which`` (Marsaglia, Tsang, TOMS 2000)."""
     d = alpha + 1 - 1 / 3
     boost_n = np.log1p(-uniform(2)[:, which]) / alpha
     cubes_n, open_n = np.ones(len(boost_n)), np.ones(len(boost_n), bool)

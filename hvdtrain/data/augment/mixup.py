@@ -40,10 +40,7 @@ def alpha_of(value: Any) -> Any:
 
 
 def classes_of(value: Any, source: Source) -> int:
-    """Return the number of classes: configured, of ``source.classes`` (a number or names), or of integer targets.
-
-    Errors: `UserError` where none of these is known.
-    """
+    """Return the number of classes, as configured, known to the source, or of its targets; else `UserError`."""
     told = value.get("classes", 0) if isinstance(value, Mapping) else 0
     known: Any = told or getattr(source, "classes", 0)
     if known:
@@ -76,10 +73,7 @@ def mix(own: np.ndarray, other: np.ndarray, weights_n: np.ndarray) -> np.ndarray
 
 
 def shares(y: np.ndarray, classes: int) -> np.ndarray:
-    """Return float32 (n, C): one-hot of class numbers (n,) or (n, 1); shares (n, C) stay as they are.
-
-    Errors: `UserError` for other targets, and for class numbers outside 0..C-1.
-    """
+    """Return float32 (n, C): one-hot of class numbers, or shares as they are; `UserError` for other targets."""
     if y.dtype.kind == "f" and y.ndim == 2 and y.shape[1] == classes > 1:
         return y.astype(np.float32)
     if y.ndim == 2 and y.shape[1] == 1:

@@ -319,10 +319,7 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 def read_pickle(file: BinaryIO) -> Any:
-    """Return the plain data of a pickle by Python 2: strings as bytes, arrays as uint8.
-
-    Errors: ValueError for anything else, such as a class, and for a damaged file.
-    """
+    """Return a pickle's plain data, strings as bytes, arrays as uint8; ValueError for anything else."""
     try:
         found = _PlainUnpickler(_CountedFile(file), encoding="bytes").load()
     except (pickle.UnpicklingError, EOFError, struct.error, LookupError, TypeError, AttributeError) as error:

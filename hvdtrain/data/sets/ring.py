@@ -12,10 +12,7 @@ SPREAD = 0.05  # standard deviation of a coordinate about its point
 
 
 def make(split: str, samples: int = 1024, points: int = 8, latent: int = 8, seed: int = 0) -> Source:
-    """Return ``samples`` points in the plane, each near one of ``points`` on the unit circle; the same everywhere.
-
-    Arrays: x float32 (n, 2), and noise float32 (n, latent), uniform in [-1, 1), different in each epoch.
-    """
+    """Return points (n, 2) near ``points`` places on the unit circle, and noise (n, latent) of each epoch; float32."""
     for name, value in {"samples": samples, "points": points, "latent": latent, "seed": seed}.items():
         at_least(f"data.args.{name}", value, 0 if name == "seed" else 1)
     u = uniform(3 * samples, seed, STREAM + 1 + SPLITS.index(split)).reshape(3, samples)

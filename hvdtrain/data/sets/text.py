@@ -33,10 +33,7 @@ def make(split: str, context: int = 64, samples: int = 0, test_fraction: float =
 
 
 def paragraphs() -> str:
-    """Return the topics in alphabetical order as one text, each paragraph once.
-
-    Versions of Python differ in a few paragraphs. Errors: `UserError` where a distribution lacks the module.
-    """
+    """Return the topics in order as one text, each paragraph once; `UserError` where Python lacks them."""
     try:
         topics = importlib.import_module(MODULE).topics
     except ModuleNotFoundError:

@@ -110,10 +110,7 @@ class Sequences:
 
 
 class Masked(Sequences):
-    """The same sequences for a masked language model: an `hvdtrain.data.sources.EpochSource`.
-
-    In each, ``part`` of the tokens is chosen, at least one. ``mask``: the masked token's number, counted in ``vocab``.
-    """
+    """The same sequences with a fraction ``part`` of their tokens, at least one, masked again in each epoch."""
 
     def __init__(self, path: str, context: int, held: tuple[str, float, int] | None, vocab: int, part: float,
                  mask: int, seed: int) -> None:

@@ -83,11 +83,7 @@ class _Task:
 
 
 class Pool:
-    """Run ``n`` workers that fetch from sources packed in ``setup_fd``, which it closes.
-
-    ``timeout_s``: longest time for one task. Raises `UserError` where the first worker cannot unpack the sources, and
-    `OSError` where none can be started.
-    """
+    """Run ``n`` workers on the sources packed in ``setup_fd``. `UserError`: unpacking failed; `OSError`: no process."""
 
     def __init__(self, setup_fd: int, n: int, timeout_s: float, preload: Sequence[str] = ()) -> None:
         self.n, self._timeout_s = n, timeout_s

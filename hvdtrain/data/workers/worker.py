@@ -103,10 +103,7 @@ def fetch_seeded(source: Any, indices_n: np.ndarray, seed: int, epoch: int) -> A
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[Callable[[], bool]]:
-    """Restore, after the body, the generators that user code draws from.
-
-    Yields a function that returns whether the body has drawn from one of them (except a GPU's).
-    """
+    """Restore user code's generators after the body; yields a function: were they drawn from (GPUs: no)?"""
     torch = sys.modules.get("torch")
     put_back, before = rng.mark(), _generators(torch)
     state = None if torch is None else torch.get_rng_state()
@@ -187,10 +184,7 @@ class SharedResults:
 
 
 def pack(header: dict[str, Any], found: Sequence[Any]) -> tuple[int, bytes]:
-    """Return a descriptor of memory with ``header`` and the sources, and the sources' pickle without their arrays.
-
-    Arrays lie there once for all workers of a rank. Raises whatever a source raises that cannot be pickled.
-    """
+    """Return a descriptor of memory with ``header``, sources and arrays, once for all workers, and the pickle."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(list(found), protocol=5, buffer_callback=buffers.append)
     fd = nameless("hvdtrain-sources")

@@ -1,8 +1,6 @@
-"""`compression: auto`: measures the wire and the compressors, predicts, picks one only where it wins, and checks.
+"""`compression: auto`: measure links and compressors, choose one where it saves time, and check the choice.
 
-Owns the course of it: sweep at the start, some steps without compression, the decision, some steps with what was
-chosen, and back to none where they are not faster. The numbers are `hvdtrain.comm.measure.sweep`'s, the arithmetic and
-the words `hvdtrain.planning.exchange.choice`'s.
+Measuring is left to `hvdtrain.comm.measure.sweep`, arithmetic and text to `hvdtrain.planning.exchange.choice`.
 """
 
 from __future__ import annotations
@@ -47,12 +45,10 @@ class AutoCompression(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With ``compression: auto``."""
         return bool(run.config.compression == "auto")
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Any]) -> AutoCompression:
-        """Compare compressors over the other wires too, where there are any."""
         made = cls()
         if "AutoWire" in earlier:
             earlier["AutoWire"].join(made)
@@ -97,13 +93,11 @@ class AutoCompression(Callback):
         self._watch.begin(run)
 
     def restored(self, run: Run) -> None:
-        """Take up a settled choice before its state returns."""
         if self.settled and self._world == _world(run) and run.dp.compression != self.choice:
             run.use_compressor(self.choice)
             run.note(f"compression auto: {self.choice}, as it was decided before")
 
     def step_end(self, run: Run) -> None:
-        """Watch a step; at the end of a window, decide or check."""
         if self.settled or not self._watch.full(run):
             return
         measured = self._watch.measured(run)
@@ -113,14 +107,12 @@ class AutoCompression(Callback):
             self._check(run, measured.step_s)
 
     def fit_end(self, run: Run) -> None:
-        """Say so where the run was too short."""
         if self.settled:
             return
         what = "decide" if self._base is None else f"check the choice of {self.choice}"
         run.note(f"compression auto: the run was too short to {what}")
 
     def _decide(self, run: Run, base: Baseline) -> None:
-        """Predict every compressor's step and use the best, or none."""
         assert self._sweep is not None
         config, wire, found = run.config, run.collectives, self._sweep
         self._base = base
@@ -163,11 +155,9 @@ class AutoCompression(Callback):
         run.note(f"compression auto: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice, and the world it was made for."""
         return {"choice": self.choice, "settled": self.settled, "world": self._world}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`; a choice that was not settled is made anew."""
         self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
 
 
@@ -212,6 +202,5 @@ def _clock(run: Run) -> tuple[float, float]:
 
 
 def _world(run: Run) -> str:
-    """What a choice depends on, in words."""
     names = run.wires.names
     return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(names) or run.collectives.name}"

@@ -1,9 +1,6 @@
-"""`collectives: auto`: measures the wires that are there, takes the best, checks it, and looks whether the link stays.
+"""`collectives: auto`: measure the transports, use the best, check the choice, and watch whether the link changes.
 
-Owns the course of it: a sweep before the first step, the first steps with what was chosen, some with the next best
-where they wait longer than reckoned, and from then on a look every `LOOK_STEPS` steps. The numbers are
-`hvdtrain.comm.measure.transports`'s, the rules and the words `hvdtrain.planning.exchange.wire_choice`'s, the wires
-`hvdtrain.comm.wires`'s.
+Rules and text are left to `hvdtrain.planning.exchange.wire_choice`, the transports to `hvdtrain.comm.wires`.
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ class AutoWire(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where there are several wires to choose from."""
         return bool(run.wires is not None and run.wires.names)
 
     def __init__(self) -> None:
@@ -89,7 +85,7 @@ class AutoWire(Callback):
             self._decide(run)
 
     def _by_rule(self, run: Run) -> str:
-        """Why nothing is measured, in words, or "". Pure."""
+        """Return why nothing is measured, in words, or "". Pure."""
         updates = run_length.updates(run.spelled, run.feed.steps_per_epoch)
         left = updates - run.state.cursor.step
         if len(run.wires.names) == 1:
@@ -101,7 +97,6 @@ class AutoWire(Callback):
         return ""
 
     def restored(self, run: Run) -> None:
-        """Take up a settled choice before the state of ranks returns."""
         if not self.settled or self._world != _world(run) or run.collectives.name == self.choice:
             return
         lacking = run.wires.use(run, self.choice)
@@ -112,7 +107,6 @@ class AutoWire(Callback):
             run.note(f"collectives auto: {self.choice}, as it was decided before")
 
     def step_end(self, run: Run) -> None:
-        """Watch a step; at the end of a window, check."""
         if self._compression is not None and not self._compression.settled:
             self._begin(run)  # these steps are of several compressors
             self._base = None
@@ -128,12 +122,10 @@ class AutoWire(Callback):
             self._check(run, self._watch.measured(run))
 
     def fit_end(self, run: Run) -> None:
-        """Say so where the run was too short."""
         if not self.settled:
             run.note(f"collectives auto: the run was too short to check {self.choice}")
 
     def _decide(self, run: Run) -> None:
-        """Measure all candidates and take the best."""
         begin, control, wires = time.perf_counter(), run.control, run.wires
         share = 1.0 if run.config.compression == "auto" else run.dp.compressor.bytes_share
         nbytes = sum(b.nbytes for b in run.dp.buckets) * share
@@ -209,7 +201,6 @@ class AutoWire(Callback):
         self._watch.begin(run)
 
     def _take(self, run: Run, name: str) -> str:
-        """Go over to a wire, or return why it cannot be had."""
         lacking = "" if name == run.collectives.name else str(run.wires.use(run, name))
         self.choice = run.collectives.name
         return lacking
@@ -225,13 +216,11 @@ class AutoWire(Callback):
         self._begin(run)
 
     def _watch_no_more(self) -> None:
-        """A choice by rule stays."""
         self._times = MOST_TIMES
 
     # --- whether the link stays as it is -----------------------------------------------------------------------------
 
     def _begin(self, run: Run) -> None:
-        """Count steps from here."""
         self._windows, self._watch = [], StepWatch(0 if self.settled else WARM_STEPS)
         self._watch.begin(run)
 
@@ -263,22 +252,18 @@ class AutoWire(Callback):
             self._compression.anew(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice, and the world it was made for; one that the rule has made is none, since a longer run measures.
-        """
+        # What the rule has chosen is not settled: a longer run measures.
         return {"choice": self.choice, "settled": self.settled and not self._ruled, "world": self._world}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`; a choice that was not settled is made anew."""
         self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
 
 
 def _world(run: Run) -> str:
-    """What a choice depends on, in words."""
     return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(run.wires.names)}"
 
 
 def _hosts(run: Run) -> list[dict[str, Any]]:
-    """Ranks and cores of each host, and the NUMA nodes of this one."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None
     here = run.topology.host_of(run.control.rank).node
     return [{"node": h.node, "ranks": len(h.ranks), "cores": h.cores, "numa": nodes if h.node == here else None}

@@ -1,7 +1,6 @@
-"""`micro_batch: auto` and `remat: auto`: fits each rank's part of a step to its memory before the first step.
+"""`micro_batch: auto` and `remat: auto`: fit each rank's share of a step to its memory before the first step.
 
-Owns the course of it on all ranks: when it is measured, what they agree on, what a checkpoint keeps, what is told. What
-one rank decides is `hvdtrain.engine.memory_plan`'s.
+What one rank decides is left to `hvdtrain.engine.memory_plan`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from hvdtrain.core.errors import count
 from hvdtrain.core.protocols.types import Shortage, first_line
 from hvdtrain.core.table import show
 from hvdtrain.core.units import format_bytes, format_ms
-from hvdtrain.engine import balance_probe, machine, memory_plan as plans, memory_survey
+from hvdtrain.engine import balance_probe, machine, memory_survey
+from hvdtrain.engine import memory_plan as plans
+from hvdtrain.engine.callbacks import out_of_memory
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.memory_plan import Own, Settling, reckoned
-from hvdtrain.engine.callbacks import out_of_memory
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import T
 from hvdtrain.planning.batch.line import least
@@ -63,7 +63,6 @@ class MemoryFit(Callback):
         self._tell(run, owns_P, micro, remat)
 
     def told(self, run: Run) -> None:
-        """Remember the sizes that ranks go on with which ran out of memory."""
         found = run.recovery.ceilings
         if "micro" in self._state:
             self._state["micro"] = [least(n, found.get(rank, 0)) for rank, n in enumerate(self._state["micro"])]
@@ -73,15 +72,13 @@ class MemoryFit(Callback):
             balance_probe.keep_ceiling(run, tuple(array[:1] for array in run.batch.micros[0]), own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Micro-batches, so that a resumed run sums in the same order."""
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for `fit_start`."""
         self._kept = state
 
     def _settled(self, run: Run, micro: bool, remat: bool) -> list[Own]:
-        """What each rank does, by rank; chosen by now."""
+        """Return what each rank does, by rank; chosen by now."""
         control = run.control
         scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
         random = run.parts.state.rank_state()  # datasets and models draw random numbers
@@ -122,7 +119,7 @@ class MemoryFit(Callback):
             run.recovery.guard.reckoned = found
 
     def _parts_before(self, run: Run, settling: Settling, micro: bool) -> int:
-        """The number of micro-batches that this rank had before the run was saved, where it still fits; else 0."""
+        """Return the number of micro-batches that this rank had before the resume, where it still fits; else 0."""
         rank = run.control.rank
         alike = run.control.gather(settling.samples) == self._kept.get("samples")
         before = self._kept["micro"][rank] if alike and micro else 0
@@ -144,7 +141,7 @@ class MemoryFit(Callback):
             run.eval_feed.recut(cut, 0)
 
     def _tell(self, run: Run, owns_P: list[Own], micro: bool, remat: bool) -> None:
-        """A sentence for each rank that differs, and the table of the one that recomputes most."""
+        """Note a sentence for each rank that differs, and print the table of the one that recomputes most."""
         keys = " and ".join([*(["micro_batch auto"] if micro else []), *(["remat auto"] if remat else [])])
         equal = alike(owns_P)
         for rank, own in enumerate(owns_P[:1] if equal else owns_P[:MOST_NAMED]):
@@ -159,7 +156,7 @@ class MemoryFit(Callback):
 
 
 def _least(run: Run, settle: Callable[[], T]) -> T:
-    """What it returns; `UserError` where memory lacks even for the one sample that is tried last."""
+    """Return what it returns; `UserError` where memory lacks even for the one sample that is tried last."""
     def caught(error: Exception) -> None:
         shortage = Shortage(run.state.cursor.step, "training", 1, -1, first_line(error))
         raise out_of_memory.at_its_least(run.control.rank, shortage, "") from error
@@ -169,7 +166,7 @@ def _least(run: Run, settle: Callable[[], T]) -> T:
 
 
 def _looked(run: Run, look: Callable[[], Reckoned]) -> Reckoned:
-    """What it returns; None where memory lacks for the look itself: the first step then finds its own size."""
+    """Return what it returns; None where memory lacks for the look itself: the first step then finds its own size."""
     if run.recovery.guard is None:
         return None
     return cast(Reckoned, run.recovery.attempt(look)[0])
@@ -251,7 +248,6 @@ class Memory(Callback):
             run.note(f"{said} (activations not counted: see python -m hvdtrain plan --memory)")
 
     def step_end(self, run: Run) -> None:
-        """Tell once, when the first steps are over, what comes close to the limit."""
         self._steps += 1
         if self._steps != LOOK_AFTER or not self._free:
             return
@@ -261,7 +257,6 @@ class Memory(Callback):
                          "python -m hvdtrain plan --memory with the same options tells what would take less")
 
     def told(self, run: Run) -> None:
-        """Say what ranks have told."""
         for word in run.state.told:
             if word.topic == "memory":
                 run.note(f"memory: rank {word.rank} {word.text}")

@@ -41,18 +41,15 @@ from hvdtrain.engine.callbacks.divergence import Divergence
 from hvdtrain.engine.callbacks.early_stop import EarlyStop
 from hvdtrain.engine.callbacks.ema import Ema
 from hvdtrain.engine.callbacks.ledger import Ledger
-from hvdtrain.engine.callbacks.memory_fit import Memory
-from hvdtrain.engine.callbacks.memory_fit import MemoryFit
+from hvdtrain.engine.callbacks.memory_fit import Memory, MemoryFit
 from hvdtrain.engine.callbacks.meter import Meter
 from hvdtrain.engine.callbacks.nan_guard import NanGuard
 from hvdtrain.engine.callbacks.out_of_memory import OutOfMemory
-from hvdtrain.engine.callbacks.preempt import Preempt
+from hvdtrain.engine.callbacks.preempt import Preempt, Supervised
 from hvdtrain.engine.callbacks.recorder import Recorder
-from hvdtrain.engine.callbacks.seconds import Seconds
+from hvdtrain.engine.callbacks.seconds import Seconds, Throughput
 from hvdtrain.engine.callbacks.stages import Stages
-from hvdtrain.engine.callbacks.preempt import Supervised
 from hvdtrain.engine.callbacks.system import System
-from hvdtrain.engine.callbacks.seconds import Throughput
 from hvdtrain.engine.callbacks.trace import Trace
 from hvdtrain.engine.callbacks.unused_parameters import UnusedReport
 from hvdtrain.engine.callbacks.whatif import WhatIf

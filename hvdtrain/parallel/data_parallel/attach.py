@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.comm.compressors import create
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.buckets import plan_buckets, plan_some
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
@@ -51,7 +51,7 @@ def buckets_of(setup: DataParallelSetup) -> list[Bucket]:
     """
     config, specs = setup.config, setup.parts.params.specs
     by_block = config.model_parallel > 1
-    wire, default_mb = setup.collectives, Exchange().bucket_mb
+    wire, default_mb = setup.collectives, ExchangeConfig().bucket_mb
     size_mb = 0.0 if config.exchange.adasum else config.exchange.bucket_mb
     # A compressor with a state works on whole buckets, each of which costs it several calls, one after the other; and
     # its state lies in their order, which stays for the sake of old checkpoints.

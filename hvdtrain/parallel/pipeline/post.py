@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from hvdtrain.cluster.messages.channel import ALIGNED, ROOM
-from hvdtrain.core.protocols import Cargo, Carrier, Coming
+from hvdtrain.core.protocols import Cargo, Carrier, PendingMessage
 
 FORTH, BACK, MEASURED = 0, 1, 2
 """Kinds of messages: outputs in training, their gradients, outputs in evaluation."""
@@ -44,7 +44,7 @@ class Post:
 
     def __init__(self, carrier: Carrier, node: str = "", room: int = ROOM) -> None:
         self._carrier, self._node, self._room = carrier, node, room
-        self._coming: dict[tuple[int, int], Coming] = {}
+        self._coming: dict[tuple[int, int], PendingMessage] = {}
         self._shapes: dict[tuple[int, int], list[list[int]]] = {}
         self.step = 0
         self.sent_bytes = 0

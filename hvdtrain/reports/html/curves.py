@@ -124,7 +124,7 @@ MOST = 240
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     """Values ``y`` [N] at ascending ``x`` [N]; NaN breaks the line. ``dots``: marked where they are, few.
 
     ``color``: a CSS class, "k0", "k1", ... ``faint``: no longer stands, such as steps that were computed again.
@@ -156,7 +156,8 @@ class Chart:
     note: str = ""
 
 
-def chart(title: str, unit: str, lines: Sequence[Line], *, zero: bool = False, marks: Sequence[tuple[float, str]] = (),
+def chart(title: str, unit: str, lines: Sequence[Series], *, zero: bool = False,
+          marks: Sequence[tuple[float, str]] = (),
           x_axis: Axis | None = None, x_words: Callable[[float], str] = steps_in_short, x_name: str = "step",
           words: Callable[[float], str] = metric, last: str = "") -> Chart | None:
     """Draw ``lines`` over one axis; None where no value is finite. ``marks``: (x, words) of upright lines."""
@@ -204,7 +205,7 @@ def thin(x: Any, y: Any, most: int = MOST) -> tuple[np.ndarray, np.ndarray, np.n
     return np.add.reduceat(x, bounds) / sizes, mean, low, high
 
 
-def _draw(drawn: Chart, line: Line, x: np.ndarray, mean: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+def _draw(drawn: Chart, line: Series, x: np.ndarray, mean: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     """Add a line's paths or dots."""
     faint = " faint" if line.faint else ""
     if line.dots and len(x) <= 60:

@@ -17,8 +17,7 @@ from hvdtrain.core.protocols import Record, Report
 from hvdtrain.core.terminal import say
 from hvdtrain.reports.progress import silence
 from hvdtrain.reports.progress.layout import Standing
-from hvdtrain.reports.progress.line import Line
-from hvdtrain.reports.progress.terminal import line_terminal
+from hvdtrain.reports.progress.line import Line, line_terminal
 
 OVER_S = 60.0
 """The time that is left is reckoned from the speed of so many seconds, evaluations and saves with it."""
@@ -27,16 +26,15 @@ OVER_S = 60.0
 def make(config: Config, launched: bool) -> list[Report]:
     """Return the progress reports for config ``progress``.
 
-    ``auto`` draws a line on a terminal: this process' own, or under a launcher (``launched``) the launcher's, since
-    mpirun gives ranks pseudo-terminals even where its own output goes to a file. Elsewhere it prints lines.
+    ``auto`` draws a line on this process' terminal; under a launcher (``launched``) and elsewhere it prints lines.
     """
     if config.progress == "off":
         return []
     watch = silence.current()
     if watch is not None:
-        return [Lines()] if watch.line is None else [Bar(watch.line)]
+        return [PlainProgress()] if watch.line is None else [ProgressBar(watch.line)]
     terminal = line_terminal(config.progress, launched)
-    return [Lines()] if terminal is None else [Bar(Line(terminal))]
+    return [PlainProgress()] if terminal is None else [ProgressBar(Line(terminal))]
 
 
 def _rate(samples_per_s: float) -> str:
@@ -109,7 +107,7 @@ class _Shown:
         self._remaining = Remaining(self._total)
 
 
-class Lines(_Shown):
+class PlainProgress(_Shown):
     """A line at most every ``seconds`` and one per evaluation."""
 
     def __init__(self, seconds: float = 5.0) -> None:
@@ -129,7 +127,7 @@ class Lines(_Shown):
                   _rate(v["samples_per_s"]))
 
 
-class Bar(_Shown):
+class ProgressBar(_Shown):
     """One line that moves, on ``line``'s terminal; evaluations are printed above it."""
 
     every = "0.2 s"

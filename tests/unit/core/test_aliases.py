@@ -20,6 +20,7 @@ CASES = [
     ("from hvdtrain.balance import line as m", "hvdtrain.planning.batch.line"),
     ("from hvdtrain.balance.plan import Plan as m", "hvdtrain.planning.batch.plan:Plan"),
     ("import hvdtrain.sections; m = hvdtrain.sections", "hvdtrain.config.sections"),
+    ("from hvdtrain.sections import Schedule as m", "hvdtrain.config.sections:ScheduleConfig"),
     ("from hvdtrain.data_parallel.replicate import Replicate as m",
      "hvdtrain.parallel.data_parallel.replicate:Replicate"),
     ("from hvdtrain.records.numbers import numbers as m", "hvdtrain.core.records.numbers:numbers"),

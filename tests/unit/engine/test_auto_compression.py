@@ -10,7 +10,7 @@ from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.compressors import create
 from hvdtrain.comm.measure.sweep import Sweep
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.events import Event
 from hvdtrain.core.records import stream
 from hvdtrain.engine.callbacks import auto_compression
@@ -126,7 +126,7 @@ def test_where_the_wire_hides_it_takes_none(script, capsys):
 
 
 def test_a_margin_of_the_configuration(script):
-    s = script(exchange=Exchange(auto_margin=0.6))
+    s = script(exchange=ExchangeConfig(auto_margin=0.6))
     s.same(100)
     assert s.auto.choice == "none" and "the margin is 60%" in s.run.notes[0]
 
@@ -147,7 +147,7 @@ def test_a_device_that_runs_behind_is_timed_by_the_window(script):
 
 def test_a_warmup_of_topk_passes_before_the_check(script):
     swept = Sweep(SWEPT.links, (SWEPT.costs[0], cost("topk", 0.001, 0.001)), {}, 0.1)
-    s = script(swept=swept, exchange=Exchange(topk_warmup_steps=20))
+    s = script(swept=swept, exchange=ExchangeConfig(topk_warmup_steps=20))
     s.same(100)
     s.same(150, 20 + STEPS - 1)
     assert s.auto.choice == "topk" and not s.auto.settled

@@ -9,7 +9,7 @@ from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Pipeline
+from hvdtrain.config import PipelineConfig
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.build_model import Slowed
 from hvdtrain.engine.callbacks.stages import Seen, Spent, Stages
@@ -27,7 +27,8 @@ def test_idle_is_what_is_neither_computing_nor_exchange() -> None:
 
 
 def test_run_records_what_was_planned_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = config(max_steps=6, global_batch=24, pipeline=Pipeline(2), emulate_speed=[0.5, 1.0], progress="plain")
+    settings = config(max_steps=6, global_batch=24, pipeline=PipelineConfig(2), emulate_speed=[0.5, 1.0],
+                      progress="plain")
     runs = lockstep(2, settings, lambda rank: Model((FEATURES, 30, 30, 30, CLASSES), 0), samples(48), fitted)
     root = runs[0]
     stages = next(c for c in root.callbacks if isinstance(c, Stages))
@@ -41,7 +42,7 @@ def test_run_records_what_was_planned_and_measured(capsys: pytest.CaptureFixture
 
 
 def test_slow_rank_gets_fewer_blocks() -> None:
-    settings = config(max_steps=1, global_batch=24, pipeline=Pipeline(2), emulate_speed=[0.25, 1.0])
+    settings = config(max_steps=1, global_batch=24, pipeline=PipelineConfig(2), emulate_speed=[0.25, 1.0])
     model = lambda rank: Model((FEATURES, *[20] * 9, CLASSES), 0)  # noqa: E731
     runs = lockstep(2, settings, model, samples(48), lambda run: run)
     assert len(runs[0].parts.layout.blocks) < len(runs[1].parts.layout.blocks) / 2
@@ -80,7 +81,7 @@ def test_links_are_those_of_the_slowest_neighbours_of_copies_alike() -> None:
 
 def test_messages_make_the_predicted_step_longer() -> None:
     rows = [DeviceProfile(tuple(Block(f"b{i}", 1.0, 0, 0, 0.0, 100) for i in range(4)), 1, 0, Needs(), "cpu")] * 2
-    settings = config(global_batch=8, pipeline=Pipeline(2))
+    settings = config(global_batch=8, pipeline=PipelineConfig(2))
     quick = planned(rows, settings, Mesh.of([2], 0))
     slow = planned(rows, settings, Mesh.of([2], 0), (), [link.MessageTime(0.5, 0.01)])
     assert slow.step_s >= quick.step_s + 2 * 1.5

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvdtrain.config import Config, DataParallel
+from hvdtrain.config import Config, DataParallelConfig
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import BlockCost, ParamSpec
 from hvdtrain.core.units import Footprint
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_not_offered():
 
 def test_a_line_names_the_stage_where_a_bare_name_would_leave_another():
     def lines(stage, way):
-        config = Config(data_parallel=DataParallel("zero" if way else "replicate", stage))
+        config = Config(data_parallel=DataParallelConfig("zero" if way else "replicate", stage))
         return {c.name: c.line for c in options.changes(facts(way), config, plan_buckets(SPECS, 2.0), [1.0] * 4)}
 
     assert lines(2, 0)["zero stage 2"] == "--data_parallel zero"

@@ -164,7 +164,7 @@ def _config(scan: Scan, call: cst.Call, where: dict[str, int], batch: str, names
     epochs = scan.code(call.args[where["epochs"]].value) if "epochs" in where else "1"
     keys = [f"epochs={epochs}", f"global_batch={batch}"]
     if "shuffle" in where:
-        keys.append(f"data={names['Data']}(shuffle={scan.code(call.args[where['shuffle']].value)})")
+        keys.append(f"data={names['DataConfig']}(shuffle={scan.code(call.args[where['shuffle']].value)})")
     if "verbose" in where:
         value = call.args[where["verbose"]].value
         if text_of(value) is None and scan.code(value) == "0":

@@ -166,8 +166,8 @@ class Keys:
     log_every: int = _key(10, "steps", "progress and log interval", affects="nothing", least=1)
     progress: Literal["auto", "rich", "plain", "off"] = _key(
         "auto", "",
-        "auto: a line that moves on a terminal, under a launcher on the launcher's, else plain lines; what is silent "
-        "for over 3 s says what it does; off: neither", affects="nothing", quiet="off")
+        "auto: a line that moves on a terminal, plain lines elsewhere and under a launcher; phases longer than 3 s are "
+        "announced; off: neither", affects="nothing", quiet="off")
     trackers: list[str] = _key(
         [], "", "what else gets the records of rank 0: {choices}, or module:callable "
         "(path/file.py:callable) that makes another", affects="nothing", quiet=[],

@@ -17,8 +17,7 @@ from hvdtrain.core.protocols import Record, Report
 from hvdtrain.core.terminal import say
 from hvdtrain.reports.progress import silence
 from hvdtrain.reports.progress.layout import Standing
-from hvdtrain.reports.progress.line import Line
-from hvdtrain.reports.progress.terminal import line_terminal
+from hvdtrain.reports.progress.line import Line, line_terminal
 
 OVER_S = 60.0
 """The time that is left is reckoned from the speed of so many seconds, evaluations and saves with it."""
@@ -27,8 +26,7 @@ OVER_S = 60.0
 def make(config: Config, launched: bool) -> list[Report]:
     """Return the progress reports for config ``progress``.
 
-    ``auto`` draws a line on a terminal: this process' own, or under a launcher (``launched``) the launcher's, since
-    mpirun gives ranks pseudo-terminals even where its own output goes to a file. Elsewhere it prints lines.
+    ``auto`` draws a line on this process' terminal; under a launcher (``launched``) and elsewhere it prints lines.
     """
     if config.progress == "off":
         return []

@@ -6,14 +6,13 @@ For each pair of hosts the first rank of the first one leads and times by its ow
 
 from __future__ import annotations
 
+import numpy as np
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-import numpy as np
 
 from hvdtrain.cluster.control import MpiControl
 from hvdtrain.cluster.deadline import deadline
@@ -275,7 +274,6 @@ class _End:
         self._note, self._small = np.zeros(3, np.int64), np.zeros(1, np.int64)
 
     def order(self, kind: int, size: int = 0, count: int = 0) -> None:
-        """Announce the next exchange."""
         self._until(_one(self._say(kind, size, count)))
 
     def ordered(self) -> tuple[int, int, int]:
@@ -319,7 +317,6 @@ class _End:
         self._until(coming.moved, leaving.moved, *also)
 
     def thank(self) -> None:
-        """Confirm that all has arrived."""
         self._until(_one(self._comm.Isend(self._small, dest=self._peer, tag=_THANKS)))
 
     def _say(self, *words: int) -> Any:

@@ -47,9 +47,11 @@ from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline import over_ranks, plan
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
-from hvdtrain.parallel.precision import Precision, remarks, resolve
+from hvdtrain.parallel.precision import remarks, resolve
+from hvdtrain.parallel.precision import Precision
 from hvdtrain.parallel.recovery.attempt import MemoryGuard
-from hvdtrain.parallel.recovery.recovery import Recovering, Recovery
+from hvdtrain.parallel.recovery.recovery import Recovery
+from hvdtrain.parallel.recovery.recovery import Recovering
 from hvdtrain.reports import trackers
 
 

@@ -1,12 +1,10 @@
 """Checks of weights and gradients: digests by which ranks compare them, and whether they are finite."""
 
 from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
 from hvdtrain.core.buckets import plan_buckets, plan_some
@@ -14,6 +12,7 @@ from hvdtrain.core.comparison import Origin, finite, has_nan, spoken
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops, ParamSpec
 from hvdtrain.core.protocols.types import Bucket
+
 
 COLUMNS = 1021
 """A prime, so that what repeats in a tensor's rows does not fall into one column."""

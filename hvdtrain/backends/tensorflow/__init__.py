@@ -10,15 +10,7 @@ from hvdtrain.backends.tensorflow.pipelined.deferred import building
 from hvdtrain.backends.tensorflow.placement import device_facts, in_host_memory, seed, setup
 from hvdtrain.backends.tensorflow.profiler import Profiler, ranges
 from hvdtrain.backends.tensorflow.trial import (
-    free_cached,
-    hold_bytes,
-    loss_evaluator,
-    out_of_memory,
-    peak_bytes,
-    peak_so_far,
-    try_samples,
-    untouched,
-)
+    free_cached, hold_bytes, loss_evaluator, out_of_memory, peak_bytes, peak_so_far, try_samples, untouched)
 
 SYNCS_OVER_HOST = False
 """Whether BatchNorm's moments can be taken over a wire outside of TensorFlow's graphs."""

@@ -19,22 +19,8 @@ from typing import Any
 
 from hvdtrain.cluster.launchers import LAUNCHERS, slurm
 from hvdtrain.cluster.launchers.spec import (
-    MOST_RANKS,
-    HostSlots,
-    LauncherProgram,
-    LaunchSpec,
-    bounded,
-    chosen,
-    is_address,
-    merged,
-    parse_env,
-    parse_hostfile,
-    parse_hosts,
-    parse_ssh,
-    passed,
-    place,
-    unread,
-)
+    MOST_RANKS, HostSlots, LaunchSpec, LauncherProgram, bounded, chosen, is_address, merged, parse_env, parse_hostfile,
+    parse_hosts, parse_ssh, passed, place, unread)
 from hvdtrain.cluster.machine.software import answer_of, parse_mpi_version, search_path
 from hvdtrain.cluster.topology import affinity
 from hvdtrain.core.errors import UserError, count
@@ -152,7 +138,6 @@ def _unread_agent(tool: LauncherProgram, here: Here, remote: bool, notes: list[s
 
 
 def _this_host_first(tool: LauncherProgram, hosts: tuple[HostSlots, ...], here: Here, notes: list[str]) -> None:
-    """Add a note where Open MPI 4.1 will not keep the order of the hosts."""
     if tool.flavour == "openmpi" and tool.launcher in ("openmpi4", "horovodrun") and tool.numbers[:1] in ((), (4,)):
         ours = [host.name for host in hosts if host.name in here.names]
         if ours and hosts[0].name not in here.names:

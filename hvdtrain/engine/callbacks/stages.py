@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import cast
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned, measured_text, record, rows
+from typing import cast
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""

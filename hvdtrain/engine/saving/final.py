@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import os
+import time
 
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.adapters import PartitionedModel

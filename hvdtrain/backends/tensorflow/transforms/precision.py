@@ -14,7 +14,8 @@ from typing import Any
 import keras
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision import LONG, LossScale, Precision
+from hvdtrain.parallel.precision import LONG, Precision
+from hvdtrain.parallel.precision import LossScale
 
 _given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The policies that layers had before a run changed them."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision import LONG, LossScale, Precision
+from hvdtrain.parallel.precision import LONG, Precision
+from hvdtrain.parallel.precision import LossScale
 
 
 class MixedPrecision:

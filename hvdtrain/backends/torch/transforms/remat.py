@@ -17,17 +17,7 @@ import torch
 
 from hvdtrain.backends.torch.placement import synchronize
 from hvdtrain.backends.torch.recompute import (
-    OUTSIDE,
-    Block,
-    Check,
-    Clock,
-    Frame,
-    Seconds,
-    Storages,
-    block_costs,
-    flat_bytes,
-    same_bits,
-)
+    OUTSIDE, Block, Check, Clock, Frame, Seconds, Storages, block_costs, flat_bytes, same_bits)
 from hvdtrain.backends.torch.snapshot import Generators, Modules, attributes, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+
 from hvdtrain.commands.migrate.finding import MigrateOptions, Rewrite
 from hvdtrain.commands.migrate.rules import keras2
 from hvdtrain.commands.migrate.scan import Scan

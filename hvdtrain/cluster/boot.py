@@ -210,7 +210,6 @@ def send_only(facts: LaunchFacts, env: MutableMapping[str, str]) -> str:
 
 
 def _import_mpi(launcher: str) -> Any:
-    """Return mpi4py's MPI, initialised with THREAD_MULTIPLE."""
     prepare_lone_mpi(os.environ)
     try:
         import mpi4py

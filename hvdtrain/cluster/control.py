@@ -291,7 +291,6 @@ class ObjectControl:
 
 
 def _mpi() -> Any:
-    """Return mpi4py's MPI, which the maker of the communicator has started."""
     from mpi4py import MPI
 
     return MPI

@@ -212,7 +212,6 @@ def _say_one(rows: list[tuple[str, str]]) -> None:
 
 
 def _crash(error: BaseException, facts: LaunchFacts) -> int:
-    """Print the traceback once per job, then abort it."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     if facts.kind == "solo":
         flush_streams()

@@ -18,7 +18,7 @@ import numpy as np
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster.machine.software import find_mpi
 from hvdtrain.commands import train
-from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.commands.build_horovod.child_log import ChildFailed, logged
 from hvdtrain.commands.build_horovod.verify import launch_argv
 from hvdtrain.config import Config, cut_over_ranks, schema
 from hvdtrain.core import comparison, table

@@ -15,8 +15,7 @@ from hvdtrain.core.errors import UserError, count
 
 @dataclass(frozen=True)
 class Before:
-    """How the model of a run that is gone on with was cut: the ranks of each copy by place, the first block of each of
-    its chunks, and the names of the model's blocks."""
+    """Partition of the checkpoint being resumed: ranks of each replica, first block of each chunk, block names."""
 
     copies: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[int, ...], ...]
@@ -78,7 +77,7 @@ class Mesh:
 
     @property
     def leading(self) -> bool:
-        """Whether this rank speaks for its copy."""
+        """Return whether this rank represents its replica."""
         return self.rank == min(self.ranks)
 
     def copy_of(self, rank: int) -> int:
@@ -126,12 +125,12 @@ class Layout:
 
     @property
     def first(self) -> bool:
-        """Whether this rank has the model's first block."""
+        """Return whether this rank has the model's first block."""
         return self.mesh.place == 0
 
     @property
     def last(self) -> bool:
-        """Whether this rank has the model's last block, and so the loss."""
+        """Return whether this rank has the model's last block, and so the loss."""
         return self.mesh.place == self.mesh.depth - 1
 
     def holder(self, block: int, copy: int) -> int:

@@ -165,7 +165,6 @@ def started_at() -> float:
 
 
 def _once(path: Path, text: str) -> bool:
-    """Write a file under another name and link it to its own, if that is free."""
     temp = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temp.open("w", encoding="utf-8") as file:

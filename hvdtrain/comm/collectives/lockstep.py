@@ -96,12 +96,10 @@ class _Rendezvous:
         self._boxes: list[Boxes] = []
 
     def among(self, ranks: tuple[int, ...]) -> _Rendezvous:
-        """Return the rendezvous of some ranks, which fails with this one."""
         with self.changed:
             return self._below.setdefault(ranks, _Rendezvous(len(ranks), self.timeout_s))
 
     def boxes(self) -> Boxes:
-        """Return boxes for messages whose waits end when a rank fails."""
         self._boxes.append(Boxes())
         return self._boxes[-1]
 
@@ -300,7 +298,6 @@ class LockstepCollectives(WithoutMemory):
 
 
 def _sum(rows: list[np.ndarray]) -> np.ndarray:
-    """Sum in rank order, float16 in float32."""
     total = np.empty_like(rows[0])
     add_rows([row.reshape(-1) for row in rows], total.reshape(-1))
     return total

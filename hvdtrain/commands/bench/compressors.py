@@ -164,7 +164,7 @@ class _Timed(Transport):
         return handle
 
     def time(self, reducer: Reducer, flat_N: Array) -> None:
-        """Exchange the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
+        """ExchangeConfig the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
         self.encode_s, self._since = 0.0, time.perf_counter()
         total_N, = exchange(reducer, [flat_N])
         settle(self.ops, total_N)
@@ -236,7 +236,8 @@ def main(argv: list[str]) -> int:
     record.check(args.jsonl)
     environment = record.environment("", 1, "", args.seed, threads, args.framework)
     config = _config(args)
-    for what in _subjects(args):
+    for model, shapes in [("shapes", args.shapes)] if args.shapes else [(w, WORKLOADS[w][1]) for w in args.workload]:
+        what = subject(model, shapes, args.bucket_mb, args.ranks, args.seed)
         facts = {"workload": what.name, "params": what.params, "buckets": len(what.buckets),
                  "bucket_mb": what.bucket_mb, "simulated_ranks": what.ranks}
         rows = []
@@ -254,7 +255,7 @@ def main(argv: list[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; `UserError` for a bad one."""
     usual = ExchangeConfig()
-    summing = [name for name in names() if not _reductions(name)]
+    summing = [name for name in names() if not create(name, Config()).reductions]
     parser = options.Parser("hvdtrain bench compressors",
                             "Time to encode and decode, bytes sent and error of each gradient "
                             "compressor. One process; the ranks of --ranks are played by it. Encoding is what a "
@@ -287,10 +288,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse(argv)
 
 
-def _reductions(name: str) -> bool:
-    return bool(create(name, Config()).reductions)
-
-
 def _check_alone() -> None:
     """Raise `UserError` under a launcher of several ranks."""
     size = launch_facts(os.environ).size
@@ -313,11 +310,6 @@ def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, in
 def _config(args: argparse.Namespace) -> Config:
     exchange = ExchangeConfig(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
     return Config(exchange=exchange).check()
-
-
-def _subjects(args: argparse.Namespace) -> list[Subject]:
-    named = [("shapes", args.shapes)] if args.shapes else [(name, WORKLOADS[name][1]) for name in args.workload]
-    return [subject(name, shapes, args.bucket_mb, args.ranks, args.seed) for name, shapes in named]
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

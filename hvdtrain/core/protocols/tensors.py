@@ -151,7 +151,7 @@ class Ops(Protocol):
 
 
 class Compressor(Protocol):
-    """How one flat bucket of gradients is summed over the ranks; written once for all frameworks.
+    """Sums one flat bucket of gradients over the ranks; written once for all frameworks.
 
     ``dtypes``: of the buckets it takes; None: whatever the collectives sum. ``reductions``: beside "sum", what it
     asks of the collectives. ``own_mean``: it wants the mean over the rank's own samples, not its part of the global
@@ -185,7 +185,7 @@ class Compressor(Protocol):
         ...
 
     def stage(self, step: int) -> int:
-        """Which stage of a warm-up step ``step`` (from 0) of the run belongs to; 0 where there is none.
+        """Return the stage of a warm-up that step ``step`` (from 0) of the run belongs to; 0 where there is none.
 
         The numbers are few: a framework with graphs makes one for each.
         """

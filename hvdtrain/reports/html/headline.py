@@ -153,7 +153,7 @@ def _where(facts: RunFacts) -> str:
 
 
 def _left(facts: RunFacts) -> str:
-    """What is left, at the pace of the latest attempt."""
+    """Return the time that is left, at the pace of the latest attempt."""
     last = facts.attempts[-1]
     done, left = last.step_end - max(0, last.step_begin), facts.steps - last.step_end
     ran_s = last.seen_s - last.trained_s

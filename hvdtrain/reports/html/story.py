@@ -27,7 +27,7 @@ CAUSE_WORDS = {
 
 
 class Answer(NamedTuple):
-    """What is said, its tone ("good", "bad", "warn" or "") and one line each below it."""
+    """Text of an answer, its tone ("good", "bad", "warn" or "") and one line each below it."""
 
     answer: str
     tone: str = ""
@@ -92,7 +92,7 @@ def _cost(facts: RunFacts) -> Answer:
 
 
 def _shares(spent: TimeBreakdown) -> str:
-    """What the recorded time went to, in percent of it that add up to 100."""
+    """Return the breakdown of the recorded time, in percent that add up to 100."""
     useful = spent.part(*USEFUL)
     rest = sorted(((c, spent.part(c)) for c in spent.total if c not in (*USEFUL, "other")), key=lambda one: -one[1])
     top = [(CAUSE_WORDS.get(c, c), part) for c, part in rest if part >= 1.0][:3]
@@ -104,7 +104,7 @@ def _shares(spent: TimeBreakdown) -> str:
 
 
 def _held_up(facts: RunFacts) -> Answer:
-    """Who was waited for, and what that cost."""
+    """Name the straggler and its cost."""
     spent = facts.spent
     if facts.ranks == 1 and max((one.ranks for one in facts.attempts), default=1) <= 1:
         return Answer("Nobody: there was one rank.", "good")
@@ -295,7 +295,7 @@ def give(facts: RunFacts) -> list[str]:
 
 
 def _about_deaths(facts: RunFacts) -> list[str]:
-    """Where to look for what killed ranks, the latest first."""
+    """Say where to look for what killed ranks, the latest first."""
     found = []
     for one in reversed(facts.attempts):
         if one.cause == "lost" and one.rank >= 0 and ("killed" in one.words or "without a message" in one.words):
@@ -307,7 +307,7 @@ def _about_deaths(facts: RunFacts) -> list[str]:
 
 
 def _about_the_end(facts: RunFacts) -> list[str]:
-    """What the last attempt's end asks for, where it was not a good one."""
+    """Say what to do about the last attempt's failure."""
     last = facts.attempts[-1] if facts.attempts else None
     if last is None or facts.completed is not None or facts.alive:
         return []

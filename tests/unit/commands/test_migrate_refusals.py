@@ -7,8 +7,7 @@ import pytest
 
 from hvdtrain.commands.migrate import plan
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.plan import Migration, migrate
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import Migration, migrate, of_text
 
 
 def planned(text: str, target: str = "auto") -> Migration:

@@ -1,4 +1,4 @@
-"""What carries gradients, what was decided about it, compression and compilation, with the tables of the decisions."""
+"""Transport of gradients, compression and compilation, with the tables of the decisions."""
 
 from __future__ import annotations
 

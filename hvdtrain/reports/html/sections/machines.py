@@ -1,4 +1,4 @@
-"""What processes and devices did: load, memory of processes, GPUs' utilisation, clocks, temperature, MFU."""
+"""Processes and devices: load, memory of processes, GPUs' utilisation, clocks, temperature, MFU."""
 
 from __future__ import annotations
 

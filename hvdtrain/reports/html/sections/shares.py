@@ -1,4 +1,4 @@
-"""Which part of a batch each rank got over time, what the probe found, and what the run would be without a rank."""
+"""Shares of the batch over time, the probe's table, and the forecast of the run without one of its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace found: overlap of the exchange with backward, the critical path, and where its file is."""
+"""Findings of a trace: overlap of the exchange with backward, the critical path, and its file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make(facts: RunFacts) -> Section | None:
 
 
 def _lead(facts: RunFacts, event: LogRecord) -> str:
-    """Which steps the trace covers, when in the run they were, and how long a mean step was then."""
+    """Name the steps of the trace, their place in the run, and the length of a mean step."""
     found = event.values
     steps, at = found.get("steps"), math.nan
     if isinstance(steps, list) and len(steps) == 2 and all(number(one) >= 0 for one in steps):

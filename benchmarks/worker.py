@@ -210,7 +210,7 @@ def _notes(prepared: Prepared, control: Any) -> list[str]:
 
 
 def _outcome(prepared: Prepared, control: Any, before: list[np.ndarray]) -> dict[str, Any]:
-    """Return the result of the steps: global loss, length of the parameters' way, and whether ranks are equal (None where
+    """Return the result of the steps: global loss, length of the parameters' way, whether ranks are equal (None where
     each has a part of the model)."""
     after = prepared.params()
     way = sum(float(np.sum((a.astype(np.float64) - b) ** 2)) for a, b in zip(after, before))

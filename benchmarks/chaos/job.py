@@ -105,7 +105,7 @@ class Job:
             return 0
 
     def resumed(self, since: int) -> int | None:
-        """Return the step at which the last attempt resumed, by its output after ``since``; 0: from scratch, None: unknown."""
+        """Return the step that the last attempt resumed at, by its output after ``since``; 0: anew, None: unknown."""
         found = _RESUMED.findall(self.said(since))
         return int(found[-1] or 0) if found else None
 

@@ -207,8 +207,8 @@ def peers(framework: str) -> list[str]:
 
 
 def contender(name: str, framework: str) -> Contender:
-    """Return contender ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE][/KIND]``, KIND whole, zero1, zero2,
-    compiled, remat1, remat2 or pipeline; `UserError` for any other."""
+    """Return contender ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE][/KIND]``, KIND whole, zero1,
+    zero2, compiled, remat1, remat2 or pipeline; `UserError` for any other."""
     ours = _OURS.fullmatch(name)
     if ours:
         wire, compression, balance = ours["wire"] or "auto", ours["compression"] or "none", ours["balance"] or "off"

@@ -18,8 +18,7 @@ from hvdtrain.core.protocols import Collectives, Control
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.parallel.parts import ModelParts, replicas_of
 from hvdtrain.parallel.pipeline.partition import agree, measured_samples
-from hvdtrain.parallel.precision import FP32, Precision
-from hvdtrain.parallel.precision import LossScale
+from hvdtrain.parallel.precision import FP32, LossScale, Precision
 from hvdtrain.planning.memory.forecast import Model, Slots
 
 __all__ = ["Ops", "adapt_data", "allocators", "collectives", "device_facts", "flops_of_graphs",

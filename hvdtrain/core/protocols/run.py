@@ -103,7 +103,7 @@ class Tracker(Protocol):
         ...
 
 
-class Callback(Protocol[RunT]):
+class RunCallback(Protocol[RunT]):
     """Observes a run: a method per `Event` it cares for, called with the run.
 
     ``where``: "root" (rank 0 only; gets no group, so it cannot enter a collective) or "all".

@@ -3,8 +3,7 @@
 import pytest
 
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.plan import Migration, migrate
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import Migration, migrate, of_text
 from hvdtrain.core.errors import UserError
 
 PIN = ('gpus = tf.config.list_physical_devices("GPU")\n'

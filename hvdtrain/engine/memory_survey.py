@@ -21,7 +21,17 @@ from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 from hvdtrain.planning.memory.fit import peak as peak_with
-from hvdtrain.planning.memory.forecast import MeasuredMemory, MemoryFacts, MemoryLine, MemoryTrace, Model, RankMemory, Sharding, first_copies, line
+from hvdtrain.planning.memory.forecast import (
+    MeasuredMemory,
+    MemoryFacts,
+    MemoryLine,
+    MemoryTrace,
+    Model,
+    RankMemory,
+    Sharding,
+    first_copies,
+    line,
+)
 
 
 PARTS = (8, 4)

@@ -199,21 +199,21 @@ class Keys:
             object.__setattr__(self, "pipeline", PipelineConfig(self.pipeline))
 
     def precisions(self) -> list[str]:
-        """The types that ``precision`` names, of ranks or of hosts and devices."""
+        """Return the types that ``precision`` names, of ranks or of hosts and devices."""
         return self.precision.split(":") if isinstance(self.precision, str) else list(self.precision.values())
 
     @property
     def micro_batch_limit(self) -> int:
-        """Samples of the largest micro-batch as far as it is configured; 0: no limit is."""
+        """Return the configured size of the largest micro-batch; 0: no limit."""
         return 0 if self.micro_batch == "auto" else self.micro_batch
 
     @property
     def in_parts(self) -> bool:
-        """Whether a rank may have several micro-batches in a step from the start."""
+        """Return whether a rank may have several micro-batches in a step from the start."""
         return self.accumulate > 1 or self.micro_batch != 0 or self.balance != "off"
 
     def time_limit_s(self) -> float:
-        """Seconds of ``time_limit``; 0 where none is known."""
+        """Return the seconds of ``time_limit``; 0 where none is known."""
         return seconds_of(self.time_limit)
 
     def quiet(self: K) -> K:
@@ -221,10 +221,10 @@ class Keys:
         return schema.replaced(self, schema.quiet(type(self)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dictionary, JSON-able if the free-form ``args`` are."""
+        """Return a plain nested dictionary, JSON-able if the free-form ``args`` are."""
         return dataclasses.asdict(self)
 
     def digest(self) -> str:
-        """Short hash of every key, to compare between ranks."""
+        """Return a short hash of every key, to compare between ranks."""
         text = json.dumps(self.to_dict(), sort_keys=True, default=repr)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

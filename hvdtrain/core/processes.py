@@ -44,7 +44,7 @@ def processes(mark: str, variable: str = JOB) -> list[int]:
 
 
 def signal_all(mark: str, number: int) -> int:
-    """Send a signal to every process that carries ``mark``; how many there were."""
+    """Send a signal to every process that carries ``mark``; return their number."""
     count = 0
     for process in processes(mark):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -82,7 +82,7 @@ class Child:
         self.end()
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it ends by itself within so many seconds."""
+        """Return whether it ends by itself within so many seconds."""
         try:
             self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:

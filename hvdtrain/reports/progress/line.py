@@ -1,4 +1,4 @@
-"""One line at the bottom of a terminal that is drawn again and again, with what is printed meanwhile above it.
+"""The line of progress at the bottom of a terminal; what is printed meanwhile appears above it.
 
 Owns the drawing, by rich, from two threads: the run's, and that which announces the phase of a silent run.
 """
@@ -123,7 +123,7 @@ def _text(pieces: list[layout.Styled]) -> Any:
 
 
 def _on_terminal(stream: Any) -> bool:
-    """Whether a stream leads to a terminal itself: only then may rich print for it there."""
+    """Return whether a stream leads to a terminal: only then may rich print for it there."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return bool(stream.isatty())
     return False

@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
                         help=f"largest relative difference that passes (default {comparison.LEAST:g}, or where the "
                         f"first run's own rounding needs more, {comparison.TIMES:g} times that, "
                         f"{comparison.MOST:g} at most)")
-    parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with unlike shares")
+    parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with uneven shares")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds each run may take (default 300)")
     return parser
 

@@ -62,7 +62,7 @@ def _names(runs: Sequence[RunFacts]) -> list[str]:
 
 
 def _speed(facts: RunFacts) -> float:
-    """Samples a second, the mean of what is recorded of the second half of the steps that stand; NaN: not known."""
+    """Return samples a second, the mean over the second half of the recorded steps; NaN: not known."""
     _, values = standing(facts, "samples_per_s")
     late = [value for value in values[len(values) // 2:] if value == value]
     return sum(late) / len(late) if late else math.nan

@@ -273,5 +273,5 @@ def flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def words_of(value: Any) -> str:
-    """A value of a configuration as it is written in YAML's short form."""
+    """Return a value of a configuration as it is written in YAML's short form."""
     return cut(json.dumps(value, default=str, ensure_ascii=False) if not isinstance(value, str) else value or '""', 200)

@@ -105,7 +105,7 @@ def _belongs(events: list[LogRecord], step: int, order: int) -> None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None where there is none."""
+    """Return the record in a line; None where there is none."""
     try:
         record = json.loads(str(line, "utf-8"))
     except (ValueError, RecursionError):

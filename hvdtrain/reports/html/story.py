@@ -50,7 +50,7 @@ def tell(facts: RunFacts) -> list[Chapter]:
 
 
 def _told(question: str, tell_it: Callable[[RunFacts], Answer], facts: RunFacts) -> Chapter:
-    """A chapter; where the records are too odd for it, one that says so: a page must come of any crash."""
+    """Return a chapter; where the records are too odd for it, one that says so: a page must come of any crash."""
     try:
         answer = tell_it(facts)
     except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
@@ -202,7 +202,7 @@ def _wrong(facts: RunFacts) -> Answer:
 
 
 def _bad_end(facts: RunFacts, one: RunAttempt) -> str:
-    """The one bad end of a run, and whether it went on, in plain words."""
+    """Return the one bad end of a run, and whether it went on, in plain words."""
     where = f"At step {one.step_end:,}" if one.step_end >= 0 else "Before the first step"
     who = f" ({facts.who(one.rank)})" if one.rank >= 0 and f"rank {one.rank}" not in one.words else ""
     what = "ended badly" if one.cause else "ended without a message"
@@ -217,7 +217,7 @@ def _bad_end(facts: RunFacts, one: RunAttempt) -> str:
 
 
 def _fault(one: RunAttempt) -> str:
-    """An attempt's bad end in a sentence."""
+    """Return an attempt's bad end in a sentence."""
     after = f"after {duration(one.end_s - one.begin_s)}"
     where = f" at step {one.step_end:,}" if one.step_end >= 0 else " before its first step"
     what = f"{one.fault}: {one.words}" if one.cause else "it ended without a message"

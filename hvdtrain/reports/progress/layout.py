@@ -104,7 +104,7 @@ def _width(pieces: list[_Piece]) -> int:
 
 
 def _filled(s: Standing, pieces: list[_Piece], room: int) -> list[Styled]:
-    """The pieces with gaps between; the bar, or blanks at the end, take the ``room`` that is left."""
+    """Return the pieces with gaps between; the bar, or blanks at the end, take the ``room`` that is left."""
     out: list[Styled] = []
     for piece in pieces:
         out += [(GAP, "")] if out else []
@@ -119,7 +119,7 @@ def _filled(s: Standing, pieces: list[_Piece], room: int) -> list[Styled]:
 
 
 def _cut(styled: list[Styled], columns: int) -> list[Styled]:
-    """The first ``columns`` characters."""
+    """Return the first ``columns`` characters."""
     out: list[Styled] = []
     for text, style in styled:
         out.append((text[:columns], style))

@@ -86,7 +86,7 @@ def _stop(one: RunAttempt, end_s: float, going: bool) -> float:
 
 
 def _legend(lanes: Sequence[Lane]) -> list[tuple[str, str]]:
-    """The kinds that are there."""
+    """Return the kinds that are there."""
     there = {span.kind for lane in lanes for span in (*lane.spans, *lane.ticks)}
     return [(kind, words) for kind, words in LEGEND if kind in there]
 
@@ -106,7 +106,7 @@ def _time_at(facts: RunFacts, order: int, step: int) -> float:
 
 
 def _trouble(facts: RunFacts, axis: TimeAxis) -> Lane:
-    """Steps without update, memory that ran out, and times without any record."""
+    """Return steps without update, memory that ran out, and times without any record."""
     ticks = []
     ends = {one.order: one.fault_s for one in facts.attempts if one.order and not one.ended_well}
     for event in facts.log.events:

@@ -94,7 +94,7 @@ def _latest(facts: RunFacts, samples: list[float]) -> Bars:
 
 
 def _without(facts: RunFacts) -> Table | None:
-    """The table "without rank 3: +7 %"."""
+    """Return the table "without rank 3: +7 %"."""
     found = facts.log.last("whatif")
     gains, without = found.get("ranks"), found.get("without_s")
     if not isinstance(gains, list) or not any(number(one) == number(one) for one in gains):

@@ -3,10 +3,11 @@
 It is fed the same numbers on every rank, once per window of steps, and answers the same, bit for bit (no logarithms:
 they depend on the processor). Rank r's factor is f_r = measured / line_r. Of it the controller keeps:
 
-- a *level*, the running mean, in which the line counts as `TRUST` windows; - the *noise*, from the ratios of a rank's
-successive windows, over all ranks. A factor beyond 1 + `BAND` times the noise is out of band: once it is an outlier; in
-the same direction in each of the last ``lasting`` windows it is a change, and the level follows at once. A drastic
-change shows in the latest steps of a window, for which ``closer`` asks for shorter windows.
+- a *level*, the running mean, in which the line counts as `TRUST` windows;
+- the *noise*, from the ratios of a rank's successive windows, over all ranks. A factor beyond 1 + `BAND` times the
+  noise is out of band: once it is an outlier; in the same direction in each of the last ``lasting`` windows it is a
+  change, and the level follows at once. A drastic change shows in the latest steps of a window, for which ``closer``
+  asks for shorter windows.
 
 A new plan is returned if it is predicted to be more than ``margin`` faster by the levels, and was so in each of the
 last ``lasting`` windows with the factors out of band taken at face value. A plan followed before wins if it is about as

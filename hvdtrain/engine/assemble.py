@@ -25,7 +25,7 @@ from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
-from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule, Transform
+from hvdtrain.core.protocols import RunCallback, Collectives, Control, Schedule, Transform
 from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
@@ -56,7 +56,8 @@ from hvdtrain.reports import trackers
 
 
 def assemble(config: Config, model: Any = None, data: Any = None, control: Control | None = None,
-             collectives: Collectives | None = None, more: Callable[[Run], list[Callback[Run]]] | None = None) -> Run:
+             collectives: Collectives | None = None,
+             more: Callable[[Run], list[RunCallback[Run]]] | None = None) -> Run:
     """Return a run ready for `hvdtrain.engine.loop.fit`. Collective over all ranks of the job.
 
     ``model``: a model object, or None for ``config.model``. ``data``: whatever `hvdtrain.data.sources.interpret` takes,
@@ -70,7 +71,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
 
 
 def _assembled(config: Config, model: Any, data: Any, control: Control | None, collectives: Collectives | None,
-               more: Callable[[Run], list[Callback[Run]]] | None) -> Run:
+               more: Callable[[Run], list[RunCallback[Run]]] | None) -> Run:
     settings.check_launcher(config, (facts := launch_facts(os.environ)).kind)
     if control is None:
         install_hooks(facts)
@@ -138,7 +139,7 @@ def _schedule(parts: ModelParts, control: Control, config: Config, recovery: Rec
     return Recovering(Accumulate(parts.stage, recovery.guard), parts.stage, recovery)
 
 
-def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback[Run]]] | None) -> None:
+def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[RunCallback[Run]]] | None) -> None:
     control, parts, feed = run.control, run.parts, run.feed
     run.unused = UnusedParameters(parts, control)
     agreed(control, lambda: parts.install(collective=False), "transforms")

@@ -22,7 +22,6 @@ from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts
 from hvdtrain.planning.memory.forecast import forecast
 from hvdtrain.planning.memory.options import Option
 
-
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
 
@@ -34,7 +33,7 @@ SEEN_FROM = 1 << 24
 
 
 @dataclass(frozen=True)
-class Own:
+class RankFit:
     """What a rank has settled on. ``samples``: its part of a step. ``free``: bytes that it may hold, None: unknown.
 
     ``costs``: of the blocks it could recompute, for a micro-batch. ``predicted``, ``measured``: bytes that recomputing
@@ -86,7 +85,7 @@ class Settling:
         parts = max(rank.micros, -(-self.samples // max(1, micro_batch)))
         return forecast(replace(self._facts, rank=replace(rank, micro_batch=micro_batch, micros=parts))).total
 
-    def decide(self, parts: int = 0) -> Own:
+    def decide(self, parts: int = 0) -> RankFit:
         """Return what is best: in ``parts`` micro-batches where they are given, else in as many as is best.
 
         The blocks are chosen and tried, and chosen anew where they save less than was reckoned.
@@ -117,10 +116,10 @@ class Settling:
     def _costs(self, micro_batch: int) -> list[BlockCost]:
         return options.costs(self._facts, micro_batch)
 
-    def _tried(self, fit: Fit) -> Own:
+    def _tried(self, fit: Fit) -> RankFit:
         measured, micro = self._facts.measured, fit.micro_batch
         costs = tuple(self._costs(micro)) if micro else ()
-        own = Own(fit, self.samples, self._room.free, costs)
+        own = RankFit(fit, self.samples, self._room.free, costs)
         if self._remat is None:
             return own
         n = measured.block_samples
@@ -216,7 +215,7 @@ CLOSE = 0.8
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The same on every rank. ``needs_P``: what ranks hold; ``free_P``: what each may hold; ``options``: best first."""
 
     needs_P: tuple[Footprint, ...]
@@ -276,7 +275,7 @@ COLUMNS = ("rank", *KINDS, "total", "free", "fits")
 OPTION_COLUMNS = ("option", "saves", "fits", "costs", "add to the command")
 
 
-def made(scene: Scene, dp: Any, measures: bool = True) -> Plan:
+def made(scene: Scene, dp: Any, measures: bool = True) -> MemoryPlan:
     """Return the plan of a run whose parts are there; collective. Without ``measures`` activations are left out."""
     facts = facts_now(scene, memory_survey.way_of(scene, dp), measures)
     return agreed_plan(scene, facts)
@@ -290,7 +289,7 @@ def facts_now(scene: Scene, way: Any, measures: bool) -> MemoryFacts:
     return MemoryFacts(facts.model, facts.rank, facts.way, memory_survey.measure(scene, facts.model, way, True))
 
 
-def agreed_plan(scene: Scene, facts: MemoryFacts, always: bool = True) -> Plan:
+def agreed_plan(scene: Scene, facts: MemoryFacts, always: bool = True) -> MemoryPlan:
     """Return the plan of all ranks' ``facts``; collective.
 
     Unless ``always``, options are looked for near the limit alone.
@@ -298,7 +297,7 @@ def agreed_plan(scene: Scene, facts: MemoryFacts, always: bool = True) -> Plan:
     control = scene.control
     rows = control.gather((forecast(facts), facts.rank.free_bytes))
     free_P = [free for _, free in rows]
-    plan = Plan(tuple(need for need, _ in rows), tuple(free_P))
+    plan = MemoryPlan(tuple(need for need, _ in rows), tuple(free_P))
     if not always and plan.load(plan.tightest()) < CLOSE:
         return plan
     parts_P = scene.config.data_parallel.shards or parts_by(free_P)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
 from hvdtrain.cluster.machine.memory import DEVICE_PART, host_budget_bytes
-from hvdtrain.cluster.machine.nvml import total_bytes
+from hvdtrain.cluster.machine.usage import total_bytes
 from hvdtrain.core.errors import UserError, count
 
 _STRIDE = 1_000_003

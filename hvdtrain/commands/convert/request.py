@@ -15,7 +15,7 @@ from typing import Any
 from hvdtrain.checkpoint import CheckpointStore, inspect
 from hvdtrain.checkpoint.files import fsync_directory, make_directories
 from hvdtrain.checkpoint.run_directory import RunDirectory
-from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.commands.build_horovod.child_log import ChildFailed, logged
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals

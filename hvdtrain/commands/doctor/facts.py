@@ -157,7 +157,7 @@ def _mpirun() -> dict[str, str] | None:
     told, why = answer_of([path, "--version"])
     found = find_mpi(told)
     if found is None:
-        return {"flavour": "", "version": "", "path": path, "error": why or "tells of no MPI that is known here"}
+        return {"flavour": "", "version": "", "path": path, "error": why or "reports no MPI that is known here"}
     return {"flavour": found.flavour, "version": found.version, "path": found.mpirun}
 
 

@@ -57,7 +57,7 @@ def loopback_names(hosts: Sequence[Facts]) -> Found:
         if addresses and all(ipaddress.ip_address(a.split("%")[0]).is_loopback for a in addresses):
             own = usable(host)[0]["address"] if usable(host) else "ADDRESS"
             yield Problem(SLOWS, (host["host"],), f"the name {host['host']} means {', '.join(addresses)} on that host: "
-                          "what tells it to others (Gloo, horovodrun) tells them to call themselves",
+                          "programs that announce it (Gloo, horovodrun) have others connect to themselves",
                           f"run there: echo '{own} {host['host']}' | sudo tee -a /etc/hosts")
 
 

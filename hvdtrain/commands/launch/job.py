@@ -250,7 +250,7 @@ def _ranks(hosts: Sequence[HostSlots]) -> int:
 
 def _cut_in_words(depths: Sequence[int]) -> str:
     if set(depths) == {1}:
-        return "trained whole on each"
+        return "unpartitioned on each"
     if len(set(depths)) == 1:
-        return f"cut over {depths[0]}" + (f" in each of {len(depths)} copies" if len(depths) > 1 else "")
-    return f"cut over {', '.join(map(str, depths[:-1]))} and {depths[-1]} in {len(depths)} copies"
+        return f"partitioned over {depths[0]}" + (f" in each of {len(depths)} replicas" if len(depths) > 1 else "")
+    return f"partitioned over {', '.join(map(str, depths[:-1]))} and {depths[-1]} in {len(depths)} replicas"

@@ -110,7 +110,7 @@ def next_launch(history: Sequence[LaunchAttempt], hosts: Sequence[HostCandidate]
     words += [f"without {', '.join(gone)}"] if gone else []
     words += [f"with {', '.join(back)} again"] if back else []
     if smaller:
-        words.append(f"with micro-batches of {smaller} at most; the global batch, and so the curve, stay")
+        words.append(f"with micro-batches of {smaller} at most; the global batch and the training trajectory stay")
     return Launch(chosen, wait_s, smaller, "; ".join(words), tuple(gone))
 
 
@@ -119,14 +119,14 @@ def _over(history: Sequence[LaunchAttempt], restarts: int) -> End | None:
     if last.kind == "done":
         return End(EXIT_OK, "the run is complete")
     if last.kind == "requeue":
-        return End(EXIT_REQUEUE, f"the run is saved, to go on in another job: {last.text}")
+        return End(EXIT_REQUEUE, f"the run is saved: resume it in another job: {last.text}")
     if last.kind == "interrupted":
         return End(EXIT_INTERRUPTED, "interrupted")
     if last.kind == "user":
-        return End(EXIT_USER, f"a mistake to mend, which no restart would: {last.text}")
+        return End(EXIT_USER, f"a mistake that no restart fixes: {last.text}")
     again = _at_one_step(history)
     if last.kind in OURS and again >= 2:
-        return End(EXIT_FAILED, f"{_what(last)}, as before, with no newer checkpoint in between: it would come again")
+        return End(EXIT_FAILED, f"{_what(last)}, as before, with no newer checkpoint in between: it would recur")
     if last.kind not in OURS and again >= LOST_AT_ONE_STEP:
         return End(EXIT_FAILED, f"{_what(last)}, for the {again}th time there, with no newer checkpoint in between")
     if len(history) > restarts:
@@ -267,7 +267,7 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
         return "oom", "the system killed a process for memory", -1, ""
     if ended_for:
         return "hang", ended_for, -1, ""
-    return "lost", f"no rank told why it ended; the launcher's status was {status}", -1, ""
+    return "lost", f"no rank reported why it ended; the launcher's status was {status}", -1, ""
 
 
 def silent_hosts(hosts: Sequence[HostSlots], left: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -233,7 +233,7 @@ class Supervisor:
             return asked
         decision = next_launch(self.attempts, hosts, self.restarts)
         if isinstance(decision, Launch) and ends_at and time.time() + decision.wait_s >= ends_at:
-            return End(EXIT_REQUEUE, f"{last.kind}, and the time limit is reached: to go on in another job")
+            return End(EXIT_REQUEUE, f"{last.kind}, and the time limit is reached: resume in another job")
         return decision
 
     def _asked(self) -> End | None:
@@ -243,7 +243,7 @@ class Supervisor:
         if not self.signals.requeue:
             return None
         what = f"; the attempt ended before it was saved ({self.attempts[-1].kind})" if self.attempts else ""
-        return End(EXIT_REQUEUE, f"asked to end{what}: to go on in another job from the newest checkpoint")
+        return End(EXIT_REQUEUE, f"asked to end{what}: resume in another job from the newest checkpoint")
 
     def _pause(self, seconds: float) -> None:
         ends_at = time.monotonic() + seconds
@@ -356,7 +356,7 @@ class Supervisor:
         # Of the host that this process lives on it is known that it is there.
         silent = [name for name in silent_hosts(hosts, left) if name not in self.around.own_names]
         if kind == "lost" and WAITING in text and len(silent) == 1:  # a host is gone whole, and others waited
-            rank, host, text = -1, silent[0], f"no rank there told why it ended; {text}"
+            rank, host, text = -1, silent[0], f"no rank there reported why it ended; {text}"
         if not succeeded and last_sign:
             seen.parts["notice"] = round(max(0.0, seen.ended - last_sign), 3)
         seen.parts.update(start_parts(seen.began, marks))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,8 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import os
-import time
 
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.adapters import PartitionedModel
@@ -50,7 +50,7 @@ def export(run: Run) -> list[str]:
     On a full disk older checkpoints go for it, then the run waits, then the model is written under TMPDIR.
     """
     run.written.sync(run)
-    room, directory = Room(run), run.out / RunDirectory.MODEL
+    room, directory = DiskRoom(run), run.out / RunDirectory.MODEL
     with averaged(run.average):
         while True:
             try:
@@ -179,7 +179,7 @@ def of_disk(error: str) -> bool:
     return "[Errno " in error or is_full(error)
 
 
-class Room:
+class DiskRoom:
     """Make room before each further attempt: rank 0 removes a checkpoint, or waits."""
 
     def __init__(self, run: Run) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hvdtrain.config import Config, DataConfig, ExchangeConfig, Named, ScheduleConfig  # noqa: F401
 from hvdtrain.commands.migrate.plan import Migration, migrate
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import of_text
 
 
 def looked(text: str, kind: str, ranks: int = 1) -> Migration:

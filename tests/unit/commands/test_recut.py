@@ -19,12 +19,13 @@ A, B, C = HostSlots("a", 2), HostSlots("b", 2), HostSlots("c", 2)
 @pytest.mark.parametrize(("stages", "hosts", "depths", "why"), [
     (2, (A, B), (2, 2), ""),
     (2, (A,), (2,), ""),
-    (3, (A,), (2,), "2 ranks are no multiple of pipeline.stages 3: the model is cut over 2"),
-    (3, (A, B), (2, 2), "4 ranks are no multiple of pipeline.stages 3: the model is cut over 2 in each of 2 copies"),
+    (3, (A,), (2,), "2 ranks are no multiple of pipeline.stages 3: the model is partitioned over 2"),
+    (3, (A, B), (2, 2),
+     "4 ranks are no multiple of pipeline.stages 3: the model is partitioned over 2 in each of 2 replicas"),
     (3, (A, B, HostSlots("c", 1)), (3, 2),
-     "5 ranks are no multiple of pipeline.stages 3: the model is cut over 3 and 2 in "
-                                      "2 copies"),
-    (2, (HostSlots("a", 1),), (1,), "1 rank is no multiple of pipeline.stages 2: the model is trained whole on each"),
+     "5 ranks are no multiple of pipeline.stages 3: the model is partitioned over 3 and 2 in "
+     "2 replicas"),
+    (2, (HostSlots("a", 1),), (1,), "1 rank is no multiple of pipeline.stages 2: the model is unpartitioned on each"),
 ])
 def test_stages_are_kept_where_they_can_be(stages: int, hosts: tuple[HostSlots, ...], depths: tuple[int, ...],
                                            why: str) -> None:

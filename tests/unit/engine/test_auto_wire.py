@@ -63,7 +63,7 @@ class Script:
         def measure(wires, *_):
             self.sweeps += 1
             return [m for m in found if m.name in wires]
-        monkeypatch.setattr(auto_wire.wire_sweep, "measure", measure)
+        monkeypatch.setattr(auto_wire.transports, "measure", measure)
         if state:
             self.auto.load_state_dict(state)
             self.auto.restored(run)

@@ -12,18 +12,18 @@ from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import PipelineConfig
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.build_model import Slowed
-from hvdtrain.engine.callbacks.stages import Seen, Spent, Stages
+from hvdtrain.engine.callbacks.stages import Stages, StageSeconds, StageTimes
 from hvdtrain.parallel.pipeline import link
 from hvdtrain.parallel.pipeline.partition import planned
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 
 def test_idle_is_what_is_neither_computing_nor_exchange() -> None:
-    seen = Seen((Spent(10.0, 6.0, 2.0, 1.0), Spent(10.0, 4.0, 1.0, 4.0)), 5)
+    seen = StageTimes((StageSeconds(10.0, 6.0, 2.0, 1.0), StageSeconds(10.0, 4.0, 1.0, 4.0)), 5)
     assert seen.wire_s == 1.0
     assert seen.passes_s == 8.0
     assert seen.idle_share == pytest.approx((2 + 1 + 3) / (2 + 1 + 3 + 10))
-    assert Seen((Spent(0.0, 0.0, 0.0, 0.0),), 1).idle_share == 0.0
+    assert StageTimes((StageSeconds(0.0, 0.0, 0.0, 0.0),), 1).idle_share == 0.0
 
 
 def test_run_records_what_was_planned_and_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def chain_of(spec: Any, key: str = "model_parallel") -> Chain:
         blocks = [(str(name), layer) for name, layer in spec.blocks(model)]
         if not blocks or not all(isinstance(layer, keras.layers.Layer) for _, layer in blocks):
             raise UserError("blocks(model) gave something else than named layers", "[(name, keras layer), ...]",
-                            "mend the model file's blocks")
+                            "fix the model file's blocks")
     elif isinstance(model, keras.Sequential) or _is_row(model):
         blocks = [(layer.name, layer) for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     else:

@@ -90,7 +90,7 @@ _HIDDEN = ("CudnnRNN", "BlockLSTM", "GRUBlock")
 """Beginnings of operations that hold products of their own."""
 
 REMAT = "remat/"
-"""Scope of what is computed once more (`recompute`), which does not count."""
+"""Scope of recomputed operations (`recompute`), which do not count."""
 
 
 class Unknown(Exception):

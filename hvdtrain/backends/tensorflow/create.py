@@ -44,8 +44,7 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, ModelSpec
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.partition import agree_devices
-from hvdtrain.parallel.precision.policy import FP32, Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import FP32, LossScale, Precision
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Batch

@@ -18,7 +18,7 @@ from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.backends.tensorflow.state import nbytes
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.planning.memory.facts import Model, Slots
+from hvdtrain.planning.memory.forecast import Model, Slots
 
 SMALL = 3
 """Elements of the vectors that stand in for variables."""

@@ -24,7 +24,7 @@ from hvdtrain.backends.tensorflow.placement import follow
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"}
 """Classes of keras.optimizers that update each element by itself."""

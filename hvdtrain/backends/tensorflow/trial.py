@@ -94,7 +94,7 @@ def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
 
 @contextlib.contextmanager
 def untouched(parts: ModelParts, batch: Batch) -> Iterator[None]:
-    """Restore everything after the body: for `hvdtrain.engine.pipeline_first_sample`."""
+    """Restore everything after the body: for `hvdtrain.engine.first_sample`."""
     stage: Any = parts.stage
     evaluator: Any = parts.evaluator
     with _untouched(parts.model), generator_kept(), stage.class_numbers.checked(tuple(batch)):

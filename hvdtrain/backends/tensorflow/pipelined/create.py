@@ -42,8 +42,7 @@ from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control, ModelSpec
 from hvdtrain.parallel.parts import ModelParts, replicas_of
 from hvdtrain.parallel.pipeline.partition import agree, measured_samples
-from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale, Precision
 from hvdtrain.planning.pipeline.blocks import DeviceProfile, Needs
 
 Sample = Callable[[int], Batch]

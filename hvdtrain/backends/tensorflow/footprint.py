@@ -18,7 +18,7 @@ from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.backends.tensorflow.state import nbytes
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.planning.memory.facts import Model, Slots
+from hvdtrain.planning.memory.forecast import Model, Slots
 
 SMALL = 3
 """Elements of the vectors that stand in for variables."""
@@ -90,7 +90,7 @@ _HIDDEN = ("CudnnRNN", "BlockLSTM", "GRUBlock")
 """Beginnings of operations that hold products of their own."""
 
 REMAT = "remat/"
-"""Scope of what is computed once more (`recompute`), which does not count."""
+"""Scope of recomputed operations (`recompute`), which do not count."""
 
 
 class Unknown(Exception):

@@ -364,7 +364,7 @@ def give_back(own: keras.optimizers.Optimizer) -> None:
 
 def alike(own: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return an optimizer of the kind and settings of ``own`` with the same rate, also where callbacks change it."""
-    with instead(own, "_learning_rate", tf.zeros([])):  # a schedule or function of a user's need not be told as text
+    with instead(own, "_learning_rate", tf.zeros([])):  # a schedule or function of a user's need not be serializable
         made = type(own).from_config(own.get_config())
     if callable(own._learning_rate):
         made._untrack_variable(made._learning_rate)

@@ -17,7 +17,7 @@ import tensorflow as tf
 import threading
 
 from hvdtrain.backends.tensorflow import host, placement, state
-from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, holding
+from hvdtrain.backends.tensorflow.buffers import Buffers, VariableCopies, holding
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.gradients import Gradients
 from hvdtrain.backends.tensorflow.graphs import Calls, Graph
@@ -70,7 +70,7 @@ class Stage:
         self._several = False
         self.unused, self._names = gradients.numbers, list(state.named(model.trainable_variables))
         self._random: dict[str, np.ndarray] = {}
-        self._drawn = Kept(state.seed_states(model).values())
+        self._drawn = VariableCopies(state.seed_states(model).values())
         self._kept = (buffers.kept, self._drawn)
         self._trial: Trial | None = None
 

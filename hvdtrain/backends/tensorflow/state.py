@@ -24,7 +24,7 @@ from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 if TYPE_CHECKING:
     from hvdtrain.backends.tensorflow.optim import Optimization

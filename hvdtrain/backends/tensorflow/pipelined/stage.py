@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.tensorflow import recompute
-from hvdtrain.backends.tensorflow.buffers import Kept, holding
+from hvdtrain.backends.tensorflow.buffers import VariableCopies, holding
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.graphs import PLAIN, Graph
 from hvdtrain.backends.tensorflow.pipelined.crossing import (
@@ -278,7 +278,7 @@ class PartEvaluator(Evaluator):
             if self._kept is None:
                 self._take(came, form, len(tf.nest.flatten(tensors)[0]))
                 self._evaluation.build(tensors)
-                self._kept = Kept(self._evaluation.variables())
+                self._kept = VariableCopies(self._evaluation.variables())
             try:
                 with holding([self._kept]):
                     pairs = self._function_of(form)(tensors, list(came))

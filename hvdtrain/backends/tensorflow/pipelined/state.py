@@ -116,8 +116,9 @@ class Names:
         held, labels = _skeleton(own, variables, self._params)
         known = {label: place for place, label in enumerate(places)}
         if any(label not in known for label in labels):
-            raise UserError(f"optimizer {type(own).__name__} with a model that is cut over ranks: its state cannot be "
-                            "told by variable", "an optimizer with slots for each variable", "use SGD, Adam or AdamW")
+            raise UserError(f"optimizer {type(own).__name__} with a partitioned model: its state cannot be "
+                            "divided by variable", "an optimizer with slots for each variable",
+                            "use SGD, Adam or AdamW")
         of = {self._params[id(v)]: v for v in variables}
         return ([f"{known[label]:05d}/{v.path}" for label, v in zip(labels, held)],
                 [of.get(owner) for owner, _ in labels])

@@ -1,4 +1,4 @@
-"""One rank of ``benchmarks input``: reads whole epochs of a folder of pictures in one of three ways.
+"""A rank of ``benchmarks input``: read whole epochs of a folder of pictures in one of three ways.
 
 The ways of others are in `benchmarks.peers`: `dataloader` and `tfdata`. All give float32 (B, H, W, 3) in [0, 1] and
 class numbers. A decode is counted where it is done: one byte more in a file that all processes of the job append to;
@@ -93,14 +93,14 @@ def files_of(root: str) -> tuple[list[str], list[int]]:
 
 def own(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, Epoch]:
     """Make hvdtrain's own: the set ``folder``, its worker processes and the feed, as a run has them."""
-    from hvdtrain.config import Config, Data
+    from hvdtrain.config import Config, DataConfig
     from hvdtrain.core.protocols.types import Cursor
     from hvdtrain.data import sources
     from hvdtrain.data.feed import Feed
     from hvdtrain.data.prepare import with_workers
 
     named = {"root": args.root}
-    config = Config(data=Data("folder", named, workers=args.workers), control_timeout_s=600.0)
+    config = Config(data=DataConfig("folder", named, workers=args.workers), control_timeout_s=600.0)
     counted = Counted(sources.resolve("folder", named, "train"), decodes)
     (source,), _ = with_workers(config, SEED, [counted], 1)
     feed = Feed(source, args.batch * control.size, rank=control.rank, size=control.size, seed=SEED, control=control)
@@ -113,7 +113,7 @@ def own(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, 
 
 
 def _reader(name: str) -> Callable[..., tuple[int, Epoch]]:
-    """What makes (samples, epoch) of a contender."""
+    """Return the factory of (samples, epoch) of a contender."""
     return own if name == OWN else importlib.import_module(f"benchmarks.peers.{name}").read
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from benchmarks.peers import IDLE_S, Prepared, Setup, tensorflow_common
 from benchmarks.workloads import LR, MOMENTUM
-from hvdtrain.config import Exchange, Pipeline, Rebalance
+from hvdtrain.config import ExchangeConfig, PipelineConfig, RebalanceConfig
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.engine.run import Run
@@ -81,32 +81,32 @@ class _Marks:
             run.dp.put = stamped  # type: ignore[method-assign]
 
     def begin(self) -> None:
-        """A step begins."""
+        """Return a step begins."""
         self._now, self._before = {}, dict(self._phases.seconds)
         self._begin = time.perf_counter()
 
     def end(self) -> None:
-        """The step is over."""
+        """Return the step is over."""
         for phase in ("compute", "update"):
             self._now[f"{phase}_s"] = self._phases.seconds[phase] - self._before[phase]
         self._steps.append(self._now)
 
     def taken(self) -> dict[str, list[float]]:
-        """The marks of all steps since this was last asked, each that every one of them has."""
+        """Return the marks of all steps since this was last asked, each that every one of them has."""
         steps, self._steps = self._steps, []
         keys = set.intersection(*map(set, steps)) if steps else set()
         return {key: [step[key] for step in steps] for key in sorted(keys)}
 
 
-def _pipeline(setup: Setup) -> Pipeline:
-    """The section that cuts the model over all ranks of the job."""
+def _pipeline(setup: Setup) -> PipelineConfig:
+    """Return the section that cuts the model over all ranks of the job."""
     cut = setup.cut
-    return Pipeline(setup.control.size, cut.order, micro_batches=cut.micro_batches,  # type: ignore[arg-type]
+    return PipelineConfig(setup.control.size, cut.order, micro_batches=cut.micro_batches,  # type: ignore[arg-type]
                     chunks=max(2, cut.chunks), cut=list(cut.names))
 
 
 def _layout(run: Run) -> dict[str, Any]:
-    """How the model was cut, and what that was predicted to give: seconds of a step's forwards and backwards."""
+    """Return the partition and its prediction: seconds of a step's forwards and backwards."""
     layout = cast(Planned, run.parts.layout)
     parts, step = layout.chunks(), layout.plans[layout.mesh.copy].step
     return {"cut": [layout.names[blocks[0]] for blocks in parts[1:]], "places": list(layout.mesh.ranks),
@@ -115,14 +115,14 @@ def _layout(run: Run) -> dict[str, Any]:
 
 
 def _spent(run: Run) -> dict[str, float]:
-    """This rank's seconds by phase and in steps, of its waits those for other stages, and bytes of cargo sent."""
+    """Return this rank's seconds by phase and in steps, its waits for other stages, and bytes of cargo sent."""
     totals = run.timeline.totals
     return {**totals.seconds, "step": totals.step_s, "idle": getattr(run.schedule, "idle_s", 0.0),
             "sent": getattr(run.schedule, "sent_bytes", 0)}
 
 
 def _whatif(run: Run) -> dict[str, Any]:
-    """What the run reckons of a step without each of its ranks; {} where it cannot. Collective."""
+    """Return the run's estimate of a step without each of its ranks; {} where it cannot. Collective."""
     from hvdtrain.engine.callbacks.whatif import WhatIf
 
     found = next((c.look(run, measures=True) for c in run.callbacks if isinstance(c, WhatIf)), None)
@@ -130,7 +130,7 @@ def _whatif(run: Run) -> dict[str, Any]:
 
 
 def _fetched(run: Run, setup: Setup) -> Iterator[Any]:
-    """The batches of one epoch, over and over, fetched beforehand as every peer's are."""
+    """Return the batches of one epoch, over and over, fetched beforehand as every peer's are."""
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as fetched:
         batches = list(fetched)
     assert len(batches) == len(setup.batches), "the feed cut another number of batches"
@@ -147,34 +147,34 @@ def _live(run: Run) -> Iterator[Any]:
 
 
 def _config(setup: Setup, wire: str, compression: str, balance: str, adam: str, compile: str, remat: str) -> Any:
-    """The run's configuration: what all contenders share, nothing else changed from its default."""
-    from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
+    """Return the run's configuration: what all contenders share, nothing else changed from its default."""
+    from hvdtrain.config import CheckpointConfig, Config, DataConfig, DataParallelConfig, Named
 
     optimizer = Named("Adam") if adam else Named("SGD", {"momentum": MOMENTUM})
-    divided = DataParallel("zero", int(adam[-1])) if adam.startswith("zero") else DataParallel()
+    divided = DataParallelConfig("zero", int(adam[-1])) if adam.startswith("zero") else DataParallelConfig()
 
     return Config(model=setup.workload.model(setup.framework), model_args=setup.workload.args,
-                  data=Data(shuffle=False, prefetch=0), global_batch=setup.batch * setup.control.size,
+                  data=DataConfig(shuffle=False, prefetch=0), global_batch=setup.batch * setup.control.size,
                   seed=setup.seed, lr=LR, optimizer=optimizer, epochs=10**9,
                   data_parallel=divided, collectives=wire, compression=compression,  # type: ignore[arg-type]
                   exchange=exchange(setup.exchange, setup.powersgd_rank),
                   balance=balance, emulate_speed=list(setup.emulate_speed),  # type: ignore[arg-type]
-                  rebalance=section(Rebalance, "--rebalance", ("probe_cache=false", *setup.rebalance)),
-                  checkpoint=Checkpoint(every="off", at_end=False), progress="off", threads=setup.threads,
+                  rebalance=section(RebalanceConfig, "--rebalance", ("probe_cache=false", *setup.rebalance)),
+                  checkpoint=CheckpointConfig(every="off", at_end=False), progress="off", threads=setup.threads,
                   control_timeout_s=IDLE_S, compile=compile, remat=remat,  # type: ignore[arg-type]
                   out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}-{balance}-{adam}-{compile}-{remat}")))
 
 
-def exchange(settings: Sequence[str], powersgd_rank: int) -> Exchange:
-    """The section of ``--exchange`` words; the rank of powersgd is told apart, since DDP hears of it too."""
+def exchange(settings: Sequence[str], powersgd_rank: int) -> ExchangeConfig:
+    """Return the section of ``--exchange`` words; the rank of powersgd is told apart, since DDP hears of it too."""
     for text in settings:
         if text.partition("=")[0] == "powersgd_rank":
             raise UserError(f"--exchange is {text!r}", "--powersgd_rank, of which DDP hears too", "use that")
-    return section(Exchange, "--exchange", (*settings, f"powersgd_rank={powersgd_rank}"))
+    return section(ExchangeConfig, "--exchange", (*settings, f"powersgd_rank={powersgd_rank}"))
 
 
 def section(kind: Any, option: str, settings: Sequence[str]) -> Any:
-    """A section ``kind`` of the configuration from ``KEY=VALUE`` words, values as YAML reads them.
+    """Return a section ``kind`` of the configuration from ``KEY=VALUE`` words, values as YAML reads them.
 
     The last word for a key counts. `UserError` for a bad word; whether the values are possible is `Config.check`'s to
     say.
@@ -198,13 +198,13 @@ def section(kind: Any, option: str, settings: Sequence[str]) -> Any:
 
 
 def _params(run: Run) -> list[Any]:
-    """Copies of the trainable parameters, in the step's own order."""
+    """Return copies of the trainable parameters, in the step's own order."""
     groups, _ = run.parts.state.state()
     return [groups["model"][spec.name].copy() for spec in run.parts.params.specs]
 
 
 def _sync(run: Run) -> Callable[[], None]:
-    """How to wait for the device; on a CPU a step has ended when it returns."""
+    """Return the function that waits for the device; on a CPU a step has ended when it returns."""
     if not run.parts.stage.asynchronous:
         return lambda: None
     if run.spec.framework == "torch":

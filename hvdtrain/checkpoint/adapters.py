@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.stream import FIRST
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control, ModelState
-from hvdtrain.core.protocols.run import Given, Head, Place, Read, Shard, Want, Window
+from hvdtrain.core.protocols.run import ArrayWindow, Given, Head, Place, Read, Shard, Want
 
 Arrays = dict[str, np.ndarray]
 
@@ -62,17 +62,17 @@ class SplitReplicated:
         cuts: dict[tuple[str, str], tuple[tuple[int, ...], int, int]] = {}
         copied: set[tuple[str, str]] = set()
 
-        def window(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> Window | None:
+        def window(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> ArrayWindow | None:
             mine = self._part_of(group, name, math.prod(shape), np.dtype(dtype).itemsize)
             if mine is None:
-                return Window(0, np.empty(0, dtype))
+                return ArrayWindow(0, np.empty(0, dtype))
             cuts[group, name] = (shape, *mine)
             memory = None if place is None else place(group, name, (mine[1] - mine[0],), dtype)
             if memory is None:
                 return None
-            assert not isinstance(memory, Window)
+            assert not isinstance(memory, ArrayWindow)
             copied.add((group, name))
-            return Window(mine[0], memory)
+            return ArrayWindow(mine[0], memory)
 
         groups, self._rest = self._state(window)
         for (group, name), (shape, begin, end) in cuts.items():
@@ -295,5 +295,5 @@ def model_names(state: ModelState) -> list[str]:
 
 
 def _named(state: ModelState) -> Mapping[str, Mapping[str, Any]]:
-    groups, _ = state.state(lambda group, name, shape, dtype: Window(0, np.empty(0, dtype)))
+    groups, _ = state.state(lambda group, name, shape, dtype: ArrayWindow(0, np.empty(0, dtype)))
     return groups

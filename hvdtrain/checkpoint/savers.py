@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdtrain.checkpoint import files
 from hvdtrain.cluster.machine.memory import host_room_bytes
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.run import Outcome
 from hvdtrain.core.timeline import Timeline, active, current, span
@@ -163,10 +163,10 @@ def view(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> None:
     """Request no copy; implements `hvdtrain.core.protocols.run.Place`."""
 
 
-def often(settings: Checkpoint) -> str:
+def often(settings: CheckpointConfig) -> str:
     """Describe when a run is saved, "" for never. Pure.
 
-    >>> often(Checkpoint(every_steps=100, at_end=False))
+    >>> often(CheckpointConfig(every_steps=100, at_end=False))
     'every 100 steps'
     """
     words = []
@@ -191,7 +191,7 @@ def free_bytes(out: Path) -> int | None:
     return None
 
 
-def line(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
+def line(settings: CheckpointConfig, one_bytes: int, free: int | None) -> str:
     """Return the line about checkpoints at a run's start. Pure."""
     who = ", each rank its part" if settings.layout == "sharded" else ""
     room = "" if free is None else f"; {format_bytes(free)} free"
@@ -200,7 +200,7 @@ def line(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
             f"kept, so at most {most}{room}")
 
 
-def warning(settings: Checkpoint, one_bytes: int, free: int | None) -> str:
+def warning(settings: CheckpointConfig, one_bytes: int, free: int | None) -> str:
     """Return the warning about a disk that is too small, "" where it is not. Pure."""
     needed = most_bytes(one_bytes, settings.keep)
     if free is None or free >= needed:

@@ -16,7 +16,7 @@ from typing import Any
 from hvdtrain.cluster.boot import prepare_lone_mpi
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse, watch
-from hvdtrain.config import Exchange
+from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.protocols import Control
 
@@ -59,7 +59,8 @@ def horovod_reason(framework: str) -> str | None:
     return None if found else f"Horovod is installed without its {framework} part; {BUILD}"
 
 
-def start_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control, over_host: bool = False) -> Any:
+def start_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFacts | Control,
+                  over_host: bool = False) -> Any:
     """Import horovod.torch or horovod.tensorflow and initialise it; return the module.
 
     ``where``: the started control plane (it must be up first: mpi4py asks MPI for threads), or the facts of a gloo
@@ -99,7 +100,7 @@ def stall_bound(env: Mapping[str, str]) -> float:
         return float("inf")
 
 
-def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control) -> Any:
+def _running_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFacts | Control) -> Any:
     if framework in _running:
         return _running[framework]
     reason = horovod_reason(framework)
@@ -148,7 +149,7 @@ def _guarded_init(init: Callable[[], Any], framework: str) -> None:
                                  f"{BUILD}") from error
 
 
-def _horovod_env(exchange: Exchange, env: MutableMapping[str, str]) -> None:
+def _horovod_env(exchange: ExchangeConfig, env: MutableMapping[str, str]) -> None:
     """Set Horovod's own variables where the user asked: MiB to bytes, ms as they are."""
     if exchange.fusion_threshold_mb >= 0:
         env["HOROVOD_FUSION_THRESHOLD"] = str(int(exchange.fusion_threshold_mb * 2**20))

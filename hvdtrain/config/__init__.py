@@ -1,4 +1,4 @@
-"""The configuration of a run: its keys, and the checks that need no cluster.
+"""The configuration of a run: its keys, the checks that need no cluster, and which keys have no effect.
 
 Does not parse: `hvdtrain.commands.train` does, with jsonargparse (YAML file < environment < command line).
 """
@@ -12,13 +12,15 @@ from typing import Any
 from hvdtrain.config import schema, texts
 from hvdtrain.config.keys import Keys
 from hvdtrain.config.sections import (
-    Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace)
+    CheckpointConfig, DataConfig, DataParallelConfig, EarlyStopConfig, ExchangeConfig, Named, PipelineConfig,
+    RebalanceConfig, ScheduleConfig, TraceConfig)
+from hvdtrain.config.sections import __getattr__ as __getattr__
 from hvdtrain.config.texts import seconds_of, window_of
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.resolve import ask
 
-__all__ = ["Checkpoint", "Config", "Data", "DataParallel", "EarlyStop", "Exchange", "Named", "Pipeline", "Rebalance",
-           "Schedule", "Trace"]
+__all__ = ["CheckpointConfig", "Config", "DataConfig", "DataParallelConfig", "EarlyStopConfig", "ExchangeConfig",
+           "Named", "PipelineConfig", "RebalanceConfig", "ScheduleConfig", "TraceConfig"]
 
 MOST = 2**53
 """Largest whole number of a key: beyond it a float64 skips numbers, and sums over ranks are float64."""
@@ -31,7 +33,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 
 @dataclass(frozen=True)
 class Config(Keys):
-    """One training run."""
+    """Configuration of one training run."""
 
     def check(self) -> Config:
         """Return self if every value is possible, else raise `UserError` naming the first that is not."""
@@ -120,12 +122,12 @@ class Config(Keys):
 
     @property
     def mixes_classes(self) -> bool:
-        """Whether training targets are shares of classes (mixup), whatever the data's own are."""
+        """Return whether training targets are shares of classes (mixup), whatever the data's own are."""
         return bool(ask("hvdtrain.data.augment", "mixes", self.data.augment))
 
 
 def _numbers(value: Any) -> list[Any]:
-    """What a key's value holds: the entries of a list or mapping, or itself."""
+    """Return the entries of a list or mapping, or the value itself."""
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -209,8 +211,8 @@ def check_launcher(config: Keys, kind: str) -> None:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What decides about keys: the configuration, and what became of it.
+class ConfigContext:
+    """The configuration and the facts that decide which keys have an effect.
 
     ``horovod``: gradients or the control plane go over Horovod. ``own_model``, ``own_data``: given to fit as objects.
     ``own_task``, ``file_optimizer``: the model file has one. ``own_optimizer``: the model was compiled with one.
@@ -225,7 +227,7 @@ class Setup:
     file_optimizer: bool = False
 
 
-def notes(setup: Setup) -> list[str]:
+def notes(setup: ConfigContext) -> list[str]:
     """Say of each changed key that does nothing why; the first of its reasons counts. Pure."""
     values, found = dict(schema.leaves(setup.config)), []
     for key in schema.keys(type(setup.config)):
@@ -235,14 +237,14 @@ def notes(setup: Setup) -> list[str]:
     return found
 
 
-def idle(setup: Setup) -> frozenset[str]:
+def idle(setup: ConfigContext) -> frozenset[str]:
     """Return all keys that do nothing, changed or not. Pure."""
     return frozenset(key.name for key in schema.keys(type(setup.config))
                      if any(reason.when(setup) for reason in key.unused))
 
 
-def setup_of(config: Config, spec: Any, wire: str, kind: str, model: Any, data: Any) -> Setup:
-    """The `Setup` of a run: its model's ``spec``, the name of its ``wire``, the launcher's ``kind``, what fit got."""
+def setup_of(config: Config, spec: Any, wire: str, kind: str, model: Any, data: Any) -> ConfigContext:
+    """Return the context of a run: its model's ``spec``, name of its ``wire``, ``kind`` of launcher, what fit got."""
     compiled = getattr(spec.model, "compiled", False) and getattr(spec.model, "optimizer", None) is not None
-    return Setup(config, "horovod" in wire or kind == "gloo", model is not None, data is not None,
+    return ConfigContext(config, "horovod" in wire or kind == "gloo", model is not None, data is not None,
                  spec.task is not None, bool(compiled), spec.optimizer is not None)

@@ -1,4 +1,4 @@
-"""How many updates a run is going to make, the arguments of a schedule that follow, and what is set for a longer run.
+"""Length of a run in updates, the arguments of a schedule that follow from it, and settings made for a longer run.
 
 Owns what is known of a schedule by the name that PyTorch, Keras or `hvdtrain.backends.keras.one_cycle` gives it. Pure.
 """
@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from hvdtrain.config import Config, Schedule
+from hvdtrain.config import Config, ScheduleConfig
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import load_callable
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """Facts of a schedule; those of a framework that are not in `KINDS` need none.
 
     ``torch``: the parameters behind the optimizer, in order. ``ends``: arguments that may give the steps or epochs
@@ -36,27 +36,30 @@ class Kind:
 
 
 KINDS = {
-    "StepLR": Kind(("step_size", "gamma")), "MultiStepLR": Kind(("milestones", "gamma")),
-    "ExponentialLR": Kind(("gamma",)), "CosineAnnealingWarmRestarts": Kind(("T_0", "T_mult", "eta_min")),
-    "ConstantLR": Kind(("factor", "total_iters")), "CosineAnnealingLR": Kind(("T_max", "eta_min"), ("T_max",), True),
-    "OneCycleLR": Kind(("max_lr", "total_steps", "epochs", "steps_per_epoch"), ("total_steps", "steps_per_epoch"),
+    "StepLR": ScheduleKind(("step_size", "gamma")), "MultiStepLR": ScheduleKind(("milestones", "gamma")),
+    "ExponentialLR": ScheduleKind(("gamma",)),
+    "CosineAnnealingWarmRestarts": ScheduleKind(("T_0", "T_mult", "eta_min")),
+    "ConstantLR": ScheduleKind(("factor", "total_iters")),
+    "CosineAnnealingLR": ScheduleKind(("T_max", "eta_min"), ("T_max",), True),
+    "OneCycleLR": ScheduleKind(("max_lr", "total_steps", "epochs", "steps_per_epoch"),
+                               ("total_steps", "steps_per_epoch"),
                        True, covers=True),
-    "LinearLR": Kind(("start_factor", "end_factor", "total_iters"), ("total_iters",)),
-    "PolynomialLR": Kind(("total_iters", "power"), ("total_iters",)),
-    "OneCycle": Kind((), ("total_steps",), True, covers=True),
-    "CosineDecay": Kind((), ("decay_steps",), True, warms=True),
-    "PolynomialDecay": Kind((), ("decay_steps",), True, repeats="cycle")}
+    "LinearLR": ScheduleKind(("start_factor", "end_factor", "total_iters"), ("total_iters",)),
+    "PolynomialLR": ScheduleKind(("total_iters", "power"), ("total_iters",)),
+    "OneCycle": ScheduleKind((), ("total_steps",), True, covers=True),
+    "CosineDecay": ScheduleKind((), ("decay_steps",), True, warms=True),
+    "PolynomialDecay": ScheduleKind((), ("decay_steps",), True, repeats="cycle")}
 """Facts of schedules, by the names of their classes. A file with a schedule of one's own adds a line."""
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> ScheduleKind:
     """Return the facts of the schedule ``name``, in any case; of a ``module:callable`` by its class or a base of it."""
     names = [name]
     if ":" in name:
         made = load_callable(name, "schedule.name")  # whose file adds its facts
         names = [base.__name__ for base in made.__mro__] if isinstance(made, type) else [name.rpartition(":")[2]]
     facts = {known.lower(): kind for known, kind in KINDS.items()}
-    return next((facts[each.lower()] for each in names if each.lower() in facts), Kind())
+    return next((facts[each.lower()] for each in names if each.lower() in facts), ScheduleKind())
 
 
 def updates(config: Config, steps_per_epoch: int | None, at: Cursor = Cursor(), left: int | None = None) -> int:
@@ -135,7 +138,7 @@ def too_long(config: Config, steps: int) -> list[str]:
 
 # --- over a resume -------------------------------------------------------------------------------------------------
 
-def kept(schedule: Schedule, whole: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def kept(schedule: ScheduleConfig, whole: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what a checkpoint keeps of a filled schedule in a run of the length ``whole``; ``own``: see `own_of`."""
     return {"name": schedule.name, "args": dict(schedule.args), "interval": schedule.interval, "length": whole,
             "own": own}
@@ -148,7 +151,7 @@ def own_of(rate: object, steps: int, epochs: int) -> dict[str, Any] | None:
     """
     for base in type(rate).__mro__:
         kind = kind_of(base.__name__)
-        end = _end(Schedule(base.__name__, dict(vars(rate)))) if kind.fills else 0
+        end = _end(ScheduleConfig(base.__name__, dict(vars(rate)))) if kind.fills else 0
         if end:  # scripts that leave out the last batch of each epoch count one step less for each
             return {"name": type(rate).__name__, "arg": kind.ends[0], "end": end, "steps": steps,
                     "covers": end + min(epochs, steps // 10) >= steps}
@@ -158,12 +161,12 @@ def own_of(rate: object, steps: int, epochs: int) -> dict[str, Any] | None:
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether two schedules (`kept`) give other rates; their base rate aside."""
     names = [one["name"].lower() for one in (before, now)]
-    if not any(Schedule(name).on for name in names):
+    if not any(ScheduleConfig(name).on for name in names):
         return False
     return names[0] != names[1] or any(before[key] != now[key] for key in ("args", "interval"))
 
 
-def check_resumed(before: Mapping[str, Any], schedule: Schedule, now: Mapping[str, Any]) -> None:
+def check_resumed(before: Mapping[str, Any], schedule: ScheduleConfig, now: Mapping[str, Any]) -> None:
     """Raise `UserError` for a schedule whose given length ended the run before, and not the longer one of now.
 
     ``schedule``: as the user gave it; ``before``, ``now``: see `kept`. A schedule that the optimizer was made with may
@@ -186,7 +189,7 @@ def check_resumed(before: Mapping[str, Any], schedule: Schedule, now: Mapping[st
                         f"make the optimizer with {own['arg']} for all {own['steps']} steps")
 
 
-def _end(schedule: Schedule) -> int:
+def _end(schedule: ScheduleConfig) -> int:
     """Return the updates or epochs after which a schedule ends by its arguments; 0 where they do not tell."""
     args, kind = schedule.args, kind_of(schedule.name)
     names = kind.ends

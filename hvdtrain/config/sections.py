@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 
 class Unused(NamedTuple):
-    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.Setup`, which lies above this file.
+    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.ConfigContext`, which lies above this file.
 
     ``but``: the key of a section for which it does not hold.
     """
@@ -53,7 +53,7 @@ NO_HOROVOD = Unused("gradients do not go over Horovod", lambda s: not s.horovod)
 def key(default: Any, unit: str, doc: str, *, per_rank: bool = False, affects: str = "", quiet: Any = None,
         choices: str = "", unused: tuple[Unused, ...] = (), least: float | None = None,
         most: float | None = None) -> Any:
-    """A field with its facts, from which docs/config.md, ``--help`` and all lists of keys are made.
+    """Return a field with its facts, from which docs/config.md, ``--help`` and all lists of keys are made.
 
     ``per_rank``: may hold a value for each rank. ``affects``: what a change at a resume alters: "result" (where neither
     the key nor its section says another), "metrics" (which are measured, and when), "split" of a batch, or "nothing".
@@ -71,8 +71,8 @@ def key(default: Any, unit: str, doc: str, *, per_rank: bool = False, affects: s
 
 
 @dataclass(frozen=True)
-class Data:
-    """Where samples come from and how a global batch is cut."""
+class DataConfig:
+    """Source of samples and augmentation."""
 
     name: str = key(
         "digits", "", "a set by name (digits, text, synthetic, folder, npy, text_files, cifar100), a .npz or .npy "
@@ -100,8 +100,8 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How the learning rate moves."""
+class ScheduleConfig:
+    """Schedule of the learning rate."""
 
     name: str = key(
         "none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name, or module:callable "
@@ -117,13 +117,13 @@ class Schedule:
 
     @property
     def on(self) -> bool:
-        """Whether a schedule is named."""
+        """Return whether a schedule is named."""
         return self.name.lower() not in ("none", "")
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """How gradients are summed over ranks."""
+class ExchangeConfig:
+    """Exchange of gradients between ranks."""
 
     bucket_mb: float | Literal["auto"] = key(
         16.0, "MiB",
@@ -157,8 +157,8 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class DataParallel:
-    """How the ranks' copies of the model stay one model."""
+class DataParallelConfig:
+    """Strategy of data parallelism."""
 
     name: str = key(
         "replicate", "", "replicate: every rank holds all state and makes every update; zero: each holds and updates a "
@@ -172,7 +172,7 @@ class DataParallel:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineConfig:
     """A model that is cut over ranks."""
 
     BARE: ClassVar[str] = "stages"
@@ -199,13 +199,13 @@ class Pipeline:
 
     @property
     def over_ranks(self) -> bool:
-        """Whether a copy of the model is cut over ranks."""
+        """Return whether a replica of the model is partitioned over ranks."""
         return self.stages > 1 or any(depth > 1 for depth in self.depths)
 
 
 @dataclass(frozen=True)
-class Rebalance:
-    """How shares are made (balance static and auto) and made anew (auto)."""
+class RebalanceConfig:
+    """Probe of shares (balance static and auto) and rebalancing (auto)."""
 
     every_steps: int = key(5, "steps", "steps of a window that ranks' own times are compared over", least=1)
     margin: float = key(0.05, "share", "part of a step that a new plan has to save", unused=(NO_REBALANCE,), least=0)
@@ -220,8 +220,8 @@ class Rebalance:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """When and how a run is saved."""
+class CheckpointConfig:
+    """Checkpoints: when, where and how many."""
 
     every: Literal["auto", "off"] = key(
         "auto", "", "auto: after the first minute, and then so often that saves cost less than 3 % of the time; off: "
@@ -242,7 +242,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class EarlyStop:
+class EarlyStopConfig:
     """Stop when a metric no longer gets better."""
 
     metric: str = key("", "", "evaluation metric to watch, for example loss or accuracy; empty: off", quiet="")
@@ -255,8 +255,8 @@ class EarlyStop:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What all ranks did in some steps, as one file for Perfetto and chrome://tracing."""
+class TraceConfig:
+    """Trace of all ranks over some steps, as one file for Perfetto and chrome://tracing."""
 
     steps: str = key(
         "", "", "20:30: a trace of the steps after the first 20 until 30 have ended, in trace.json.gz in the run's "
@@ -264,3 +264,10 @@ class Trace:
     profiler: bool = key(
         False, "", "merge the events of the framework's own profiler (torch.profiler, tf.profiler) into it: operations "
         "and kernels", unused=(NO_TRACE,))
+
+
+def __getattr__(name: str) -> Any:
+    """Keep the names of sections before release 0.2: ``Schedule`` is `ScheduleConfig`."""
+    if f"{name}Config" not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[f"{name}Config"]

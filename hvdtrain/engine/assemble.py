@@ -1,12 +1,6 @@
-"""Builds a run in one fixed order: the file to read to know what a run is made of.
+"""Build a run in one written order: the file to read to know what a run is made of.
 
-The order: config, boot and control plane, topology and group, model blocks, devices, wire (`hvdtrain.comm.wires`),
-data, precision, the model's parts (stage, parameters, optimizer, transforms), the comparison of the ranks' models, a
-first sample through model, loss and metrics, data parallelism with buckets and compressor
-(`hvdtrain.parallel.data_parallel`), initial weights, callbacks, restore. The run's directory is made when a fit starts
-(`hvdtrain.checkpoint.run_directory.starting`); the parts of a batch (`balance`) are planned then, by a callback. A
-model that is split over devices is cut while its parts are made, before its exchange, so that no bucket spans two
-devices.
+The run's directory is made later, when a fit starts (`hvdtrain.checkpoint.run_directory.starting`).
 """
 
 from __future__ import annotations
@@ -31,39 +25,37 @@ from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
-from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule, Transform
-from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.protocols import RunCallback, Collectives, Control, Schedule, Transform
+from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import start
-from hvdtrain.engine import build_model, first_sample
-from hvdtrain.engine import compare_ranks
+from hvdtrain.engine import build_model, compare_ranks, first_sample
 from hvdtrain.engine.build_model import Slowed
 from hvdtrain.engine.callbacks.order import in_order
 from hvdtrain.engine.compare_ranks import check_config, check_parts, check_world
-from hvdtrain.engine.weight_checks import check_trainable
 from hvdtrain.engine.memory_plan import settle
 from hvdtrain.engine.memory_survey import scene_of
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services
 from hvdtrain.engine.saving import session
+from hvdtrain.engine.weight_checks import check_trainable
 from hvdtrain.parallel import data_parallel
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline import over_ranks, plan
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
-from hvdtrain.parallel.precision import policy
-from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.recovery.guard import MemoryGuard
-from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.parallel.recovery.schedule import Recovering
+from hvdtrain.parallel.precision import Precision, remarks, resolve
+from hvdtrain.parallel.recovery.attempt import MemoryGuard
+from hvdtrain.parallel.recovery.recovery import Recovering, Recovery
 from hvdtrain.reports import trackers
 
 
 def assemble(config: Config, model: Any = None, data: Any = None, control: Control | None = None,
-             collectives: Collectives | None = None, more: Callable[[Run], list[Callback[Run]]] | None = None) -> Run:
+             collectives: Collectives | None = None,
+             more: Callable[[Run], list[RunCallback[Run]]] | None = None) -> Run:
     """Return a run ready for `hvdtrain.engine.loop.fit`. Collective over all ranks of the job.
 
     ``model``: a model object, or None for ``config.model``. ``data``: whatever `hvdtrain.data.sources.interpret` takes,
@@ -77,7 +69,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
 
 
 def _assembled(config: Config, model: Any, data: Any, control: Control | None, collectives: Collectives | None,
-               more: Callable[[Run], list[Callback[Run]]] | None) -> Run:
+               more: Callable[[Run], list[RunCallback[Run]]] | None) -> Run:
     settings.check_launcher(config, (facts := launch_facts(os.environ)).kind)
     if control is None:
         install_hooks(facts)
@@ -145,8 +137,7 @@ def _schedule(parts: ModelParts, control: Control, config: Config, recovery: Rec
     return Recovering(Accumulate(parts.stage, recovery.guard), parts.stage, recovery)
 
 
-def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback[Run]]] | None) -> None:
-    """Data parallelism, initial weights, callbacks, restore."""
+def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[RunCallback[Run]]] | None) -> None:
     control, parts, feed = run.control, run.parts, run.feed
     run.unused = UnusedParameters(parts, control)
     agreed(control, lambda: parts.install(collective=False), "transforms")
@@ -166,7 +157,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
         run.timeline.marks = backend.ranges()
     run.callbacks = in_order(run, more)
     if control.rank == 0:
-        run.records = Stream(partial(reports.make, run, facts.kind != "solo"))
+        run.records = RecordStream(partial(reports.make, run, facts.kind != "solo"))
     if control.size > 1:
         bent = (*parts.caveats(), *run.dp.caveats, *run.written.caveats())
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in bent]
@@ -192,7 +183,6 @@ def _gloo_control(framework: str, config: Config, facts: LaunchFacts) -> Control
 
 
 def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) -> Recovery:
-    """What a rank does that runs out of memory."""
     shrinks, because = config.on_oom == "shrink", "on_oom is stop"
     if shrinks and config.sync_batchnorm and control.size > 1:
         because = "with sync_batchnorm layers wait for other ranks within a micro-batch"
@@ -202,9 +192,9 @@ def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) 
 
 
 def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
-    """What every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
-    names = policy.resolve(str(config.precision), devices)  # whose names have been spelled out
-    notes += policy.remarks(names, devices)
+    """Return what every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
+    names = resolve(str(config.precision), devices)  # whose names have been spelled out
+    notes += remarks(names, devices)
     return Precision(tuple(names), control.rank)
 
 
@@ -214,6 +204,6 @@ def _transforms(config: Config) -> list[Transform]:
 
 
 def _mesh(config: Config, control: Control) -> Mesh:
-    """The copies of the model; each rank has one where none is cut over ranks."""
+    """Return the copies of the model; each rank has one where none is cut over ranks."""
     depths = depths_of(config.pipeline.stages, config.pipeline.depths, control.size)
     return Mesh.of(depths, control.rank)

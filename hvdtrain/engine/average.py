@@ -1,8 +1,6 @@
-"""The exponential moving average of a model's weights: kept beside them, and in their place while it is asked for.
+"""The exponential moving average of a model's weights, over flat buckets of the parameters that this rank holds.
 
-Owns the averages and their way into a checkpoint. When they move on is `hvdtrain.engine.callbacks.ema`'s. Written once,
-over flat buckets: each rank averages the parameters that it holds, element by element, so it does not matter whether
-they are a whole model or a pipeline's part, nor who updated them.
+When an average is updated is left to `hvdtrain.engine.callbacks.ema`.
 """
 
 from __future__ import annotations
@@ -61,12 +59,12 @@ class Average:
 
     @property
     def started(self) -> bool:
-        """Whether there is an average."""
+        """Return whether there is an average."""
         return bool(self._flats)
 
     @property
     def given_bytes(self) -> int:
-        """What this rank gives to a checkpoint."""
+        """Return what this rank gives to a checkpoint."""
         return average_bytes([spec for spec, gives in zip(self._params.specs, self._gives) if gives])
 
     def extend(self, first: int) -> None:
@@ -128,7 +126,7 @@ class Average:
                     yield spec.name, host_N[offset:offset + spec.n].reshape(shape)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has the tensor that a checkpoint calls ``name``."""
+        """Return whether this rank has the tensor that a checkpoint calls ``name``."""
         return key(name) in {key(spec.name) for spec in self._params.specs}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -146,7 +144,7 @@ class Average:
                        for bucket, ops in zip(self._buckets, self._ops_B)]
 
     def _wide(self, i: int) -> Array:
-        """The weights of bucket ``i``."""
+        """Return the weights of bucket ``i``."""
         bucket = self._buckets[i]
         flat_N = self._params.flat(bucket)
         return self._ops_B[i].cast(flat_N, "float32") if bucket.dtype in _NARROW else flat_N

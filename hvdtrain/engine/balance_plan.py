@@ -17,7 +17,7 @@ from hvdtrain.engine.balance_probe import LEAST_REPEATS, sizes_of
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned
-from hvdtrain.planning.batch.line import Speed, fit, least
+from hvdtrain.planning.linear import Speed, fit, least
 from hvdtrain.planning.batch.plan import COLUMNS, RankLabel
 
 
@@ -145,7 +145,7 @@ def _check_least(size: int, why: str) -> None:
 
 
 def _ceiling(layout: Any, copy: int) -> int:
-    """The largest micro-batch for which every stage of a copy fits its memory as planned; 0 where that is not known."""
+    """Return the largest micro-batch for which every stage of a replica fits its memory; 0 where that is not known."""
     if not isinstance(layout, Planned):
         return 0
     plan, limits = layout.plans[copy], []

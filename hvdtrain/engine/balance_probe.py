@@ -23,7 +23,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
-from hvdtrain.planning.batch.line import Speed, fit, least
+from hvdtrain.planning.linear import Speed, fit, least
 
 
 CONFIRMS = 0.15
@@ -89,7 +89,7 @@ def sizes_of(share: int, n: int, limit: int) -> list[int]:
 
 
 def verified(run: Run, backend: Any, micro_batch: int, tried: int) -> int:
-    """The largest micro-batch up to ``micro_batch`` that this rank's device really holds; not collective.
+    """Return the largest micro-batch up to ``micro_batch`` that this rank's device really holds; not collective.
 
     ``tried``: what is known to work. On an out-of-memory a fifth is taken off, on this rank alone, until it works.
     Meanwhile the memory that the optimizer will take with its first update is held. A host's memory is not tried: the
@@ -167,7 +167,7 @@ def _bytes_of(batch: Batch) -> int:
 
 
 def _beyond(size: int, tried: Sequence[int], peaks: Sequence[int], budget_bytes: int) -> bool:
-    """Whether two smaller micro-batches show that ``size`` would take more than the budget."""
+    """Return whether two smaller micro-batches show that ``size`` would take more than the budget."""
     if len(tried) < 2 or not budget_bytes or not all(peaks):
         return False
     return size > memory.ceiling((tried[0], tried[-1]), (peaks[0], peaks[-1]), budget_bytes) > 0
@@ -200,9 +200,7 @@ def _measured(run: Run, held: _Held, tools: Tools) -> Speed:
 
 
 def _confirmed(seconds: Sequence[float], held: _Held, tools: Tools) -> Speed | None:
-    """The remembered times, corrected by one of them that is measured anew; None where that is another altogether, or
-    memory lacks for it.
-    """
+    """Return the remembered times, corrected by one measurement; None where that differs too much or memory lacks."""
     at = len(seconds) // 2
     sizes = tuple(held.batches)
     found, _ = attempt(lambda: _time(tools, held.batches[sizes[at]], CONFIRM_S), tools.out_of_memory, tools.free)
@@ -234,7 +232,7 @@ MORE_ROOM = 0.05
 
 
 def key(run: Run, sample: Any) -> str:
-    """A checksum of what a time depends on: model, samples, device and its place, versions, threads, precision.
+    """Return a checksum of what a time depends on: model, samples, device and its place, versions, threads, precision.
 
     ``sample``: arrays (1, ...).
     """
@@ -331,7 +329,6 @@ def remembers(config: Config) -> bool:
 
 
 def _holds(run: Run) -> str:
-    """What takes memory beside what the cache's key names."""
     config, remat = run.config, run.parts.remat
     return json.dumps([asdict(config.optimizer), asdict(config.data_parallel), config.compression,
                        config.model_parallel, config.split_micro_batches, config.compile, run.control.size,

@@ -1,7 +1,6 @@
-"""Builds the model of a run from what the configuration or the caller gives.
+"""Build the model and the feeds of a run from what the configuration or the caller gives.
 
-Owns frameworks' set-up and seeds before a model file runs, and where the model is built. `hvdtrain.engine.assemble`
-decides when.
+The order is left to `hvdtrain.engine.assemble`, the walk through the data to `hvdtrain.data.feed`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from hvdtrain import backends, config as settings
+from hvdtrain import backends
+from hvdtrain import config as settings
 from hvdtrain.backends.model_spec import Spec, build_spec, spec_of
 from hvdtrain.cluster.control import agreed, control_of_replicas, in_turn
 from hvdtrain.cluster.liveness import pulse
@@ -46,7 +46,7 @@ def model_of(config: Config, model: Any, facts: LaunchFacts, control: Control | 
 
 
 def _building(config: Config) -> Any:
-    """Where a model is built: in host memory, if no one device may hold all of it."""
+    """Return where a model is built: in host memory, if no one device may hold all of it."""
     over_ranks = settings.cut_over_ranks(config)
     if (config.model_parallel > 1 or over_ranks) and "tensorflow" in backends.imported():
         return backends.load("tensorflow").building(config.model_parallel, over_ranks)
@@ -54,7 +54,7 @@ def _building(config: Config) -> Any:
 
 
 def _outline(config: Config) -> Any:
-    """What builds a model without its values, which no rank holds all of where it is cut over ranks; or None."""
+    """Return what builds a model without its values, which no rank holds all of where it is cut over ranks; or None."""
     if cut_over_ranks(config) and "torch" in backends.imported():
         return backends.load("torch").outline
     return None
@@ -107,28 +107,23 @@ class Slowed:
         return getattr(self._stage, name)
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
-        """The stage's own, stretched."""
         begin, waited_s = time.perf_counter(), sink.waited_s
         pair = self._stage.run(micro, scale, final, sink)
         self._sleep(time.perf_counter() - begin - self._stage.waited_s - (sink.waited_s - waited_s))
         return pair
 
     def trial(self, batch: Batch) -> None:
-        """The stage's own, stretched."""
         self._stretched(self._stage.trial, batch)
 
     # Of a stage of a pipeline, which waits for nobody meanwhile.
 
     def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
-        """The stage's own, stretched."""
         return self._stretched(self._pipelined.forward, chunk, micro, came, batch)
 
     def loss(self, chunk: int, micro: int, came: Cargo | None, batch: Batch, scale: float) -> Pair:
-        """The stage's own, stretched."""
         return self._stretched(self._pipelined.loss, chunk, micro, came, batch, scale)
 
     def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
-        """The stage's own, stretched."""
         return self._stretched(self._pipelined.backward, chunk, micro, came)
 
     @property
@@ -164,19 +159,17 @@ def _eval_feed(config: Config, mesh: Mesh, control: Control, data: Any) -> Feed:
 
 
 def _micros(config: Config, mesh: Mesh) -> list[int]:
-    """Micro-batches of each copy in a step."""
     return [settings.micro_batches(config, len(copy)) for copy in mesh.copies]
 
 
 def _cut(config: Config, mesh: Mesh, control: Control) -> dict[str, Any]:
-    """What training and evaluation cut alike."""
     return {"rank": mesh.copy, "size": len(mesh.copies), "control": control_of_replicas(control, mesh),
             "shares": list(config.shares) or None, "seed": config.seed, "micro_batch": config.micro_batch_limit,
             "prefetch": config.data.prefetch, "skip_unread": config.on_bad_sample == "skip"}
 
 
 def eval_feed(run: Run, data: Any) -> Feed:
-    """A feed over evaluation ``data`` given to an assembled run: its test split, or all of it. Collective."""
+    """Return a feed over evaluation ``data`` given to an assembled run: its test split, or all of it. Collective."""
     adapters = (partial(backends.load(run.spec.framework).adapt_data, seed=run.config.seed, rows=run.spec.rows),)
     cores = run.topology.cores_of(run.control.rank)
     test, remark = agreed(run.control, lambda: prepare.later(run.config, data, adapters, cores, run.control.size),

@@ -1,6 +1,6 @@
-"""Makes sure that every rank has the same configuration and model before anything of it is exchanged.
+"""Compare configuration, devices and model of the ranks, and resolve keys that name hosts or devices to ranks.
 
-Owns the comparison and its words. What a model is made of, one line for each tensor, is told by its step.
+How names are matched is left to `hvdtrain.config.placed`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.config import Config, schema
-from hvdtrain.config.placed import Place, absent, by_rank
+from hvdtrain.config.placed import RankPlace, absent, by_rank
 from hvdtrain.core.comparison import spoken
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.mesh import Group, Mesh, depths_of, spans
@@ -78,12 +78,10 @@ def check_parts(control: Control, parts: ModelParts, group: Group) -> None:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without its number in a checkpoint and Keras' counters."""
     return re.sub(r"_\d+(?=/)", "", spoken(name))
 
 
 def _compare(control: Control, lines_of: dict[tuple[int, ...], list[str]]) -> None:
-    """Compare this rank's lines for each of its groups, by the groups' ranks."""
     found = control.gather({ranks: zlib.crc32("\n".join(lines).encode()) for ranks, lines in lines_of.items()})
     groups = sorted({ranks for digests in found for ranks in digests})
     if all(len({found[rank].get(ranks) for rank in ranks}) == 1 for ranks in groups):
@@ -145,7 +143,7 @@ def spelled_out(config: Config, topology: Topology, devices: Sequence[DeviceFact
     ``notes``: gets a remark for names that mean no rank; a host may be away.
     Errors: as `by_rank`, the same on every rank.
     """
-    places = [Place(topology.host_of(rank).node, device.kind, device.name) for rank, device in enumerate(devices)]
+    places = [RankPlace(topology.host_of(rank).node, device.kind, device.name) for rank, device in enumerate(devices)]
 
     def values(key: str, given: Any, empty: Any, rest: Any = None) -> Any:
         if not isinstance(given, Mapping):

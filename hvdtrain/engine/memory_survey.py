@@ -20,9 +20,18 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
-from hvdtrain.planning.memory import knapsack
-from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding
-from hvdtrain.planning.memory.pass_trace import MemoryLine, MemoryTrace, first_copies, line
+from hvdtrain.planning.memory.fit import peak as peak_with
+from hvdtrain.planning.memory.forecast import (
+    MeasuredMemory,
+    MemoryFacts,
+    MemoryLine,
+    MemoryTrace,
+    Model,
+    RankMemory,
+    Sharding,
+    first_copies,
+    line,
+)
 
 
 PARTS = (8, 4)
@@ -92,7 +101,7 @@ def rank_of(scene: Scene) -> RankMemory:
 
 
 def _cut(feed: Feed, config: Config) -> tuple[int, int, int]:
-    """(samples of this rank's largest micro-batch, micro-batches of a step, samples of a step)."""
+    """Return (samples of this rank's largest micro-batch, micro-batches of a step, samples of a step)."""
     n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
     cut = feed.cut_at(0)
     count = int(np.diff(cut.offsets(n))[feed.rank])
@@ -167,14 +176,14 @@ def measure(scene: Scene, model: Model, way: Sharding, with_blocks: bool = False
 
 
 def _first_pass(scene: Scene, n: int) -> tuple[int, int]:
-    """(samples, most bytes held) of a pass of ``n`` samples, or of one where memory lacks for more."""
+    """Return (samples, most bytes held) of a pass of ``n`` samples, or of one where memory lacks for more."""
     peak, _ = attempt(lambda: _peak(scene, n), lambda error: n > 1 and scene.backend.out_of_memory(error),
                       scene.backend.free_cached)
     return (1, _peak(scene, 1)) if peak is None else (n, peak)
 
 
 def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int, again: int) -> MeasuredMemory:
-    """What passes of ``sizes`` samples took beyond ``held`` bytes."""
+    """Return what passes of ``sizes`` samples took beyond ``held`` bytes."""
     found = [scene.backend.traced(scene.parts, scene.sample(n)) for n in sizes]
     peaks = [max(0, _peak(scene, n) - held) for n in sizes]
     if any(trace is None for trace in found):
@@ -185,7 +194,7 @@ def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int,
 
 
 def _blocks(scene: Scene, n: int) -> tuple[BlockCost, ...]:
-    """What recomputing each block would save and cost with ``n`` samples; none where some are recomputed already."""
+    """Return what recomputing each block would save and cost with ``n`` samples; () where some are recomputed."""
     remat = scene.parts.remat
     return () if remat is None or remat.chosen else tuple(remat.costs(scene.sample(n)))
 
@@ -212,14 +221,13 @@ def pass_bytes(scene: Scene, n: int) -> int:
 
 
 def _sizes(micro_batch: int, most: int) -> list[int]:
-    """Samples to measure with, ascending, ``most`` at most: two numbers, or one where a micro-batch has no more."""
+    """Return samples to measure with, ascending, ``most`` at most: two numbers, or one of a micro-batch of one."""
     found = {min(micro_batch, max(least, micro_batch // part)) for part, least in zip(PARTS, LEAST_SAMPLES)}
     return sorted(found if max(found) <= most else {max(1, most // 2), most})
 
 
 def _at_most(scene: Scene, samples: int, rise: int) -> int:
-    """Samples that there is room for, where ``samples`` took ``rise`` bytes more; that counts what is taken once too.
-    """
+    """Return the samples that there is room for, where ``samples`` took ``rise`` bytes, one-time costs included."""
     left = room_bytes(scene)
     if left is None or rise <= 0:
         return sys.maxsize
@@ -244,7 +252,6 @@ def _held(scene: Scene, model: Model, way: Sharding) -> int:
 
 
 def _average_now(scene: Scene, model: Model) -> int:
-    """Bytes of the average that is there already, in a run that goes on."""
     return model.average_bytes if scene.average is not None and scene.average.started else 0
 
 
@@ -286,7 +293,7 @@ def rows(scene: Scene, costs: Sequence[BlockCost], n: int) -> list[list[str]]:
     found: list[list[str]] = []
     for names in [tuple(cost.name for cost in costs), *((cost.name,) for cost in costs)]:
         seconds = sum(cost.forward_s for cost in costs if cost.name in names)
-        row = ["all" if not found else names[0], format_bytes(whole - knapsack.peak(costs, names, whole)), "-",
+        row = ["all" if not found else names[0], format_bytes(whole - peak_with(costs, names, whole)), "-",
                format_ms(seconds), "-"]
         if time.monotonic() - begin < LONGEST_S:
             remat.choose(names)

@@ -143,7 +143,7 @@ def distance(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> float:
 
 
 def _aligned(x: np.ndarray) -> np.ndarray:
-    """A copy of ``x`` that begins at a multiple of `ALIGN`."""
+    """Return a copy of ``x`` that begins at a multiple of `ALIGN`."""
     raw = np.empty(x.nbytes + ALIGN, np.uint8)
     start = -raw.ctypes.data % ALIGN
     out = raw[start:start + x.nbytes].view(x.dtype).reshape(x.shape)

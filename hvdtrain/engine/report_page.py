@@ -95,7 +95,6 @@ def told(run: Run) -> Iterator[None]:
 
 
 def _failed(run: Run, beside: Survivor, error: BaseException) -> None:
-    """Note an error, where its records do not, and have the page written."""
     if not run.begun:
         return
     if "failed" not in run.records.latest:

@@ -1,7 +1,6 @@
-"""A run: the object that the loop drives and callbacks see.
+"""The run: the object that the loop drives and callbacks see, which delivers events.
 
-Owns the delivery of events and what ranks ask of each other between agreements. Its state is in
-`hvdtrain.engine.run_parts`; `hvdtrain.engine.assemble` builds it, `hvdtrain.engine.loop` drives it.
+Its state is left to `hvdtrain.engine.run_parts`.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.core.protocols import Callback, ChangesTransport, Collectives, Control, DataParallel, Schedule
+from hvdtrain.core.protocols import RunCallback, ChangesTransport, Collectives, Control, DataParallel, Schedule
 from hvdtrain.core.protocols.run import RunSaver
-from hvdtrain.core.protocols.types import StepBatch, Word
-from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.protocols.types import Announcement, StepBatch
+from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
-from hvdtrain.engine.run_parts import RunPhases
-from hvdtrain.engine.run_parts import RunSetup, RunState, Services
+from hvdtrain.engine.run_parts import RunPhases, RunSetup, RunState, Services
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
@@ -71,7 +69,7 @@ class Run:
     directory: RunOutput = _of("services.directory")
     out: Path = _of("services.directory.out")
     begun: bool = _of("services.directory.begun")
-    records: Stream = _of("services.records")
+    records: RecordStream = _of("services.records")
     timeline: Timeline = _of("services.timeline")
     phases: RunPhases = _of("services.phases")
     recovery: Recovery = _of("services.recovery")
@@ -87,8 +85,8 @@ class Run:
 
     def __init__(self, setup: RunSetup, services: Services, state: RunState | None = None) -> None:
         self.setup, self.services, self.state = setup, services, RunState() if state is None else state
-        self.callbacks: list[Callback[Run]] = []
-        self._heard: dict[Event, tuple[list[Callback[Run]], list[tuple[Callback[Run], str, bool]]]] = {}
+        self.callbacks: list[RunCallback[Run]] = []
+        self._heard: dict[Event, tuple[list[RunCallback[Run]], list[tuple[RunCallback[Run], str, bool]]]] = {}
         self._joined = False
         services.phases = RunPhases(services.timeline, self.state, setup.config.control_timeout_s)
 
@@ -128,7 +126,7 @@ class Run:
             finally:
                 timeline.alone = outer
 
-    def _listeners(self, event: Event) -> list[tuple[Callback[Run], str, bool]]:
+    def _listeners(self, event: Event) -> list[tuple[RunCallback[Run], str, bool]]:
         """Return the callbacks that see ``event`` here, what the heartbeat shows, and whether all ranks call each.
 
         Kept until the list of callbacks changes: most of two dozen callbacks see one or two events.
@@ -192,8 +190,8 @@ class Run:
         self.state.wishes.save = True
 
     def tell_all(self, topic: str, text: str) -> None:
-        """Have every rank hear ``text`` at the next vote, as a `Word` in ``state.told`` when TOLD is emitted."""
-        self.state.wishes.words.append(Word(self.control.rank, topic, text))
+        """Announce ``text`` to all at the next agreement: an `Announcement` in ``state.told`` at the event TOLD."""
+        self.state.wishes.words.append(Announcement(self.control.rank, topic, text))
 
     def hear(self) -> None:
         """Exchange what the ranks have to tell each other; collective, entered where a vote says that one has."""
@@ -208,7 +206,7 @@ class Run:
 
     def deliver(self, rows: list[tuple[int, str, str]]) -> None:
         """Emit TOLD for (rank, topic, text) that every rank knows already."""
-        self.state.told = [Word(*row) for row in rows]
+        self.state.told = [Announcement(*row) for row in rows]
         self.emit_told()
 
     def emit_told(self) -> None:
@@ -218,7 +216,7 @@ class Run:
             self.state.told = []
 
     def stopping(self) -> bool:
-        """Whether the ranks have agreed to stop."""
+        """Return whether the ranks have agreed to stop."""
         return bool(self.state.stop)
 
     def settle(self) -> None:

@@ -1,6 +1,6 @@
 """The three parts of a run: what it is (`RunSetup`), where it stands (`RunState`), what it uses (`Services`).
 
-Owns their fields only. `hvdtrain.engine.run.Run` joins the parts; functions that need one part take that part.
+`hvdtrain.engine.run.Run` joins them; the order of the phases of a step is left to `hvdtrain.engine.loop`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hvdtrain.core.events import Event
 from hvdtrain.core.mesh import Group, Mesh
 from hvdtrain.core.protocols import Collectives, Control, DataParallel, Schedule
 from hvdtrain.core.protocols.run import Position, RunSaver
-from hvdtrain.core.protocols.types import Cursor, StepBatch, Word
-from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.protocols.types import Announcement, Cursor, StepBatch
+from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.timeline import StepTotals, Timeline, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.linear import Line
 
 if TYPE_CHECKING:
     from hvdtrain.comm.wires import Wires
@@ -69,7 +69,7 @@ class RankWishes:
 
     stop: str = ""
     save: bool = False
-    words: list[Word] = field(default_factory=list)
+    words: list[Announcement] = field(default_factory=list)
 
 
 @dataclass
@@ -149,7 +149,7 @@ class RunState:
     stop: str = ""
     requeue: bool = False
     interrupted: bool = False
-    told: list[Word] = field(default_factory=list)
+    told: list[Announcement] = field(default_factory=list)
     wishes: RankWishes = field(default_factory=RankWishes)
     outcome: StepOutcome = field(default_factory=StepOutcome)
     findings: Findings = field(default_factory=Findings)
@@ -161,7 +161,7 @@ class RunState:
 
     @property
     def save_due(self) -> bool:
-        """Whether a checkpoint follows the step at hand; where callbacks may set it is in `hvdtrain.core.events`."""
+        """Return whether a checkpoint follows this step; where callbacks may set it is in `hvdtrain.core.events`."""
         return self._save_due
 
     @save_due.setter
@@ -209,7 +209,7 @@ class Services:
     control: Control
     collectives: Collectives
     directory: RunOutput = field(default_factory=RunOutput)
-    records: Stream = field(default_factory=Stream)
+    records: RecordStream = field(default_factory=RecordStream)
     timeline: Timeline = field(default_factory=Timeline)
     recovery: Recovery = field(default_factory=lambda: Recovery(lambda error: False, shrinks=False))
     written: WrittenState = field(default_factory=WrittenState)

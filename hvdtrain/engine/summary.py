@@ -56,7 +56,7 @@ def record(run: Run) -> dict[str, Any]:
 
 
 def rows(run: Run) -> list[tuple[str, str]]:
-    """What the table shows, in order."""
+    """Return what the table shows, in order."""
     r = record(run)
     per_rank = f"{r['ranks']} on {r['hosts']}"
     table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank),
@@ -87,7 +87,7 @@ def rows(run: Run) -> list[tuple[str, str]]:
 
 
 def _meter(run: Run) -> dict[str, Any] | None:
-    """The meter's reading over the run, JSON-able; None where there was none."""
+    """Return the meter's reading over the run, JSON-able; None where there was none."""
     if "meter" not in run.records.latest:
         return None
     found = run.records.latest["meter"].values
@@ -98,7 +98,7 @@ def _meter(run: Run) -> dict[str, Any] | None:
 
 
 def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was checked of the samples, in words; nothing where no step was made."""
+    """Return what was checked of the samples, in words; nothing where no step was made."""
     epochs = found.get("epochs", 0)
     rows = found.get("compared", 0)  # none where all rows were compared, or there is one rank
     said = [f"each {'index ' if rows else ''}exactly once in {count(epochs, 'epoch')}"
@@ -117,7 +117,7 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _zero(dp: DataParallel) -> dict[str, Any] | None:
-    """The stage of ZeRO, and the mean milliseconds in which a step's parameters came together; None without it."""
+    """Return the stage of ZeRO and the mean milliseconds of gathering parameters in a step; None without it."""
     zero = cast(DividesState, dp) if dp.divides_state else None
     if zero is None or not zero.gathers:
         return None
@@ -125,7 +125,7 @@ def _zero(dp: DataParallel) -> dict[str, Any] | None:
 
 
 def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The most that rank 0 and the worst rank have held, beside what was reckoned; nothing where it is unknown."""
+    """Return the peak memory of rank 0 and of the worst rank beside the estimate; nothing where it is unknown."""
     peaks, states = found.get("peak", []), found.get("state", [])
     if not any(peaks) or len(peaks) != len(states):
         return []
@@ -136,7 +136,7 @@ def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _measured(found: dict[str, Any], rank: int) -> str:
-    """What of ``_memory``'s reckoning was found in the end, in words; "" where a kind of it cannot be told."""
+    """Return what of ``_memory``'s reckoning was found in the end, in words; "" where a kind of it cannot be told."""
     measured = found.get("measured", [])
     held = measured[rank] if rank < len(measured) else {}
     kinds = [held.get(kind) for kind in ("parameters", "gradients", "state")]
@@ -144,7 +144,7 @@ def _measured(found: dict[str, Any], rank: int) -> str:
 
 
 def _mfu(run: Run) -> dict[str, Any] | None:
-    """The utilisation of the ranks' devices over the run; None where no device's peak is known."""
+    """Return the utilisation of the ranks' devices over the run; None where no device's peak is known."""
     if "system" not in run.records.latest:
         return None
     found = run.records.latest["system"].values
@@ -168,8 +168,7 @@ def _utilisation(found: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """How often ranks ran out of memory and which take smaller micro-batches since, in words; nothing where none did.
-    """
+    """Return how often ranks ran out of memory, and which take smaller micro-batches since."""
     if not found["times"]:
         return []
     smaller = [f"rank {rank} takes at most {limit} in a micro-batch" for rank, limit in
@@ -178,7 +177,7 @@ def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _saves(run: Run) -> dict[str, Any] | None:
-    """What the saves have cost rank 0, in seconds; None without any."""
+    """Return what the saves have cost rank 0, in seconds; None without any."""
     if run.saver is None or not run.saver.spent.saves:
         return None
     spent = run.saver.spent
@@ -193,7 +192,7 @@ def _saved(saves: dict[str, Any]) -> str:
 
 
 def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The meter's rows: how much of the devices' speed was used, what was lost, each rank, what to do."""
+    """Return the meter's rows: how much of the devices' speed was used, what was lost, each rank, what to do."""
     lost = ", ".join(f"{WORDS[cause]} {percent:.1f} %" for cause, percent in found["lost_percent"].items())
     rows = [("efficiency", f"{found['percent_of_solo']:.0f} % of the sum of solo speeds"), ("time lost", lost)]
     for rank, row in list(enumerate(found["ranks"]))[:MOST_RANKS]:

@@ -1,10 +1,12 @@
 """Checks of weights and gradients: digests by which ranks compare them, and whether they are finite."""
 
 from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hvdtrain.core.buckets import plan_buckets, plan_some
@@ -12,7 +14,6 @@ from hvdtrain.core.comparison import Origin, finite, has_nan, spoken
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops, ParamSpec
 from hvdtrain.core.protocols.types import Bucket
-
 
 COLUMNS = 1021
 """A prime, so that what repeats in a tensor's rows does not fall into one column."""
@@ -61,7 +62,6 @@ def norm(x: np.ndarray) -> float:
 
 @lru_cache(maxsize=1)
 def _factors() -> tuple[np.ndarray, tuple[int, int]]:
-    """Odd factors, the same wherever they are drawn."""
     drawn = np.random.Generator(np.random.Philox(12)).integers(0, 2**63, COLUMNS + 2, dtype=np.uint64) * 2 + 1
     drawn = drawn.astype(np.uint64)
     return drawn[:COLUMNS], (int(drawn[-2]), int(drawn[-1]))
@@ -134,7 +134,6 @@ class Fingerprints:
         return self._ops.to_host(self._ops.cast(flat_N, "float32") if bucket.dtype in BITS16 else flat_N)
 
     def _host(self, bucket: Bucket, flat_N: Array) -> np.ndarray:
-        """The vector on the host, bfloat16 as its bits."""
         return self._ops.to_host(self._ops.bitcast(flat_N, "int16") if bucket.dtype == "bfloat16" else flat_N)
 
     def parts(self, bucket: Bucket, host_N: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -192,7 +191,7 @@ def blame(parts: ModelParts, batch: StepBatch, suspects: list[int], control: Con
 
 
 def _began(parts: ModelParts, found: Origin | None) -> tuple[int, str] | None:
-    """When and where on this rank of a pipeline a number was first not finite out of finite ones."""
+    """Return when and where on this rank of a pipeline a number was first not finite out of finite ones."""
     parts.buffers.discard()
     weight = not_finite(parts)
     if weight in trained(parts):
@@ -201,7 +200,7 @@ def _began(parts: ModelParts, found: Origin | None) -> tuple[int, str] | None:
 
 
 def _first_of_copies(copies: Sequence[Sequence[int]], rows: Sequence[tuple[int, str] | None]) -> dict[int, str]:
-    """The rank of each copy that was the first to find something -> what. Pure.
+    """Return the rank of each copy that was the first to find something -> what. Pure.
 
     >>> _first_of_copies([(0, 1), (2, 3)], [None, None, (5, "x"), (1, "y")])
     {3: 'y'}
@@ -216,7 +215,7 @@ def _first_of_copies(copies: Sequence[Sequence[int]], rows: Sequence[tuple[int, 
 
 
 def _look(parts: ModelParts, batch: StepBatch) -> str:
-    """Where this rank's own part of the step is not finite, or ""."""
+    """Return where this rank's own part of the step is not finite, or ""."""
     names = trained(parts)
     weight = not_finite(parts)
     if weight in names:
@@ -241,7 +240,7 @@ class Diverged(UserError):
 
 
 @dataclass(frozen=True)
-class Rows:
+class FingerprintRows:
     """What the ranks have gathered, each (P, V): fingerprints at the last good check or the start, now, and norms."""
 
     before_PV: np.ndarray
@@ -249,7 +248,7 @@ class Rows:
     norm_PV: np.ndarray
 
     @classmethod
-    def unpack(cls, rows_PK: np.ndarray) -> Rows:
+    def unpack(cls, rows_PK: np.ndarray) -> FingerprintRows:
         """From rows of K = 3V numbers: ``before``, ``now`` and ``norm`` side by side."""
         return cls(*np.split(np.asarray(rows_PK, np.float64), 3, axis=1))
 
@@ -267,7 +266,7 @@ class Bits:
         return (kinds_P[:, None] == kinds_P[None]) & (digest_P[:, None] != digest_P[None])
 
 
-Cause = Callable[["Rows", int, bool, bool], str]
+Cause = Callable[["FingerprintRows", int, bool, bool], str]
 """(rows, the first variable apart, whether it was apart before, whether some are apart only since) -> what to do."""
 
 
@@ -295,10 +294,10 @@ def apart(print_P: np.ndarray, norm_P: np.ndarray, within: float,
     return tuple(int(r) for r in np.flatnonzero(out_P))
 
 
-def judge(rows: Rows, names: Sequence[str], step: int, eps: float = 2.0**-23, distributed: bool = True,
+def judge(rows: FingerprintRows, names: Sequence[str], step: int, eps: float = 2.0**-23, distributed: bool = True,
           ranks: Sequence[int] | None = None, bits: Bits | None = None, updates: int | None = None,
           cause: Cause | None = None) -> Diverged | None:
-    """The error that stops the run, or None where the ranks agree.
+    """Return the error that stops the run, or None where the ranks agree.
 
     ``names``: V variables. ``step``: updates so far. ``eps``: of the variables' type. ``distributed``: whether the
     optimizer is known to exchange gradients. ``ranks``: global numbers of the P rows, 0 to P-1 unless given. ``bits``:
@@ -331,16 +330,15 @@ def _named(who: tuple[int, ...], ranks: Sequence[int]) -> str:
     return ("rank " if len(who) == 1 else "ranks ") + ", ".join(map(str, who)) + f" of {of}"
 
 
-def _by(rows: Rows, v: int, out: tuple[int, ...]) -> str:
-    """By how much of its norm the variable differs, where that is a number."""
+def _by(rows: FingerprintRows, v: int, out: tuple[int, ...]) -> str:
     inside = next(r for r in range(len(rows.now_PV)) if r not in out)
     far = np.abs(rows.now_PV[list(out), v] - rows.now_PV[inside, v]).max()
     norm = rows.norm_PV[inside, v]
     return f" by {far / norm:.1g} of its norm" if np.isfinite(far) and np.isfinite(norm) and norm * far > 0 else ""
 
 
-def _not_finite(rows: Rows, v: int) -> str:
-    """What to think where some ranks hold numbers and others do not, or ""."""
+def _not_finite(rows: FingerprintRows, v: int) -> str:
+    """Return what to think where some ranks hold numbers and others do not, or ""."""
     finite_P = np.isfinite(rows.now_PV[:, v])
     if not finite_P.any() or finite_P.all():
         return ""
@@ -348,7 +346,7 @@ def _not_finite(rows: Rows, v: int) -> str:
             "than the exchanged gradients wrote it")
 
 
-def _cause(distributed: bool, rows: Rows, v: int, began: bool, some_since: bool) -> str:
+def _cause(distributed: bool, rows: FingerprintRows, v: int, began: bool, some_since: bool) -> str:
     if not distributed and some_since:
         return ("likely the optimizer of model.compile is not hvd.DistributedOptimizer(...), or the gradients of a "
                 "train_step of your own do not pass through hvd.DistributedGradientTape")

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine.weight_checks import Diverged, Rows, judge
+from hvdtrain.engine.weight_checks import Diverged, FingerprintRows, judge
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, through_trace
 
@@ -147,7 +147,8 @@ class DivergenceGuard:
         ranks = getattr(self._process_set, "ranks", None) or None
         found = _settings_apart(rows_PK[:, -2:], int(count), ranks)  # first: a rate that differs explains the weights
         if found is None:
-            found = judge(Rows.unpack(rows_PK[:, :-2]), self._names, int(count), self._eps, self._distributed, ranks)
+            rows = FingerprintRows.unpack(rows_PK[:, :-2])
+            found = judge(rows, self._names, int(count), self._eps, self._distributed, ranks)
         if found is not None:
             raise through_trace(found)
         return np.bool_(True)

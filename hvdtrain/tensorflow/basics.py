@@ -14,7 +14,7 @@ from typing import Any
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.exit import install_hooks
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import Control
@@ -129,7 +129,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def _start() -> tuple[Control, Any]:
     """Return the control plane, and Horovod if there are several ranks and all of them have it."""
-    facts, exchange, timeout_s = launch_facts(os.environ), Exchange(), Config().control_timeout_s
+    facts, exchange, timeout_s = launch_facts(os.environ), ExchangeConfig(), Config().control_timeout_s
     control = boot.current_control()
     if facts.size > 1:
         horovod.bound_stalls(timeout_s, os.environ)

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.comm.compressors import choices, create
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.errors import UserError
 
 
@@ -95,7 +95,7 @@ class TopKCompressor(_Buckets):
     """The 1 % of largest magnitude, the others wait; ``Compression.topk.of(ratio)`` for another share."""
 
     project = "topk"
-    ratio = Exchange().topk_ratio
+    ratio = ExchangeConfig().topk_ratio
 
     @classmethod
     def of(cls, ratio: float) -> type[TopKCompressor]:
@@ -107,14 +107,14 @@ class TopKCompressor(_Buckets):
     @classmethod
     def made(cls) -> Any:
         """Return one with this ratio, without a momentum of its own: the optimizer may have one."""
-        return create("topk", Config(exchange=Exchange(topk_ratio=cls.ratio)))
+        return create("topk", Config(exchange=ExchangeConfig(topk_ratio=cls.ratio)))
 
 
 class PowerSGDCompressor(_Buckets):
     """Each matrix as the product of two thin ones; ``Compression.powersgd.of(rank)`` for other than 4 columns."""
 
     project = "powersgd"
-    rank = Exchange().powersgd_rank
+    rank = ExchangeConfig().powersgd_rank
 
     @classmethod
     def of(cls, rank: int) -> type[PowerSGDCompressor]:
@@ -125,7 +125,7 @@ class PowerSGDCompressor(_Buckets):
 
     @classmethod
     def made(cls) -> Any:
-        return create("powersgd", Config(exchange=Exchange(powersgd_rank=cls.rank)))
+        return create("powersgd", Config(exchange=ExchangeConfig(powersgd_rank=cls.rank)))
 
 
 class Compression:

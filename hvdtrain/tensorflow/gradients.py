@@ -18,7 +18,7 @@ from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.comm.compressors import create
 from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.protocols import ParamSpec
@@ -266,7 +266,7 @@ class GradientPlan:
         self._sparse = [i for i, item in enumerate(items) if item.kind == SPARSE]
         specs = {i: ParamSpec(items[i].label, items[i].shape, wire_dtypes[i]) for i in self._dense}
         self._dtypes = [wire_dtypes[i] for i in self._dense]
-        bucket_mb = Exchange().bucket_mb
+        bucket_mb = ExchangeConfig().bucket_mb
         self._buckets = fused(specs, groups, 0.0 if apart else 16.0 if isinstance(bucket_mb, str) else bucket_mb)
         with tf.init_scope():
             self._reducer = Reducer(self._buckets, compressor, wire, Ops())

@@ -20,9 +20,9 @@ from step_kit import (
 
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Config, Named, Schedule
+from hvdtrain.config import Config, Named, ScheduleConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision import Precision
 
 CUTS = [((20,), (12,)), ((7, 6), (0,), (19,)), ((1,), (30, 1), (0,))]
 """Micro-batch sizes of each rank."""
@@ -192,7 +192,7 @@ def test_a_norm_that_nobody_asks_for_is_not_taken(kit):
 @pytest.mark.parametrize("value, wire", [(np.nan, NullCollectives), (np.inf, TwoRanksInOne)])
 def test_no_update_from_what_is_not_finite(kit, value, wire):
     """Nor of the optimizer's memory and the schedule."""
-    config = SGD if "Adam" in kit.lacks else Config(lr=0.01, schedule=Schedule(warmup_steps=10))
+    config = SGD if "Adam" in kit.lacks else Config(lr=0.01, schedule=ScheduleConfig(warmup_steps=10))
     step = kit.step(config=config, wire=wire())
     step.run([batch(1)], 1 / 32, check=True)
     before = step.state()
@@ -369,7 +369,7 @@ def test_a_loaded_state_goes_on_to_the_bit(kit):
 
 @needs("Adam")
 def test_a_loaded_state_of_adam_in_its_warm_up_goes_on_to_the_bit(kit):
-    config = Config(lr=0.01, schedule=Schedule(warmup_steps=8))
+    config = Config(lr=0.01, schedule=ScheduleConfig(warmup_steps=8))
     goes_on(*(kit.step(kit.noisy(start), config, TwoRanksInOne()) for start in (1, 2)))
 
 
@@ -394,7 +394,7 @@ def test_compressor_state_of_another_compression_starts_anew_and_says_so(kit):
     with_state, without = kit.step(compressor=Halves()), kit.step()
     with_state.run([batch(0)], 1 / 32)
     own = with_state.rank_state()
-    assert without.load_rank(own) != "" and "starts anew" in with_state.load_rank(without.rank_state())
+    assert without.load_rank(own) != "" and "starts from scratch" in with_state.load_rank(without.rank_state())
     owed = [array for name, array in with_state.rank_state().items() if name.endswith(".owed")]
     assert owed and not any(part.any() for part in owed)
 

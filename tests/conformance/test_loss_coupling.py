@@ -11,7 +11,7 @@ import pytest
 from small_runs import FEATURES, config, fitted, lockstep, solo, weights
 
 from hvdtrain.backends.loss_coupling import LossValue, choose_rows, judge
-from hvdtrain.config import Data, Named, Pipeline
+from hvdtrain.config import DataConfig, Named, PipelineConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.batch.sampler import BatchShares
 
@@ -265,7 +265,7 @@ def test_a_model_that_is_cut_over_ranks_is_judged_too(name):
         net = type("Chain", (nn.Sequential,), {"__module__": module.__name__})
         return net(*(nn.Linear(FEATURES, FEATURES) for _ in range(3)))
 
-    settings = config(global_batch=8, max_steps=2, pipeline=Pipeline(2, cut=["1"]), metrics=[])
+    settings = config(global_batch=8, max_steps=2, pipeline=PipelineConfig(2, cut=["1"]), metrics=[])
     with contextlib.nullcontext() if name in fine else pytest.raises(UserError, match=REFUSED):
         lockstep(2, settings, chain, (X, MASK), fitted)
 
@@ -365,7 +365,7 @@ def test_one_number_for_the_batch_is_refused_where_the_batch_is_divided_and_trai
     def made():
         return keras_model("mse" if way == "by name" else getattr(keras.losses, way)())
 
-    settings = {"global_batch": 8, "metrics": [], "max_steps": 2, "data": Data(shuffle=False, prefetch=0),
+    settings = {"global_batch": 8, "metrics": [], "max_steps": 2, "data": DataConfig(shuffle=False, prefetch=0),
                 **({"loss": Named("Dice")} if way == "by name" else {})}
     with pytest.raises(UserError, match=REFUSED):
         solo(config(**settings, accumulate=2), made(), (X, MASK))

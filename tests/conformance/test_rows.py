@@ -8,7 +8,7 @@ import pytest
 from small_runs import FRAMEWORKS, bits, config, fitted, make_model, samples, solo
 
 from hvdtrain import backends
-from hvdtrain.config import Data
+from hvdtrain.config import DataConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.rows import ColumnNames, note_of
 from hvdtrain.data.sources import Source, interpret
@@ -136,7 +136,7 @@ def test_columns_become_arrays_by_their_names(framework, kind):
 
 @pytest.mark.parametrize("framework, kind", [("torch", "rows"), ("tensorflow", "columns")])
 def test_training_by_names_is_training_by_position(framework, kind):
-    settings = replace(SHORT, max_steps=2, data=Data(prefetch=0, workers=0, shuffle=False))
+    settings = replace(SHORT, max_steps=2, data=DataConfig(prefetch=0, workers=0, shuffle=False))
     want = fitted(solo(settings, make_model(framework), (X, Y)))
     got = fitted(solo(settings, make_model(framework), records(framework, kind, "label", "image")))
     assert bits(got) == bits(want)
@@ -204,7 +204,7 @@ def test_a_task_gets_whole_rows(framework, kind, workers, tmp_path, monkeypatch)
     (tmp_path / "named_rows.py").write_text(LOSSES[framework] + TASK.format(framework=framework))
     data = records(framework, kind, "site", "image", "label")
     settings = replace(SHORT, model=f"{tmp_path}/named_rows.py:build", eval_every=1,
-                       data=Data(prefetch=0, workers=workers, shuffle=False))
+                       data=DataConfig(prefetch=0, workers=workers, shuffle=False))
     run = fitted(solo(settings, None, (data, data)))
     assert run.state.metrics["sites"] == pytest.approx(SITE.sum() / 5)
     assert "data: the task gets each batch as a dict of image, label, site" in run.notes
@@ -223,7 +223,7 @@ def test_inputs_of_a_keras_model_are_taken_by_their_names():
     inputs = {name: columns[name] for name in ("left", "right")}
     want = fitted(solo(SHORT, model(), tf.data.Dataset.from_tensor_slices((inputs, Y)).batch(8)))
     for data in (tf.data.Dataset.from_tensor_slices(columns), columns):
-        settings = replace(SHORT, data=Data(prefetch=0, shuffle=False))
+        settings = replace(SHORT, data=DataConfig(prefetch=0, shuffle=False))
         got = fitted(solo(settings, model(), data))
         assert bits(got) == bits(want)
         assert "data: x is left, right, y is label" in got.notes

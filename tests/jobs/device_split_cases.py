@@ -22,7 +22,7 @@ from hvdtrain.cluster.control import SoloControl
 from hvdtrain.commands import main as command
 from hvdtrain.config import Config, Named
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision import Precision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 from one_step import OneStep  # noqa: E402
@@ -480,7 +480,7 @@ def case_what_only_training_shows_is_refused(folder):
 
 def case_variables_are_lent(folder):
     """Check that timing a block on another device, by copies of its variables, changes none of them."""
-    from hvdtrain.backends.tensorflow.moving import lent
+    from hvdtrain.backends.tensorflow.placement import lent
 
     spec = built("mlp")
     before = [v.value for v in spec.model.weights]

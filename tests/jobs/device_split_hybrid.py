@@ -12,14 +12,14 @@ import numpy as np
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.comm.collectives.base import NullCollectives
-from hvdtrain.config import Checkpoint, Config, Exchange, Named
+from hvdtrain.config import CheckpointConfig, Config, ExchangeConfig, Named
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.engine import loop
 from hvdtrain.engine.assemble import assemble
 
 CONFIG = Config(model="tf_models.mlp:build", global_batch=32, max_steps=5, eval_every=0, progress="off", lr=0.1,
-                optimizer=Named("sgd", {"momentum": 0.9}), checkpoint=Checkpoint(at_end=False), clip_norm=1.0,
-                exchange=Exchange(bucket_mb=0.05))
+                optimizer=Named("sgd", {"momentum": 0.9}), checkpoint=CheckpointConfig(at_end=False), clip_norm=1.0,
+                exchange=ExchangeConfig(bucket_mb=0.05))
 HYBRID = dataclasses.replace(CONFIG, model_parallel=2, split_micro_batches=4, shares=[3, 1])
 
 

@@ -17,7 +17,7 @@ import os, sys, time
 import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.reports.progress import silence
 
 silence.SILENT_S, silence.LOOK_S = 0.3, 0.05  # over 3 s would be a long test
@@ -40,7 +40,7 @@ class Data:
         return np.zeros((len(indices_n), 12)), np.zeros(len(indices_n), np.int64)
 
 Trainer(Config(global_batch=8, epochs=1, max_steps=25, eval_every=0, out=sys.argv[1],
-               checkpoint=Checkpoint(at_end=False))).fit(Model((12, 16, 5)), Data())
+               checkpoint=CheckpointConfig(at_end=False))).fit(Model((12, 16, 5)), Data())
 """
 
 
@@ -60,13 +60,13 @@ def environment():
     return {name: value for name, value in _env("progress", {"TERM": "xterm"}).items() if name != "CI"}
 
 
-def test_mpirun_on_a_terminal_has_one_line_that_moves(job):
-    """Of one rank, over the whole width, with what the run waits for; nothing of it is left at the end."""
-    status, written = on_terminal(mpirun(job), 90, environment(), 60)
+def test_a_terminal_has_one_line_that_moves(job):
+    """Over the whole width, with what the run waits for; nothing of it is left at the end."""
+    status, written = on_terminal(job, 90, environment(), 60)
     assert status == 0, written
     steps = [int(n) for n in re.findall(r"(\d+)/25\b", written)]
-    assert len(steps) > 3 and steps == sorted(steps), "one rank draws"
-    assert "samples/s" in written and "eta" in written and "% of solo" in written
+    assert len(steps) > 3 and steps == sorted(steps)
+    assert "samples/s" in written and "eta" in written
     assert re.search(r"waiting for the (first|next) batch  0:01", written), written
     screen = Screen(90)
     screen.feed(written)

@@ -203,7 +203,7 @@ def test_root_only_callbacks_call_nothing_collective():
                 "hvdtrain.reports.trackers.prometheus", "hvdtrain.reports.jsonl", "hvdtrain.reports.progress.report")
              for member in vars(importlib.import_module(module)).values()
              if isinstance(member, type) and member.__module__ == module]
-    assert {"Jsonl", "Lines"} <= {cls.__name__ for cls in shown}
+    assert {"Jsonl", "PlainProgress"} <= {cls.__name__ for cls in shown}
     root += shown
     wrong = {cls.__name__: calls for cls in root for calls in [collective_calls(inspect.getsource(cls))] if calls}
     assert not wrong

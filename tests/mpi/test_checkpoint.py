@@ -13,7 +13,7 @@ from hvdtrain.backends.numpy.model import Model
 from hvdtrain.checkpoint import read_snapshot, weights, write_snapshot
 from hvdtrain.checkpoint.stream import PIECE_BYTES, StreamedContent, head, in_order, local_pieces
 from hvdtrain.checkpoint.transfer import arriving, fetch, receive_shards, send_shards
-from hvdtrain.config import Exchange
+from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.protocols.run import Head, Shard, Want
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.saving import session
@@ -87,7 +87,7 @@ def test_no_rank_ever_holds_the_whole_state(control, tmp_path, way):
 def test_each_rank_gets_its_residuals_and_generators_back(control, tmp_path):
     out = control.bcast(str(tmp_path / "run"))
     settings = config(global_batch=4 * control.size, max_steps=3, out=out, compression="int8",
-                      exchange=Exchange(bucket_mb=0.0005))
+                      exchange=ExchangeConfig(bucket_mb=0.0005))
 
     def run():
         return assemble(settings, Model((FEATURES, 16, CLASSES), dtype="float32"), samples(60))

@@ -11,7 +11,7 @@ from small_runs import CUTS, FRAMEWORKS, bits, config, fitted, make_model, sampl
 from hvdtrain.backends import load
 from hvdtrain.cluster import horovod
 from hvdtrain.comm.collectives.mpi import MpiCollectives
-from hvdtrain.config import Exchange, Named
+from hvdtrain.config import ExchangeConfig, Named
 from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -25,7 +25,7 @@ def over_horovod(framework, control, **options):
     def start(name, exchange):
         return horovod.start_horovod(name, exchange, control, over_host=True)
 
-    return load(framework).collectives("horovod", control, Exchange(), start, **options)
+    return load(framework).collectives("horovod", control, ExchangeConfig(), start, **options)
 
 
 @pytest.fixture(params=["horovod", "mpi"])

@@ -31,7 +31,7 @@ from hvdtrain.backends.tensorflow import convert as keras_side  # noqa: E402
 from hvdtrain.backends.torch import convert as torch_side  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot  # noqa: E402
 from hvdtrain.commands import train  # noqa: E402
-from hvdtrain.config import Data  # noqa: E402
+from hvdtrain.config import DataConfig  # noqa: E402
 from hvdtrain.commands.convert import check, worker  # noqa: E402
 from hvdtrain.commands.convert import request as places  # noqa: E402
 from hvdtrain.backends.interchange.pairing import carry, hints, pair  # noqa: E402
@@ -333,7 +333,7 @@ def trained(tmp_path, optimizer, **more):
     draw = np.random.default_rng(0)
     data = draw.standard_normal((24, 4)).astype(np.float32), draw.integers(0, 3, 24)
     config = Config(model=f"{tmp_path}/nets.py:keras_net", global_batch=8, max_steps=3, eval_every=0, progress="off",
-                    data=Data(prefetch=0), out=str(tmp_path / "run"), **more)
+                    data=DataConfig(prefetch=0), out=str(tmp_path / "run"), **more)
     Trainer(config).fit(data=data)
     asked = completed(Request(places.source_of(str(tmp_path / "run"), print), places.target_of(str(tmp_path / "new")),
                               twin=f"{tmp_path}/nets.py:torch_net"))

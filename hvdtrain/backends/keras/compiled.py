@@ -254,7 +254,7 @@ class _OutputLoss:
 
 
 class _Sum:
-    """One of Keras' losses that returns a sum when it is called; ``weight``: what to divide it by, ``kind``: of what.
+    """A loss of Keras that returns a sum when it is called; ``weight`` divides the sum, ``kind`` names its unit.
 
     With values v of shape (B, ...), one per element, sample weights s and B samples, Keras' loss of the whole batch is
 

@@ -56,7 +56,7 @@ class Task:
 
     @property
     def of_layers(self) -> bool:
-        """Whether what layers add is part of the loss."""
+        """True if losses that layers add are part of the loss."""
         return self._own is None
 
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:

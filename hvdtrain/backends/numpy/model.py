@@ -16,7 +16,7 @@ from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core import rng
 from hvdtrain.core.protocols import Batch, ParamSpec, Writable
-from hvdtrain.core.protocols.run import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.planning.shards import in_bucket
 
@@ -226,7 +226,7 @@ class Evaluator:
 
 def _copied(group: str, name: str, array: np.ndarray, place: Place | None) -> np.ndarray:
     memory = np.empty(array.shape, array.dtype) if place is None else place(group, name, array.shape, array.dtype)
-    if isinstance(memory, Window):
+    if isinstance(memory, ArrayWindow):
         begin, memory = memory
         array = array.reshape(-1)[begin:begin + memory.size]
     if memory is None:

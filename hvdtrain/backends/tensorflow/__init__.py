@@ -3,8 +3,8 @@
 from hvdtrain.backends.tensorflow.collectives import collectives, stage
 from hvdtrain.backends.tensorflow.create import make_parts
 from hvdtrain.backends.tensorflow.data import adapt as adapt_data
-from hvdtrain.backends.tensorflow.flops import flops_of_graphs, flops_of_pass, product_type
-from hvdtrain.backends.tensorflow.footprint import allocators, held, model_bytes, state_now, traced
+from hvdtrain.backends.tensorflow.footprint import (
+    allocators, flops_of_graphs, flops_of_pass, held, model_bytes, product_type, state_now, traced)
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.pipelined.deferred import building
 from hvdtrain.backends.tensorflow.placement import device_facts, in_host_memory, seed, setup

@@ -70,16 +70,8 @@ def _walk(layer: Any) -> Iterator[Any]:
 
 
 def _names(model: keras.Model) -> dict[int, str]:
-    """Return the name of every weight by its identity: its path, with a number if another has the same."""
-    names: dict[int, str] = {}
-    taken: set[str] = set()
-    for variable in model.weights:
-        name, n = variable.path, 1
-        while name in taken:  # as `hvdtrain.backends.tensorflow.state.export` counts
-            name, n = f"{variable.path}#{n}", n + 1
-        taken.add(name)
-        names[id(variable)] = name
-    return names
+    """Return the name of every weight by its identity, as `state.ModelState.export` writes it."""
+    return {id(v): name for v, name in zip(model.weights, state.export_names(model.weights))}
 
 
 def _role(layer: Any, variable: Any) -> str:

@@ -1,4 +1,4 @@
-"""How the parts of a Keras model on TensorFlow are made: whole, or split over this rank's devices."""
+"""The parts of a Keras model on TensorFlow: whole, or split over this rank's devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, SplitOptimizer
 from hvdtrain.backends.tensorflow.params import Params
 from hvdtrain.backends.tensorflow.pipelined.create import cut_parts
-from hvdtrain.backends.tensorflow.pipelined.part import refuse_released
+from hvdtrain.backends.tensorflow.pipelined.deferred import refuse_released
 from hvdtrain.backends.tensorflow.recompute_costs import Costs
 from hvdtrain.backends.tensorflow.split import Split, measured
 from hvdtrain.backends.tensorflow.stage import Stage
@@ -44,8 +44,7 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, ModelSpec
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.partition import agree_devices
-from hvdtrain.parallel.precision.policy import FP32, Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import FP32, LossScale, Precision
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Batch
@@ -58,7 +57,7 @@ def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collecti
 
     A model that has no variables yet is built from ``sample(1)`` of the run's ``data``, which knows how nested inputs
     lie. With ``model_parallel`` it is collective: the parts are made in host memory, every rank measures its blocks on
-    ``sample(n)`` (n samples as numpy arrays; without it the model file's example), and all agree on one cut.
+    ``sample(n)`` (n samples as numpy arrays; without it the model file's example), and all agree on one partition.
     """
     compiled.begin(spec.model, data)
     if mesh is not None and mesh.deepest > 1:
@@ -90,7 +89,7 @@ def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collecti
 
 
 class _Making:
-    """What is known while parts are made. ``opt``: the optimizer, from `begin` on."""
+    """State between the steps of making parts. ``opt``: the optimizer, from `begin` on."""
 
     def __init__(self, spec: ModelSpec, config: Config, wire: Collectives, steps_per_epoch: int, precision: Precision,
                  rank: int) -> None:
@@ -118,7 +117,7 @@ class _Making:
         self.opt = Optimization(self._config, self._spec, self._steps, whole=not divided)
         if divided and not placement.on_gpu(model) and state.nbytes(model.trainable_variables) >= heap.LARGE_BYTES:
             # Gradients come and go among what stays: of a large model their gaps would be much. For good: TensorFlow
-            # makes parameters anew in every update, so that nothing ever has a place of its own.
+            # makes new parameters in every update, so that none has a lasting place.
             heap.map_large()
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)
@@ -157,7 +156,7 @@ class _Making:
                      compile, facts=facts, batch_weight=self._task.batch_weight)
 
     def _compile(self, remat: Remat | None) -> XlaCompile:
-        """Computing through XLA, with why not where that is known before."""
+        """Return the computation through XLA, with the reason if it is ruled out beforehand."""
         config = self._config
         why = ""
         if config.model_parallel > 1:
@@ -165,12 +164,12 @@ class _Making:
         elif config.sync_batchnorm and self._wire.size > 1:
             why = "sync_batchnorm sums over ranks in the middle of the model, for which XLA has no code"
         elif config.balance == "auto":
-            why = "balance: auto changes the size of a micro-batch, for each of which XLA would compile anew"
+            why = "balance: auto changes the size of a micro-batch, for each of which XLA would compile again"
         elif state.seed_states(self._spec.model):
-            why = "XLA draws other masks than TensorFlow: the curve of a model with dropout would be another one"
+            why = "XLA draws other masks than TensorFlow: a model with dropout would train to other results"
         return XlaCompile(why, remat)
 
     def _blocks(self) -> tuple[Any, ...]:
-        """The layers that the model file names as its model's blocks; none where it does not."""
+        """Return the layers that the model file names as its model's blocks."""
         named = self._spec.blocks
         return () if named is None else tuple(layer for _, layer in named(self._spec.model))

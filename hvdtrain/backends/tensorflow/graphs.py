@@ -27,7 +27,7 @@ class UpdateBroken(RuntimeError):
 
 
 class Collective(Protocol):
-    """One collective of a graph. ``runs``: how often it was entered."""
+    """A collective of a graph. ``runs``: how often it was entered."""
 
     def entered(self) -> int:
         """Return ``runs``, when no run of the graph is under way."""

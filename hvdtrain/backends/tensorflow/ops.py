@@ -167,7 +167,7 @@ class HostVector(np.ndarray):
 
 
 class VariableCell:
-    """Implements `hvdtrain.core.protocols.Cell` by a variable made outside of the graph that is being traced.
+    """Implements `hvdtrain.core.protocols.StateCell` by a variable made outside of the graph that is being traced.
 
     A write gives the variable another buffer (no copy), so that what was read before stays as it was.
     """

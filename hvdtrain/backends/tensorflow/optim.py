@@ -20,7 +20,7 @@ from keras.optimizers import schedules
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.one_cycle import OneCycle
 from hvdtrain.backends.tensorflow import groups
-from hvdtrain.config import Config, Schedule
+from hvdtrain.config import Config, ScheduleConfig
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.core.resolve import load_callable
 
@@ -71,7 +71,7 @@ class Optimization:
 
     ``base_lr``: the configured or compiled rate times the linear scaling; None if the user's schedule decides.
     ``compiled``: it is the one that the model was compiled with. ``whole``: build it at once; else by `build`, unless
-    one over slices of the variables takes its place (`hvdtrain.backends.tensorflow.sliced`). Then ``slices`` gives the
+    one over slices of the variables takes its place (`hvdtrain.backends.tensorflow.params`). Then ``slices`` gives the
     slice of each of the optimizer's variables, by number, except those that all ranks have; ``former``: the optimizer
     over whole variables, if it had state; ``names``: rank 0's of the optimizer's variables, since Keras counts names
     within a process.
@@ -315,7 +315,7 @@ def _put_rate(optimizer: Any, given: Any, rate: Any) -> None:
     vars(optimizer)[_PUT] = (given, rate)
 
 
-def _refuse_epochs(schedule: Schedule) -> None:
+def _refuse_epochs(schedule: ScheduleConfig) -> None:
     if schedule.interval == "epoch" and schedule.on:
         raise UserError(f"schedule.interval is epoch and {schedule.name} is a schedule of Keras, which counts steps",
                         "step", "set schedule.interval to step and multiply its steps by the steps per epoch")
@@ -364,7 +364,7 @@ def give_back(own: keras.optimizers.Optimizer) -> None:
 
 def alike(own: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return an optimizer of the kind and settings of ``own`` with the same rate, also where callbacks change it."""
-    with instead(own, "_learning_rate", tf.zeros([])):  # a schedule or function of a user's need not be told as text
+    with instead(own, "_learning_rate", tf.zeros([])):  # a schedule or function of a user's need not be serializable
         made = type(own).from_config(own.get_config())
     if callable(own._learning_rate):
         made._untrack_variable(made._learning_rate)

@@ -16,15 +16,15 @@ import tensorflow as tf
 
 from hvdtrain.backends.keras.facts import apply_gradients
 from hvdtrain.backends.tensorflow import graphs
-from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.backends.tensorflow.host import readable, view
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
 from hvdtrain.backends.tensorflow.optim import Optimization, instead
+from hvdtrain.backends.tensorflow.placement import follow
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"}
 """Classes of keras.optimizers that update each element by itself."""
@@ -192,7 +192,7 @@ class SplitOptimizer(Optimizer):
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Take the norm, then update; see `Optimizer.step`."""
-        assert norm is None, "a rank's part of a model that is cut over ranks is on one device"
+        assert norm is None, "a rank's shard of a partitioned model is on one device"
         if self._norm_of is None:
             self._norm_of = tf.function(lambda *xs: tf.sqrt(squares(self._beside(xs, buckets))), **PLAIN)
         unused = frozenset(unused)

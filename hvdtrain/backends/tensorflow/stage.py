@@ -17,7 +17,7 @@ import tensorflow as tf
 import threading
 
 from hvdtrain.backends.tensorflow import host, placement, state
-from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, holding
+from hvdtrain.backends.tensorflow.buffers import Buffers, VariableCopies, holding
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.gradients import Gradients
 from hvdtrain.backends.tensorflow.graphs import Calls, Graph
@@ -70,7 +70,7 @@ class Stage:
         self._several = False
         self.unused, self._names = gradients.numbers, list(state.named(model.trainable_variables))
         self._random: dict[str, np.ndarray] = {}
-        self._drawn = Kept(state.seed_states(model).values())
+        self._drawn = VariableCopies(state.seed_states(model).values())
         self._kept = (buffers.kept, self._drawn)
         self._trial: Trial | None = None
 
@@ -133,7 +133,7 @@ class Stage:
         def trace(parts: tuple[Any, ...], scale: tf.Tensor, n_parts: int) -> tf.Tensor:
             loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts, self._kept if first else ())
             self._gradients.add(loss_sum, grads, first)
-            return _pair(loss_sum, weight)
+            return pair_of(loss_sum, weight)
 
         with holding(self._kept if first else ()):
             pair = self._run("first" if first else "more", batch, scale, trace)
@@ -147,7 +147,7 @@ class Stage:
             kept = () if several else self._kept
             loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts, kept)
             total, sums = self._gradients.completed(loss_sum, grads) if several else (loss_sum, grads)
-            return self._hand_over(sink, _pair(loss_sum, weight), total, sums, closely)
+            return self._hand_over(sink, pair_of(loss_sum, weight), total, sums, closely)
 
         # A graph without buckets may update too, and leaves out what no micro-batch of the step used.
         kind = "only" if not several else "last" if sink.buckets else ("last", self.unused)
@@ -309,7 +309,7 @@ def _waited_in(across: sync_batchnorm.Across) -> float:
     return seconds
 
 
-def _pair(loss_sum: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+def pair_of(loss_sum: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.cast(loss_sum, tf.float64), tf.cast(weight, tf.float64)])
 
 

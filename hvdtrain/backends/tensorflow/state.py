@@ -23,8 +23,8 @@ from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.run import Head, Place, Shard, Window
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
+from hvdtrain.parallel.precision import LossScale
 
 if TYPE_CHECKING:
     from hvdtrain.backends.tensorflow.optim import Optimization
@@ -71,6 +71,17 @@ def named(variables: Sequence[Any]) -> dict[str, Any]:
     return {f"{i:05d}/{v.path}": v for i, v in enumerate(variables)}
 
 
+def export_names(variables: Sequence[Any]) -> list[str]:
+    """Return a name for each variable: its path, with a number if another has the same."""
+    names: dict[str, None] = {}
+    for variable in variables:
+        name, n = variable.path, 1
+        while name in names:
+            name, n = f"{variable.path}#{n}", n + 1
+        names[name] = None
+    return list(names)
+
+
 def arrays(variables: Sequence[Any], group: str = "", place: Place | None = None) -> dict[str, np.ndarray]:
     """Return `named`, as copies, in the memory that ``place`` gives; not copied if it gives None."""
     if place is None:
@@ -81,7 +92,7 @@ def arrays(variables: Sequence[Any], group: str = "", place: Place | None = None
 def copied(value: np.ndarray, group: str, name: str, place: Place | None) -> np.ndarray:
     """Return a copy of ``value`` in the memory that ``place`` gives, or new memory; ``value`` if it gives None."""
     memory = np.empty(value.shape, value.dtype) if place is None else place(group, name, value.shape, value.dtype)
-    if isinstance(memory, Window):
+    if isinstance(memory, ArrayWindow):
         begin, memory = memory
         value = value.reshape(-1)[begin:begin + memory.size]
     if memory is None:
@@ -302,16 +313,13 @@ def _write(model: keras.Model, directory: Path) -> list[str]:
 
 
 def _planned(model: keras.Model) -> tuple[FileLayout, dict[str, Any]]:
-    """Return the file model.safetensors, and its variables by name. `CheckpointError` for what no file can hold."""
-    named: dict[str, Any] = {}
+    """Return the layout of model.safetensors, and its variables by name. `CheckpointError` for what no file can hold.
+    """
+    named = dict(zip(export_names(model.weights), model.weights))
     codes: dict[str, str] = {}
     specs: dict[str, Spec] = {}
-    for variable in model.weights:
-        name, n = variable.path, 1
-        while name in named:
-            name, n = f"{variable.path}#{n}", n + 1
+    for name, variable in named.items():
         dtype = tf.as_dtype(variable.dtype)
-        named[name] = variable
         codes |= {name: "BF16"} if dtype == tf.bfloat16 else {}
         specs[name] = Spec(np.dtype(np.uint16 if dtype == tf.bfloat16 else dtype.as_numpy_dtype),
                            tuple(variable.shape))

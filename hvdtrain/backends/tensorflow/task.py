@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.backends.keras import compiled, losses, task
 from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.pairs import Pair
-from hvdtrain.backends.tensorflow.buffers import Kept, holding
+from hvdtrain.backends.tensorflow.buffers import VariableCopies, holding
 from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Batch
@@ -105,13 +105,13 @@ class Evaluator:
     def __init__(self, evaluation: Evaluation, class_numbers: ClassNumbers) -> None:
         self._evaluation, self._class_numbers = evaluation, class_numbers
         self._function = tf.function(self._measure, reduce_retracing=True, **PLAIN)
-        self._kept: Kept | None = None
+        self._kept: VariableCopies | None = None
 
     def add(self, batch: Batch) -> None:
         with self._class_numbers.checked(tuple(batch)):
             tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
             self._evaluation.build(tensors)
-            self._kept = kept = self._kept or Kept(self._evaluation.variables())
+            self._kept = kept = self._kept or VariableCopies(self._evaluation.variables())
             try:
                 with holding([kept]):
                     pairs = self._function(tensors)

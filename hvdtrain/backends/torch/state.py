@@ -22,8 +22,8 @@ from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.checkpoint import files, weights
 from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.run import Head, Place, Shard, Window
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
+from hvdtrain.parallel.precision import LossScale
 
 if TYPE_CHECKING:
     from hvdtrain.backends.torch.buffers import Buffers
@@ -44,7 +44,7 @@ def to_arrays(tensors: dict[str, torch.Tensor], group: str = "", place: Place | 
         full, dtype = name + _BFLOAT16 if bits else name, np.dtype(np.uint16) if bits else _numpy_type(tensor.dtype)
         shape = tuple(tensor.shape)
         memory = np.empty(shape, dtype) if place is None else place(group, full, shape, dtype)
-        if isinstance(memory, Window):
+        if isinstance(memory, ArrayWindow):
             begin, memory = memory
             source = source.reshape(-1)[begin:begin + memory.size]
         if memory is None:

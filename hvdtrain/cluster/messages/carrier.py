@@ -21,7 +21,7 @@ from hvdtrain.cluster.messages.channel import ALIGNED, KINDS, ROOM, begins, chun
 from hvdtrain.cluster.messages.progress import Operation, progress_of_process
 from hvdtrain.cluster.messages.shared_memory import SharedMemoryCarrier
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
-from hvdtrain.core.protocols import Coming
+from hvdtrain.core.protocols import PendingMessage
 
 FIRST = 16384
 """Bytes of a message's first part at most, which begins with the message's length: a small one takes no second."""
@@ -52,7 +52,7 @@ class OutgoingMessage(Operation):
 
 
 class IncomingMessage(Operation):
-    """`hvdtrain.core.protocols.Coming` over MPI; its rest is asked for as soon as its first part is there.
+    """`hvdtrain.core.protocols.PendingMessage` over MPI; its rest is asked for as soon as its first part is there.
 
     ``line``: messages of that sender and tag whose rest has yet to be asked for. ``begun``: this one's has been.
     """
@@ -163,7 +163,7 @@ class HostCarrier:
     def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = ROOM) -> None:
         self._to(to).put(parts, to, tag, room)
 
-    def take(self, source: int, tag: int) -> Coming:
+    def take(self, source: int, tag: int) -> PendingMessage:
         return self._to(source).take(source, tag)
 
     def flush(self) -> None:
@@ -252,7 +252,7 @@ class ThreadCarrier:
 
 
 class _InBox:
-    """`hvdtrain.core.protocols.Coming` of a `ThreadCarrier`; messages are taken in the order of their waits."""
+    """`hvdtrain.core.protocols.PendingMessage` of a `ThreadCarrier`; messages are taken in the order of their waits."""
 
     def __init__(self, carrier: ThreadCarrier, box: deque[np.ndarray], what: str) -> None:
         self._carrier, self._box, self._what = carrier, box, what

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.backends.interchange.rule import Rule
-from hvdtrain.config import Config, Named, Pipeline, schema
+from hvdtrain.config import Config, Named, PipelineConfig, schema
 from hvdtrain.core import __version__
 from hvdtrain.core.errors import UserError
 
@@ -36,7 +36,7 @@ def bare(config: Config) -> Config:
     """Return what decides the model and its optimizer: for a step that trains nothing, in one process on the CPU."""
     return replace(config, loss=Named(), metrics=[], precision="fp32", balance="off", shares=[], emulate_speed=[],
                    compression="none", model_parallel=1, split_micro_batches=0, devices_per_rank=0,
-                   pipeline=Pipeline())
+                   pipeline=PipelineConfig())
 
 
 def require_constant_rate(config: Config, scheduled: str = "") -> None:
@@ -82,7 +82,7 @@ def remarks(config: Config, draws: bool, compressor_state: bool, compiled_loss: 
     """Return what is not converted, as sentences."""
     found = []
     if draws:
-        found.append("the frameworks draw dropout from unlike generators: the curves agree as two seeds do")
+        found.append("the frameworks draw dropout from different generators: results agree as those of two seeds do")
     if compressor_state:
         found.append("compressor state (error feedback) is left out and starts from nothing")
     if config.loss.name != "auto":

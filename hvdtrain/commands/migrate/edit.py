@@ -337,8 +337,9 @@ def guarded(line: Any, condition: str) -> cst.If:
     return made.with_changes(leading_lines=line.leading_lines, body=cst.IndentedBlock(body=[inner]))
 
 
-HOMES = {"Config": "hvdtrain", "Trainer": "hvdtrain", "Data": "hvdtrain.config", "Exchange": "hvdtrain.config",
-         "Named": "hvdtrain.config", "Schedule": "hvdtrain.config"}
+HOMES = {"Config": "hvdtrain", "Trainer": "hvdtrain", "DataConfig": "hvdtrain.config",
+         "ExchangeConfig": "hvdtrain.config",
+         "Named": "hvdtrain.config", "ScheduleConfig": "hvdtrain.config"}
 
 
 class Names:

@@ -82,7 +82,7 @@ def same_order_each_epoch(scan: Scan, context: Context) -> Iterator[Finding]:
     if samplers and not any(True for _ in scan.methods("set_epoch")):
         yield Finding(scan.line(samplers[0]), "unsafe", "sampler.set_epoch is never called",
                       "every epoch then has the same order of samples",
-                      "call sampler.set_epoch(epoch) first in each epoch (Trainer permutes anew by itself)")
+                      "call sampler.set_epoch(epoch) first in each epoch (Trainer permutes by itself)")
 
 
 def not_sharded(scan: Scan, context: Context) -> Iterator[Finding]:
@@ -196,7 +196,7 @@ def rate_times_size(scan: Scan, context: Context) -> Iterator[Finding]:
 def _rate_advice(context: Context) -> tuple[str, str]:
     if context.target == "trainer":
         return ("Trainer keeps the global batch, whatever the number of ranks, so the rate must not grow with them",
-                "give the rate of the global batch (Schedule(linear_scaling_base=...) scales it by the batch, "
+                "give the rate of the global batch (ScheduleConfig(linear_scaling_base=...) scales it by the batch, "
                 "if it is to be scaled)")
     return ("it fits where the global batch grows with the ranks in equal parts; with unequal parts, or a "
             "global batch that stays, the rate is too large (hvdtrain.keras keeps Horovod's meaning of the "

@@ -5,19 +5,51 @@ Owns the contracts only. Shapes: N elements of a flat vector, P ranks of a group
 """
 
 from hvdtrain.core.protocols.model import (
-    BlockCost, Buffers, Compile, Evaluator, ModelFacts, ModelState, Remat, Transform, Writable)
-from hvdtrain.core.protocols.run import Callback, Launcher, Record, RecordedRun, Report, Tracker
+    BlockCost,
+    Buffers,
+    Compile,
+    Evaluator,
+    ModelFacts,
+    ModelState,
+    Remat,
+    Transform,
+    Writable,
+)
+from hvdtrain.core.protocols.run import RunCallback, Launcher, Record, RecordedRun, Report, Tracker
 from hvdtrain.core.protocols.stage import (
-    Cargo, ChangesTransport, DataParallel, DividesState, Done, GradientSink, ModelSpec, PipelineStage, Schedule, Stage)
-from hvdtrain.core.protocols.tensors import Cell, Compressor, Ops, Optimizer, Params
+    Cargo,
+    ChangesTransport,
+    DataParallel,
+    DividesState,
+    GradientSink,
+    ModelSpec,
+    PipelineStage,
+    Schedule,
+    Stage,
+    StepGradients,
+)
+from hvdtrain.core.protocols.tensors import Compressor, Ops, Optimizer, Params, StateCell
 from hvdtrain.core.protocols.transport import (
-    AllGather, AllReduce, AllToAll, AllToAllV, Carrier, Channel, Collectives, Coming, Control, Exchange, Handle,
-    Request, Spread)
+    AllGather,
+    AllReduce,
+    AllToAll,
+    AllToAllV,
+    Carrier,
+    Channel,
+    Collectives,
+    Control,
+    Exchange,
+    Handle,
+    PendingMessage,
+    Request,
+    Spread,
+)
 from hvdtrain.core.protocols.types import Array, Batch, Pair, ParamSpec
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "AllToAllV", "Array", "Batch", "BlockCost", "Buffers", "Callback",
-           "Cargo", "Carrier", "Cell", "ChangesTransport", "Channel", "Collectives", "Coming", "Compile",
-           "Compressor", "Control", "DataParallel", "DividesState", "Done", "Evaluator", "Exchange", "GradientSink",
+__all__ = ["AllGather", "AllReduce", "AllToAll", "AllToAllV", "Array", "Batch", "BlockCost", "Buffers", "RunCallback",
+           "Cargo", "Carrier", "StateCell", "ChangesTransport", "Channel", "Collectives", "PendingMessage", "Compile",
+           "Compressor", "Control", "DataParallel", "DividesState", "StepGradients", "Evaluator", "Exchange",
+           "GradientSink",
            "Handle", "Launcher", "ModelFacts", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec",
            "Params", "PipelineStage", "Record", "RecordedRun", "Remat", "Report", "Request", "Schedule", "Spread",
            "Stage", "Tracker", "Transform", "Writable"]

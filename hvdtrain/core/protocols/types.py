@@ -23,7 +23,7 @@ Unread = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One trainable tensor as the exchange sees it: deterministic name, shape, numpy dtype name.
+    """A trainable tensor as the exchange sees it: deterministic name, shape, numpy dtype name.
 
     ``place``: which of the rank's devices it lives on, 0 but for models that are split over several. ``block``: the
     block of the model it belongs to, counted from 0; no bucket holds tensors of two blocks.
@@ -43,7 +43,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat vector: which parameters it holds (indices into the model's list) and where each begins.
+    """A flat vector: which parameters it holds (indices into the model's list) and where each begins.
 
     ``group``: the ranks that sum it, as the prefix of its collectives' names (`hvdtrain.core.mesh.Group.name`).
     ``first``: index of the first bucket of its group: ranks of one group may have unlike buckets before it.
@@ -66,7 +66,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """What the names of its collectives begin with."""
+        """Return the prefix of the names of its collectives."""
         return f"{self.group}.b{self.number}"
 
     @property
@@ -85,7 +85,7 @@ class Shards:
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where each shard ends."""
+        """Return the end of each shard."""
         return tuple(itertools.accumulate(self.sizes))
 
     @property
@@ -102,7 +102,7 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's part of one global batch.
+    """A rank's share of one global batch.
 
     ``micros``: tuples of arrays (b, ...), none empty; no micro-batch at all on a rank that has no samples
     of this step. With a feed's ``even_micros`` as many as on every other rank, the last ones empty (0, ...).
@@ -127,8 +127,8 @@ class StepBatch:
     coming: Callable[[], tuple[np.ndarray, ...]] = tuple
 
 
-class Word(NamedTuple):
-    """What ``rank`` had to tell all others: ``topic`` says which callback it is for."""
+class Announcement(NamedTuple):
+    """Message of ``rank`` to all others; ``topic`` names the callback it is for."""
 
     rank: int
     topic: str
@@ -141,7 +141,7 @@ Pair = tuple[Any, Any]
 
 
 REPEAT = "out of memory"
-"""What a rank tells the others under that ran out and wants the step repeated (`hvdtrain.engine.run.Word`)."""
+"""What a rank tells the others under that ran out and wants the step repeated (`hvdtrain.engine.run.Announcement`)."""
 
 ALONE = "out of memory, mended alone"
 """... and that needs nobody for it: in evaluation, and in a step in which the copies do not meet."""
@@ -231,7 +231,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:MOST_WORDS] if lines else type(error).__name__
 
 
-def among(words: Iterable[Word], *topics: str) -> Iterator[tuple[int, Shortage]]:
+def among(words: Iterable[Announcement], *topics: str) -> Iterator[tuple[int, Shortage]]:
     """Yield (rank, shortage) of those ``words`` that tell one under ``topics``."""
     for word in words:
         if word.topic in topics:

@@ -9,7 +9,7 @@ VERSION = 2
 
 
 @dataclass(frozen=True)
-class Event:
+class EventSchema:
     """An event: when it is recorded, and its ``values``: name -> meaning with unit. ``often``: how often there is one.
     """
 
@@ -28,7 +28,7 @@ def problems(record: Record) -> list[str]:
 
 
 EVENTS = {
-    "start": Event("A fit begins, also one that goes on with a run.", {
+    "start": EventSchema("A fit begins, also one that goes on with a run.", {
         "schema": "version of this log",
         "world_size": "ranks",
         "hosts": "the hosts in words",
@@ -44,8 +44,8 @@ EVENTS = {
         "steps": "steps of the whole run; null: not known",
         "pid": "process of rank 0",
     }),
-    "note": Event("A remark, as it is printed.", {"text": "the remark"}),
-    "step": Event("A step has ended with its update; step is how many have ended.", {
+    "note": EventSchema("A remark, as it is printed.", {"text": "the remark"}),
+    "step": EventSchema("A step has ended with its update; step is how many have ended.", {
         "epoch": "whole epochs before",
         "samples": "samples of this epoch so far",
         "loss": "mean over the global batch",
@@ -55,30 +55,30 @@ EVENTS = {
         "phases_s": "rank 0's seconds so far: data, compute, wait, update",
         "percent_of_solo": "percent of the sum of the ranks' solo speeds; null for one rank",
     }, "every log_every steps"),
-    "non_finite": Event("A step without an update, since a loss or gradient was not finite.",
+    "non_finite": EventSchema("A step without an update, since a loss or gradient was not finite.",
                         {"ranks": "those that brought it in"}),
-    "eval": Event("The evaluation data was measured.", {
+    "eval": EventSchema("The evaluation data was measured.", {
         "epoch": "whole epochs before",
         "metrics": "name -> value",
         "samples_per_s": "of training before it",
         "unread": "samples left out that could not be read",
     }),
-    "checkpoint": Event("A checkpoint was due here."),
-    "ledger": Event("An epoch's samples were counted.", {
+    "checkpoint": EventSchema("A checkpoint was due here."),
+    "ledger": EventSchema("An epoch's samples were counted.", {
         "epoch": "which", "whole": "whether it is verified that each was seen exactly once",
         "skipped": "samples in steps without update",
         "unread": "samples left out that could not be read",
         "ledger": "totals so far", "got": "samples seen, where not whole", "want": "samples there are",
         "words": "what is wrong, or why it is not verified",
     }),
-    "balance": Event("Ranks get other parts of the batch.", {
+    "balance": EventSchema("Ranks get other parts of the batch.", {
         "stage": "plan: at the start; replan; ceilings: a rank's memory holds less",
         "samples": "samples of a step by rank",
         "columns": "of rows", "rows": "the probe's table", "lines": "by rank [seconds per call, seconds per sample]",
         "equal_s": "seconds of a step with equal parts", "plan_s": "seconds of a step with these",
         "from_step": "first step with these parts", "ceilings": "rank -> most samples of a micro-batch",
     }),
-    "pipeline": Event("How a model is cut over ranks: at the start as planned, at the end as measured.", {
+    "pipeline": EventSchema("How a model is cut over ranks: at the start as planned, at the end as measured.", {
         "stage": "planned or measured",
         "stages": "by copy and stage: copy, stage, rank, host, device, blocks; busy_s: seconds of a step in forward "
                   "and backward; micro_batches of a step; parameters_bytes, gradients_bytes, optimizer_bytes, "
@@ -87,13 +87,13 @@ EVENTS = {
         "update and exchange, in which they wait for other stages or copies",
         "wire_s": "seconds of a step in the exchange between copies", "steps": "full steps measured; null: planned",
     }, "where a model is cut over ranks"),
-    "compression": Event("Compression auto has decided or checked.", {
+    "compression": EventSchema("Compression auto has decided or checked.", {
         "stage": "decided or checked", "choice": "compressor", "reason": "in words", "base": "what was measured of a "
         "step without one", "rows": "each compressor's reckoning", "refused": "those that cannot be used, and why",
         "sweep_s": "seconds that measuring took", "links": "kind of collective -> its line", "measured_s": "seconds of "
         "a step with the choice", "wire": "what carries gradients from here on",
     }),
-    "wire": Event("Collectives auto has taken a wire, checked it, or seen that the link is another one.", {
+    "wire": EventSchema("Collectives auto has taken a wire, checked it, or seen that the link is another one.", {
         "stage": "rule: without measuring; decided; tried: the next best, since steps waited longer than reckoned; "
         "checked; changed: the link, so that it decides anew",
         "choice": "the wire in use", "reason": "in words", "bytes": "gradients of a step as they travel",
@@ -104,21 +104,22 @@ EVENTS = {
         "hosts": "by host: node, ranks, cores, numa (nodes; null: not looked at)",
         "step_s": "seconds of a step", "wait_s": "seconds of it that waited for gradients",
     }, "where collectives is auto and there are several ranks"),
-    "compile": Event("Compile auto has decided.", {"option": "what was tried", "kinds": "device -> times and choice"}),
-    "memory_fit": Event("Micro-batch and recomputed blocks were chosen by memory.", {"ranks": "by rank"}),
-    "out_of_memory": Event("A rank ran out of memory.", {
+    "compile": EventSchema("Compile auto has decided.",
+                           {"option": "what was tried", "kinds": "device -> times and choice"}),
+    "memory_fit": EventSchema("Micro-batch and recomputed blocks were chosen by memory.", {"ranks": "by rank"}),
+    "out_of_memory": EventSchema("A rank ran out of memory.", {
         "rank": "which", "at_step": "in which step", "phase": "training, evaluation or an audit",
         "size": "samples of its micro-batch", "then": "samples tried next; -1: no fewer are left",
         "why": "the error's words",
     }),
-    "meter": Event("How the ranks' time was used, over the run; before end.", {
+    "meter": EventSchema("How the ranks' time was used, over the run; before end.", {
         "percent_of_solo": "percent of the sum of solo speeds", "step_s": "mean seconds of a step",
         "lost_percent": "cause -> percent of the ranks' time; of a model that is cut over ranks also idle and channel: "
         "stages waiting for each other, and messages between them",
         "ranks": "by rank, or by copy of a model that is cut over ranks: samples and seconds of a mean step",
         "advice": "what to do, in words",
     }),
-    "seconds": Event("Where each rank's seconds went since the record of this kind before.", {
+    "seconds": EventSchema("Where each rank's seconds went since the record of this kind before.", {
         "from_step": "step after which they begin",
         "window_s": "seconds by rank 0's clock",
         "ranks": "by rank, cause -> seconds; causes: hvdtrain.core.timeline.CAUSES; together the rank's whole time",
@@ -126,7 +127,7 @@ EVENTS = {
                  "not known",
         "idles": "[rank, for whom, seconds] that a stage of a pipeline waited for another one; none: []",
     }, "about every 5 s, and last of all, after end"),
-    "system": Event("What each rank's process and device hold and do.", {
+    "system": EventSchema("What each rank's process and device hold and do.", {
         "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), quota_percent (of the periods "
                  "of a processor quota those in which it was used up), threads; memory: kind -> bytes "
                  "(hvdtrain.core.units); of a GPU also allocated_bytes, reserved_bytes, peak_bytes, "
@@ -140,35 +141,35 @@ EVENTS = {
         "peak_flops": "of the rank's devices, a second, by rank; null: not known",
         "peak_source": "by rank where that comes from; empty: it is not known",
     }, "about every 5 s, and before end"),
-    "saved": Event("A checkpoint is on disk, or could not be written; that of the end comes after \"end\".", {
+    "saved": EventSchema("A checkpoint is on disk, or could not be written; that of the end comes after \"end\".", {
         "at_step": "of the state in it", "took_s": "from its begin to its end", "blocked_s": "seconds of it in which "
         "rank 0 did not train", "bytes": "on disk", "error": "why not; empty: it is there",
     }),
-    "clocks": Event("How far the hosts' clocks are apart.", {
+    "clocks": EventSchema("How far the hosts' clocks are apart.", {
         "ranks": "by rank {offset_s, within_s}: ahead of rank 0's by offset_s, give or take within_s",
     }),
-    "environment": Event("Where the run runs.", {
+    "environment": EventSchema("Where the run runs.", {
         "versions": "package -> version", "python": "version", "mpi": "library", "launcher": "kind",
         "hosts": "by host: node, ranks, cores, memory_bytes in all, cpu, system, driver (of its GPUs)",
         "devices": "by rank in words",
         "differs": "key -> value of the configuration where it differs from the default",
         "resumed_from": "step; null: began anew", "attempt": "number under a supervisor; null: none",
     }),
-    "whatif": Event("How fast the run would be without one of its ranks, as reckoned from the steps so far.", {
+    "whatif": EventSchema("How fast the run would be without one of its ranks, as reckoned from the steps so far.", {
         "ranks": "by rank: percent more samples a second of the rest (negative: fewer); null: cannot be told",
         "step_s": "mean seconds of a step now", "without_s": "by rank, of a step without it; null as above",
     }, "after 64, 128, 256, ... steps, and before end, where there are several ranks"),
-    "trace": Event("A trace was written.", {
+    "trace": EventSchema("A trace was written.", {
         "path": "file in the run's directory", "steps": "[first, last]", "within_s": "bound of the clocks",
         "events": "in the file", "dropped": "that the size bound has cost", "bytes": "of the file",
         "overlap_percent": "by rank, part of the exchange that ran beside backward",
         "critical": "[[rank, what, seconds]] of the longest chain of a mean step",
     }),
-    "failed": Event("The fit has ended by an error, or without a word.", {
+    "failed": EventSchema("The fit has ended by an error, or without a word.", {
         "error": "its type and text, as rank 0 met it; where rank 0 was killed, a sentence that says so",
         "rank": "the one that its text accuses, else 0",
     }),
-    "end": Event("The fit is over.", {
+    "end": EventSchema("The fit is over.", {
         "epoch": "whole epochs", "stop": "why it ended early; empty: it did not", "metrics": "of the last evaluation",
         "ledger": "what was checked of the samples",
         "memory": "by rank, bytes: state as reckoned, free at the start, peak as measured; reckoned at the start and "

@@ -22,7 +22,7 @@ checks: list[Callable[[Record], None]] = []
 """Called with every record, before any report; tests hold them against the schema here."""
 
 
-class Stream:
+class RecordStream:
     """Gives records to the reports that ``make`` returns, in the order in which they were made.
 
     On rank 0; elsewhere it makes none. ``latest``: the last record of each event.

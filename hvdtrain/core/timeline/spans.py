@@ -83,7 +83,7 @@ class Span(NamedTuple):
     args: dict[str, Any] = {}
 
 
-class Taken:
+class SpanRecorder:
     """Implements `hvdtrain.core.timeline.Taker`: keeps the first ``most`` spans, and counts the others in
     ``dropped``."""
 

@@ -1,9 +1,6 @@
 """The audit: every so many steps one micro-batch of each rank of a pair is computed on another rank too.
 
-Owns when, who is suspected, and what is said. `hvdtrain.engine.callbacks.audit` has the pairs,
-`hvdtrain.engine.recompute` what travels and how far two results are. Weights are alike by law, and the random
-state travels with the micro-batch, so ranks of one kind have to come to the same bits; ranks of several kinds to the
-same but for rounding.
+What travels and how far two results are is left to `hvdtrain.engine.recompute`.
 """
 
 from __future__ import annotations
@@ -16,12 +13,12 @@ from hvdtrain import backends
 from hvdtrain.core.comparison import spoken
 from hvdtrain.core.protocols.types import ALONE, Shortage
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
-from hvdtrain.engine.weight_checks import vectors_of
 from hvdtrain.engine.compare_ranks import kinds
-from hvdtrain.engine.recompute import Miscomputed, clearly_farther, resolution, tell
-from hvdtrain.engine.recompute import Case, Recomputed, bystander, case_of, deliver
+from hvdtrain.engine.recompute import (
+    Case, Miscomputed, Recomputed, bystander, case_of, clearly_farther, deliver, resolution, tell)
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.batch.line import least
+from hvdtrain.engine.weight_checks import vectors_of
+from hvdtrain.planning.linear import least
 
 CONFIRM = 3
 """Steps in a row that ranks of several kinds are audited again where they were far apart; twice decides.
@@ -42,12 +39,10 @@ class Audit(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where several replicas train one unpartitioned model."""
         return bool(run.config.audit) and several_replicas(run) and run.parts.layout is None
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.audit)
 
     def __init__(self, every: int) -> None:
@@ -61,7 +56,6 @@ class Audit(Callback):
         self._most: dict[int, int] = {}  # by rank that ran out of memory in an audit: samples of its next ones
 
     def fit_start(self, run: Run) -> None:
-        """Learn which ranks compute alike."""
         self._ops = backends.load(run.spec.framework).Ops()
         types = run.parts.precision.names
         self._kinds = [f"{kind}, {name}" for kind, name in zip(kinds(run), types)]
@@ -77,7 +71,6 @@ class Audit(Callback):
         self._begin_s = time.monotonic()
 
     def step_end(self, run: Run) -> None:
-        """Audit where it is time to, and where the copies of the model are one."""
         turn = run.state.cursor.step // self._every
         if self._ops is None or self._off or run.batch is None or not run.state.outcome.met:
             return
@@ -91,14 +84,12 @@ class Audit(Callback):
         self._own_s += time.perf_counter() - began_s
 
     def fit_end(self, run: Run) -> None:
-        """Say what was audited and what it took."""
         if self.audits:
             part = 100 * self._own_s / max(1e-9, time.monotonic() - self._begin_s)
             run.note(f"{self.audits} audits of a micro-batch on another rank found nothing and took {part:.2g} % of "
                      "the time")
 
     def _plan(self, turn: int) -> list[Pair]:
-        """Return the pairs of a turn, among the ranks that can be audited."""
         found = pairs([self._kinds[rank] for rank in self._ranks], turn)
         return comparable([(self._ranks[a], self._ranks[b]) for a, b in found], self._kinds, self._narrow)
 
@@ -169,7 +160,7 @@ class Audit(Callback):
         raise self._found(run, turned, guilty, third, place, far, bool(unsteady))
 
     def _doubtful(self, pair: Pair, far: bool) -> bool:
-        """Whether a pair of several kinds is under suspicion; ``far``: it was far apart just now."""
+        """Return whether a pair of several kinds is under suspicion; ``far``: it was far apart just now."""
         if far or pair in self._doubts:
             self._doubts.setdefault(pair, []).append(far)
         if len(self._doubts.get(pair, ())) > CONFIRM and sum(self._doubts[pair]) < 2:
@@ -229,18 +220,17 @@ class Audit(Callback):
         return own, {rank for rank, _, _ in rows}
 
     def _distance(self, run: Run, own: Recomputed | None, turned: Pair) -> tuple[float, int]:
-        """How far ``turned``'s results are apart, and in which parameter, on the second of them; collective."""
+        """Return how far ``turned``'s results are apart, and in which parameter, on the second of them; collective."""
         if own is not None and run.control.rank in turned:
             return own.compared(run.control, *turned)
         return bystander(run.control, self._vectors(run), *turned)
 
     def _vectors(self, run: Run) -> int:
-        """Vectors that a rank's gradients are compared in, the same on every rank."""
         return len(vectors_of(run.parts.params.specs, run.config.model_parallel > 1))
 
     def _found(self, run: Run, pair: Pair, guilty: tuple[int, ...], third: int | None, place: int, far: float,
                unsteady: bool) -> Miscomputed:
-        """What ends the run; the same on every rank."""
+        """Return what ends the run; the same on every rank."""
         hosts = {r: f"rank {r} on host {run.topology.host_of(r).node} ({run.devices[r].name})" for r in pair}
         name = spoken(run.parts.params.specs[place].name)
         back = min(self.good.get(rank, -1) for rank in guilty)

@@ -28,7 +28,6 @@ class AutoCompile(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With ``compile: auto``."""
         return bool(run.config.compile == "auto")
 
     def __init__(self) -> None:
@@ -85,11 +84,9 @@ class AutoCompile(Callback):
         compile.use(tuple(self.chosen[own]))
 
     def state_dict(self) -> dict[str, Any]:
-        """What each kind uses."""
         return {"chosen": {kind: list(options) for kind, options in self.chosen.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`."""
         self.chosen = {kind: list(options) for kind, options in state["chosen"].items()}
 
 

@@ -1,8 +1,6 @@
-"""`compression: auto`: measures the wire and the compressors, predicts, picks one only where it wins, and checks.
+"""`compression: auto`: measure links and compressors, choose one where it saves time, and check the choice.
 
-Owns the course of it: sweep at the start, some steps without compression, the decision, some steps with what was
-chosen, and back to none where they are not faster. The numbers are `hvdtrain.comm.measure.sweep`'s, the arithmetic and
-the words `hvdtrain.planning.exchange.choice`'s.
+Measuring is left to `hvdtrain.comm.measure.sweep`, arithmetic and text to `hvdtrain.planning.compressor_choice`.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.data_parallel.attach import unlike_threads
 from hvdtrain.parallel.data_parallel.replicate import Replicate
-from hvdtrain.planning.exchange import choice
-from hvdtrain.planning.exchange.choice import Baseline, CompressorChoice
-from hvdtrain.planning.exchange.link import Link
+from hvdtrain.planning import compressor_choice
+from hvdtrain.planning.compressor_choice import Baseline, CompressorChoice
+from hvdtrain.planning.linear import Link
 
 OtherWire = tuple[Mapping[str, Link], bool]
 """(links by kind of call, whether it works beside backward) of a wire that is not in use."""
@@ -47,12 +45,10 @@ class AutoCompression(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With ``compression: auto``."""
         return bool(run.config.compression == "auto")
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Any]) -> AutoCompression:
-        """Compare compressors over the other wires too, where there are any."""
         made = cls()
         if "AutoWire" in earlier:
             earlier["AutoWire"].join(made)
@@ -97,13 +93,11 @@ class AutoCompression(Callback):
         self._watch.begin(run)
 
     def restored(self, run: Run) -> None:
-        """Take up a settled choice before its state returns."""
         if self.settled and self._world == _world(run) and run.dp.compression != self.choice:
             run.use_compressor(self.choice)
             run.note(f"compression auto: {self.choice}, as it was decided before")
 
     def step_end(self, run: Run) -> None:
-        """Watch a step; at the end of a window, decide or check."""
         if self.settled or not self._watch.full(run):
             return
         measured = self._watch.measured(run)
@@ -113,23 +107,21 @@ class AutoCompression(Callback):
             self._check(run, measured.step_s)
 
     def fit_end(self, run: Run) -> None:
-        """Say so where the run was too short."""
         if self.settled:
             return
         what = "decide" if self._base is None else f"check the choice of {self.choice}"
         run.note(f"compression auto: the run was too short to {what}")
 
     def _decide(self, run: Run, base: Baseline) -> None:
-        """Predict every compressor's step and use the best, or none."""
         assert self._sweep is not None
         config, wire, found = run.config, run.collectives, self._sweep
         self._base = base
-        rows = choice.predict(found.costs, found.links, base, wire.overlaps, wire.in_graph)
+        rows = compressor_choice.predict(found.costs, found.links, base, wire.overlaps, wire.in_graph)
         for name, (links, overlaps) in self._others.items():
-            rows += choice.predict(found.costs, links, base, overlaps, wire.in_graph, name, found.links)
-        decision = run.control.bcast(choice.decide(rows, config.exchange.auto_margin))
+            rows += compressor_choice.predict(found.costs, links, base, overlaps, wire.in_graph, name, found.links)
+        decision = run.control.bcast(compressor_choice.decide(rows, config.exchange.auto_margin))
         if run.control.rank == 0 and config.progress != "off":
-            say(choice.table(rows, found.refused, decision.name, wire.size, decision.wire))
+            say(compressor_choice.table(rows, found.refused, decision.name, wire.size, decision.wire))
         run.record("compression", stage="decided", choice=decision.name, reason=decision.reason, base=asdict(base),
                    rows=[asdict(row) for row in rows], refused=found.refused, sweep_s=found.seconds,
                    links={kind: asdict(link) for kind, link in found.links.items()}, wire=decision.wire or wire.name)
@@ -149,7 +141,7 @@ class AutoCompression(Callback):
     def _check(self, run: Run, measured_s: float) -> None:
         """Keep the choice if its steps are shorter than those without, else go back to none."""
         assert self._decision is not None and self._base is not None
-        keep, reason = run.control.bcast(choice.verdict(self._decision, self._base, measured_s))
+        keep, reason = run.control.bcast(compressor_choice.verdict(self._decision, self._base, measured_s))
         if not keep:
             self.choice = "none"
             run.use_compressor("none")
@@ -163,11 +155,9 @@ class AutoCompression(Callback):
         run.note(f"compression auto: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice, and the world it was made for."""
         return {"choice": self.choice, "settled": self.settled, "world": self._world}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`; a choice that was not settled is made anew."""
         self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
 
 
@@ -212,6 +202,5 @@ def _clock(run: Run) -> tuple[float, float]:
 
 
 def _world(run: Run) -> str:
-    """What a choice depends on, in words."""
     names = run.wires.names
     return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(names) or run.collectives.name}"

@@ -1,9 +1,6 @@
-"""`collectives: auto`: measures the wires that are there, takes the best, checks it, and looks whether the link stays.
+"""`collectives: auto`: measure the transports, use the best, check the choice, and watch whether the link changes.
 
-Owns the course of it: a sweep before the first step, the first steps with what was chosen, some with the next best
-where they wait longer than reckoned, and from then on a look every `LOOK_STEPS` steps. The numbers are
-`hvdtrain.comm.measure.transports`'s, the rules and the words `hvdtrain.planning.exchange.wire_choice`'s, the wires
-`hvdtrain.comm.wires`'s.
+Rules and text are left to `hvdtrain.planning.transport_choice`, the transports to `hvdtrain.comm.wires`.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression, OtherWire, StepWatch
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.exchange import wire_choice
-from hvdtrain.planning.exchange.choice import Baseline
-from hvdtrain.planning.exchange.wire_choice import TransportCost, WireChoice
+from hvdtrain.planning import transport_choice
+from hvdtrain.planning.compressor_choice import Baseline
+from hvdtrain.planning.transport_choice import TransportCost, WireChoice
 
 BUDGET_S, LEAST_S = 2.0, 0.3
 """For opening the wires and measuring them; what is left for measuring at least."""
@@ -54,7 +51,6 @@ class AutoWire(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where there are several wires to choose from."""
         return bool(run.wires is not None and run.wires.names)
 
     def __init__(self) -> None:
@@ -83,25 +79,24 @@ class AutoWire(Callback):
         self.choice = run.collectives.name
         if why:
             self._ruled = True
-            self._settle(run, wire_choice.by_rule(run.wires.names, why).reason, "rule")
+            self._settle(run, transport_choice.by_rule(run.wires.names, why).reason, "rule")
             self._watch_no_more()
         else:
             self._decide(run)
 
     def _by_rule(self, run: Run) -> str:
-        """Why nothing is measured, in words, or "". Pure."""
+        """Return why nothing is measured, in words, or "". Pure."""
         updates = run_length.updates(run.spelled, run.feed.steps_per_epoch)
         left = updates - run.state.cursor.step
         if len(run.wires.names) == 1:
             return str(run.wires.why)
         if not run.dp.can_change_transport or run.parts.layout is not None:
             return f"{run.wires.why}; data_parallel {run.config.data_parallel.name} keeps the wire it began with"
-        if updates and left < wire_choice.LEAST_UPDATES:
+        if updates and left < transport_choice.LEAST_UPDATES:
             return f"{run.wires.why}; measuring is left out in a run of {left} updates"
         return ""
 
     def restored(self, run: Run) -> None:
-        """Take up a settled choice before the state of ranks returns."""
         if not self.settled or self._world != _world(run) or run.collectives.name == self.choice:
             return
         lacking = run.wires.use(run, self.choice)
@@ -112,7 +107,6 @@ class AutoWire(Callback):
             run.note(f"collectives auto: {self.choice}, as it was decided before")
 
     def step_end(self, run: Run) -> None:
-        """Watch a step; at the end of a window, check."""
         if self._compression is not None and not self._compression.settled:
             self._begin(run)  # these steps are of several compressors
             self._base = None
@@ -128,12 +122,10 @@ class AutoWire(Callback):
             self._check(run, self._watch.measured(run))
 
     def fit_end(self, run: Run) -> None:
-        """Say so where the run was too short."""
         if not self.settled:
             run.note(f"collectives auto: the run was too short to check {self.choice}")
 
     def _decide(self, run: Run) -> None:
-        """Measure all candidates and take the best."""
         begin, control, wires = time.perf_counter(), run.control, run.wires
         share = 1.0 if run.config.compression == "auto" else run.dp.compressor.bytes_share
         nbytes = sum(b.nbytes for b in run.dp.buckets) * share
@@ -147,15 +139,15 @@ class AutoWire(Callback):
         self._in_graph = {name: wire.in_graph for name, (wire, _) in found.items() if wire is not None}
         threads = max(control.gather(run.topology.cores_of(control.rank) if not run.config.threads
                                      else run.config.threads))
-        short = wire_choice.short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
-        self._rows = wire_choice.reckon(measured, nbytes, short)
-        self._decision = control.bcast(wire_choice.decide(self._rows))
+        short = transport_choice.short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
+        self._rows = transport_choice.reckon(measured, nbytes, short)
+        self._decision = control.bcast(transport_choice.decide(self._rows))
         self._take(run, self._decision.name)
         for name in wires.names:
             if name != self.choice:
                 wires.give_back(name)
         if control.rank == 0 and run.config.progress != "off":
-            say(wire_choice.table(self._rows, left_out, self.choice, nbytes))
+            say(transport_choice.table(self._rows, left_out, self.choice, nbytes))
         run.note(f"collectives auto: {self._decision.reason}")
         run.record("wire", stage="decided", choice=self.choice, reason=self._decision.reason, bytes=int(nbytes),
                    rows=[asdict(row) for row in self._rows], measured=[asdict(m) for m in measured], refused=left_out,
@@ -186,13 +178,15 @@ class AutoWire(Callback):
         assert self._decision is not None
         if self._base is not None:
             first = self._decision.name
-            best, reason = run.control.bcast(wire_choice.better(first, self._base.step_s, self.choice, measured.step_s))
+            best, reason = run.control.bcast(transport_choice.better(first, self._base.step_s, self.choice,
+                                                                     measured.step_s))
             base = self._base if best == first else measured
             self._take(run, best)
             self._settle(run, reason, "checked", base)
             return
         easy = [name for name, in_graph in self._in_graph.items() if in_graph == run.collectives.in_graph]
-        other = run.control.bcast(wire_choice.doubt(self._rows, self._decision, measured.step_s, measured.wait_s, easy))
+        other = run.control.bcast(transport_choice.doubt(self._rows, self._decision, measured.step_s, measured.wait_s,
+                                                         easy))
         wait = f"steps of {1e3 * measured.step_s:.4g} ms wait {1e3 * measured.wait_s:.4g} ms"
         if other is None:
             self._settle(run, f"{self.choice} stays: {wait}", "checked", measured)
@@ -209,7 +203,6 @@ class AutoWire(Callback):
         self._watch.begin(run)
 
     def _take(self, run: Run, name: str) -> str:
-        """Go over to a wire, or return why it cannot be had."""
         lacking = "" if name == run.collectives.name else str(run.wires.use(run, name))
         self.choice = run.collectives.name
         return lacking
@@ -225,13 +218,11 @@ class AutoWire(Callback):
         self._begin(run)
 
     def _watch_no_more(self) -> None:
-        """A choice by rule stays."""
         self._times = MOST_TIMES
 
     # --- whether the link stays as it is -----------------------------------------------------------------------------
 
     def _begin(self, run: Run) -> None:
-        """Count steps from here."""
         self._windows, self._watch = [], StepWatch(0 if self.settled else WARM_STEPS)
         self._watch.begin(run)
 
@@ -249,7 +240,8 @@ class AutoWire(Callback):
             self._base = window
             return
         self._windows = [*self._windows, (window.step_s, window.wait_s)][-3:]
-        if not wire_choice.changed((self._base.step_s, self._base.wait_s), self._windows):  # the same on every rank
+        if not transport_choice.changed((self._base.step_s, self._base.wait_s),
+                                        self._windows):  # the same on every rank
             return
         self._times += 1
         waits = statistics.median(wait for _, wait in self._windows)
@@ -263,22 +255,18 @@ class AutoWire(Callback):
             self._compression.anew(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice, and the world it was made for; one that the rule has made is none, since a longer run measures.
-        """
+        # What the rule has chosen is not settled: a longer run measures.
         return {"choice": self.choice, "settled": self.settled and not self._ruled, "world": self._world}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`; a choice that was not settled is made anew."""
         self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
 
 
 def _world(run: Run) -> str:
-    """What a choice depends on, in words."""
     return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(run.wires.names)}"
 
 
 def _hosts(run: Run) -> list[dict[str, Any]]:
-    """Ranks and cores of each host, and the NUMA nodes of this one."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None
     here = run.topology.host_of(run.control.rank).node
     return [{"node": h.node, "ranks": len(h.ranks), "cores": h.cores, "numa": nodes if h.node == here else None}

@@ -1,9 +1,6 @@
-"""`balance: static` and `auto`: gives every rank, or copy of a model that is cut over ranks, the part of the batch that
-its speed asks for.
+"""`balance: static` and `auto`: give each replica the share of the batch that its speed asks for.
 
-Owns the course of it: probe, plan, table, and in auto the new plans while training. The measuring is
-`hvdtrain.engine.balance_probe`'s, the plans `hvdtrain.planning.batch.plan`'s, the decision to change
-`hvdtrain.planning.batch.rebalance`'s. Every rank decides from the same numbers, and so alike (law 6).
+Measuring is left to `hvdtrain.engine.balance_probe`, plans and decisions to `hvdtrain.planning.batch`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter, meter_of
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch import plan as plans
-from hvdtrain.planning.batch.line import Line, Speed, least
+from hvdtrain.planning.linear import Line, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
 from hvdtrain.planning.batch.sampler import BatchShares
 
@@ -41,12 +38,10 @@ class Balance(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With ``balance: static`` or ``auto``."""
         return bool(run.config.balance != "off")
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Wait for those that compare steps with the shares in force, which are made later."""
         return cls(meter_of(run, earlier), lambda: any(
             isinstance(one, (AutoCompression, AutoWire)) and not one.settled for one in run.callbacks))
 
@@ -94,14 +89,12 @@ class Balance(Callback):
         self._log(run, "replan", from_step=at)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan in force and what it rests on."""
         if self._rebalancer is None:
             return {}
         return {"world": self._world, "plan": self._rebalancer.state_dict(),
                 "ceilings": list(self._rebalancer.ceilings_P or [])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for `fit_start`."""
         self._kept = state
 
     def plan(self, run: Run) -> None:
@@ -122,7 +115,6 @@ class Balance(Callback):
         return balance_plan.probe(run) if run.mesh.deepest > 1 else probe(run, backends.load(run.spec.framework))
 
     def _planned(self, run: Run, speeds: list[Speed]) -> tuple[Rebalancer, list[Speed]]:
-        """The best plan that every device's memory really holds."""
         own = run.control.rank
         lines = [s.line for s in speeds]
         ceilings = [s.ceiling for s in speeds]
@@ -149,7 +141,7 @@ class Balance(Callback):
         return _controller(run, lines, ceilings, made), found
 
     def _lowered(self, run: Run) -> bool:
-        """Whether a rank ran out of memory below its ceiling: it is lowered, here and in the plan in force.
+        """Return whether a rank ran out of memory below its ceiling: it is lowered, here and in the plan in force.
 
         Its share stays, until `balance: auto` finds that its micro-batches have become slow.
         """
@@ -197,7 +189,6 @@ class Balance(Callback):
     # --- words -----------------------------------------------------------------------------------------------------
 
     def _tell(self, run: Run, speeds: list[Speed]) -> None:
-        """The table of the plan, and what it wins over equal parts."""
         assert self._rebalancer is not None
         made, config = self._rebalancer.plan, run.config
         rows = plans.table(made, balance_plan.labels(run), [s.ceiling for s in speeds])
@@ -213,7 +204,6 @@ class Balance(Callback):
                   lines=[[s.line.a_s, s.line.c_s] for s in speeds], equal_s=equal.step_s, plan_s=made.step_s)
 
     def _advise(self, run: Run, wire_s: float) -> None:
-        """Say once where a host costs more than it gives."""
         self._advised = True
         assert self._rebalancer is not None
         config = run.config
@@ -223,7 +213,6 @@ class Balance(Callback):
             run.note(f"balance: {words}")
 
     def _log(self, run: Run, stage: str, **fields: Any) -> None:
-        """Tell what was decided, and the plan in force."""
         assert self._rebalancer is not None
         run.record("balance", stage=stage, samples=self._rebalancer.plan.samples_P, **fields)
 
@@ -241,7 +230,7 @@ def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plan
 
 
 def cut_of(made: plans.BatchPlan) -> BatchShares:
-    """The plan as the feed cuts by it."""
+    """Return the plan as the feed cuts by it."""
     return BatchShares(tuple(float(part.samples) for part in made.parts),
                        tuple(max(1, p.accumulate) for p in made.parts),
                tuple(part.micro_batch for part in made.parts))
@@ -252,14 +241,12 @@ def _those(run: Run) -> str:
 
 
 def _spelled(samples_P: tuple[int, ...]) -> str:
-    """"20 + 12", or the extremes of many."""
     if len(samples_P) <= 8:
         return " + ".join(map(str, samples_P))
     return f"{min(samples_P)} to {max(samples_P)}"
 
 
 def _world(run: Run) -> str:
-    """What a plan depends on, in words."""
     config = run.config
     devices = ", ".join(f"{d.kind} {d.name}" for d in run.devices)
     keys: list[object] = [run.spelled.precision, config.accumulate, config.micro_batch,

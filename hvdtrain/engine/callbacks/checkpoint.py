@@ -1,7 +1,6 @@
-"""Decides when a checkpoint is due and has it written: by its cost, every N steps or seconds, at the end.
+"""Decide when a checkpoint is due: by its cost, every N steps or seconds, at the end.
 
-Writing goes on beside training (`hvdtrain.engine.saving.saving`); what came of it is told to all ranks at the next
-vote.
+Writing in the background is left to `hvdtrain.engine.saving.saving`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING
 from hvdtrain.checkpoint import savers
 from hvdtrain.checkpoint.savers import FIRST_S, interval_s, view
 from hvdtrain.checkpoint.sharded import check_shared
-from hvdtrain.config import Checkpoint as Settings
+from hvdtrain.config import CheckpointConfig as Settings
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import span
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving.final import Room, of_disk
+from hvdtrain.engine.saving.final import DiskRoom, of_disk
 from hvdtrain.engine.saving.session import begin, save
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ class Checkpoint(Callback):
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.checkpoint)
 
     def __init__(self, settings: Settings) -> None:
@@ -87,7 +85,6 @@ class Checkpoint(Callback):
         return interval_s(run.saver.cost_s, run.saver.spent.last_took_s, s.mtbf_s)
 
     def checkpoint(self, run: Run) -> None:
-        """Save what the step left; training goes on meanwhile."""
         self._clock = time.monotonic()
         run.state.wishes.save = False  # wished for again between the vote and this save
         begin(run)
@@ -120,7 +117,6 @@ class Checkpoint(Callback):
         self._failed, self._in_a_row = self._failed + 1, self._in_a_row + 1
 
     def _written_again(self, run: Run, step: int) -> None:
-        """Say the first time that a checkpoint was written after some that were not."""
         if not self._told_again:
             run.note(f"step {step}: checkpoints are written again, after {self._in_a_row} that failed")
         self._in_a_row, self._told_again = 0, True
@@ -146,7 +142,7 @@ class Checkpoint(Callback):
             last = f", the last {self._in_a_row} in a row" if self._in_a_row else ""
             run.note(f"{count(self._failed, 'checkpoint')} could not be written{last}")
         if run.begun and self._needs_last(run):
-            room, error = Room(run), save(run)
+            room, error = DiskRoom(run), save(run)
             while error and room.made(error):
                 error = save(run)
             if error:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.backends.pairs import metric_of
-from hvdtrain.config import EarlyStop as Settings
+from hvdtrain.config import EarlyStopConfig as Settings
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
@@ -22,12 +22,10 @@ class EarlyStop(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With a metric to watch."""
         return bool(run.config.early_stop.metric)
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.early_stop)
 
     def __init__(self, settings: Settings) -> None:
@@ -45,7 +43,6 @@ class EarlyStop(Callback):
                           f"{count(self.waited, 'evaluation')}")
 
     def eval_end(self, run: Run) -> None:
-        """Compare the metric with the best so far."""
         s = self._settings
         if s.metric not in run.state.metrics:
             raise UserError(f"early_stop.metric {s.metric!r} is not evaluated", nearest(s.metric, run.state.metrics),
@@ -64,9 +61,7 @@ class EarlyStop(Callback):
             run.want_stop(f"early stop: {s.metric} {best} for {count(self.waited, 'evaluation')}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Best value and patience used."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`."""
         self.best, self.waited = state["best"], int(state["waited"])

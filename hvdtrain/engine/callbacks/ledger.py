@@ -1,9 +1,6 @@
-"""Checks that each sample of an epoch was trained on exactly once, over ranks, new plans and resumptions.
+"""Check that each sample of an epoch was trained on exactly once, over ranks, new plans and resumptions.
 
-Owns when the sums are kept, brought together and compared, what a checkpoint carries of them, and what is said of it.
-The hash and the sums are `hvdtrain.data.ledger`'s. The numbers come with each `StepBatch` and are counted when its step
-has ended. Of a stream, whose samples have no numbers, positions in it stand for them: that proves how the ranks cut
-what they read, not what the stream gives.
+Hash and sums are left to `hvdtrain.data.ledger`; of a stream only positions are counted.
 """
 
 from __future__ import annotations
@@ -62,7 +59,6 @@ class Ledger(Callback):
             self._doubt(run, self._unknown)
 
     def step_end(self, run: Run) -> None:
-        """Count the samples of a step that was finished."""
         batch = run.batch
         assert batch is not None
         cursor = batch.cursor_after
@@ -94,7 +90,6 @@ class Ledger(Callback):
             run.note(text)
 
     def eval_end(self, run: Run) -> None:
-        """Keep why the evaluation data is not verified."""
         if run.eval_feed is not None and run.eval_feed.unlike:
             self._evaluation = run.eval_feed.unlike
             self._record(run, self._at[0], False, words=f"the evaluation is not verified: {self._evaluation}")
@@ -149,11 +144,9 @@ class Ledger(Callback):
                       "head": begun[1] if self._head is None else self._head}
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have counted, as `saving` found it."""
         return dict(self._kept)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for `restored`."""
         self._kept = dict(state)
 
     def restored(self, run: Run) -> None:
@@ -227,11 +220,10 @@ class Ledger(Callback):
                 **({"evaluation": self._evaluation} if self._evaluation else {})}
 
     def _record(self, run: Run, epoch: int, whole: bool, **more: Any) -> None:
-        """Tell what was counted of an epoch."""
         run.record("ledger", epoch=epoch, whole=whole, skipped=self._skipped, unread=self._unread,
                    ledger={"epochs": self._epochs}, **more)
 
 
 def _order(feed: Any) -> list[int]:
-    """What the order of an epoch's samples depends on; nothing of ours for a stream."""
+    """Return what the order of an epoch's samples depends on; nothing of ours for a stream."""
     return [-1, 0, 0] if feed.samples is None else [feed.samples, feed.seed if feed.shuffle else 0, int(feed.shuffle)]

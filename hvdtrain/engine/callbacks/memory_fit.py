@@ -1,7 +1,6 @@
-"""`micro_batch: auto` and `remat: auto`: fits each rank's part of a step to its memory before the first step.
+"""`micro_batch: auto` and `remat: auto`: fit each rank's share of a step to its memory before the first step.
 
-Owns the course of it on all ranks: when it is measured, what they agree on, what a checkpoint keeps, what is told. What
-one rank decides is `hvdtrain.engine.memory_plan`'s.
+What one rank decides is left to `hvdtrain.engine.memory_plan`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from hvdtrain.core.errors import count
 from hvdtrain.core.protocols.types import Shortage, first_line
 from hvdtrain.core.table import show
 from hvdtrain.core.units import format_bytes, format_ms
-from hvdtrain.engine import balance_probe, machine, memory_plan as plans, memory_survey
-from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.memory_plan import Own, Settling, reckoned
+from hvdtrain.engine import balance_probe, machine, memory_survey
+from hvdtrain.engine import memory_plan as plans
 from hvdtrain.engine.callbacks import out_of_memory
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.memory_plan import RankFit, Settling, reckoned
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import T
-from hvdtrain.planning.batch.line import least
+from hvdtrain.planning.linear import least
 
 Reckoned = Callable[[int], int] | None
 
@@ -63,7 +63,6 @@ class MemoryFit(Callback):
         self._tell(run, owns_P, micro, remat)
 
     def told(self, run: Run) -> None:
-        """Remember the sizes that ranks go on with which ran out of memory."""
         found = run.recovery.ceilings
         if "micro" in self._state:
             self._state["micro"] = [least(n, found.get(rank, 0)) for rank, n in enumerate(self._state["micro"])]
@@ -73,15 +72,13 @@ class MemoryFit(Callback):
             balance_probe.keep_ceiling(run, tuple(array[:1] for array in run.batch.micros[0]), own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Micro-batches, so that a resumed run sums in the same order."""
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for `fit_start`."""
         self._kept = state
 
-    def _settled(self, run: Run, micro: bool, remat: bool) -> list[Own]:
-        """What each rank does, by rank; chosen by now."""
+    def _settled(self, run: Run, micro: bool, remat: bool) -> list[RankFit]:
+        """Return what each rank does, by rank; chosen by now."""
         control = run.control
         scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
         random = run.parts.state.rank_state()  # datasets and models draw random numbers
@@ -99,7 +96,7 @@ class MemoryFit(Callback):
             spared = own.fit.need - own.fit.choice.peak
             run.recovery.guard.reckoned = lambda n: memory.imported_bytes() + settling.need(n) - (
                 spared * n // max(1, own.fit.micro_batch))
-        found: list[Own] = control.gather(own)
+        found: list[RankFit] = control.gather(own)
         return found
 
     def _settling(self, run: Run, scene: Any, micro: bool, remat: bool) -> Settling:
@@ -122,7 +119,7 @@ class MemoryFit(Callback):
             run.recovery.guard.reckoned = found
 
     def _parts_before(self, run: Run, settling: Settling, micro: bool) -> int:
-        """The number of micro-batches that this rank had before the run was saved, where it still fits; else 0."""
+        """Return the number of micro-batches that this rank had before the resume, where it still fits; else 0."""
         rank = run.control.rank
         alike = run.control.gather(settling.samples) == self._kept.get("samples")
         before = self._kept["micro"][rank] if alike and micro else 0
@@ -130,7 +127,7 @@ class MemoryFit(Callback):
             return 0
         return int(-(-settling.samples // before))
 
-    def _cut(self, run: Run, owns_P: list[Own]) -> None:
+    def _cut(self, run: Run, owns_P: list[RankFit]) -> None:
         """Cut training and evaluation into the ranks' micro-batches; balance cuts by ceilings of its own."""
         if run.config.balance != "off" and run.control.size > 1:
             return
@@ -143,8 +140,8 @@ class MemoryFit(Callback):
         if run.eval_feed is not None:
             run.eval_feed.recut(cut, 0)
 
-    def _tell(self, run: Run, owns_P: list[Own], micro: bool, remat: bool) -> None:
-        """A sentence for each rank that differs, and the table of the one that recomputes most."""
+    def _tell(self, run: Run, owns_P: list[RankFit], micro: bool, remat: bool) -> None:
+        """Note a sentence for each rank that differs, and print the table of the one that recomputes most."""
         keys = " and ".join([*(["micro_batch auto"] if micro else []), *(["remat auto"] if remat else [])])
         equal = alike(owns_P)
         for rank, own in enumerate(owns_P[:1] if equal else owns_P[:MOST_NAMED]):
@@ -159,7 +156,7 @@ class MemoryFit(Callback):
 
 
 def _least(run: Run, settle: Callable[[], T]) -> T:
-    """What it returns; `UserError` where memory lacks even for the one sample that is tried last."""
+    """Return what it returns; `UserError` where memory lacks even for the one sample that is tried last."""
     def caught(error: Exception) -> None:
         shortage = Shortage(run.state.cursor.step, "training", 1, -1, first_line(error))
         raise out_of_memory.at_its_least(run.control.rank, shortage, "") from error
@@ -169,7 +166,7 @@ def _least(run: Run, settle: Callable[[], T]) -> T:
 
 
 def _looked(run: Run, look: Callable[[], Reckoned]) -> Reckoned:
-    """What it returns; None where memory lacks for the look itself: the first step then finds its own size."""
+    """Return what it returns; None where memory lacks for the look itself: the first step then finds its own size."""
     if run.recovery.guard is None:
         return None
     return cast(Reckoned, run.recovery.attempt(look)[0])
@@ -181,7 +178,7 @@ COLUMNS = ("block", "saves", "costs", "recomputed")
 MOST_NAMED = 6
 
 
-def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
+def note(rank: int, own: RankFit, micro: bool, remat: bool) -> str:
     """Return what a rank does and why, in one sentence."""
     fit, free = own.fit, own.free
     if not own.samples:
@@ -202,7 +199,7 @@ def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
     return f"rank {rank}: {', '.join(words)}; needs {then} of {room}{fits}{tried}"
 
 
-def table(own: Own) -> list[list[str]]:
+def table(own: RankFit) -> list[list[str]]:
     """Return rows under `COLUMNS`: bytes and milliseconds of each block for this rank's micro-batch."""
     rows = [[cost.name, format_bytes(max(0, cost.saved_bytes)), format_ms(cost.forward_s),
              "yes" if cost.name in own.fit.choice.names else "no"] for cost in own.costs]
@@ -213,7 +210,7 @@ def table(own: Own) -> list[list[str]]:
     return rows
 
 
-def alike(owns_P: Sequence[Own]) -> bool:
+def alike(owns_P: Sequence[RankFit]) -> bool:
     """Return whether all ranks have settled on the same."""
     found = [(own.samples, own.fit.micro_batch, own.fit.choice.names) for own in owns_P]
     return all(one == found[0] for one in found)
@@ -223,7 +220,7 @@ LOOK_AFTER = 2
 """Steps after which what is held is what will be."""
 
 
-class Memory(Callback):
+class MemoryReport(Callback):
     """Writes ``run.memory``: bytes of "state", as reckoned by rank, and "peak", as measured by rank.
 
     "reckoned" and "measured" are by rank and kind (`hvdtrain.core.units`), None where nothing is known.
@@ -251,7 +248,6 @@ class Memory(Callback):
             run.note(f"{said} (activations not counted: see python -m hvdtrain plan --memory)")
 
     def step_end(self, run: Run) -> None:
-        """Tell once, when the first steps are over, what comes close to the limit."""
         self._steps += 1
         if self._steps != LOOK_AFTER or not self._free:
             return
@@ -261,7 +257,6 @@ class Memory(Callback):
                          "python -m hvdtrain plan --memory with the same options tells what would take less")
 
     def told(self, run: Run) -> None:
-        """Say what ranks have told."""
         for word in run.state.told:
             if word.topic == "memory":
                 run.note(f"memory: rank {word.rank} {word.text}")

@@ -1,7 +1,6 @@
-"""The meter: what part of the devices' speed the run uses, where the rest goes, live and for the summary.
+"""The meter: which part of the devices' speed a run uses, and where the rest goes.
 
-Owns the windows: which steps are compared, and the exchange of the ranks' times. The arithmetic and the words are
-`hvdtrain.planning.batch.meter`'s. Those who decide on a window, or tell it, are given the meter.
+Arithmetic and text are left to `hvdtrain.planning.batch.meter`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hvdtrain.cluster.topology import HostRanks
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.linear import Line
 from hvdtrain.planning.batch.meter import AverageStep, Reading, read
 
 SKIPPED_STEPS = 2
@@ -34,7 +33,7 @@ PHASES = ("data", "compute", "wait", "update", "idle", "channel")
 
 
 @dataclass(frozen=True)
-class Window:
+class MeterWindow:
     """Some successive steps with one cut, as all ranks know them.
 
     ``ends``: the step after the last. ``own_s_P``: each rank's own seconds in forward, backward and update (the next
@@ -83,16 +82,14 @@ class Meter(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where there are several ranks to compare."""
         return bool(run.control.size > 1)
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.rebalance.every_steps)
 
     def __init__(self, every_steps: int) -> None:
-        self.window: Window | None = None
+        self.window: MeterWindow | None = None
         self.reading: Reading | None = None
         self._every = every_steps
         self._parts, self._part_steps = every_steps, 1  # of the window at hand, and steps in each of them
@@ -104,11 +101,9 @@ class Meter(Callback):
         self._before: tuple[Any, ...] = (0.0, dict.fromkeys(PHASES, 0.0), 0, 0, 0)
 
     def fit_start(self, run: Run) -> None:
-        """Count from here."""
         self._mark(run)
 
     def step_end(self, run: Run) -> None:
-        """Take down the step; compare at the end of a window."""
         step = self._since_mark(run)
         self._mark(run)
         self.window = None
@@ -123,7 +118,6 @@ class Meter(Callback):
             self._close(run)
 
     def fit_end(self, run: Run) -> None:
-        """Count what is left of a window."""
         if self._steps:
             self._close(run)
 
@@ -162,7 +156,7 @@ class Meter(Callback):
         self._sums_P = [[a + b for a, b in zip(old, new)] for old, new in zip(self._sums_P, window_P)] or [*window_P]
         self._counted += len(steps)
         self.reading = _reading(run, self._sums_P, self._counted)
-        self.window = Window(run.state.cursor.step, own_s_P, latest_s_P, samples_P, micros_P,
+        self.window = MeterWindow(run.state.cursor.step, own_s_P, latest_s_P, samples_P, micros_P,
                              _reading(run, window_P, len(steps)))
         longest_s = max(row[0] for row in window_P) / len(steps)
         if longest_s > 0:
@@ -170,14 +164,13 @@ class Meter(Callback):
 
 
 def _seconds(run: Run) -> dict[str, float]:
-    """This rank's seconds so far by phase."""
     cut, schedule = run.mesh.deepest > 1, cast(OverRanks, run.schedule)
     return {**run.timeline.totals.seconds, "idle": schedule.idle_s if cut else 0.0,
             "channel": schedule.channel_s if cut else 0.0}
 
 
 def _row(ranks: Sequence[AverageStep], idle_s: Sequence[float]) -> AverageStep:
-    """What a copy does in a step, from what its ranks do: it computes until its last rank has done so.
+    """Return what a copy does in a step, from what its ranks do: it computes until its last rank has done so.
 
     What a rank's input takes longer than another's the other spends waiting for it, which is input of the copy and no
     computing. The copy waits for other copies and the exchange as long as the rank that waits least for anyone.
@@ -214,7 +207,6 @@ def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
 
 
 def _crowded(hosts: Sequence[HostRanks]) -> str:
-    """Where ranks on CPUs are more than cores, in words."""
     full = [host for host in hosts if len(host.ranks) > host.cores]
     return f"{len(full[0].ranks)} ranks share {full[0].cores} cores on {full[0].node}" if full else ""
 

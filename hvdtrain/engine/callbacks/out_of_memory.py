@@ -6,9 +6,9 @@ from hvdtrain import backends
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import ALONE, REPEAT, Shortage, among
 from hvdtrain.core.units import format_bytes
-from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine import memory_plan as plans
 from hvdtrain.engine import memory_survey
+from hvdtrain.engine import memory_plan as plans
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ class OutOfMemory(Callback):
 if TYPE_CHECKING:
     from hvdtrain.engine.memory_survey import Scene
     from hvdtrain.engine.run import Run
-    from hvdtrain.planning.memory.facts import MemoryFacts
+    from hvdtrain.planning.memory.forecast import MemoryFacts
 
 MOST = 4
 """Ways out that are named."""
@@ -128,7 +128,6 @@ def of_plan(run: Run, rank: int) -> str:
 
 
 def _facts(scene: Scene, dp: Any) -> MemoryFacts:
-    """This rank's facts, measured where memory suffices for that."""
     way = memory_survey.way_of(scene, dp)
     try:
         return plans.facts_now(scene, way, True)

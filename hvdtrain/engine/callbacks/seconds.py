@@ -1,8 +1,6 @@
-"""Where each rank's seconds go, and who waits for whom: compared about every five seconds and at the end of a fit.
+"""Compare the time breakdown of all ranks about every five seconds, by rank 0's clock, and at the end of a fit.
 
-Owns when the ranks compare, and the records. What a rank's seconds are spent on is its `hvdtrain.core.timeline`'s, the
-arithmetic `hvdtrain.core.timeline.spans`'s. Rank 0's clock says when it is time and tells it through a vote, so that
-all ranks compare at one point of the program (law 6).
+What a rank's seconds are spent on is left to `hvdtrain.core.timeline`.
 """
 
 from __future__ import annotations
@@ -48,25 +46,21 @@ class Seconds(Callback):
         self._asked = False
 
     def fit_start(self, run: Run) -> None:
-        """Compare the machines' clocks."""
         self._from_step = run.state.cursor.step
         run.timeline.stood.among(run.control.size)
         self._compare_clocks(run)
         self._record_clocks(run)
 
     def step_end(self, run: Run) -> None:
-        """Ask all ranks to compare, where it is time."""
         if run.control.rank == 0 and not self._asked and time.monotonic() - self._last >= self._every_s:
             self._asked = True
             run.tell_all(TOPIC, "")
 
     def told(self, run: Run) -> None:
-        """Compare, where all have heard that it is time."""
         if any(word.topic == TOPIC for word in run.state.told):
             self._close(run)
 
     def fit_end(self, run: Run) -> None:
-        """Compare for the last time."""
         if any(clock.within_s for clock in self.clocks):
             self._compare_clocks(run)
             self._record_clocks(run)
@@ -122,12 +116,10 @@ class Throughput(Callback):
         self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
 
     def epoch_start(self, run: Run) -> None:
-        """Begin a window: what lies between epochs is not training."""
         self._marks.clear()
         self._marks.append((time.perf_counter(), run.timeline.totals.samples))
 
     def step_end(self, run: Run) -> None:
-        """Measure."""
         self._marks.append((time.perf_counter(), run.timeline.totals.samples))
         (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
         if t1 > t0:

@@ -1,17 +1,13 @@
-"""Records what each rank's process and device hold and do, and where the run runs.
-
-Every `EVERY_S` by rank 0's clock, told to all ranks at a vote, and at the end. Between readings nothing is done.
-"""
+"""Record what each rank's process and device hold and do, every `EVERY_S` by rank 0's clock and at the end."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine import machine
-from hvdtrain.engine.machine import environment, host_facts
-from hvdtrain.engine.machine import Reader
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.machine import Reader, environment, host_facts
 from hvdtrain.engine.run import Run
 
 EVERY_S = 5.0

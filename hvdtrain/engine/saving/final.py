@@ -1,7 +1,6 @@
-"""The final files of a run, and where they go on a full disk; the weights of a partitioned model as one file.
+"""The final files of a run, tried before the first step; where they go on a full disk.
 
-Owns who sends what of a partitioned model: each array comes from the lowest rank that has it, in pieces, and rank 0
-writes each as it comes. What a whole model is written as is the backends'.
+What an unpartitioned model is written as is left to the backends.
 """
 
 from __future__ import annotations
@@ -9,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,8 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import os
-import time
 
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.adapters import PartitionedModel
@@ -37,9 +36,9 @@ from hvdtrain.core.protocols.run import Head, Shard
 from hvdtrain.core.terminal import say
 from hvdtrain.engine import summary
 from hvdtrain.engine.average import averaged
-from hvdtrain.engine.weight_checks import trained
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.saving import callback_states, held_by
+from hvdtrain.engine.weight_checks import trained
 
 NATIVE = {"torch": "model.pt", "tensorflow": "model.keras"}
 """What a whole model is written as besides, by framework."""
@@ -51,7 +50,7 @@ def export(run: Run) -> list[str]:
     On a full disk older checkpoints go for it, then the run waits, then the model is written under TMPDIR.
     """
     run.written.sync(run)
-    room, directory = Room(run), run.out / RunDirectory.MODEL
+    room, directory = DiskRoom(run), run.out / RunDirectory.MODEL
     with averaged(run.average):
         while True:
             try:
@@ -153,7 +152,6 @@ def left_out(framework: str) -> str:
 
 
 def _weights(run: Run) -> list[Shard]:
-    """This rank's part of the model, as views."""
     holders = held_by(run)
     assert holders is not None
     held = PartitionedModel(run.control.rank, holders, run.parts.state, among=False)
@@ -181,7 +179,7 @@ def of_disk(error: str) -> bool:
     return "[Errno " in error or is_full(error)
 
 
-class Room:
+class DiskRoom:
     """Make room before each further attempt: rank 0 removes a checkpoint, or waits."""
 
     def __init__(self, run: Run) -> None:

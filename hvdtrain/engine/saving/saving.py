@@ -1,9 +1,6 @@
-"""A run's saves: each rank copies its state, training goes on, threads bring it to rank 0, which writes it.
+"""One save of a run at a time: each rank copies its state, threads bring it to rank 0, which writes it.
 
-Owns one save at a time, the memory of its copies, its channel, and the count of what saves cost. Rank 0 writes each
-piece as it comes, and holds no more of the others' state. Where no thread can send (no MPI, or one that lets one thread
-in only) the run waits meanwhile, unless what comes is a single piece: then only for that. Where host memory has no room
-for a copy, the run waits for all of it.
+When to save is left to `hvdtrain.engine.callbacks.checkpoint`, the file format to `hvdtrain.checkpoint`.
 """
 
 from __future__ import annotations
@@ -34,13 +31,13 @@ from hvdtrain.config import run_length
 from hvdtrain.core import __version__
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.protocols import Channel
-from hvdtrain.core.protocols.run import Given, Head, Outcome, Saver, Shard, Spent, Stateful
+from hvdtrain.core.protocols.run import Given, Head, Outcome, SaveCost, Saver, Shard, Stateful
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.average import WithAverage
-from hvdtrain.engine.weight_checks import trained
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.weight_checks import trained
 
 
 LONGEST_SLEEP_S = 2e-3
@@ -57,7 +54,7 @@ class Saving:
     """
 
     def __init__(self, run: Run, saver: Saver | None = None) -> None:
-        self.spent = Spent()
+        self.spent = SaveCost()
         self.cost_s: float | None = None
         self._run, self._step, self._said = run, -1, False
         self._store = CheckpointStore(RunDirectory(run.out).checkpoints, run.config.checkpoint.keep)
@@ -190,7 +187,6 @@ class Saving:
         return ""
 
     def _named(self, problem: UserError) -> str:
-        """A problem in words, with the rank that has it."""
         control = self._run.control
         return f"rank {control.rank} on host {control.node}: {problem}" if control.size > 1 else str(problem)
 
@@ -378,7 +374,7 @@ def schedule_of(run: Run, at: Cursor) -> dict[str, Any]:
 
 
 def _cut_of(run: Run) -> dict[str, Any]:
-    """Where the model was cut over ranks; nothing of a whole one."""
+    """Return where the model was cut over ranks; nothing of a whole one."""
     layout = run.parts.layout
     if layout is None:
         return {}

@@ -1,7 +1,6 @@
-"""Saves a run as a checkpoint and loads one into it, on all ranks at once.
+"""Save a run as a checkpoint and load one into it, on all ranks at once.
 
-Owns what belongs into a checkpoint, which one is resumed, and what is said about it. `saving` copies the state and has
-it written, `passage` and `transfer` move it between ranks, `store` and its neighbours write it.
+Copying and writing is left to `saving`.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from hvdtrain.checkpoint.run_directory import RunDirectory, ensure_out, find_out
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.cluster.control import agreed
-from hvdtrain.config import Config, Schedule, cut_over_ranks, run_length, schema
+from hvdtrain.config import Config, ScheduleConfig, cut_over_ranks, run_length, schema
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Before
-from hvdtrain.core.protocols import Callback, Control
+from hvdtrain.core.protocols import RunCallback, Control
 from hvdtrain.core.protocols.run import Head, Want
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute
 from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.saving.saving import held_by, json_able, parts_of, schedule_of
-from hvdtrain.engine.saving.saving import Saving
+from hvdtrain.engine.saving.saving import Saving, held_by, json_able, parts_of, schedule_of
 from hvdtrain.parallel.pipeline.plan import ranks_of
 
 MOST_NAMES = 8
@@ -240,7 +238,7 @@ def _schedule_before(run: Run, meta: Mapping[str, Any], at: Cursor) -> dict[str,
     old, usual = meta["config"], Config()
     known = {k: v for k, v in old.get("schedule", {}).items() if k in vars(usual.schedule)}
     lengths = {key: old.get(key, getattr(usual, key)) for key in ("epochs", "max_steps")}
-    config = replace(run.config, schedule=Schedule(**known), **lengths)
+    config = replace(run.config, schedule=ScheduleConfig(**known), **lengths)
     per_epoch, left = run.feed.steps_per_epoch, run.feed.steps_left(at)
     with contextlib.suppress(UserError):
         config = run_length.filled(config, per_epoch, None, at, left)
@@ -248,7 +246,7 @@ def _schedule_before(run: Run, meta: Mapping[str, Any], at: Cursor) -> dict[str,
     return kept
 
 
-def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[Callback, dict[str, Any]]]:
+def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[RunCallback, dict[str, Any]]]:
     """Return the callbacks that get a state back: the nth of a key the nth of that key in ``kept``.
 
     The first checkpoints of 0.1.0 hold a mapping by class name instead, in which the last of a class had replaced the
@@ -333,7 +331,7 @@ def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) 
     same = before["name"].lower() == now["name"].lower()
     args = ", ".join(f"{key} {before['args'].get(key)} -> {value}" for key, value in now["args"].items()
                      if before["args"].get(key) != value) if same else ""
-    what = f"schedule {now['name']}" if Schedule(now["name"]).on else "a constant rate"
+    what = f"schedule {now['name']}" if ScheduleConfig(now["name"]).on else "a constant rate"
     run.note(f"resumed with {what}{' of ' * bool(args)}{args}, as if from the start of the run: the next update's rate "
              f"is {run.parts.optimizer.learning_rate():.4g}")
 

@@ -13,15 +13,14 @@ from hvdtrain.config import Config
 from hvdtrain.core.comparison import Origin
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout
-from hvdtrain.core.protocols import Batch, Cargo, Control, Done, Evaluator, GradientSink, Pair, PipelineStage
+from hvdtrain.core.protocols import Batch, Cargo, Control, Evaluator, GradientSink, Pair, PipelineStage, StepGradients
 from hvdtrain.core.protocols.types import Lost, first_line
 from hvdtrain.core.timeline import idle, span
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
+from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MEASURED, MessageLabel, Post
 from hvdtrain.parallel.pipeline.origin import Looking, Places
-from hvdtrain.parallel.pipeline.post import BACK, FORTH, MEASURED, MessageLabel, Post
-from hvdtrain.parallel.recovery.recovery import Recovery, largest
-from hvdtrain.parallel.recovery.schedule import Recovering
+from hvdtrain.parallel.recovery.recovery import Recovering, Recovery, largest
 from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, Action, Order, order_of
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class OverRanks:
         """Those of ``idle_s`` in which it sent, and received what had begun to come."""
         return self._ordered.channel_s
 
-    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Do this rank's forwards and backwards, then hand over its gradients."""
         return self._schedule.gradients(batch, scale, sink)
 
@@ -129,7 +128,7 @@ class Ordered:
         self.idle_s = self.channel_s = self._moved_s = 0.0
         self._lost: Lost | None = None
 
-    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Do them. Errors: `Lost` where memory lacked on a rank of this copy."""
         stage, micros = self._stage, batch.micros
         totals, waited_s = self.passes(micros, scale, batch.cursor_before.step)
@@ -146,7 +145,7 @@ class Ordered:
         with span("messages", "channel"):
             self._post.flush()
         grads = sink.collect()
-        return Done(grads, totals, waited_s + time.perf_counter() - begin)
+        return StepGradients(grads, totals, waited_s + time.perf_counter() - begin)
 
     def passes(self, micros: Sequence[Batch], scale: float, step: int) -> tuple[list[Pair], float]:
         """Do this rank's forwards and backwards; return (loss and weight of each micro-batch on the rank with the last

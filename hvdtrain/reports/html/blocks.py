@@ -1,4 +1,4 @@
-"""What a section of the page is made of: charts, bars, tables, each drawn by the template's macro of its ``kind``."""
+"""Blocks of a section of the page: charts, bars, tables, each drawn by the template's macro of its ``kind``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hvdtrain.reports.html.curves import Chart
-from hvdtrain.reports.html.shapes import Areas, Bar, Lane, Matrix, Span
+from hvdtrain.reports.html.shapes import Areas, Lane, StackedBar, TimelineSpan, WaitMatrix
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Bars:
 
     kind: ClassVar[str] = "bars"
     title: str
-    rows: Sequence[Bar]
+    rows: Sequence[StackedBar]
     legend: Sequence[tuple[str, str, str]] = ()
     note: str = ""
 
@@ -46,7 +46,7 @@ class Shades:
 
     kind: ClassVar[str] = "shades"
     title: str
-    matrix: Matrix
+    matrix: WaitMatrix
     down: str
     across: str
     note: str = ""
@@ -58,7 +58,7 @@ class Lanes:
 
     kind: ClassVar[str] = "lanes"
     lanes: Sequence[Lane]
-    breaks: Sequence[Span]
+    breaks: Sequence[TimelineSpan]
     ticks: Sequence[tuple[float, str]]
     legend: Sequence[tuple[str, str]] = ()
     note: str = ""
@@ -79,7 +79,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Lines:
+class Prose:
     """Lines of prose."""
 
     kind: ClassVar[str] = "lines"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hvdtrain.reports.html import headline, story
 from hvdtrain.reports.html.blocks import Bars, Charts, Section, Table
-from hvdtrain.reports.html.curves import Chart, Line, chart
-from hvdtrain.reports.html.facts import Facts, flat, words_of
+from hvdtrain.reports.html.curves import Chart, Series, chart
+from hvdtrain.reports.html.facts import RunFacts, flat, words_of
 from hvdtrain.reports.html.headline import Ending
 from hvdtrain.reports.html.sections.learning import evaluations, standing
 from hvdtrain.reports.html.sections.seconds import DRAWN, MEANING
@@ -23,7 +23,7 @@ MOST = 8
 
 @dataclass(frozen=True)
 class Side:
-    """One of the runs: what stands in its column."""
+    """Column of one run."""
 
     name: str
     color: str
@@ -34,14 +34,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Compared:
-    """The page of several runs."""
+    """Page of several runs."""
 
     headline: str
     sides: list[Side]
     sections: list[Section]
 
 
-def compare(runs: Sequence[Facts]) -> Compared:
+def compare(runs: Sequence[RunFacts]) -> Compared:
     """Put ``runs`` side by side; beyond `MOST` the rest is left out, which the headline says."""
     shown = list(runs[:MOST])
     names = _names(shown)
@@ -52,8 +52,8 @@ def compare(runs: Sequence[Facts]) -> Compared:
     return Compared(_sentence(shown, names) + left, sides, [one for one in found if one is not None])
 
 
-def _names(runs: Sequence[Facts]) -> list[str]:
-    """Short names that differ: a directory's name, with its parents' as far as it takes."""
+def _names(runs: Sequence[RunFacts]) -> list[str]:
+    """Return short names that differ: a directory's name, with its parents' as far as it takes."""
     for parts in range(1, 4):
         names = ["/".join(one.path.parts[-parts:]) for one in runs]
         if len(set(names)) == len(names):
@@ -61,15 +61,15 @@ def _names(runs: Sequence[Facts]) -> list[str]:
     return [f"{one.name} ({i + 1})" for i, one in enumerate(runs)]
 
 
-def _speed(facts: Facts) -> float:
-    """Samples a second, the mean of what is recorded of the second half of the steps that stand; NaN: not known."""
+def _speed(facts: RunFacts) -> float:
+    """Return samples a second, the mean over the second half of the recorded steps; NaN: not known."""
     _, values = standing(facts, "samples_per_s")
     late = [value for value in values[len(values) // 2:] if value == value]
     return sum(late) / len(late) if late else math.nan
 
 
-def _sentence(runs: Sequence[Facts], names: Sequence[str]) -> str:
-    """How the runs differ most plainly: in speed."""
+def _sentence(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
+    """Return the headline: the runs compared by speed."""
     speeds = [_speed(one) for one in runs]
     known = [i for i, speed in enumerate(speeds) if speed > 0]
     same = len({(one.start.get("model"), words_of(one.config.get("data"))) for one in runs}) == 1
@@ -82,8 +82,8 @@ def _sentence(runs: Sequence[Facts], names: Sequence[str]) -> str:
     return f"{names[best]} is {ratio:.3g} times as fast as {names[worst]}"
 
 
-def _numbers(runs: Sequence[Facts], names: Sequence[str]) -> Section:
-    """The top numbers of each run, row by row."""
+def _numbers(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
+    """Return the top numbers of each run, row by row."""
     tiles = [{tile.name: tile.value for tile in headline.tiles(one)} for one in runs]
     for row, one in zip(tiles, runs):
         row["speed, later half"] = f"{short(_speed(one))} samples/s"
@@ -92,26 +92,26 @@ def _numbers(runs: Sequence[Facts], names: Sequence[str]) -> Section:
     return Section("numbers", "Numbers", "", [Table("", ["", *names], rows)])
 
 
-def _curves(runs: Sequence[Facts], names: Sequence[str]) -> Section | None:
-    """Each curve once, with a line for each run."""
+def _curves(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
+    """Return each curve once, with a line for each run."""
     charts: list[Chart | None] = []
     for column, title, unit, zero in (
         ("loss", "Training loss", "", False),
         ("samples_per_s", "Speed", "samples/s", True),
     ):
-        lines = [Line(name, *standing(one, column), f"k{i % 8}") for i, (name, one) in enumerate(zip(names, runs))]
+        lines = [Series(name, *standing(one, column), f"k{i % 8}") for i, (name, one) in enumerate(zip(names, runs))]
         charts.append(chart(title, unit, lines, zero=zero))
     tests = [evaluations(one) for one in runs]
     for metric in list(dict.fromkeys(key for row in tests for key in row))[:6]:
-        lines = [Line(name, *row[metric], f"k{i % 8}", dots=True) for i, (name, row) in enumerate(zip(names, tests))
+        lines = [Series(name, *row[metric], f"k{i % 8}", dots=True) for i, (name, row) in enumerate(zip(names, tests))
                  if metric in row]
         charts.append(chart(f"Test {metric}", "", lines))
     drawn = [one for one in charts if one is not None]
     return Section("curves", "Learning", "Over steps.", [Charts(drawn)]) if drawn else None
 
 
-def _seconds(runs: Sequence[Facts], names: Sequence[str]) -> Section | None:
-    """All ranks' time by cause, as parts of each run's whole."""
+def _seconds(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
+    """Return all ranks' time by cause, in percent of each run's."""
     rows, used = [], set()
     for name, one in zip(names, runs):
         if one.spent.basis == "seconds" and one.spent.all_s > 0:
@@ -130,8 +130,8 @@ def _seconds(runs: Sequence[Facts], names: Sequence[str]) -> Section | None:
     )
 
 
-def _settings(runs: Sequence[Facts], names: Sequence[str]) -> Section:
-    """The keys that the runs were given otherwise."""
+def _settings(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
+    """Return the keys that differ between the runs."""
     configs = [dict(flat(one.config)) for one in runs]
     keys = sorted({key for config in configs for key in config})
     rows = [[key, *("" if key not in config else words_of(config[key]) for config in configs)] for key in keys

@@ -21,7 +21,7 @@ from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core.errors import UserError
 from hvdtrain.reports import launch_history as history
-from hvdtrain.reports.html.log import Attempt, Log, Spent, add_up, find, read
+from hvdtrain.reports.html.log import Log, RunAttempt, TimeBreakdown, add_up, find, read
 from hvdtrain.reports.html.words import cut, number, whole
 
 FRESH_S = 60.0
@@ -33,12 +33,12 @@ class ReportError(UserError):
 
 
 @dataclass
-class Facts:
+class RunFacts:
     """A run as its files tell it. ``alive``: whether it is under way. ``looked_s``: when the files were read."""
 
     path: Path
     log: Log
-    attempts: list[Attempt]
+    attempts: list[RunAttempt]
     config: dict[str, Any]
     completed: dict[str, Any] | None
     checkpoints: list[tuple[int, float, int]]
@@ -63,12 +63,12 @@ class Facts:
 
     @cached_property
     def begin_s(self) -> float:
-        """When the first attempt began, unix seconds; NaN where nothing did."""
+        """Return the begin of the first attempt, unix seconds; NaN without one."""
         return min((one.begin_s for one in self.attempts), default=math.nan)
 
     @cached_property
     def end_s(self) -> float:
-        """When the run ended, or was heard of last."""
+        """Return the end of the run, or its last sign of life."""
         if self.alive:
             return self.looked_s
         return max((one.end_s for one in self.attempts), default=math.nan)
@@ -129,8 +129,8 @@ class Facts:
         return float(losses[-1]) if len(losses) else math.nan
 
     @cached_property
-    def spent(self) -> Spent:
-        """Where the ranks' seconds went."""
+    def spent(self) -> TimeBreakdown:
+        """Return the time breakdown of the ranks."""
         return add_up(self.log)
 
     @cached_property
@@ -160,7 +160,7 @@ class Facts:
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
 
-def gather(path: Path) -> Facts:
+def gather(path: Path) -> RunFacts:
     """Read the run in ``path``. `ReportError` where there is none; OSError where files cannot be read."""
     if not path.is_dir():
         raise ReportError(f"there is no directory {path}", "the directory of a run", "correct RUN")
@@ -170,7 +170,8 @@ def gather(path: Path) -> Facts:
         raise ReportError(f"{path} holds no run", f"a directory with one of {', '.join(names)}", "correct RUN")
     log, completed = read(run.path / run.LOG), run.completed
     started = log.last("start").get("config")  # of the latest attempt
-    return Facts(run.path, log, find(log, history.read(run.path)), started if isinstance(started, dict) else run.config,
+    return RunFacts(run.path, log, find(log, history.read(run.path)),
+                    started if isinstance(started, dict) else run.config,
                  completed, _checkpoints(run), completed is None and _alive(run.path, log))
 
 
@@ -214,7 +215,7 @@ def _checkpoints(run: RunDirectory) -> list[tuple[int, float, int]]:
 
 
 def _alive(path: Path, log: Log) -> bool:
-    """Whether the run goes on: its rank 0, if it is on this machine, holds the run's directory open for its lock.
+    """Return whether the run is under way: its rank 0, if on this host, holds the run's directory open for its lock.
 
     Elsewhere a log that was written a moment ago counts. Never by taking the lock: a job that starts would be refused.
     """
@@ -229,7 +230,7 @@ def _alive(path: Path, log: Log) -> bool:
 
 
 def _here(environment: Mapping[str, Any]) -> bool:
-    """Whether rank 0 ran on this machine, as far as is known."""
+    """Return whether rank 0 ran on this host, as far as is known."""
     import platform
 
     first = by_rank(environment.get("hosts"), "", 1)[0]
@@ -248,7 +249,7 @@ def _holds(pid: int, path: Path) -> bool:
     return False
 
 
-def environment(facts: Facts) -> Mapping[str, Any]:
+def environment(facts: RunFacts) -> Mapping[str, Any]:
     """Return the latest "environment" record, {} where there is none."""
     return facts.log.last("environment")
 
@@ -272,5 +273,5 @@ def flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def words_of(value: Any) -> str:
-    """A value of a configuration as it is written in YAML's short form."""
+    """Return a value of a configuration as it is written in YAML's short form."""
     return cut(json.dumps(value, default=str, ensure_ascii=False) if not isinstance(value, str) else value or '""', 200)

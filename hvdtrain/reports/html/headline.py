@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.reports.html.facts import Facts
+from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.log import USEFUL
 from hvdtrain.reports.html.words import count, duration, metric, moment, number, percent, short, size
 
@@ -24,7 +24,7 @@ class Tile:
     meter: float = -1.0
 
 
-def title_parts(facts: Facts) -> list[str]:
+def title_parts(facts: RunFacts) -> list[str]:
     """Return what ran: model, framework, ranks and hosts, when."""
     model = str(facts.start.get("model") or facts.config.get("model") or "").strip()
     parts = [model, FRAMEWORKS.get(str(facts.start.get("framework") or ""), str(facts.start.get("framework") or ""))]
@@ -43,7 +43,7 @@ def title_parts(facts: Facts) -> list[str]:
     return [part for part in parts if part]
 
 
-def tiles(facts: Facts) -> list[Tile]:
+def tiles(facts: RunFacts) -> list[Tile]:
     """Return the numbers of the top."""
     ratio = 100.0 * max(0, facts.step) / facts.steps if facts.steps else -1.0
     found = [Tile("steps", f"{max(0, facts.step):,}", f"of {facts.steps:,}" if facts.steps else "", ratio),
@@ -77,21 +77,21 @@ def tiles(facts: Facts) -> list[Tile]:
     return found[:8]
 
 
-def _mean_speed(facts: Facts) -> float:
-    """Samples a second over all recorded steps: each record stands for as many samples, so times are averaged."""
+def _mean_speed(facts: RunFacts) -> float:
+    """Return samples a second over all recorded steps: records stand for equal numbers, so times are averaged."""
     speed = facts.log.steps["samples_per_s"]
     known = speed[np.isfinite(speed) & (speed > 0)]
     return float(len(known) / np.sum(1.0 / known)) if len(known) else math.nan
 
 
-def _ranks_time(facts: Facts) -> str:
+def _ranks_time(facts: RunFacts) -> str:
     parts = [f"{duration(facts.rank_s)} of all ranks"] if facts.ranks > 1 else []
     parts += [f"{duration(facts.between_s)} more between attempts"] if facts.between_s >= 1.0 else []
     return ", ".join(parts)
 
 
-def _peak(facts: Facts) -> float:
-    """The most bytes that a rank is known to have held."""
+def _peak(facts: RunFacts) -> float:
+    """Return the most bytes that a rank is known to have held."""
     memory = facts.log.last("end").get("memory")
     peaks = memory.get("peak") if isinstance(memory, dict) else None
     values = [number(one) for one in peaks] if isinstance(peaks, list) else []
@@ -112,7 +112,7 @@ class Ending:
     words: str
 
 
-def verdict(facts: Facts) -> Ending:
+def verdict(facts: RunFacts) -> Ending:
     """Say how the run in ``facts`` ended."""
     last = facts.attempts[-1] if facts.attempts else None
     through = f", through {count(facts.restarts, 'restart')}" if facts.restarts else ""
@@ -138,7 +138,7 @@ def verdict(facts: Facts) -> Ending:
                   f"It failed: {last.fault}.{who} {last.words}".rstrip(" :.") + ".")
 
 
-def _completed(facts: Facts) -> str:
+def _completed(facts: RunFacts) -> str:
     """Say how far a completed run came, and what stopped it before its last step."""
     done, stop = max(0, facts.step), str((facts.completed or {}).get("stop") or "")
     if not stop or stop.startswith("max_steps"):
@@ -147,13 +147,13 @@ def _completed(facts: Facts) -> str:
     return f"It stopped early at step {done:,}{verdict}, by {stop.rstrip('.')}"
 
 
-def _where(facts: Facts) -> str:
+def _where(facts: RunFacts) -> str:
     step = max(0, facts.step)
     return f"{step:,} of {facts.steps:,}" if facts.steps else f"{step:,}"
 
 
-def _left(facts: Facts) -> str:
-    """What is left, at the pace of the latest attempt."""
+def _left(facts: RunFacts) -> str:
+    """Return the time that is left, at the pace of the latest attempt."""
     last = facts.attempts[-1]
     done, left = last.step_end - max(0, last.step_begin), facts.steps - last.step_end
     ran_s = last.seen_s - last.trained_s

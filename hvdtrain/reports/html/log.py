@@ -30,8 +30,8 @@ BEFORE_START = ("environment", "clocks", "note", "memory_fit", "compile", "compr
 
 
 @dataclass(frozen=True)
-class Event:
-    """One record but a step's: ``order``: how many "start" records came before it, its own included."""
+class LogRecord:
+    """A record but a step's: ``order``: how many "start" records came before it, its own included."""
 
     name: str
     time_s: float
@@ -47,12 +47,12 @@ class Log:
     ``passed``: lines that were no records.
     """
 
-    events: list[Event] = field(default_factory=list)
+    events: list[LogRecord] = field(default_factory=list)
     steps: dict[str, np.ndarray] = field(default_factory=dict)
     passed: int = 0
     last_phases: dict[str, Any] = field(default_factory=dict)
 
-    def all(self, name: str) -> list[Event]:
+    def all(self, name: str) -> list[LogRecord]:
         """Return the events of that name."""
         return [event for event in self.events if event.name == name]
 
@@ -84,7 +84,7 @@ def read(path: Path) -> Log:
                     order += 1
                     _belongs(log.events, step, order)
                 if name != "step":
-                    log.events.append(Event(name, time_s, step, record, order))
+                    log.events.append(LogRecord(name, time_s, step, record, order))
                     continue
                 rows.extend((step, time_s, order))
                 rows.extend([one if type(one) is float else number(one) for one in map(record.get, COLUMNS)])
@@ -96,7 +96,7 @@ def read(path: Path) -> Log:
     return log
 
 
-def _belongs(events: list[Event], step: int, order: int) -> None:
+def _belongs(events: list[LogRecord], step: int, order: int) -> None:
     """Give what a new process has recorded before its "start", at the step it goes on from, to its own attempt."""
     for i in range(len(events) - 1, -1, -1):
         if events[i].name not in BEFORE_START or events[i].step != step:
@@ -105,7 +105,7 @@ def _belongs(events: list[Event], step: int, order: int) -> None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None where there is none."""
+    """Return the record in a line; None where there is none."""
     try:
         record = json.loads(str(line, "utf-8"))
     except (ValueError, RecursionError):
@@ -128,8 +128,8 @@ ENDED = re.compile(r"rank (\d+) on (?:host )?(\S+), ended(?:, in step (\d+))?(?:
 
 
 @dataclass
-class Attempt:
-    """One start of a run. Times are unix seconds; steps -1 and ``rank`` -1: not known.
+class RunAttempt:
+    """A start of a run. Times are unix seconds; steps -1 and ``rank`` -1: not known.
 
     ``trained_s``: when training began in it, NaN where it never did; ``seen_s``: of its last record. ``cause``: ""
     where nobody wrote down why it ended. ``parts``: seconds of its start and end by part, as the supervisor found them.
@@ -154,29 +154,29 @@ class Attempt:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it came to the end it was meant to come to."""
+        """Return whether it ended as intended."""
         return self.cause in ("done", "requeue")
 
     @property
     def fault_s(self) -> float:
-        """When what ended it badly happened: before its supervisor noticed it, as far as that is known."""
+        """Return the time of the failure: before the supervisor noticed it, as far as that is known."""
         notice_s = self.parts.get("notice", 0.0)
         found = self.end_s - notice_s - self.parts.get("kill", 0.0) if notice_s > 0 else self.end_s
         return max(self.begin_s, found)
 
     @property
     def fault(self) -> str:
-        """Why it ended, in a few words."""
+        """Return the cause of its end in a few words."""
         return FAULTS.get(self.cause, self.cause)
 
 
-def find(log: Log, history: Sequence[Mapping[str, Any]]) -> list[Attempt]:
+def find(log: Log, history: Sequence[Mapping[str, Any]]) -> list[RunAttempt]:
     """Return a run's attempts in order of time, numbered from 1."""
     found = [_of_history(row) for row in history]
     for event in log.all("start"):
         own = next((one for one in found if not one.order and one.begin_s <= event.time_s <= one.end_s), None)
         if own is None:
-            own = Attempt(event.time_s, event.time_s)
+            own = RunAttempt(event.time_s, event.time_s)
             found.append(own)
         own.order, own.trained_s = event.order, event.time_s
         own.ranks = own.ranks or whole(event.values.get("world_size"), 0)
@@ -193,12 +193,12 @@ def find(log: Log, history: Sequence[Mapping[str, Any]]) -> list[Attempt]:
     return found
 
 
-def _of_history(row: Mapping[str, Any]) -> Attempt:
-    """A supervisor's line about an attempt that has ended."""
+def _of_history(row: Mapping[str, Any]) -> RunAttempt:
+    """Return the attempt of a line of the supervisor's history."""
     seconds = row.get("seconds") if isinstance(row.get("seconds"), dict) else {}
     assert isinstance(seconds, dict)
     begin_s, ran_s = number(row.get("time")), number(seconds.get("ran"))
-    return Attempt(begin_s, begin_s + (ran_s if ran_s >= 0 else 0.0), ranks=whole(row.get("ranks"), 0),
+    return RunAttempt(begin_s, begin_s + (ran_s if ran_s >= 0 else 0.0), ranks=whole(row.get("ranks"), 0),
                    step_begin=whole(row.get("step_start")), step_end=whole(row.get("step_end")),
                    cause=str(row.get("cause") or ""), words=plain(cut(row.get("words") or "")),
                    rank=whole(row.get("rank")),
@@ -222,7 +222,7 @@ def plain(words: str) -> str:
     return f"rank {rank} on {host} {how}{where}"
 
 
-def _fill(one: Attempt, log: Log) -> None:
+def _fill(one: RunAttempt, log: Log) -> None:
     """Take from the log where an attempt ended and, where no supervisor says it, why."""
     events = [event for event in log.events if event.order == one.order]
     steps = log.steps["order"] == one.order
@@ -240,8 +240,8 @@ def _fill(one: Attempt, log: Log) -> None:
         _why(one, events)
 
 
-def _why(one: Attempt, events: Sequence[Event]) -> None:
-    """The cause in the attempt's own records; "" where it has none."""
+def _why(one: RunAttempt, events: Sequence[LogRecord]) -> None:
+    """Take the cause from the attempt's own records, where they have one."""
     for event in reversed(events):
         if event.name == "end":
             stop = cut(event.values.get("stop") or "")
@@ -254,7 +254,7 @@ def _why(one: Attempt, events: Sequence[Event]) -> None:
 
 
 def _kind(error: str) -> str:
-    """The kind of cause that the words of a "failed" record tell; one of `FAULTS`."""
+    """Return the kind of cause of a "failed" record; one of `FAULTS`."""
     return "silent" if error == SILENT else "interrupted" if error.startswith("KeyboardInterrupt") else "exception"
 
 
@@ -269,7 +269,7 @@ OF_PHASES = {"data": "input", "compute": "compute", "wait": "wait", "update": "u
 
 
 @dataclass
-class Spent:
+class TimeBreakdown:
     """``ranks``: rank -> cause -> seconds; ``windows``: (unix seconds at its end, its seconds, cause -> seconds of all
     ranks, rank -> cause -> seconds); ``waits``: (who waited, for whom) -> seconds.
 
@@ -311,9 +311,9 @@ class Spent:
         return dict(sorted(held.items(), key=lambda item: -item[1]))
 
 
-def add_up(log: Log) -> Spent:
+def add_up(log: Log) -> TimeBreakdown:
     """Add up what a log tells of seconds."""
-    spent = Spent()
+    spent = TimeBreakdown()
     for event in log.all("seconds"):
         rows = by_rank(event.values.get("ranks"))
         for rank, row in rows.items():
@@ -354,7 +354,7 @@ def summed(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _of_older(spent: Spent, log: Log) -> None:
+def _of_older(spent: TimeBreakdown, log: Log) -> None:
     """Read the meter's mean step, else rank 0's phases."""
     meter = log.last("meter")
     rows = by_rank(meter.get("ranks"))

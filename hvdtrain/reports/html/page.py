@@ -21,8 +21,8 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.terminal import say
 from hvdtrain.reports.html import headline, story
 from hvdtrain.reports.html import sections as slots
-from hvdtrain.reports.html.blocks import Lines, Section
-from hvdtrain.reports.html.facts import Facts, gather
+from hvdtrain.reports.html.blocks import Prose, Section
+from hvdtrain.reports.html.facts import RunFacts, gather
 from hvdtrain.reports.html.words import moment
 
 FOLDER = Path(__file__).parent / "templates"
@@ -34,21 +34,21 @@ def of_runs(paths: Sequence[Path], live: bool = False) -> str:
     return of_facts(runs[0], live) if len(runs) == 1 else of_several(runs, live)
 
 
-def of_facts(facts: Facts, live: bool = False) -> str:
+def of_facts(facts: RunFacts, live: bool = False) -> str:
     """Return the page of one run."""
     return _render("run.html", live, facts=facts, title=facts.name, end=headline.verdict(facts),
                    head=headline.title_parts(facts), tiles=headline.tiles(facts), story=story.tell(facts),
                    sections=sections(facts))
 
 
-def of_several(runs: Sequence[Facts], live: bool = False) -> str:
+def of_several(runs: Sequence[RunFacts], live: bool = False) -> str:
     """Return the page of several runs side by side."""
     from hvdtrain.reports.html import compare
 
     return _render("compare.html", live, title=" and ".join(one.name for one in runs[:2]), found=compare.compare(runs))
 
 
-def sections(facts: Facts) -> list[Section]:
+def sections(facts: RunFacts) -> list[Section]:
     """Return the page's parts in order. One that cannot be drawn from what the files hold says so in its place."""
     found = []
     for name in slots.ORDER:
@@ -56,7 +56,7 @@ def sections(facts: Facts) -> list[Section]:
             section = importlib.import_module(f"{slots.__name__}.{name}").make(facts)
         except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
             words = f"This part could not be drawn from what the run's files hold ({type(error).__name__}: {error})."
-            section = Section(name, name.capitalize(), "", [Lines([words])])
+            section = Section(name, name.capitalize(), "", [Prose([words])])
         if section is not None:
             found.append(section)
     return found
@@ -86,7 +86,7 @@ def _render(template: str, live: bool, **values: Any) -> str:
 
 @lru_cache
 def _environment() -> Any:
-    """The templates, with everything escaped that comes from files."""
+    """Return the templates, with everything escaped that comes from files."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -25,7 +25,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Bar:
+class StackedBar:
     """A row: a label, its parts, and what stands behind it. ``mark``: percent at which a limit or a plan lies."""
 
     label: str
@@ -45,8 +45,8 @@ class Areas:
 
 
 def bar(label: str, parts: Mapping[str, float], full: float, words: Mapping[str, str], total: str,
-        small: str = "", mark: float = -1.0) -> Bar:
-    """A bar whose whole width is ``full``, of ``parts`` in their order; those that are 0 are left out.
+        small: str = "", mark: float = -1.0) -> StackedBar:
+    """Return a bar whose whole width is ``full``, of ``parts`` in their order; those that are 0 are left out.
 
     A part too narrow to be seen is drawn `SEEN` wide, at the cost of the widest one.
     """
@@ -59,7 +59,7 @@ def bar(label: str, parts: Mapping[str, float], full: float, words: Mapping[str,
             width = width - added if name == widest else max(SEEN, width)
         segments.append(Segment(name, left, width, words.get(name, name)))
         left += width
-    return Bar(label, tuple(segments), total, small, 100.0 * mark / full if mark >= 0 and full > 0 else -1.0)
+    return StackedBar(label, tuple(segments), total, small, 100.0 * mark / full if mark >= 0 and full > 0 else -1.0)
 
 
 def areas(edges: Sequence[tuple[float, float]], rows: Sequence[Mapping[str, float]], names: Sequence[str],
@@ -104,7 +104,7 @@ OTHERS = -1
 
 
 @dataclass(frozen=True)
-class Cell:
+class MatrixCell:
     """Words, and a shade of 0 to 100 percent."""
 
     words: str
@@ -113,15 +113,15 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class WaitMatrix:
     """``heads``: of the columns; ``rows``: (head, cells, sum); ``sums``: of the columns."""
 
     heads: list[str]
-    rows: list[tuple[str, list[Cell], str]]
-    sums: list[Cell]
+    rows: list[tuple[str, list[MatrixCell], str]]
+    sums: list[MatrixCell]
 
 
-def matrix(waits: Mapping[tuple[int, int], float], ranks: int, labels: Mapping[int, str]) -> Matrix:
+def matrix(waits: Mapping[tuple[int, int], float], ranks: int, labels: Mapping[int, str]) -> WaitMatrix:
     """Seconds that a row's rank waited for a column's; beyond `MOST` ranks the least important are one row."""
     weight = dict.fromkeys(range(ranks), 0.0)
     for (waiter, awaited), seconds in waits.items():
@@ -142,17 +142,17 @@ def matrix(waits: Mapping[tuple[int, int], float], ranks: int, labels: Mapping[i
     def name(rank: int) -> str:
         return "others" if rank == OTHERS else labels.get(rank, str(rank))
 
-    def cell(r: int, k: int) -> Cell:
+    def cell(r: int, k: int) -> MatrixCell:
         seconds = sums.get((r, k), 0.0)
         if r == k and r != OTHERS:
-            return Cell("", -1.0)
-        return Cell(duration(seconds) if seconds >= 5e-4 else "\N{MIDDLE DOT}", 100.0 * seconds / top,
+            return MatrixCell("", -1.0)
+        return MatrixCell(duration(seconds) if seconds >= 5e-4 else "\N{MIDDLE DOT}", 100.0 * seconds / top,
                     f"{name(r)} waited {duration(seconds)} for {name(k)}")
 
     rows = [(name(r), [cell(r, k) for k in heads], duration(sum(sums.get((r, k), 0.0) for k in heads)))
             for r in heads]
-    return Matrix([name(k) for k in heads], rows,
-                  [Cell(duration(columns[k]), 100.0 * columns[k] / most) for k in heads])
+    return WaitMatrix([name(k) for k in heads], rows,
+                  [MatrixCell(duration(columns[k]), 100.0 * columns[k] / most) for k in heads])
 
 
 LONG = 0.15
@@ -164,7 +164,7 @@ NEAR = 0.7
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """A bar from ``left`` on, ``width`` wide in percent, with a CSS class and words."""
 
     left: float
@@ -179,8 +179,8 @@ class Lane:
     """A row of the time line."""
 
     name: str
-    spans: list[Span] = field(default_factory=list)
-    ticks: list[Span] = field(default_factory=list)
+    spans: list[TimelineSpan] = field(default_factory=list)
+    ticks: list[TimelineSpan] = field(default_factory=list)
 
 
 class TimeAxis:
@@ -228,9 +228,9 @@ class TimeAxis:
             before = piece
         return before[3]
 
-    def breaks(self) -> list[Span]:
-        """The pauses that are cut short."""
-        return [Span(one[3], two[2] - one[3], "break", f"nothing ran for {duration(two[0] - one[1])}",
+    def breaks(self) -> list[TimelineSpan]:
+        """Return the pauses that are cut short."""
+        return [TimelineSpan(one[3], two[2] - one[3], "break", f"nothing ran for {duration(two[0] - one[1])}",
                      f"{duration(two[0] - one[1])} later") for one, two in zip(self.pieces, self.pieces[1:])]
 
     def ticks(self, about: int = 6) -> list[tuple[float, str]]:
@@ -246,7 +246,7 @@ class TimeAxis:
         return found
 
 
-def near_joined(ticks: Sequence[tuple[float, str, str]], many: str) -> list[Span]:
+def near_joined(ticks: Sequence[tuple[float, str, str]], many: str) -> list[TimelineSpan]:
     """Draw (percent, kind, words) as ticks, near ones as one; ``many``: "checkpoints", what several are called."""
     groups: list[list[tuple[float, str, str]]] = []
     for tick in sorted(ticks):
@@ -257,5 +257,5 @@ def near_joined(ticks: Sequence[tuple[float, str, str]], many: str) -> list[Span
     spans = []
     for group in groups:
         words = group[0][2] if len(group) == 1 else f"{len(group)} {many}: {group[0][2]} \N{EN DASH} {group[-1][2]}"
-        spans.append(Span(group[0][0], group[-1][0] - group[0][0], group[0][1], words))
+        spans.append(TimelineSpan(group[0][0], group[-1][0] - group[0][0], group[0][1], words))
     return spans

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdtrain.reports.html import headline
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.log import UNRECORDED, USEFUL, Attempt, Spent
+from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.log import UNRECORDED, USEFUL, RunAttempt, TimeBreakdown
 from hvdtrain.reports.html.words import begin, count, cut, duration, listed, metric, number, percent, time_of_day, whole
 
 LITTLE = 4.0
@@ -27,7 +27,7 @@ CAUSE_WORDS = {
 
 
 class Answer(NamedTuple):
-    """What is said, its tone ("good", "bad", "warn" or "") and one line each below it."""
+    """Text of an answer, its tone ("good", "bad", "warn" or "") and one line each below it."""
 
     answer: str
     tone: str = ""
@@ -44,13 +44,13 @@ class Chapter:
     points: Sequence[str] = ()
 
 
-def tell(facts: Facts) -> list[Chapter]:
+def tell(facts: RunFacts) -> list[Chapter]:
     """Return the story."""
     return [_told(question, tell_it, facts) for question, tell_it in QUESTIONS.items()]
 
 
-def _told(question: str, tell_it: Callable[[Facts], Answer], facts: Facts) -> Chapter:
-    """A chapter; where the records are too odd for it, one that says so: a page must come of any crash."""
+def _told(question: str, tell_it: Callable[[RunFacts], Answer], facts: RunFacts) -> Chapter:
+    """Return a chapter; where the records are too odd for it, one that says so: a page must come of any crash."""
     try:
         answer = tell_it(facts)
     except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
@@ -58,7 +58,7 @@ def _told(question: str, tell_it: Callable[[Facts], Answer], facts: Facts) -> Ch
     return Chapter(question, *answer)
 
 
-def _ended(facts: Facts) -> Answer:
+def _ended(facts: RunFacts) -> Answer:
     end = headline.verdict(facts)
     told = [f"test {name} {metric(value)}" for name, value in facts.metrics.items()]
     if facts.loss == facts.loss:
@@ -68,7 +68,7 @@ def _ended(facts: Facts) -> Answer:
     return Answer(end.words + after, tone)
 
 
-def _cost(facts: Facts) -> Answer:
+def _cost(facts: RunFacts) -> Answer:
     """Time, and what part of it trained."""
     spent, ranks = facts.spent, sorted({one.ranks for one in facts.attempts if one.ranks})
     span = f"{ranks[0]} to {ranks[-1]} ranks" if len(ranks) > 1 else count(ranks[0], "rank") if ranks else "its ranks"
@@ -91,8 +91,8 @@ def _cost(facts: Facts) -> Answer:
     return Answer(said + ".", "", points)
 
 
-def _shares(spent: Spent) -> str:
-    """What the recorded time went to, in percent of it that add up to 100."""
+def _shares(spent: TimeBreakdown) -> str:
+    """Return the breakdown of the recorded time, in percent that add up to 100."""
     useful = spent.part(*USEFUL)
     rest = sorted(((c, spent.part(c)) for c in spent.total if c not in (*USEFUL, "other")), key=lambda one: -one[1])
     top = [(CAUSE_WORDS.get(c, c), part) for c, part in rest if part >= 1.0][:3]
@@ -103,8 +103,8 @@ def _shares(spent: Spent) -> str:
     return f"{said}; {listed(words)}" if words else said
 
 
-def _held_up(facts: Facts) -> Answer:
-    """Who was waited for, and what that cost."""
+def _held_up(facts: RunFacts) -> Answer:
+    """Name the straggler and its cost."""
     spent = facts.spent
     if facts.ranks == 1 and max((one.ranks for one in facts.attempts), default=1) <= 1:
         return Answer("Nobody: there was one rank.", "good")
@@ -133,7 +133,7 @@ def _held_up(facts: Facts) -> Answer:
     return Answer(said, "warn", _about(facts, worst))
 
 
-def _about(facts: Facts, worst: int) -> list[str]:
+def _about(facts: RunFacts, worst: int) -> list[str]:
     """Why a rank may be awaited, and how it would be without it."""
     points, total = [], facts.spent.ranks
     own, others = total.get(worst), [row for rank, row in total.items() if rank != worst]
@@ -155,7 +155,7 @@ def _about(facts: Facts, worst: int) -> list[str]:
     return points
 
 
-def _wrong(facts: Facts) -> Answer:
+def _wrong(facts: RunFacts) -> Answer:
     """Everything that should not have happened."""
     log = facts.log
     ends = [one for one in facts.attempts
@@ -201,8 +201,8 @@ def _wrong(facts: Facts) -> Answer:
     return Answer(said, "bad" if ends and facts.completed is None and not facts.alive else "warn", points)
 
 
-def _bad_end(facts: Facts, one: Attempt) -> str:
-    """The one bad end of a run, and whether it went on, in plain words."""
+def _bad_end(facts: RunFacts, one: RunAttempt) -> str:
+    """Return the one bad end of a run, and whether it went on, in plain words."""
     where = f"At step {one.step_end:,}" if one.step_end >= 0 else "Before the first step"
     who = f" ({facts.who(one.rank)})" if one.rank >= 0 and f"rank {one.rank}" not in one.words else ""
     what = "ended badly" if one.cause else "ended without a message"
@@ -216,8 +216,8 @@ def _bad_end(facts: Facts, one: Attempt) -> str:
     return f"{where} attempt {one.number} {what}{who}{on}"
 
 
-def _fault(one: Attempt) -> str:
-    """An attempt's bad end in a sentence."""
+def _fault(one: RunAttempt) -> str:
+    """Return an attempt's bad end in a sentence."""
     after = f"after {duration(one.end_s - one.begin_s)}"
     where = f" at step {one.step_end:,}" if one.step_end >= 0 else " before its first step"
     what = f"{one.fault}: {one.words}" if one.cause else "it ended without a message"
@@ -225,7 +225,7 @@ def _fault(one: Attempt) -> str:
     return f"Attempt {one.number} ended{where} {after}: {cut(what, 260).rstrip('.')}.{back}"
 
 
-def _throttled(facts: Facts, rows: object) -> list[str]:
+def _throttled(facts: RunFacts, rows: object) -> list[str]:
     found = []
     for rank, row in enumerate(rows if isinstance(rows, list) else ()):
         reasons = row.get("throttled") if isinstance(row, dict) else None
@@ -234,7 +234,7 @@ def _throttled(facts: Facts, rows: object) -> list[str]:
     return found[:4]
 
 
-def _do(facts: Facts) -> Answer:
+def _do(facts: RunFacts) -> Answer:
     points = give(facts)
     if not points:
         return Answer("Nothing: no cause costs enough to be worth a change.", "good")
@@ -264,7 +264,7 @@ ENDS = {
 }
 
 
-def give(facts: Facts) -> list[str]:
+def give(facts: RunFacts) -> list[str]:
     """Return what is worth doing, one sentence each without a full stop at its end."""
     found = _about_the_end(facts)
     meter = str(facts.log.last("meter").get("advice") or "")
@@ -294,8 +294,8 @@ def give(facts: Facts) -> list[str]:
     return [cut(one, 300).rstrip(".") + "." for one in dict.fromkeys(found)]
 
 
-def _about_deaths(facts: Facts) -> list[str]:
-    """Where to look for what killed ranks, the latest first."""
+def _about_deaths(facts: RunFacts) -> list[str]:
+    """Say where to look for what killed ranks, the latest first."""
     found = []
     for one in reversed(facts.attempts):
         if one.cause == "lost" and one.rank >= 0 and ("killed" in one.words or "without a message" in one.words):
@@ -306,8 +306,8 @@ def _about_deaths(facts: Facts) -> list[str]:
     return found[:3]
 
 
-def _about_the_end(facts: Facts) -> list[str]:
-    """What the last attempt's end asks for, where it was not a good one."""
+def _about_the_end(facts: RunFacts) -> list[str]:
+    """Say what to do about the last attempt's failure."""
     last = facts.attempts[-1] if facts.attempts else None
     if last is None or facts.completed is not None or facts.alive:
         return []
@@ -320,7 +320,7 @@ def _about_the_end(facts: Facts) -> list[str]:
     return [f"Go on with --resume auto and the same --out{back}; launch --restarts does it by itself"]
 
 
-def _step_s(facts: Facts) -> float:
+def _step_s(facts: RunFacts) -> float:
     """Seconds of a mean step; 0 where too few are known."""
     times, steps = facts.log.steps["time"], facts.log.steps["step"]
     if len(times) < 2 or steps[-1] <= steps[0]:

@@ -32,7 +32,7 @@ MOST_ROWS = 1000
 
 @dataclass
 class RankTrace:
-    """What one rank did: its ``spans`` by its own clock. ``host``: its name. ``dropped``: spans without room.
+    """Trace of one rank: its ``spans`` by its own clock. ``host``: its name. ``dropped``: spans without room.
 
     ``profiler_within_s``: how far events of the framework's profiler may be off by the rank's own clock.
     """
@@ -75,7 +75,7 @@ def _named(kind: str, pid: int, tid: int, name: str, index: int) -> list[dict[st
 
 
 def _short(value: Any) -> Any:
-    """A number as it is, anything else as a text of bounded length."""
+    """Return a number as it is, anything else as a text of bounded length."""
     return value if isinstance(value, (int, float)) else str(value)[:LONGEST_TEXT]
 
 
@@ -141,7 +141,7 @@ def _nesting(spans: Sequence[Span]) -> list[list[Span]]:
     return [row for row, _ in dealt]
 
 
-class Measured(NamedTuple):
+class ClockOffset(NamedTuple):
     """At ``at_s`` of a rank's own clock that was ahead of rank 0's by ``least_s`` at least and ``most_s`` at most."""
 
     at_s: float
@@ -160,7 +160,7 @@ class Alignment:
     ``within_s``: how far `shared_s` may be off at any time from ``before`` to ``after``.
     """
 
-    def __init__(self, before: Measured, after: Measured) -> None:
+    def __init__(self, before: ClockOffset, after: ClockOffset) -> None:
         self.before, self.after = before, after
         least_s, most_s = min(before.least_s, after.least_s), max(before.most_s, after.most_s)
         self.within_s = max(max(m.offset_s - least_s, most_s - m.offset_s) for m in (before, after))
@@ -173,7 +173,7 @@ class Alignment:
         return own_s - (before.offset_s + part * (after.offset_s - before.offset_s))
 
 
-SAME = Alignment(Measured(0.0, 0.0, 0.0), Measured(0.0, 0.0, 0.0))
+SAME = Alignment(ClockOffset(0.0, 0.0, 0.0), ClockOffset(0.0, 0.0, 0.0))
 """Of a rank that reads the same clock as rank 0."""
 
 
@@ -188,14 +188,14 @@ def clock_name() -> str:
     return " ".join(parts)
 
 
-def clocks(control: Control, names_P: Sequence[str], now: Callable[[], float] = time.perf_counter) -> list[Measured]:
+def clocks(control: Control, names_P: Sequence[str], now: Callable[[], float] = time.perf_counter) -> list[ClockOffset]:
     """Return by rank how far its clock is ahead of rank 0's, on every rank.
 
     ``names_P``: `clock_name` by rank; "" is like no other. Ranks that read one clock share the narrowest bounds, and
     those that read rank 0's have none to measure.
     """
     if all(name and name == names_P[0] for name in names_P):
-        return [Measured(now(), 0.0, 0.0)] * control.size
+        return [ClockOffset(now(), 0.0, 0.0)] * control.size
     rounds = measure(control, now)
     read_P = control.gather(now())
     own_P = [bounds(rounds, rank) for rank in range(control.size)]
@@ -205,7 +205,7 @@ def clocks(control: Control, names_P: Sequence[str], now: Callable[[], float] = 
         least_s, most_s = max(low for low, _ in alike), min(high for _, high in alike)
         if rank == 0 or name and name == names_P[0]:
             least_s = most_s = 0.0
-        found.append(Measured(read_P[rank], min(least_s, most_s), max(least_s, most_s)))
+        found.append(ClockOffset(read_P[rank], min(least_s, most_s), max(least_s, most_s)))
     return found
 
 

@@ -115,7 +115,7 @@ def test_recurrent_layers_and_operations_of_others():
 
 def test_a_loop_with_products_in_it_makes_the_number_unknown():
     tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-    from hvdtrain.backends.tensorflow.flops import Unknown, count
+    from hvdtrain.backends.tensorflow.footprint import Unknown, count
 
     @tf.function(input_signature=[tf.TensorSpec([3, 3]), tf.TensorSpec([], tf.int32)])
     def looped(x, n):

@@ -19,7 +19,7 @@ from hvdtrain.checkpoint import read_snapshot  # noqa: E402
 from hvdtrain.engine.saving import session  # noqa: E402
 from hvdtrain.checkpoint.adapters import fitting  # noqa: E402
 from hvdtrain.commands import checkpoints  # noqa: E402
-from hvdtrain.config import Checkpoint, DataParallel, Named  # noqa: E402
+from hvdtrain.config import CheckpointConfig, DataParallelConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 DATA = samples(48)
@@ -129,7 +129,7 @@ def test_names_of_older_checkpoints_are_matched_with_the_models():
 
 def settings(out, **changes):
     more = {"optimizer": Named("Adam"), "lr": 0.01, "ema": 0.9, "global_batch": 8,
-            "checkpoint": Checkpoint(every_steps=3, keep=9, at_end=False)} | changes
+            "checkpoint": CheckpointConfig(every_steps=3, keep=9, at_end=False)} | changes
     return config(out=str(out), **more)
 
 
@@ -165,7 +165,7 @@ def test_a_run_resumes_with_and_without_wrappers_to_the_bit(tmp_path, monkeypatc
 
 
 def test_divided_state_of_an_older_compiled_run_is_resumed(tmp_path, monkeypatch):
-    zero = {"data_parallel": DataParallel("zero"), "ema": 0.0}
+    zero = {"data_parallel": DataParallelConfig("zero"), "ema": 0.0}
     with monkeypatch.context() as older:
         with_wrappers(older)
         fitted(solo(settings(tmp_path / "run", max_steps=3, ema=0.0), WRAPPED["compiled"](), DATA))

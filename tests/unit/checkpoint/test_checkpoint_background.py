@@ -12,7 +12,7 @@ from small_runs import FRAMEWORKS, Record, config, fitted, lockstep, make_model,
 from hvdtrain.checkpoint import CheckpointStore, files, read_snapshot
 from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver, NoRoom
 from hvdtrain.comm.collectives.lockstep import LockstepControl
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.base import Callback
@@ -25,7 +25,7 @@ def settings(out, framework="numpy", **changes):
     """12 steps, of Adam where there is one, a checkpoint at each second one, all kept."""
     return config(**{"out": str(out), "global_batch": 8, "max_steps": 12,
                      "optimizer": Named("SGD" if framework == "numpy" else "Adam"),
-                     "checkpoint": Checkpoint(every_steps=2, at_end=False, keep=20), **changes})
+                     "checkpoint": CheckpointConfig(every_steps=2, at_end=False, keep=20), **changes})
 
 
 def kept(out, own=True):
@@ -136,7 +136,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         return write(path, pieces)
 
     monkeypatch.setattr(files, "write_durably", waits)
-    run = solo(settings(tmp_path, checkpoint=Checkpoint(every_steps=4, at_end=False)), make_model("numpy"), DATA)
+    run = solo(settings(tmp_path, checkpoint=CheckpointConfig(every_steps=4, at_end=False)), make_model("numpy"), DATA)
     watch = Watch()
     run.callbacks[:0] = [Opens(), watch]
     fitted(run)
@@ -154,7 +154,7 @@ def test_the_next_save_does_not_change_the_one_that_is_under_way(tmp_path, monke
         real(self, *args)
 
     monkeypatch.setattr(saving.Saving, "_gather", late)
-    every = Checkpoint(every_steps=1, at_end=False, keep=20)
+    every = CheckpointConfig(every_steps=1, at_end=False, keep=20)
     notes = lockstep(2, settings(tmp_path, max_steps=6, checkpoint=every), lambda rank: make_model("numpy"), DATA,
                      lambda run: fitted(run).notes)
     assert not any("not written" in note for said in notes for note in said)
@@ -255,7 +255,7 @@ def test_a_failed_write_ends_all_ranks_where_that_is_asked_for(tmp_path, monkeyp
             fitted(run)
         return run.state.cursor.step
 
-    stop = Checkpoint(every_steps=2, at_end=False, keep=20, on_failure="stop")
+    stop = CheckpointConfig(every_steps=2, at_end=False, keep=20, on_failure="stop")
     steps = lockstep(2, settings(tmp_path, checkpoint=stop), lambda rank: make_model("numpy"), DATA, work)
     assert steps[0] == steps[1] and 5 <= steps[0] <= 6
 

@@ -5,7 +5,7 @@ from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo, we
 
 from hvdtrain.checkpoint import inspect
 from hvdtrain.checkpoint import savers as disk
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.core.units import format_bytes
 
 DATA = samples(40)
@@ -16,11 +16,11 @@ DATA = samples(40)
     ({"every_steps": 5, "every_s": 2.5, "at_end": False}, "every 5 steps, every 2.5 s"),
     ({"every": "off", "at_end": False}, "")])
 def test_when_a_run_is_saved_in_words(keys, words):
-    assert disk.often(Checkpoint(**keys)) == words
+    assert disk.often(CheckpointConfig(**keys)) == words
 
 
 def test_room_is_for_one_more_than_are_kept():
-    settings = Checkpoint(keep=2, every_steps=9)
+    settings = CheckpointConfig(keep=2, every_steps=9)
     assert disk.line(settings, 10 * 2**20, 2**31) == (
         "checkpoints: every 9 steps, at the end; about 10.0 MiB each, the newest 2 kept, so at most 30.0 MiB; 2.00 GiB "
         "free")
@@ -33,7 +33,7 @@ def test_room_is_for_one_more_than_are_kept():
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_the_size_that_is_foretold_is_the_size_that_is_written(tmp_path, capsys, framework, optimizer, ema):
     settings = config(out=str(tmp_path), max_steps=2, global_batch=8, optimizer=Named(optimizer), progress="plain",
-                      checkpoint=Checkpoint(), ema=ema)
+                      checkpoint=CheckpointConfig(), ema=ema)
     run = solo(settings, make_model(framework), DATA)
     own = sum(array.nbytes for array in run.rank_state().values())
     foretold = run.parts.state.state_bytes() + own + (sum(a.nbytes for a in weights(run)) if ema else 0)
@@ -45,6 +45,6 @@ def test_the_size_that_is_foretold_is_the_size_that_is_written(tmp_path, capsys,
 
 def test_a_disk_without_room_is_a_note(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "free_bytes", lambda out: 10_000)
-    run = fitted(solo(config(out=str(tmp_path), max_steps=2, global_batch=8, checkpoint=Checkpoint()),
+    run = fitted(solo(config(out=str(tmp_path), max_steps=2, global_batch=8, checkpoint=CheckpointConfig()),
                       make_model("numpy"), DATA))
     assert len([note for note in run.notes if note.startswith("checkpoints may not fit: ")]) == 1

@@ -13,7 +13,7 @@ from hvdtrain.comm.compressors.base import SAMPLE, Stateless, sample
 from hvdtrain.comm.compressors.powersgd import MatrixShape, PowerSGD, matrices, split, start
 from hvdtrain.comm.compressors.topk import TopK
 from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
@@ -31,7 +31,7 @@ def plan(shapes, bucket_mb=16, dtype="float32"):
 # --- names and settings --------------------------------------------------------------------------------------------
 
 def test_the_configuration_makes_them():
-    config = Config(exchange=Exchange(powersgd_rank=2, topk_ratio=0.05, topk_momentum=0.9, topk_warmup_steps=100))
+    config = Config(exchange=ExchangeConfig(powersgd_rank=2, topk_ratio=0.05, topk_momentum=0.9, topk_warmup_steps=100))
     said = {name: create(name, config).describe() for name in names()}
     assert said == {"none": "none", "fp16": "fp16", "bf16": "bf16", "int8": "int8", "powersgd": "powersgd rank 2",
                     "topk": "topk 5 %, momentum 0.9, warm-up 100 steps", "adasum": "adasum"}

@@ -16,7 +16,7 @@ from hvdtrain import Trainer
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Snapshot, weights
 from hvdtrain.checkpoint.tensors import Spec
 from hvdtrain.commands import checkpoints
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.errors import UserError
 
 
@@ -207,7 +207,8 @@ def test_a_path_that_comes_twice_is_told_apart_as_the_export_does():
 def test_the_file_is_the_one_that_the_end_of_a_training_writes(tmp_path, framework, ema):
     random.seed(3)
     model = make_model(framework)
-    Trainer(config(max_steps=2, out=str(tmp_path / "run"), checkpoint=Checkpoint(), ema=ema)).fit(model, samples(40))
+    Trainer(config(max_steps=2, out=str(tmp_path / "run"), checkpoint=CheckpointConfig(), ema=ema)).fit(model,
+                                                                                                        samples(40))
     checkpoints.main([str(tmp_path / "run"), "--export", str(tmp_path), *(["--average"] if ema else [])])
     got = load_file(str(tmp_path / "model.safetensors"))
     want = load_file(str(tmp_path / "run" / "model" / "model.safetensors"))

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hvdtrain.config import Config, Data, Exchange, Named, Schedule  # noqa: F401
+from hvdtrain.config import Config, DataConfig, ExchangeConfig, Named, ScheduleConfig  # noqa: F401
 from hvdtrain.commands.migrate.plan import Migration, migrate
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import of_text
 
 
 def looked(text: str, kind: str, ranks: int = 1) -> Migration:
@@ -181,12 +181,12 @@ for epoch in range(1, 2 + 1):
 torch.save(net.module.state_dict(), "m.pt")
 ''', "data_parallel", 4)
     assert found.snippet == '''from hvdtrain import Config, Trainer
-from hvdtrain.config import Data, Named
+from hvdtrain.config import DataConfig, Named
 
 trainer = Trainer(Config(
     epochs=...,
     global_batch=32,
-    data=Data(shuffle=False),
+    data=DataConfig(shuffle=False),
     lr=0.001,
     optimizer=Named("Adam"),
     loss=Named("mse_loss"),
@@ -224,7 +224,7 @@ for epoch in range(args.epochs):
     ("compression=hvd.Compression.none", ["global_batch=BATCH * 2,"], ""),
     ("compression=hvd.Compression.fp16 if args.fp16 else hvd.Compression.none", [], "has compression="),
     ("backward_passes_per_step=3", [], "has backward_passes_per_step=3"),
-    ("op=hvd.Adasum", ["exchange=Exchange(adasum=True),", "import Exchange, Named\n"], ""),
+    ("op=hvd.Adasum", ["exchange=ExchangeConfig(adasum=True),", "import ExchangeConfig, Named\n"], ""),
     ("op=hvd.Average", [], ""), ("op=hvd.Sum", [], "DistributedOptimizer has op=hvd.Sum"),
 ])
 def test_horovod_torch(new, parts, named):

@@ -19,7 +19,7 @@ from hvdtrain.commands.launch.job import SupervisedJob, next_number
 from hvdtrain.commands.launch.restart_policy import HostCandidate, cause_of
 from hvdtrain.commands.launch.supervisor import LauncherGroup, Supervisor, SupervisorEnvironment
 
-from hvdtrain.config import Config, DataParallel, Rebalance
+from hvdtrain.config import Config, DataParallelConfig, RebalanceConfig
 from hvdtrain.core import ROOT
 from hvdtrain.reports import launch_history as history
 
@@ -320,7 +320,7 @@ def test_hosts_of_which_nobody_spoke():
 
 def test_a_host_that_is_gone_whole_is_named_and_not_the_rank_that_waited_for_it(supervisor, tmp_path):
     one, _ = supervisor(f"causes.leave('lost', 'rank 0, ended, {pulse.WAITING} a vote', rank=0)", restarts=0)
-    one.around.candidates = lambda where: [HostCandidate(HERE, here=True), HostCandidate(HostSlots("far", 1))]
+    one.environment.candidates = lambda where: [HostCandidate(HERE, here=True), HostCandidate(HostSlots("far", 1))]
     one.run()
     row, = history.read(tmp_path / "run")
     assert (row["cause"], row["rank"], row["host"]) == ("lost", -1, "far")
@@ -354,10 +354,10 @@ def test_the_words_of_an_attempt(tmp_path):
     again = job.attempt(2, one, 4)
     assert again == ("train", "--out", str(tmp_path), "--resume", "elsewhere", "--micro_batch", "4", "--shares", "[1]",
                      "--precision", "fp32")
-    zero = SupervisedJob(("train",), tmp_path, Config(data_parallel=DataParallel("zero", 2, [3, 0])), two)
+    zero = SupervisedJob(("train",), tmp_path, Config(data_parallel=DataParallelConfig("zero", 2, [3, 0])), two)
     assert zero.attempt(2, (HostSlots("a", 2),), 0)[-2:] == ("--data_parallel.shards", "[3, 3]")
     assert zero.attempt(2, one, 0)[-2:] == ("--data_parallel.shards", "[1]"), "somebody has to own the state"
-    every = Config(emulate_speed=[1, 0.5], peak_tflops=[300, 2], rebalance=Rebalance(max_micro_batch=[8, 4]))
+    every = Config(emulate_speed=[1, 0.5], peak_tflops=[300, 2], rebalance=RebalanceConfig(max_micro_batch=[8, 4]))
     assert SupervisedJob(("train",), tmp_path, every, two).attempt(2, one, 0)[5:] == (
         "--rebalance.max_micro_batch", "[4]", "--emulate_speed", "[0.5]", "--peak_tflops", "[2]")
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain.config import Config, Data
+from hvdtrain.config import Config, DataConfig
 from hvdtrain.core.errors import ExitCalled, UserError
 from hvdtrain.data import prepare as choose
 from hvdtrain.data.feed import Feed
@@ -58,7 +58,7 @@ class Slow:
 
 
 def pooled(source, workers: int | str = 2, **more):
-    (data, _), words = choose.with_workers(Config(data=Data(workers=workers), **more), 5, (source, None), 3)
+    (data, _), words = choose.with_workers(Config(data=DataConfig(workers=workers), **more), 5, (source, None), 3)
     return data, words
 
 

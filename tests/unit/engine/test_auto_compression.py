@@ -10,13 +10,13 @@ from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.compressors import create
 from hvdtrain.comm.measure.sweep import Sweep
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.events import Event
 from hvdtrain.core.records import stream
 from hvdtrain.engine.callbacks import auto_compression
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
-from hvdtrain.planning.exchange.choice import CompressorChoice, CompressorCost
-from hvdtrain.planning.exchange.link import Link, Traffic
+from hvdtrain.planning.compressor_choice import CompressorChoice, CompressorCost
+from hvdtrain.planning.linear import Link, Traffic
 
 STEPS = WARM_STEPS + WINDOW_STEPS
 
@@ -126,7 +126,7 @@ def test_where_the_wire_hides_it_takes_none(script, capsys):
 
 
 def test_a_margin_of_the_configuration(script):
-    s = script(exchange=Exchange(auto_margin=0.6))
+    s = script(exchange=ExchangeConfig(auto_margin=0.6))
     s.same(100)
     assert s.auto.choice == "none" and "the margin is 60%" in s.run.notes[0]
 
@@ -147,7 +147,7 @@ def test_a_device_that_runs_behind_is_timed_by_the_window(script):
 
 def test_a_warmup_of_topk_passes_before_the_check(script):
     swept = Sweep(SWEPT.links, (SWEPT.costs[0], cost("topk", 0.001, 0.001)), {}, 0.1)
-    s = script(swept=swept, exchange=Exchange(topk_warmup_steps=20))
+    s = script(swept=swept, exchange=ExchangeConfig(topk_warmup_steps=20))
     s.same(100)
     s.same(150, 20 + STEPS - 1)
     assert s.auto.choice == "topk" and not s.auto.settled
@@ -226,9 +226,9 @@ def test_a_real_run_decides_alike_on_all_ranks(size, tmp_path):
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_real_run_changes_its_exchange_between_steps(keep, tmp_path, monkeypatch):
     """The decisions are scripted, and differ on rank 1, which must follow rank 0."""
-    monkeypatch.setattr(auto_compression.choice, "decide", lambda rows, margin: CompressorChoice(
+    monkeypatch.setattr(auto_compression.compressor_choice, "decide", lambda rows, margin: CompressorChoice(
         "powersgd" if threading.current_thread().name == "lockstep-0" else "none", 1.0, "scripted"))
-    monkeypatch.setattr(auto_compression.choice, "verdict", lambda decision, base, measured_s: (
+    monkeypatch.setattr(auto_compression.compressor_choice, "verdict", lambda decision, base, measured_s: (
         (threading.current_thread().name == "lockstep-0") is keep, "scripted too"))
     results = auto_run(2, tmp_path)
     assert results[0] == results[1]

@@ -12,8 +12,8 @@ from fake_run import all_of, make_run, walk
 
 import hvdtrain.engine.callbacks
 from hvdtrain.checkpoint.adapters import state_key_of
-from hvdtrain.config import Checkpoint as CheckpointSettings
-from hvdtrain.config import EarlyStop as EarlyStopSettings
+from hvdtrain.config import CheckpointConfig as CheckpointSettings
+from hvdtrain.config import EarlyStopConfig as EarlyStopSettings
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
 from hvdtrain.core.protocols.run import Outcome

@@ -10,7 +10,7 @@ from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain.checkpoint import CheckpointError, inspect
 from hvdtrain.checkpoint.manifest import TAG, decode_state, encode_state
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.loop import fit as fit_run
@@ -66,7 +66,7 @@ class Keeps(Callback):
 
 
 def small(tmp_path, **changes):
-    return config(out=str(tmp_path / "run"), global_batch=8, checkpoint=Checkpoint(every_steps=3), **changes)
+    return config(out=str(tmp_path / "run"), global_batch=8, checkpoint=CheckpointConfig(every_steps=3), **changes)
 
 
 def test_states_of_numpy_are_resumed(tmp_path):

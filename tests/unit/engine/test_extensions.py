@@ -15,7 +15,8 @@ from hvdtrain.comm import compressors
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.comm.measure.sweep import measure
 from hvdtrain.commands import train
-from hvdtrain.config import Config, Data, EarlyStop, Schedule, Setup, notes, run_length, schema
+from hvdtrain.config import (
+    Config, ConfigContext, DataConfig, EarlyStopConfig, ScheduleConfig, notes, run_length, schema)
 from hvdtrain.config.sections import Unused, key
 from hvdtrain.core import ROOT
 from hvdtrain.core import resolve as slots
@@ -238,7 +239,7 @@ def test_a_callback_among_the_built_in_ones(mine, tmp_path, monkeypatch):
 
 FALL = {"torch": """
 from torch.optim.lr_scheduler import LambdaLR
-from hvdtrain.config.run_length import KINDS, Kind
+from hvdtrain.config.run_length import KINDS, ScheduleKind
 
 
 class Fall(LambdaLR):
@@ -246,7 +247,7 @@ class Fall(LambdaLR):
         super().__init__(optimizer, lambda step: max(0.0, 1 - step / total))
 """, "tensorflow": """
 import keras
-from hvdtrain.config.run_length import KINDS, Kind
+from hvdtrain.config.run_length import KINDS, ScheduleKind
 
 
 class Fall(keras.optimizers.schedules.LearningRateSchedule):
@@ -265,8 +266,8 @@ class Fall(keras.optimizers.schedules.LearningRateSchedule):
 def test_a_schedule(framework, mine, tmp_path, monkeypatch):
     """Its length follows from the run, and one that was made for a shorter run is refused at a resume."""
     monkeypatch.setattr(run_length, "KINDS", dict(run_length.KINDS))
-    mine.write_text(FALL[framework] + '\n\nKINDS["Fall"] = Kind(ends=("total",), fills=True)\n')
-    asked = Schedule(f"{mine}:Fall")
+    mine.write_text(FALL[framework] + '\n\nKINDS["Fall"] = ScheduleKind(ends=("total",), fills=True)\n')
+    asked = ScheduleConfig(f"{mine}:Fall")
     setting = config(global_batch=8, max_steps=3, out=str(tmp_path / "run"), schedule=asked)
     run = solo(setting, make_model(framework), samples(24))
     assert run.parts.optimizer.learning_rate() == pytest.approx(setting.lr)
@@ -285,7 +286,7 @@ def test_a_metric(mine, tmp_path, monkeypatch):
         name = mine.with_name(f"mine{epochs}.py")
         name.write_text(f"from hvdtrain.backends.pairs import METRICS, Metric\n\n{rises}\n\n{facts}")
         setting = config(global_batch=24, epochs=4, eval_every=1, out=str(tmp_path / f"{epochs}"),
-                         metrics=[f"{name}:rises"], early_stop=EarlyStop(f"{name}:rises", patience=1))
+                         metrics=[f"{name}:rises"], early_stop=EarlyStopConfig(f"{name}:rises", patience=1))
         run = fitted(solo(setting, make_model("torch"), (samples(24), samples(24))))
         assert run.state.cursor.epoch == epochs
         pairs.METRICS.pop("rises", None)
@@ -351,7 +352,7 @@ def test_what_is_not_finite_between_two_meetings_is_told_at_the_next(mine, tmp_p
         told.append((run.state.cursor.step, list(run.state.outcome.bad_ranks), run.state.stop))
 
     setting = config(global_batch=8, max_steps=6, out=str(tmp_path / "run"), data_parallel=f"{mine}:seldom",
-                     data=Data(shuffle=False, prefetch=0))
+                     data=DataConfig(shuffle=False, prefetch=0))
     lockstep(2, setting, lambda rank: make_model("numpy"), (x, y), work)
     short = replace(setting, max_steps=2, out=str(tmp_path / "short"))
     lockstep(2, short, lambda rank: make_model("numpy"), (x, y), work)
@@ -416,7 +417,7 @@ def test_a_key_is_known_everywhere(monkeypatch):
     assert "check_tea_every" in schema.affecting(More, "nothing") and "spoons" not in schema.affecting(More, "nothing")
     assert schema.per_rank(More(spoons=[1.0, 2.0]))["spoons"] == [1.0, 2.0]
     assert More().quiet().check_tea_every == 9 and More().quiet().eval_every == 0
-    assert notes(Setup(More(check_tea_every=9, spoons=[1.0]))) == ["spoons has no effect: nobody checks"]
+    assert notes(ConfigContext(More(check_tea_every=9, spoons=[1.0]))) == ["spoons has no effect: nobody checks"]
     monkeypatch.setattr(train, "Config", More)
     assert "look after the tea [steps]" in " ".join(train.make_parser().format_help().split())
     spec = importlib.util.spec_from_file_location("generate", ROOT.parent / "docs" / "generate.py")

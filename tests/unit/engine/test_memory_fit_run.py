@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 from small_runs import apart, bits, config, lockstep, make_model, samples, weights
 
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.engine import loop
-from hvdtrain.engine.callbacks import balance
 from hvdtrain.engine import memory_plan as settle
 from hvdtrain.engine import memory_survey as survey
-from hvdtrain.planning.batch.line import Speed
-from hvdtrain.planning.batch.line import Line as Seconds
-from hvdtrain.planning.memory.facts import MeasuredMemory
-from hvdtrain.planning.memory.pass_trace import MemoryLine
+from hvdtrain.engine.callbacks import balance
+from hvdtrain.planning.linear import Line as Seconds, Speed
+from hvdtrain.planning.memory.forecast import MeasuredMemory, MemoryLine
 
 PER_SAMPLE, DATA = 1 << 20, samples(96)
 """Bytes that a pass takes for each sample: so many that the tiny model's own do not count."""
@@ -169,7 +167,7 @@ def test_samples_of_a_stream_that_were_tried_are_trained_on_too(fitting, tmp_pat
 
 
 def test_a_resumed_run_goes_on_with_its_micro_batches_while_they_fit(fitting, tmp_path):
-    auto = replace(SETTINGS, micro_batch="auto", out=str(tmp_path), checkpoint=Checkpoint(at_end=True))
+    auto = replace(SETTINGS, micro_batch="auto", out=str(tmp_path), checkpoint=CheckpointConfig(at_end=True))
     assert [sizes[0] for _, sizes, _ in fitting(auto, [4, 100])] == [4, 12]
     more = replace(auto, resume="auto", max_steps=7)
     assert [set(sizes) for _, sizes, _ in fitting(more, [100, 100])] == [{4}, {12}]

@@ -9,7 +9,7 @@ from hvdtrain.backends.numpy import Ops
 from hvdtrain.cluster.topology import HostRanks, Topology
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.compressors import create as compressor
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import world
 from hvdtrain.core.protocols import ParamSpec
@@ -21,7 +21,7 @@ PARAMS = [ParamSpec("w", (30, 20), "float32"), ParamSpec("b", (20,), "float32")]
 
 def made(size=2, plain_sgd=True, params=PARAMS, others=(), **settings):
     """(the way of data parallelism that is made for ``size`` ranks, its notes)."""
-    options = Exchange(**settings.pop("exchange", {}))
+    options = ExchangeConfig(**settings.pop("exchange", {}))
     control = SimpleNamespace(rank=0, gather=lambda own: [own, *others][:size] if others else [own] * size)
     parts = SimpleNamespace(params=SimpleNamespace(specs=params),
                             optimizer=SimpleNamespace(plain_sgd=lambda: plain_sgd),

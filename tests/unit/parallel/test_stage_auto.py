@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from small_runs import config, lockstep, make_model, samples
 
-from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
 from hvdtrain.core.units import GIB
 from hvdtrain.engine import memory_survey as survey
-from hvdtrain.parallel.data_parallel.room import least_stage
+from hvdtrain.parallel.data_parallel.attach import least_stage
 from hvdtrain.parallel.data_parallel.zero import Zero
 
 NEEDS = [int(15.2 * GIB), 9 * GIB, int(6.4 * GIB)]
 SETTINGS = config(global_batch=24, max_steps=1, optimizer=Named("SGD", {"momentum": 0.9}),
-                  exchange=Exchange(bucket_mb=0.0005), data_parallel=DataParallel("zero", "auto"))
+                  exchange=ExchangeConfig(bucket_mb=0.0005), data_parallel=DataParallelConfig("zero", "auto"))
 
 
 @pytest.mark.parametrize("free, stage, words", [

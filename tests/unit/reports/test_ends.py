@@ -10,11 +10,11 @@ import time
 import pytest
 from small_runs import config, make_model, samples
 
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine import report_page as page
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.reports import survivor
 from hvdtrain.reports.survivor import Writer
 from hvdtrain.trainer import Trainer
@@ -42,7 +42,7 @@ class Fails(Callback):
 
 
 def test_every_save_is_told_with_its_seconds_and_bytes(tmp_path):
-    fit(tmp_path, checkpoint=Checkpoint(every_steps=2, keep=9, at_end=False))
+    fit(tmp_path, checkpoint=CheckpointConfig(every_steps=2, keep=9, at_end=False))
     saved = log(tmp_path / "run", "saved")
     assert [row["at_step"] for row in saved] == [2, 4, 6]
     for row in saved:
@@ -58,7 +58,7 @@ def test_a_save_that_fails_is_told_with_its_reason(tmp_path, monkeypatch):
 
     monkeypatch.setattr("hvdtrain.checkpoint.store.write_snapshot", full)
     with pytest.raises(UserError, match="No space left"):
-        fit(tmp_path, checkpoint=Checkpoint(every_steps=4))
+        fit(tmp_path, checkpoint=CheckpointConfig(every_steps=4))
     saved = log(tmp_path / "run", "saved")
     assert {row["bytes"] for row in saved} == {0} and all("No space left" in row["error"] for row in saved)
     assert log(tmp_path / "run", "failed")[0]["error"].startswith("UserError: the last checkpoint could not be written")
@@ -66,7 +66,7 @@ def test_a_save_that_fails_is_told_with_its_reason(tmp_path, monkeypatch):
 
 def test_a_run_that_fails_says_why_in_its_log(tmp_path):
     with pytest.raises(RuntimeError, match="boom"):
-        fit(tmp_path, Fails(3, RuntimeError("boom")), checkpoint=Checkpoint(every_steps=2))
+        fit(tmp_path, Fails(3, RuntimeError("boom")), checkpoint=CheckpointConfig(every_steps=2))
     (failed,) = log(tmp_path / "run", "failed")
     assert (failed["step"], failed["error"], failed["rank"]) == (3, "RuntimeError: boom", 0)
     assert [row["at_step"] for row in log(tmp_path / "run", "saved")] == [2]  # also one that nobody asked about

@@ -89,9 +89,9 @@ def test_a_death_is_told_in_one_clear_sentence(words, told):
 
 
 def test_a_crash_is_marked_when_it_came_and_not_when_it_was_noticed():
-    one = run_log.Attempt(100.0, 123.0, cause="lost", trained_s=108.0, parts={"notice": 2.0, "kill": 0.5})
+    one = run_log.RunAttempt(100.0, 123.0, cause="lost", trained_s=108.0, parts={"notice": 2.0, "kill": 0.5})
     assert one.fault_s == 120.5
-    assert run_log.Attempt(100.0, 123.0, cause="lost").fault_s == 123.0
+    assert run_log.RunAttempt(100.0, 123.0, cause="lost").fault_s == 123.0
 
 
 def test_a_part_too_small_to_be_seen_is_drawn_all_the_same():
@@ -323,7 +323,7 @@ def test_a_million_points_keep_their_peak():
     y[123_456], y[777_777] = 9.0, np.nan
     x, mean, low, high = curves.thin(np.arange(1_000_000.0), y)
     assert len(x) == curves.MOST and np.nanmax(high) == 9.0 and np.isfinite(mean).all()
-    text = json.dumps(curves.chart("t", "", [curves.Line("a", np.arange(1_000_000.0), y)]).paths)
+    text = json.dumps(curves.chart("t", "", [curves.Series("a", np.arange(1_000_000.0), y)]).paths)
     assert len(text) < 20_000
 
 

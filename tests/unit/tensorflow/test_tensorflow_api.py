@@ -17,7 +17,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import hvdtrain.tensorflow as hvd  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
-from hvdtrain.config import Exchange  # noqa: E402
+from hvdtrain.config import ExchangeConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.buckets import plan_buckets  # noqa: E402
 from hvdtrain.core.protocols import ParamSpec  # noqa: E402
@@ -314,7 +314,7 @@ def test_compression_of_one_tensor():
     with pytest.raises(UserError, match="a single tensor"):
         hvd.Compression.int8.compress(x)
     assert hvd.Compression.topk.of(0.2).made().ratio == 0.2 and hvd.Compression.powersgd.of(2).made().rank == 2
-    assert hvd.Compression.topk.made().ratio == Exchange().topk_ratio
+    assert hvd.Compression.topk.made().ratio == ExchangeConfig().topk_ratio
     for bad in (lambda: hvd.Compression.topk.of(0), lambda: hvd.Compression.powersgd.of(0)):
         with pytest.raises(UserError):
             bad()

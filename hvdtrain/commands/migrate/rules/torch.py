@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,7 +40,7 @@ ASKED = ("rank", "get_rank", "size", "get_world_size", "local_rank", "local_size
 """Calls that stay: code that reads them is the user's to change."""
 SAMPLERS = ("torch.utils.data.distributed", "torch.utils.data.DistributedSampler", "torch.cuda.set_device")
 NO_KEY = "Config has no key for it, or the value cannot be read here"
-SCHEDULE = 'schedule=Schedule("CosineAnnealingLR", {"T_max": 100}, warmup_steps=10), for example'
+SCHEDULE = 'schedule=ScheduleConfig("CosineAnnealingLR", {"T_max": 100}, warmup_steps=10), for example'
 
 
 @dataclass
@@ -128,7 +129,7 @@ def _snippet(draft: TorchDraft) -> str:
     text = "\n".join([f"{names.trainer} = Trainer(Config(", *lines, "))",
                       f"{names.trainer}.fit({draft.model}, {draft.data})"])
     for name in HOMES:
-        text = text.replace(f"{name}(", f"{names[name]}(")
+        text = re.sub(rf"\b{name}\(", lambda _: f"{names[name]}(", text)
     return "\n".join([*names.imports(text), "", text])
 
 
@@ -185,7 +186,7 @@ def _loader(draft: TorchDraft, ranks: int) -> None:
             draft.decide(given, f"the loader has {scan.short(given)}", f"give fit the loader itself: it keeps {word}, "
                          "and global_batch rules the batch size", "Trainer makes its own batches of a dataset")
     if not starred(train) and argument(train, "shuffle", 2) is None and argument(train, "sampler", 3) is None:
-        draft.keys["data"] = "Data(shuffle=False)"
+        draft.keys["data"] = "DataConfig(shuffle=False)"
 
 
 def _optimizer(draft: TorchDraft) -> None:
@@ -282,7 +283,7 @@ def _of_horovod(draft: TorchDraft) -> None:
     scan = draft.scan
     for call in scan.calls("DistributedOptimizer"):
         for word, at, known in (("compression", 2, {"none": "", "fp16": 'compression="fp16"'}),
-                                ("op", None, {"Average": "", "Adasum": "exchange=Exchange(adasum=True)"}),
+                                ("op", None, {"Average": "", "Adasum": "exchange=ExchangeConfig(adasum=True)"}),
                                 ("backward_passes_per_step", 3, {"1": ""})):
             given = argument(call, word, at)
             if given is None:

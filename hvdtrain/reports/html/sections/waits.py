@@ -1,14 +1,14 @@
-"""Who waited for whom."""
+"""Matrix of ranks that waited for other ranks."""
 
 from __future__ import annotations
 
 from hvdtrain.reports.html.blocks import Section, Shades
-from hvdtrain.reports.html.facts import Facts
+from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.shapes import matrix
 from hvdtrain.reports.html.words import duration, percent
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Draw the matrix, where the log names who was waited for."""
     spent = facts.spent
     if not spent.waits:

@@ -115,7 +115,7 @@ def send_shards(channel: Channel, note: dict[str, Any], shards: Sequence[Shard],
     """Send ``shards``, `in_order`, with a JSON-able ``note``; return when all of it has gone. `WaitTimeout`."""
     send_note(channel, {**note, "heads": [list(head(shard)) for shard in shards]}, to)
     for data in packed(shards):
-        _gone(channel.send(data, to, VALUES))
+        _wait_sent(channel.send(data, to, VALUES))
 
 
 def receive_shards(channel: Channel, source: int) -> tuple[dict[str, Any], list[Head], Iterator[np.ndarray]]:
@@ -140,7 +140,7 @@ def receive_note(channel: Channel, source: int) -> dict[str, Any]:
     return note
 
 
-def _gone(handle: Handle) -> None:
+def _wait_sent(handle: Handle) -> None:
     for _ in range(PATIENCE - 1):
         try:
             handle.wait()

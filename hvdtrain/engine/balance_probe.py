@@ -23,7 +23,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
-from hvdtrain.planning.batch.line import Speed, fit, least
+from hvdtrain.planning.linear import Speed, fit, least
 
 
 CONFIRMS = 0.15

@@ -26,7 +26,7 @@ from hvdtrain.engine.callbacks.out_of_memory import mended, repeats, tell
 from hvdtrain.engine.model_changes import check_late, follow, watched
 from hvdtrain.engine.saving import final
 from hvdtrain.engine.weight_checks import blame
-from hvdtrain.parallel.recovery.evaluating import RecoveringEvaluator
+from hvdtrain.parallel.recovery.recovery import RecoveringEvaluator
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run

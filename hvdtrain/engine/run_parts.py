@@ -30,7 +30,7 @@ from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.linear import Line
 
 if TYPE_CHECKING:
     from hvdtrain.comm.wires import Wires

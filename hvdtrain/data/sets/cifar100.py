@@ -142,7 +142,7 @@ def _checked(md5: Any, archive: Path) -> str:
 def _archive(path: str, md5: str, size: int, mtime_ns: int) -> Contents:
     """Verify the archive's ``md5``, then read it."""
     kind = _kind(Path(path).name)
-    with _told(path), open(path, "rb") as file:
+    with _reading(path), open(path, "rb") as file:
         found = _md5(file)
         if found != md5:
             published = " (the published one)" if md5 == PUBLISHED[kind] else ""
@@ -168,11 +168,11 @@ def _unpacked(folder: str) -> Contents:
     for name in _FILES[kind]:
         path = os.path.join(folder, name)
         if os.path.isfile(path):
-            with _told(path), open(path, "rb") as file:
+            with _reading(path), open(path, "rb") as file:
                 if os.fstat(file.fileno()).st_size > _MOST_BYTES:
                     raise ValueError(f"it has more than {_MOST_BYTES} bytes")
                 raw[name] = _decoded(kind, file)
-    with _told(folder):
+    with _reading(folder):
         return _contents(kind, raw)
 
 
@@ -232,7 +232,7 @@ def _md5(file: BinaryIO) -> str:
 
 
 @contextmanager
-def _told(path: str) -> Iterator[None]:
+def _reading(path: str) -> Iterator[None]:
     """Raise a `UserError` that names ``path`` for whatever is wrong with it."""
     try:
         yield

@@ -68,7 +68,7 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
     except BaseException as error:  # noqa: BLE001  (told to the rank, which decides)
         channel.send(("failed", _failure(error)))
         return
-    memory, told = [SharedResults(fd) for fd in slots], set[int]()
+    memory, reported = [SharedResults(fd) for fd in slots], set[int]()
     while True:
         try:
             task, slot, number, indices_n, epoch = channel.recv()
@@ -76,9 +76,9 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
             return
         try:
             arrays = fetch(found[number], indices_n, epoch, setup["seed"])
-            rows = None if number in told else of_data(found[number])
+            rows = None if number in reported else of_data(found[number])
             channel.send(("done", task, memory[slot].write(arrays), rows))
-            told.add(number)
+            reported.add(number)
         except BaseException as error:  # noqa: BLE001
             channel.send(("error", task, _carried(error), None))
 

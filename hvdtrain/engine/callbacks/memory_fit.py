@@ -24,7 +24,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.memory_plan import RankFit, Settling, reckoned
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import T
-from hvdtrain.planning.batch.line import least
+from hvdtrain.planning.linear import least
 
 Reckoned = Callable[[int], int] | None
 

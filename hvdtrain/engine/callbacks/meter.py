@@ -15,7 +15,7 @@ from hvdtrain.cluster.topology import HostRanks
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.linear import Line
 from hvdtrain.planning.batch.meter import AverageStep, Reading, read
 
 SKIPPED_STEPS = 2

@@ -41,7 +41,7 @@ class OutOfMemory(Callback):
 if TYPE_CHECKING:
     from hvdtrain.engine.memory_survey import Scene
     from hvdtrain.engine.run import Run
-    from hvdtrain.planning.memory.facts import MemoryFacts
+    from hvdtrain.planning.memory.forecast import MemoryFacts
 
 MOST = 4
 """Ways out that are named."""

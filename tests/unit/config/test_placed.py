@@ -85,7 +85,7 @@ def test_no_names_at_all_are_no_setting():
 
 
 def test_auto_may_be_one_of_several_by_name():
-    from hvdtrain.parallel.precision.policy import resolve
+    from hvdtrain.parallel.precision import resolve
 
     made, _ = spelled(Config(precision={"old": "fp16", "*": "auto"}), A100, OLD)
     devices = [DeviceFacts("cuda", "NVIDIA A100", "sm_80"), DeviceFacts("cpu", "Xeon", "x86_64")]

@@ -41,7 +41,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Collectives
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision import Precision
 
 _STRIDE = 1_000_003
 """Distance of two ranks' seeds."""

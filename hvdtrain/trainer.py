@@ -227,7 +227,6 @@ class Trainer:
 
 
 def _continue(run: Run) -> None:
-    """Let the next fit train from where the last one stopped for a requeue."""
     state = run.state
     state.requeue, state.interrupted, state.save_due, state.wishes.save = False, False, False, False
     state.stop, state.wishes.stop = "", ""

@@ -88,7 +88,6 @@ class SharedSum:
         return list(sums) if isinstance(sums, (list, tuple)) else [sums]
 
     def _nodes(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add the node, and what packs small gradients for it and unpacks them."""
         vectors: list[tf.Tensor] = []
         for small, (large, _) in zip(self._small, self._parts):
             if small:

@@ -106,7 +106,6 @@ def _check_training(chain: Chain, x: Any) -> None:
 
 
 def _by_blocks(chain: Chain, x: Any, training: bool) -> Any:
-    """Return the output of the blocks, one after the other."""
     for layer in chain.layers:
         layer._clear_losses()
     try:
@@ -150,7 +149,6 @@ def _is_row(model: keras.Model) -> bool:
 
 
 def _owners(model: keras.Model, blocks: Sequence[tuple[str, Any]]) -> dict[int, int]:
-    """Return the block of each variable, by its id."""
     owner: dict[int, int] = {}
     paths = {id(v): v.path for v in model.variables}
     for i, (name, layer) in enumerate(blocks):

@@ -156,7 +156,6 @@ class _Making:
                      compile, facts=facts, batch_weight=self._task.batch_weight)
 
     def _compile(self, remat: Remat | None) -> XlaCompile:
-        """Return the computation through XLA, with the reason if it is ruled out beforehand."""
         config = self._config
         why = ""
         if config.model_parallel > 1:
@@ -170,6 +169,5 @@ class _Making:
         return XlaCompile(why, remat)
 
     def _blocks(self) -> tuple[Any, ...]:
-        """Return the layers that the model file names as its model's blocks."""
         named = self._spec.blocks
         return () if named is None else tuple(layer for _, layer in named(self._spec.model))

@@ -229,7 +229,6 @@ class SplitOptimizer(Optimizer):
 
 
 def _elementwise(own: Any, variables: Sequence[keras.Variable]) -> bool:
-    """Return whether slices of ``variables`` can be updated in place."""
     try:
         check_elementwise(own, variables)
     except UserError:
@@ -267,7 +266,6 @@ def squares(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _by_variable(tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
-    """Return the gradient of each variable from those of the buckets, or as they are without buckets."""
     if not buckets:
         return list(tensors)
     found = {i: grad for bucket, flat_N in zip(buckets, tensors)

@@ -57,7 +57,6 @@ def assign(variable: Any, array: np.ndarray) -> None:
 
 
 def nbytes(variables: Sequence[Any]) -> int:
-    """Return the bytes of the values of ``variables``."""
     return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 

@@ -27,7 +27,6 @@ class Task(task.Task):
     """`hvdtrain.backends.keras.task.Task` that returns tensors, float64 if they come in it, else float32."""
 
     def __call__(self, model: Any, batch: Any, training: bool) -> Pair:
-        """Run the model once on a flat batch of tensors (B, ...)."""
         loss_sum, weight = (tf.cast(v, _wide(v)) for v in map(tf.convert_to_tensor, super().__call__(
             model, batch, training)))
         return loss_sum, weight
@@ -86,7 +85,6 @@ class ClassNumbers:
 
 
 def _output_shape(model: keras.Model) -> tuple[Any, ...] | None:
-    """Return the model's output shape, or None if it is known only once the model is called, or of several tensors."""
     try:
         shape = model.output_shape
     except (AttributeError, ValueError):
@@ -95,7 +93,6 @@ def _output_shape(model: keras.Model) -> tuple[Any, ...] | None:
 
 
 def _wide(x: Any) -> tf.DType:
-    """Return the type a loss is summed in: float64 if it comes in it, else float32."""
     return tf.float64 if getattr(x, "dtype", None) == tf.float64 else tf.float32
 
 

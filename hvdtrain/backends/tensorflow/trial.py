@@ -30,7 +30,6 @@ class Trial:
         self._buffers = VariableCopies(written_in_forward(model))
 
     def __call__(self, batch: Batch) -> list[tf.Tensor]:
-        """Return the gradients, when they are there."""
         random = state.random_arrays(self._model)
         self._buffers.keep()
         try:
@@ -175,7 +174,6 @@ def evaluator_of(model: Any, of_samples: Callable[[Sequence[int], bool], tuple[A
 
 @contextlib.contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Have GPUs multiply float32 in float32."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     wanted = before and not tf.config.list_physical_devices("GPU")
     try:

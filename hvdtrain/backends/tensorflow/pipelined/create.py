@@ -153,7 +153,6 @@ class _Making:
 
 
 def _refuse(model: Any, config: Config) -> None:
-    """Raise `UserError` for settings that exclude a partition over ranks."""
     for key, on in (("sync_batchnorm", config.sync_batchnorm), ("compile: auto", config.compile == "auto")):
         if on:
             raise UserError(f"{key} with a pipeline over ranks and Keras", "one of the two",

@@ -155,7 +155,6 @@ class First(ModelPlaceholder):
     """Placeholder on the rank of the first chunk: `input_of` gets the model's input from it."""
 
     def __call__(self, x: Any, training: bool | None = None) -> Any:
-        """Leave the task."""
         raise _Reached(x)
 
 
@@ -219,5 +218,4 @@ class Runs:
         return self.run(self.ending, self.entered(x) if whole else came, training)
 
     def entered(self, x: Any) -> Crossing:
-        """Return the input of the first block."""
         return Crossing(self._chain.entry(x), [])

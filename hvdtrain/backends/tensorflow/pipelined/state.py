@@ -99,11 +99,9 @@ class Names:
         self._params = _numbers(self.trainable)
 
     def weight(self, variable: keras.Variable) -> str:
-        """Return the name among all weights."""
         return f"{self._weights[id(variable)]:05d}/{variable.path}"
 
     def param(self, variable: keras.Variable) -> str:
-        """Return the name among the trainable variables."""
         return f"{self._params[id(variable)]:05d}/{variable.path}"
 
     def of_optimizer(self, own: Any, variables: Sequence[Any]) -> tuple[list[str], list[Any]]:

@@ -72,7 +72,6 @@ class BackgroundSaver:
 
 
 def _done(step: int, work: Callable[[], None]) -> Outcome:
-    """Call ``work`` and return its outcome."""
     begin, cpu = time.perf_counter(), time.thread_time()
     error = ""
     try:

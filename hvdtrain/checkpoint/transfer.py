@@ -84,7 +84,6 @@ def fetch(control: Control, kept: OpenCheckpoint | None, wants: Sequence[Want], 
 
 
 def _read(kept: OpenCheckpoint | None, row: Sequence[tuple[Want, int, int]], places: Sequence[np.ndarray]) -> None:
-    """Read a round from the files; rank 0's part."""
     for (want, low, _), place in zip(row, places if kept else ()):
         assert kept is not None
         kept.tensors[want.group].read(want.name, want.begin + low, place)

@@ -250,8 +250,7 @@ def _loss(metric: Any, name: str, phase: Phase, samples: float) -> np.ndarray:
 
 
 def _samples(model: Any) -> float:
-    """Return the samples seen since the metrics were reset, 1 where the loss was not tracked."""
-    tracker = getattr(model, "_loss_tracker", None)
+    tracker = getattr(model, "_loss_tracker", None)  # since the metrics were reset; 1 without a tracked loss
     return float(vector(tracker)[1]) or 1.0 if tracker is not None else 1.0
 
 

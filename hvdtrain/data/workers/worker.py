@@ -119,7 +119,6 @@ def generators_kept() -> Iterator[Callable[[], bool]]:
 
 
 def _generators(torch: Any) -> list[bytes]:
-    """Return the states of Python's, numpy's and PyTorch's generator of the CPU."""
     states = [*rng.capture().values(), *([] if torch is None else [torch.get_rng_state().numpy()])]
     return [state.tobytes() for state in states]
 
@@ -219,7 +218,6 @@ def nameless(name: str) -> int:
 
 
 def _unpack(fd: int) -> dict[str, Any]:
-    """Undo `pack`; arrays are copied on write only."""
     mapped: Any = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     held = memoryview(mapped)
     at, n = HEAD.unpack_from(held)
@@ -250,7 +248,6 @@ def _failure(error: BaseException) -> str:
 
 
 def _carried(error: BaseException) -> tuple[bytes, str]:
-    """Return the exception, pickled if possible, and its traceback."""
     text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, SystemExit):
         error = called(error)

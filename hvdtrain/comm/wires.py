@@ -20,7 +20,7 @@ from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ChangesTransport, Collectives, Control, DataParallel, Stage
-from hvdtrain.planning.exchange.wire_choice import TransportJob, candidates, rationed
+from hvdtrain.planning.transport_choice import TransportJob, candidates, rationed
 
 BUILD = "run `python -m hvdtrain build`"
 

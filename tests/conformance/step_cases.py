@@ -22,7 +22,7 @@ from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Config, Named, ScheduleConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision import Precision
 
 CUTS = [((20,), (12,)), ((7, 6), (0,), (19,)), ((1,), (30, 1), (0,))]
 """Micro-batch sizes of each rank."""

@@ -15,8 +15,8 @@ from hvdtrain.comm.measure.sweep import settle, slowest
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.protocols import AllReduce, Array, Collectives, Control, Ops
 from hvdtrain.core.units import MIB, format_number
-from hvdtrain.planning.exchange.link import fit
-from hvdtrain.planning.exchange.wire_choice import MeasuredTransport
+from hvdtrain.planning.linear import fit_link
+from hvdtrain.planning.transport_choice import MeasuredTransport
 
 PIECE = 2 * MIB
 """Bytes of the largest vector that is summed at once."""
@@ -77,7 +77,7 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
         n_points = 1 if nbytes > total else FITTED
         points = [(float(size), _typical(times)) for size, times in seconds[name].items()][-n_points:]
         *times, busy_s, idle_cores = slowest(control, [s for _, s in points] + [_typical(busy[name]), idle[name]])
-        link = fit([(size, s) for (size, _), s in zip(points, times)])
+        link = fit_link([(size, s) for (size, _), s in zip(points, times)])
         found.append(MeasuredTransport(name, link, busy_s / max(times[-1], 1e-9), idle_cores, total))
     return control.bcast(found)
 

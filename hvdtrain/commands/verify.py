@@ -187,7 +187,7 @@ def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_
         if RunDirectory(out).completed is None:
             raise ChildFailed(what, "did not complete", log)
     except ChildFailed as failed:
-        raise failed.told("a run that ends well", f"see its last lines above; {bounds}") from None
+        raise failed.user_error("a run that ends well", f"see its last lines above; {bounds}") from None
     return out
 
 

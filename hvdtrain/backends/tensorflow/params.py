@@ -131,7 +131,6 @@ def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
 
 
 def _as_keras(vector: tf.Variable) -> keras.Variable:
-    """Return a Keras variable around ``vector`` itself."""
     made = keras.Variable(tf.zeros([0], vector.dtype), dtype=keras.backend.standardize_dtype(vector.dtype))
     made._value, made._shape = vector, tuple(vector.shape)
     return made

@@ -254,9 +254,9 @@ def mixed(hosts: Sequence[Facts]) -> Found:
             for kind in dict.fromkeys(str(d["name"]) for d in devices(host)) or {"no GPU": None}:
                 kinds.setdefault(kind, []).append(host["host"])
     if len(kinds) > 1:
-        told = "; ".join(f"{kind} on {', '.join(names)}" for kind, names in kinds.items())
+        each = "; ".join(f"{kind} on {', '.join(names)}" for kind, names in kinds.items())
         everywhere = tuple(dict.fromkeys(name for names in kinds.values() for name in names))
-        yield Problem(NOTE, everywhere, f"different devices: {told}",
+        yield Problem(NOTE, everywhere, f"different devices: {each}",
                       "train with --balance auto, which gives each its part; exchange_device auto moves gradients over "
                       "host memory where device libraries would not")
 

@@ -70,7 +70,7 @@ class SupervisedJob:
                 more += [f"--{name}", ":".join(refit(words, self.first, hosts))]
         return more
 
-    def cut_anew(self, hosts: tuple[HostSlots, ...]) -> str:
+    def partition_change(self, hosts: tuple[HostSlots, ...]) -> str:
         """Return how the model is partitioned over the ranks of ``hosts``, in words; "" where the user's is unchanged.
         """
         if self.config is None or not self.first or not hosts or not cut_over_ranks(self.config):

@@ -254,9 +254,9 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
     """
     if succeeded:
         return "done", "", -1, ""
-    told = sorted((row for row in left if row["kind"] not in ("done", "echo")), key=lambda row: row["time"])
-    if told:
-        one = _origin(told)
+    reports = sorted((row for row in left if row["kind"] not in ("done", "echo")), key=lambda row: row["time"])
+    if reports:
+        one = _origin(reports)
         kind, text = one["kind"], one["text"]
         if kind == "lost" and oom_kills > 0:
             kind, text = "oom", f"the system killed it for memory: {text}"
@@ -272,21 +272,21 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
 
 def silent_hosts(hosts: Sequence[HostSlots], left: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the hosts of whose ranks none has left a cause. Pure."""
-    told, first, silent = {row["rank"] for row in left}, 0, []
+    ranks, first, silent = {row["rank"] for row in left}, 0, []
     for host in hosts:
-        if not told & set(range(first, first + host.slots)):
+        if not ranks & set(range(first, first + host.slots)):
             silent.append(host.name)
         first += host.slots
     return silent
 
 
-def _origin(told: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _origin(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the cause that brought the others about: the first; of ranks lost together, one that did not wait.
 
     A launcher kills the others as soon as it misses one, so that watchers see all of them go, in any order; a rank that
     waited for others then, as `pulse.Seen.words` says, is not the missing one.
     """
-    together = [row for row in told if row["kind"] == "lost" and row["time"] <= told[0]["time"] + TOGETHER_S]
-    if told[0]["kind"] != "lost":
-        return told[0]
-    return next((row for row in together if WAITING not in row["text"]), told[0])
+    together = [row for row in reports if row["kind"] == "lost" and row["time"] <= reports[0]["time"] + TOGETHER_S]
+    if reports[0]["kind"] != "lost":
+        return reports[0]
+    return next((row for row in together if WAITING not in row["text"]), reports[0])

@@ -57,7 +57,8 @@ def test_the_options_of_an_attempt_are_ones_that_train_takes(tmp_path: Path) -> 
         assert (got.pipeline.stages, got.pipeline.depths, got.pipeline.cut) == (
             want.stages, want.depths, want.cut), hosts
         assert len(got.shares) == len(got.pipeline.depths or range(sum(h.slots for h in hosts) // got.pipeline.stages))
-    assert job.cut_anew((A,)) and not job.cut_anew((C, HostSlots("d", 1))) and not job.cut_anew(())
+    assert job.partition_change((A,))
+    assert not job.partition_change((C, HostSlots("d", 1))) and not job.partition_change(())
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())

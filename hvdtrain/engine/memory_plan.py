@@ -15,7 +15,7 @@ from hvdtrain.core.units import KINDS, Footprint, format_bytes
 from hvdtrain.engine import memory_survey
 from hvdtrain.engine.memory_survey import Scene
 from hvdtrain.planning import shards
-from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.linear import LinearTime, fit
 from hvdtrain.planning.memory import options
 from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding
 from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts, peak, scaled
@@ -77,7 +77,7 @@ class Settling:
             self._facts = replace(facts, measured=measured)
         timed = micro and self._remat is not None and self.samples > 0
         self._room = MemoryRoom(self.need, facts.rank.free_bytes, self._costs, self._line()
-                                if timed else Line(0.0, 1e-9))
+                                if timed else LinearTime(0.0, 1e-9))
 
     def need(self, micro_batch: int) -> int:
         """Return the bytes that this rank holds in all with nothing recomputed."""
@@ -143,7 +143,7 @@ class Settling:
         assert self._remat is not None
         self._remat.choose(())
 
-    def _line(self) -> Line:
+    def _line(self) -> LinearTime:
         """Seconds of a micro-batch, by those that were tried for their memory: graphs of these sizes are there."""
         most = self._facts.measured.block_samples
         sizes = sorted({max(1, most // 2), most})

@@ -20,7 +20,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter, meter_of
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch import plan as plans
-from hvdtrain.planning.linear import Line, Speed, least
+from hvdtrain.planning.linear import LinearTime, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
 from hvdtrain.planning.batch.sampler import BatchShares
 
@@ -175,7 +175,7 @@ class Balance(Callback):
             run.note("balance: the checkpoint's plan was made for other ranks, devices or limits; probing anew")
             return False
         config = run.config
-        lines = [Line(*row) for row in self._kept["plan"]["lines"]]
+        lines = [LinearTime(*row) for row in self._kept["plan"]["lines"]]
         self._rebalancer = _controller(run, lines, self._kept["ceilings"], plans.plan(lines, *_work(run)))
         unfit = self._rebalancer.load_state_dict(self._kept["plan"])
         if unfit:
@@ -222,7 +222,7 @@ def _work(run: Run, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceili
     return run.config.global_batch, ceilings_P, balance_plan.least_parts(run), run.config.sync_batchnorm
 
 
-def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plans.BatchPlan) -> Rebalancer:
+def _controller(run: Run, lines_P: list[LinearTime], ceilings_P: list[int], made: plans.BatchPlan) -> Rebalancer:
     """Make the controller that watches plan ``made``."""
     config = run.config
     return Rebalancer(lines_P, config.global_batch, ceilings_P or None, made, config.rebalance.margin,

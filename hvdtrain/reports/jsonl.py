@@ -61,7 +61,6 @@ class Jsonl:
             self._run.note(f"{count(missing, 'record')} of {RunDirectory.LOG} could not be written and are lost")
 
     def _append(self) -> None:
-        """Append the records that wait, oldest first, and keep those that do not go."""
         if not self._waiting:
             return
         try:

@@ -6,13 +6,14 @@ Owns the fields of a line and their words. A line that cannot be written is told
 from __future__ import annotations
 
 import json
-import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import count
 from hvdtrain.core.table import as_text
+from hvdtrain.reports import jsonl
 
 NAME = "history.jsonl"
 
@@ -20,10 +21,7 @@ NAME = "history.jsonl"
 def append(out: Path, record: Mapping[str, Any]) -> str:
     """Add a line to the run's history; return "" or why it could not be written."""
     try:
-        with (out / NAME).open("a+b") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-            torn = file.read(1) not in (b"", b"\n")  # a line that was cut off must not swallow this one
-            file.write(b"\n" * torn + json.dumps(record).encode() + b"\n")
+        jsonl.append(out / NAME, deque([json.dumps(record).encode() + b"\n"]))
     except OSError as error:
         return f"{out / NAME} could not be written: {error.strerror}"
     return ""

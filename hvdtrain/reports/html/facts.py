@@ -230,7 +230,6 @@ def _alive(path: Path, log: Log) -> bool:
 
 
 def _here(environment: Mapping[str, Any]) -> bool:
-    """Return whether rank 0 ran on this host, as far as is known."""
     import platform
 
     first = by_rank(environment.get("hosts"), "", 1)[0]

@@ -81,7 +81,6 @@ def silent(doing: str, columns: int, beat: int) -> list[Styled]:
 
 
 def _pieces(s: Standing, doing: str, brief: bool) -> list[_Piece]:
-    """Return the pieces of the line in order, all that is known."""
     found = [_Piece(2, f"{'ep' if brief else 'epoch'} {min(s.epoch + 1, s.epochs)}/{s.epochs}", "bold")]
     found += [_Piece(4, "", "green", bar=True)] if s.total else []
     found.append(_Piece(9, f"{s.step}/{s.total}" if s.total else f"step {s.step}", ""))
@@ -119,7 +118,6 @@ def _filled(s: Standing, pieces: list[_Piece], room: int) -> list[Styled]:
 
 
 def _cut(styled: list[Styled], columns: int) -> list[Styled]:
-    """Return the first ``columns`` characters."""
     out: list[Styled] = []
     for text, style in styled:
         out.append((text[:columns], style))

@@ -46,7 +46,6 @@ def _loss(loss: float) -> str:
 
 
 def _used(percent: float | None) -> str:
-    """Return the scaling efficiency, where there are several ranks."""
     return "" if percent is None else f"{percent:.0f} % of solo"
 
 
@@ -101,7 +100,6 @@ class _Shown:
         """Hold nothing."""
 
     def _start(self, record: Record, values: dict[str, Any]) -> None:
-        """Remember how far there is to go."""
         self._total, self._epochs = values["steps"], values["epochs"]
         self._remaining = Remaining(self._total)
 
@@ -113,7 +111,6 @@ class PlainProgress(_Shown):
         self.every = f"{seconds} s"
 
     def _step(self, record: Record, v: dict[str, Any]) -> None:
-        """Print the step and the time left."""
         where = f"step {record.step}" + (f"/{self._total}" if self._total else "")
         left_s = self._remaining.after(record.step)
         eta = "" if left_s is None else f"eta {datetime.timedelta(seconds=round(left_s))}"
@@ -121,7 +118,6 @@ class PlainProgress(_Shown):
                   _rate(v["samples_per_s"]), _used(v["percent_of_solo"]), eta)
 
     def _eval(self, record: Record, v: dict[str, Any]) -> None:
-        """Print the metrics of an evaluation."""
         say_parts(f"epoch {v['epoch']}/{self._epochs}", f"step {record.step}", f"test {_metrics(v['metrics'])}",
                   _rate(v["samples_per_s"]))
 
@@ -135,12 +131,10 @@ class ProgressBar(_Shown):
         self._line = line
 
     def _step(self, record: Record, v: dict[str, Any]) -> None:
-        """Move."""
         self._line.show(Standing(record.step, self._total, v["epoch"], self._epochs, v["loss"], v["samples_per_s"],
                                  v["percent_of_solo"], self._remaining.after(record.step)))
 
     def _eval(self, record: Record, v: dict[str, Any]) -> None:
-        """Print the metrics above the line."""
         say_parts(f"epoch {v['epoch']}/{self._epochs}", f"step {record.step}", f"test {_metrics(v['metrics'])}")
 
     def close(self) -> None:

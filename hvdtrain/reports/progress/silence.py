@@ -173,7 +173,6 @@ class Watch:
             self._plain(doing, what, since, now, silent)
 
     def _plain(self, doing: str, what: str, since: float, now: float, silent: bool) -> None:
-        """Print a line, if it is time for one."""
         age_s = now - since
         if self._said:
             silent = age_s >= self._next_s

@@ -17,8 +17,7 @@ from typing import Any, TypeVar, cast
 from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.terminal import say
-from hvdtrain.reports.progress.layout import clock
-from hvdtrain.reports.progress.line import Line, line_terminal
+from hvdtrain.reports.progress.line import Line, clock, line_terminal
 
 SILENT_S = 3.0
 LOOK_S = 0.5

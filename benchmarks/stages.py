@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import standings
-from benchmarks.standings import Times
 from benchmarks.estimates import StepWork
+from benchmarks.standings import Times
 
 HEADERS = ("contender", "wire", "ms a step", "quartiles", "ours to it", "quartiles", "processor ms a step")
 STAGE_HEADERS = ("stage", "rank", "blocks", "busy ms a step", "predicted", "idle %", "predicted", "off by points",

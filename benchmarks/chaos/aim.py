@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.chaos import look
 from benchmarks.chaos.job import Job
 from benchmarks.chaos.look import Eye, Rank
-from benchmarks.chaos.plan import Fault, SAVE, START, STEP
+from benchmarks.chaos.plan import SAVE, START, STEP, Fault
 
 LOOK_S, STEP_LOOK_S = 0.1, 0.002
 """How often processes are looked for, and the step of an attempt that is known: steps may take a few milliseconds."""

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from benchmarks.chaos import cuts, judge, look
 from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.job import Job

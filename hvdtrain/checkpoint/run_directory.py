@@ -92,8 +92,7 @@ class NamedModel(Protocol):
     """A model after which its run's directory is named."""
 
     @property
-    def name(self) -> str:
-        ...
+    def name(self) -> str: ...
 
 
 class TrainingPosition(Protocol):
@@ -111,18 +110,14 @@ class DirectoryRun(Protocol):
     directory: RunOutput
 
     @property
-    def spec(self) -> NamedModel:
-        ...
+    def spec(self) -> NamedModel: ...
 
     @property
-    def state(self) -> TrainingPosition:
-        ...
+    def state(self) -> TrainingPosition: ...
 
-    def note(self, text: str) -> None:
-        ...
+    def note(self, text: str) -> None: ...
 
-    def stopping(self) -> bool:
-        ...
+    def stopping(self) -> bool: ...
 
 
 def ensure_out(run: DirectoryRun) -> Path:
@@ -275,7 +270,6 @@ def _newest(root: Path, name: str) -> Path | None:
 
 
 def _numbered(root: Path, name: str) -> Path:
-    """Make ``root/stem-NNN`` with the next free number."""
     stem, taken = _taken(root, name)
     number = taken[-1] + 1 if taken else 1
     while True:

@@ -121,8 +121,8 @@ def _raise(error: UserError | None) -> None:
 
 def _of_hosts(control: Control, note: str) -> list[str]:
     """Return the different notes of all hosts, by their lowest rank; collective."""
-    said = dict(reversed([row for row in control.gather((control.node, note)) if row[1]]))
-    return [f"host {node}: {text}" for node, text in reversed(said.items())]
+    notes = dict(reversed([row for row in control.gather((control.node, note)) if row[1]]))
+    return [f"host {node}: {text}" for node, text in reversed(notes.items())]
 
 
 def current_control() -> Control | None:

@@ -13,39 +13,23 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from hvdtrain.cluster import boot, horovod
-from hvdtrain.cluster.devices import DeviceFacts, unlike
+from hvdtrain.cluster.devices import DeviceFacts, describe_difference
 from hvdtrain.cluster.machine.cgroup import cpu_quota
 from hvdtrain.cluster.topology import Topology, affinity
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Collectives, Control, DataParallel, GradientSink
-from hvdtrain.planning.exchange.wire_choice import TransportJob, candidates, rationed
+from hvdtrain.core.protocols import ChangesTransport, Collectives, Control, DataParallel, Stage
+from hvdtrain.planning.transport_choice import TransportJob, candidates, rationed
 
 BUILD = "run `python -m hvdtrain build`"
-
-
-class Switching(Protocol):
-    """A data-parallel strategy that can change its transport (`hvdtrain.parallel.data_parallel.replicate`)."""
-
-    def use_wire(self, wire: Collectives) -> str:
-        """Exchange over ``wire`` from the next step on; return in words what starts anew, or ""."""
-        ...
-
-
-class Connected(Protocol):
-    """The model's stage, which hands its gradients to a data-parallel strategy."""
-
-    def connect(self, sink: GradientSink) -> None:
-        """Hand gradients to ``sink`` from the next step on."""
-        ...
 
 
 class ExchangingParts(Protocol):
     """The parts of a model, as the transport sees them."""
 
     @property
-    def stage(self) -> Connected:
+    def stage(self) -> Stage:
         """Stage that runs forward and backward."""
         ...
 
@@ -181,11 +165,11 @@ class Wires:
         wire, lacking = self.get(name)
         if wire is not None and wire is not run.collectives:
             before, run.collectives = run.collectives, wire
-            said = cast(Switching, run.dp).use_wire(wire)
+            note = cast(ChangesTransport, run.dp).use_wire(wire)
             run.parts.stage.connect(run.dp)
             self.give_back(before.name)
-            if said:
-                run.note(said)
+            if note:
+                run.note(note)
         return lacking
 
     def give_back(self, name: str) -> None:
@@ -235,14 +219,14 @@ def over_host(config: Config, devices: Sequence[DeviceFacts], notes: list[str]) 
     """Return whether every rank moves gradients over host memory though some have a GPU; with auto's reason in
     ``notes``.
 
-    auto: where devices differ (`hvdtrain.cluster.devices.unlike`), among which NCCL hangs or is missing. Decided for
+    auto: where devices differ (`describe_difference`), among which NCCL hangs or is missing. Decided for
     the whole job: a rank on the CPU then moves them in the same sequence, without a copy. Pure.
     """
     if config.exchange_device == "device" or all(d.kind == "cpu" for d in devices):
         return False
     if config.exchange_device == "cpu":
         return True
-    reason = unlike(devices)
+    reason = describe_difference(devices)
     if reason:
         notes.append(f"gradients go over host memory: {reason} (exchange_device: device forbids it)")
     return bool(reason)

@@ -43,20 +43,20 @@ def processes(mark: str, variable: str = JOB) -> list[int]:
     return found
 
 
-def signal_all(mark: str, number: int) -> int:
+def signal_all(mark: str, number: int, variable: str = JOB) -> int:
     """Send a signal to every process that carries ``mark``; return their number."""
     count = 0
-    for process in processes(mark):
+    for process in processes(mark, variable):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, number)
             count += 1
     return count
 
 
-def kill_all(mark: str) -> None:
+def kill_all(mark: str, variable: str = JOB) -> None:
     """Kill every process that carries ``mark``."""
     for _ in range(3):  # a process may have started another while it was looked for
-        if not signal_all(mark, signal.SIGKILL):
+        if not signal_all(mark, signal.SIGKILL, variable):
             return
         time.sleep(0.05)
 
@@ -98,7 +98,7 @@ class Child:
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)  # nobody else is in its group
-            kill_all(self.mark)
+            kill_all(self.mark, self.variable)
             self.process.wait()
 
 

@@ -32,11 +32,9 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """Return the number of samples, the same on every rank."""
-        ...
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
         """Return arrays (n, ...) of the samples ``indices_n`` (int64[n], n >= 1), in that order."""
-        ...
 
 
 @runtime_checkable
@@ -48,7 +46,6 @@ class EpochSource(Source, Protocol):
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
         """Return arrays (n, ...) of the samples ``indices_n`` as they are in ``epoch``."""
-        ...
 
 
 class Unreadable(UserError):
@@ -269,7 +266,6 @@ def _takes(function: Callable, name: str) -> bool:
 
 
 def _call(function: Callable, name: str, args: Mapping[str, Any], **ours: Any) -> Any:
-    """Call with the user's ``args`` and ``ours``; `UserError` for an argument that does not fit."""
     kwargs = {**args, **ours}
     try:
         params = inspect.signature(function).parameters
@@ -290,7 +286,6 @@ def _call(function: Callable, name: str, args: Mapping[str, Any], **ours: Any) -
 
 
 def _within_memory(function: Callable, name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Call; report too little memory as the user's mistake."""
     try:
         return function(**kwargs)
     except MemoryError as error:

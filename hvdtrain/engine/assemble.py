@@ -47,11 +47,9 @@ from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline import over_ranks, plan
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
-from hvdtrain.parallel.precision import policy
-from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.recovery.guard import MemoryGuard
-from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.parallel.recovery.schedule import Recovering
+from hvdtrain.parallel.precision import Precision, remarks, resolve
+from hvdtrain.parallel.recovery.attempt import MemoryGuard
+from hvdtrain.parallel.recovery.recovery import Recovering, Recovery
 from hvdtrain.reports import trackers
 
 
@@ -93,7 +91,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     devices = control.gather(backend.device_facts())
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
     mesh = replace(_mesh(config, control), before=before)
-    spelled = compare_ranks.of_copies(config, compare_ranks.spelled_out(config, topology, devices, notes), mesh)
+    spelled = compare_ranks.of_copies(config, compare_ranks.resolved_config(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
     setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)
@@ -195,8 +193,8 @@ def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) 
 
 def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
     """Return what every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
-    names = policy.resolve(str(config.precision), devices)  # whose names have been spelled out
-    notes += policy.remarks(names, devices)
+    names = resolve(str(config.precision), devices)  # whose names have been spelled out
+    notes += remarks(names, devices)
     return Precision(tuple(names), control.rank)
 
 

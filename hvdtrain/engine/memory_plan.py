@@ -15,11 +15,10 @@ from hvdtrain.core.units import KINDS, Footprint, format_bytes
 from hvdtrain.engine import memory_survey
 from hvdtrain.engine.memory_survey import Scene
 from hvdtrain.planning import shards
-from hvdtrain.planning.batch.line import Line, fit
-from hvdtrain.planning.memory import knapsack, options
-from hvdtrain.planning.memory.facts import MemoryFacts, Sharding
-from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts
-from hvdtrain.planning.memory.forecast import forecast
+from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.memory import options
+from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts, peak, scaled
+from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding, forecast
 from hvdtrain.planning.memory.options import Option
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ SEEN_FROM = 1 << 24
 
 @dataclass(frozen=True)
 class RankFit:
-    """What a rank has settled on. ``samples``: its part of a step. ``free``: bytes that it may hold, None: unknown.
+    """Decision of a rank. ``samples``: its part of a step. ``free``: bytes that it may hold, None: unknown.
 
     ``costs``: of the blocks it could recompute, for a micro-batch. ``predicted``, ``measured``: bytes that recomputing
     the chosen ones saved in a trial of ``tried`` samples; 0 where it was none.
@@ -123,7 +122,7 @@ class Settling:
         if self._remat is None:
             return own
         n = measured.block_samples
-        small = knapsack.scaled(measured.blocks, 1.0)
+        small = scaled(measured.blocks, 1.0)
         predicted = sum(cost.saved_bytes for cost in small if cost.name in fit.choice.names)
         shows = not measured.with_gradients or self._scene.device.kind != "cpu" or predicted >= SEEN_FROM
         if not fit.choice.names or not shows:
@@ -132,7 +131,7 @@ class Settling:
         whole = memory_survey.pass_bytes(self._scene, n)
         self._remat.choose(fit.choice.names)
         less = memory_survey.pass_bytes(self._scene, n)
-        return replace(own, predicted=whole - knapsack.peak(small, fit.choice.names, whole), measured=whole - less,
+        return replace(own, predicted=whole - peak(small, fit.choice.names, whole), measured=whole - less,
                        tried=n)
 
     def _worth(self, factor: float) -> None:
@@ -150,7 +149,7 @@ class Settling:
         return fit(sizes, [_seconds(self._scene, n) for n in sizes])
 
 
-def reckoned(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
+def estimator(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
     """Return what this process holds at most, by the samples of a micro-batch, as it is before anything is recomputed.
 
     None where there is ample room, so that nothing more than a small pass has to be measured.

@@ -125,7 +125,7 @@ class DivergenceGuard:
         due = tf.equal(count % self._every, 0) & (count > 0)
         for early in EARLY:
             due |= tf.equal(count, early)
-        _whole(tf.cond(due, lambda: self._compare(count), lambda: tf.constant(False)))
+        _keep_branches(tf.cond(due, lambda: self._compare(count), lambda: tf.constant(False)))
 
     def _compare(self, count: tf.Tensor) -> tf.Tensor:
         assert self._before is not None
@@ -228,7 +228,7 @@ def _eps(dtype: tf.DType) -> float:
     return 2.0 ** -{"float16": 10, "bfloat16": 7}.get(dtype.name, 23)  # fingerprints are float32
 
 
-def _whole(out: tf.Tensor) -> None:
+def _keep_branches(out: tf.Tensor) -> None:
     """Keep the branches of a cond as functions: inlined, each step would pay a switch for each variable."""
     branch = out.op.inputs[0].op if out.op.type == "Identity" else out.op
     if branch.type in ("If", "StatelessIf"):

@@ -12,8 +12,7 @@ from hvdtrain.core.protocols import (
     Buffers, Collectives, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, ParamSpec, Params, Remat, Stage,
     Transform)
 from hvdtrain.data.weighting import LabelWeight
-from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale, Precision
 
 
 @dataclass

@@ -272,5 +272,4 @@ def keep_excluded(optimizer: Any, old_keys: dict[Any, keras.Variable]) -> None:
 
 
 def _short(device: str) -> str:
-    """Return CPU:1 for /CPU:1 and for /job:localhost/replica:0/task:0/device:CPU:1."""
     return device.rpartition("/")[2].removeprefix("device:")

@@ -216,7 +216,7 @@ def optimizer_spec(spec: Any, config: Config) -> OptimizerSpec:
     Where it gives both, groups of the optimizer's own count before those of `parameter_groups`. Errors: `UserError` for
     anything else, and for an optimizer that cannot be made again.
     """
-    named = _named(spec.model)
+    named = {id(p): name for name, p in named_parameters(spec.model) if p.requires_grad}  # of a shared one the first
     kind, settings, groups, frozen = None, dict[str, Any](), list[Group](), dict[str, int]()
     if spec.optimizer is not None:
         made = called(spec, "optimizer", spec.model, config)
@@ -229,11 +229,6 @@ def optimizer_spec(spec: Any, config: Config) -> OptimizerSpec:
         for group in groups:
             _check_values(group, config, kind, settings)
     return OptimizerSpec(_all(groups, named), kind, settings, frozen)
-
-
-def _named(model: torch.nn.Module) -> dict[int, str]:
-    """Return each trained parameter's name by its id; of a shared one the first."""
-    return {id(p): name for name, p in named_parameters(model) if p.requires_grad}
 
 
 def _frozen(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module, first: int = 0) -> dict[str, int]:

@@ -86,7 +86,7 @@ def leave(kind: str, text: str, *, rank: int | None = None, step: int | None = N
 
 
 def withdraw() -> None:
-    """Remove this rank's cause: the process goes on, and another one may come."""
+    """Remove this rank's cause: the process continues, and another cause may come."""
     with contextlib.suppress(Exception):
         where, who = folder(), launch_facts(os.environ).rank
         _left.discard(who)

@@ -269,9 +269,9 @@ class LockstepCollectives(WithoutMemory):
 
         self._sent[self.rank] += (flat_N.size - sent_P[self.rank]) * flat_N.itemsize
         parts = np.split(flat_N.copy(), np.cumsum(sent_P)[:-1])
-        came = self._meeting.meet(self.rank, ("alltoallv", name, (), flat_N.dtype.name), parts, combine)
-        assert came.size == sum(got_P), f"alltoallv {name!r} brought {came.size} elements, not {list(got_P)}"
-        return ReadyHandle(came)
+        received = self._meeting.meet(self.rank, ("alltoallv", name, (), flat_N.dtype.name), parts, combine)
+        assert received.size == sum(got_P), f"alltoallv {name!r} brought {received.size} elements, not {list(got_P)}"
+        return ReadyHandle(received)
 
     def reducescatter(self, flat_N: np.ndarray, name: str) -> ReadyHandle:
         assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"

@@ -345,11 +345,11 @@ def _raw(x: np.ndarray) -> np.ndarray:
 
 def _said(what: str) -> np.ndarray:
     words = what.encode()
-    said = np.zeros(_CALL, np.uint8)
-    said[:8] = np.frombuffer(zlib.crc32(words).to_bytes(8, "little"), np.uint8)
+    call = np.zeros(_CALL, np.uint8)
+    call[:8] = np.frombuffer(zlib.crc32(words).to_bytes(8, "little"), np.uint8)
     words = words[:_CALL - 8]
-    said[8:8 + len(words)] = np.frombuffer(words, np.uint8)
-    return said
+    call[8:8 + len(words)] = np.frombuffer(words, np.uint8)
+    return call
 
 
 def _words(said: np.ndarray) -> str:

@@ -1,7 +1,7 @@
 """Measurement of an exchange: links by kind of call, the compressors' own work, whole plans of buckets.
 
 Every function is collective: the slowest rank's number decides about each turn, and all ranks return the same numbers.
-`hvdtrain.planning.exchange.choice` decides about training.
+`hvdtrain.planning.compressor_choice` decides about training.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hvdtrain.core.protocols import (
     AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.units import KIB, MIB
-from hvdtrain.planning.exchange.choice import CompressorCost, pick_bucket
-from hvdtrain.planning.exchange.link import Link, Traffic, fit
+from hvdtrain.planning.compressor_choice import CompressorCost, pick_bucket
+from hvdtrain.planning.linear import Link, Traffic, fit_link
 
 Work = Callable[[Sequence[Array]], list[Array]]
 
@@ -202,7 +202,7 @@ def measure_links(collectives: Collectives, ops: Ops, control: Control, kinds: S
     for i, kind in enumerate(kinds):
         used_s, = slowest(control, [time.perf_counter() - begin])
         probe = _LinkProbe(collectives, ops, kind)
-        links[kind] = fit(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
+        links[kind] = fit_link(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
     return control.bcast(links)
 
 

@@ -15,8 +15,8 @@ from hvdtrain.comm.measure.sweep import settle, slowest
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.protocols import AllReduce, Array, Collectives, Control, Ops
 from hvdtrain.core.units import MIB, format_number
-from hvdtrain.planning.exchange.link import fit
-from hvdtrain.planning.exchange.wire_choice import MeasuredTransport
+from hvdtrain.planning.linear import fit_link
+from hvdtrain.planning.transport_choice import MeasuredTransport
 
 PIECE = 2 * MIB
 """Bytes of the largest vector that is summed at once."""
@@ -77,7 +77,7 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
         n_points = 1 if nbytes > total else FITTED
         points = [(float(size), _typical(times)) for size, times in seconds[name].items()][-n_points:]
         *times, busy_s, idle_cores = slowest(control, [s for _, s in points] + [_typical(busy[name]), idle[name]])
-        link = fit([(size, s) for (size, _), s in zip(points, times)])
+        link = fit_link([(size, s) for (size, _), s in zip(points, times)])
         found.append(MeasuredTransport(name, link, busy_s / max(times[-1], 1e-9), idle_cores, total))
     return control.bcast(found)
 
@@ -170,20 +170,20 @@ def words(found: Sequence[PairLink], names: Sequence[str]) -> list[str]:
     worst, hosts = slowest_link(found), len(names)
     middle, pairs = others_Bps(worst, found), hosts * (hosts - 1) // 2
     rest = "" if middle is None else f"; median of the others {gbit(middle)}"
-    told = [f"{'the slowest' if len(found) > 1 else 'the only'} pair of hosts: {both(worst, names)}, "
-            f"{gbit(worst.rate_Bps)} in each direction with both busy, latency "
-            f"{format_number(1e6 * worst.latency_s)} us{rest}"]
+    lines = [f"{'the slowest' if len(found) > 1 else 'the only'} pair of hosts: {both(worst, names)}, "
+             f"{gbit(worst.rate_Bps)} in each direction with both busy, latency "
+             f"{format_number(1e6 * worst.latency_s)} us{rest}"]
     if len(found) < pairs:
-        met = [sum(host in link.hosts for link in found) for host in range(hosts)]
-        told.append(f"{len(found)} of {pairs} pairs were measured, each host with {min(met)}"
-                    + (f" to {max(met)}" if max(met) > min(met) else "") + " of the others")
+        counts = [sum(host in link.hosts for link in found) for host in range(hosts)]
+        lines.append(f"{len(found)} of {pairs} pairs were measured, each host with {min(counts)}"
+                     + (f" to {max(counts)}" if max(counts) > min(counts) else "") + " of the others")
     if len(found) > SINGLY:
-        told.append(f"the {SINGLY} slowest pairs are shown; all of them: {gbit(worst.rate_Bps)} to "
-                    f"{gbit(max(link.rate_Bps for link in found))}")
+        lines.append(f"the {SINGLY} slowest pairs are shown; all of them: {gbit(worst.rate_Bps)} to "
+                     f"{gbit(max(link.rate_Bps for link in found))}")
     if max(link.at_once for link in found) > 1:
-        told.append(f"pairs were measured up to {max(link.at_once for link in found)} at a time: what they share, such "
-                    "as a cable between two switches, is divided among them")
-    return told
+        lines.append(f"pairs were measured up to {max(link.at_once for link in found)} at a time: what they share, "
+                     "such as a cable between two switches, is divided among them")
+    return lines
 
 
 def both(link: PairLink, names: Sequence[str]) -> str:

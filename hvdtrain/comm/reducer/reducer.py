@@ -227,7 +227,7 @@ def own_parts(tensors: Sequence[Array], buckets: Sequence[Bucket], rank: int, si
                 yield x[piece]
 
 
-OTHER = "compressor state starts anew: compression, buckets or parameters are others than in the checkpoint"
+OTHER = "compressor state starts from scratch: compression, buckets or parameters differ from the checkpoint's"
 
 
 class CompressorState:
@@ -300,7 +300,7 @@ class CompressorState:
         """Undo `saved`; all starts from scratch for another plan. Returns why, or ""."""
         if "compressor.mark" not in own:
             self.restart()
-            return "compressor state starts anew: the checkpoint has none" if any(self.cells) else ""
+            return "compressor state starts from scratch: the checkpoint has none" if any(self.cells) else ""
         if not np.array_equal(own["compressor.mark"], self._mark()):
             self.restart()
             return OTHER

@@ -133,7 +133,7 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
     """
     compressor = create(name, config)
     if compressor.reductions:
-        raise UserError(f"{name} asks the wire for {', '.join(sorted(compressor.reductions))}",
+        raise UserError(f"{name} asks the transport for {', '.join(sorted(compressor.reductions))}",
                         "a compressor that sums", "correct --compressors")
     parts = 1e3 * np.array(_seconds(compressor, ops, subject, graph, repeats))
     ms = spread(parts.sum(1))
@@ -231,7 +231,9 @@ def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tu
 def main(argv: list[str]) -> int:
     """Run the benchmark; return 0."""
     args = parse(argv)
-    _check_alone()
+    if launch_facts(os.environ).size > 1:
+        raise UserError(f"bench compressors was started on {launch_facts(os.environ).size} ranks",
+                        "one process, which plays all ranks", "leave the launcher out and set --ranks")
     ops, graph, threads = _start(args)
     record.check(args.jsonl)
     environment = record.environment("", 1, "", args.seed, threads, args.framework)
@@ -259,8 +261,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = options.Parser("hvdtrain bench compressors",
                             "Time to encode and decode, bytes sent and error of each gradient "
                             "compressor. One process; the ranks of --ranks are played by it. Encoding is what a "
-                            "compressor does up to its last request to the wire, decoding what it does after the last "
-                            "answer; ms a step is their sum, which is all that can be told in TensorFlow's graph.")
+                            "compressor does up to its last request to the transport, decoding what it does after the "
+                            "last answer; ms a step is their sum, which is all that TensorFlow's graph shows.")
     parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
                         metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
     parser.add_argument("--compressors", type=options.some_of("--compressors", summing), default=",".join(summing),
@@ -286,14 +288,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         help="compute threads; 0: one for each core")
     parser.common(repeats=10)
     return parser.parse(argv)
-
-
-def _check_alone() -> None:
-    """Raise `UserError` under a launcher of several ranks."""
-    size = launch_facts(os.environ).size
-    if size > 1:
-        raise UserError(f"bench compressors was started on {size} ranks", "one process, which plays all ranks",
-                        "leave the launcher out and set --ranks")
 
 
 def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, int]:

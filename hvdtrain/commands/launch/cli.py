@@ -90,12 +90,13 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
     start_s = job.config.control_timeout_s if near and job.config is not None else 0.0
     if not near:
         say(f"rank 0 is on {hosts[0].name}: {job.out} must be the same folder there and here")
-    around = SupervisorEnvironment(launching.command, launching.candidates, launching.placed, say, start_s,
-                    time.time() + limit_s if limit_s else 0.0, tool.flavour == "openmpi", machine.names)
-    around.page = (pages := Writer()).start
+    environment = SupervisorEnvironment(launching.command, launching.candidates, launching.placed, say, start_s,
+                                        time.time() + limit_s if limit_s else 0.0, tool.flavour == "openmpi",
+                                        machine.names)
+    environment.page = (pages := Writer()).start
     say(f"files in {job.out}, by {tool.launcher}")
     try:
-        return Supervisor(job, args.restarts, around).run()
+        return Supervisor(job, args.restarts, environment).run()
     finally:
         pages.end()
 
@@ -186,12 +187,13 @@ class LaunchCommands:
             self.hosts = (HostSlots("localhost", args.np),)
         self.said: set[str] = set()
 
-    def spec(self, hosts: tuple[HostSlots, ...], program: tuple[str, ...], told: Mapping[str, str]) -> LaunchSpec:
-        """Return one launch on exactly ``hosts``; ``told``: variables for the ranks. Prints each note once."""
+    def spec(self, hosts: tuple[HostSlots, ...], program: tuple[str, ...], variables: Mapping[str, str]) -> LaunchSpec:
+        """Return one launch on exactly ``hosts``; ``variables``: variables for the ranks. Prints each note once."""
         args = self.args
         asked = wishes(args, hosts, program, ranks=0 if hosts else args.np, env=tuple(args.env), bind=args.bind,
                        cores_per_rank=args.cores_per_rank, oversubscribe=args.oversubscribe)
-        spec, notes = prepare(asked, dataclasses.replace(self.machine, env={**self.machine.env, **told}), self.tool)
+        machine = dataclasses.replace(self.machine, env={**self.machine.env, **variables})
+        spec, notes = prepare(asked, machine, self.tool)
         for note in notes:
             if note not in self.said:
                 self.said.add(note)
@@ -200,10 +202,10 @@ class LaunchCommands:
         return spec
 
     def command(self, hosts: tuple[HostSlots, ...], program: tuple[str, ...],
-                told: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+                variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return (the launcher's words, its whole environment)."""
-        words, env = LAUNCHERS[self.tool.launcher].command(self.spec(hosts, program, told))
-        return words, laid_over({**self.machine.env, **told}, env)
+        words, env = LAUNCHERS[self.tool.launcher].command(self.spec(hosts, program, variables))
+        return words, laid_over({**self.machine.env, **variables}, env)
 
     def placed(self, hosts: tuple[HostSlots, ...]) -> tuple[HostSlots, ...]:
         """Return ``-np`` ranks on some hosts, fewer where their slots do not suffice; all slots without ``-np``."""

@@ -49,7 +49,7 @@ def show(migration: Migration) -> None:
     for finding in migration.findings:
         say(_shown(finding.text(name)))
     if migration.snippet:
-        say(_shown(f"{name}: to go on from by hand:\n\n{migration.snippet}\n"))
+        say(_shown(f"{name}: code to continue from by hand:\n\n{migration.snippet}\n"))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -163,7 +163,7 @@ def parse(name: str, data: bytes) -> cst.Module:
     problem = _syntax(name, data)
     if problem:
         raise UserError(f"{name} is not Python that can be read: {problem}",
-                        "a script that this Python can compile", "mend it; Python 2 goes through 2to3 first")
+                        "a script that this Python can compile", "fix it; Python 2 goes through 2to3 first")
     try:
         module = cst.parse_module(data)
     except (cst.ParserSyntaxError, RecursionError) as error:

@@ -190,7 +190,7 @@ class PendingMessage(Protocol):
 
 class Carrier(Protocol):
     """Moves whole messages from one rank to another, which say themselves what they are
-    (`hvdtrain.parallel.pipeline.post`).
+    (`hvdtrain.parallel.pipeline.messages`).
 
     A message is the bytes of several arrays, each of which begins at a multiple of 64 in it. Messages of one sender,
     receiver and ``tag`` (0 to 3) come in the order in which they were sent; a rank has one thread that uses it. Each

@@ -13,12 +13,11 @@ from hvdtrain.core.protocols import BlockCost, ParamSpec
 from hvdtrain.core.units import Footprint
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.memory_plan import MemoryPlan
-from hvdtrain.parallel.data_parallel.room import least_stage
+from hvdtrain.parallel.data_parallel.attach import least_stage
 from hvdtrain.planning.memory import options
-from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding, Slots
-from hvdtrain.planning.memory.forecast import forecast
+from hvdtrain.planning.memory.forecast import (
+    MeasuredMemory, MemoryFacts, MemoryTrace, Model, RankMemory, Sharding, Slots, first_copies, forecast, line)
 from hvdtrain.planning.memory.options import Option
-from hvdtrain.planning.memory.pass_trace import MemoryTrace, first_copies, line
 
 SPECS = [ParamSpec(f"layer{i}", (512, 512), "float32") for i in range(8)]
 N = sum(spec.n for spec in SPECS)

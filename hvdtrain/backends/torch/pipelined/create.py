@@ -43,7 +43,7 @@ from hvdtrain.core.protocols import Batch, Collectives, Control, Writable
 from hvdtrain.core.terminal import say
 from hvdtrain.parallel.parts import ModelParts, ReplicaGroup, replicas_of
 from hvdtrain.parallel.pipeline.partition import agree, measured_samples
-from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision import Precision
 from hvdtrain.parallel.recovery.attempt import attempt_halving
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
@@ -195,9 +195,10 @@ class PartMaker(Maker):
         assert self.sample is not None
         random, host = placement.random_arrays(), torch.device("cpu")
         batch = self.sample(samples)
+        turned = tuple(np.roll(array, 1) for array in batch)  # another batch, whose arrays keep their kind
         try:
             with told(self.spec.model, batch), attributes_kept(Modules(self.model)):
-                one, other = (self.placement.tensors(b, host) for b in (batch, _turned(batch)))
+                one, other = (self.placement.tensors(b, host) for b in (batch, turned))
                 if self._source is not None:
                     x = outline.check_outline(self.model, self.named, self.task, one)
                 else:
@@ -259,11 +260,6 @@ class PartMaker(Maker):
         parts = super().parts()
         parts.layout, parts.replicas = self.layout, self.replicas
         return parts
-
-
-def _turned(batch: Batch) -> Batch:
-    """Return another batch: values moved on by one sample, so that each array keeps its kind."""
-    return tuple(np.roll(array, 1) for array in batch)
 
 
 Named = Sequence[tuple[str, torch.nn.Module]]

@@ -15,7 +15,7 @@ import torch
 from hvdtrain.backends.torch import blocks, placement
 from hvdtrain.backends.torch.blocks import Named
 from hvdtrain.backends.torch.buffers import remember
-from hvdtrain.backends.torch.modules import like, tensors_of
+from hvdtrain.backends.torch.modules import flat_bytes, like, tensors_of
 from hvdtrain.backends.torch.pipelined.stage import UNDO
 from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
 from hvdtrain.core import rng
@@ -214,6 +214,5 @@ def _print(block: torch.nn.Module) -> int:
     found = 0
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
         found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        found = zlib.crc32(bits.numpy().tobytes(), found)
+        found = zlib.crc32(flat_bytes(tensor).numpy().tobytes(), found)
     return found

@@ -90,7 +90,7 @@ class Watcher:
     """Whether a rank has come, even if it was gone by then."""
     orphaned_at: float | None = None
     ends_at: float | None = None
-    """When what is left of the job is killed; None: it goes on."""
+    """When what is left of the job is killed; None: it continues."""
 
     def __post_init__(self) -> None:
         self.poll = select.poll()

@@ -129,7 +129,7 @@ class Trainer:
             run = self._assembled(model, data, callbacks, class_weight)
             if run.state.requeue:
                 _continue(run)
-            with report_page.told(run):
+            with report_page.page_at_end(run):
                 self._fit(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
         pulse.at("the script, after fit")

@@ -91,7 +91,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     devices = control.gather(backend.device_facts())
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
     mesh = replace(_mesh(config, control), before=before)
-    spelled = compare_ranks.of_copies(config, compare_ranks.spelled_out(config, topology, devices, notes), mesh)
+    spelled = compare_ranks.of_copies(config, compare_ranks.resolved_config(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
     setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)

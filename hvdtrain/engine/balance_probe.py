@@ -40,7 +40,7 @@ LEAST_REPEATS = 2
 
 @dataclass(frozen=True)
 class Tools:
-    """What a backend offers to a probe: `Step.trial`, samples to try it on, and how it tells of memory."""
+    """Backend functions that a probe calls: `Step.trial`, samples to try it on, and how it tells of memory."""
 
     trial: Callable[[Any], None]
     sample: Callable[[int], Any]

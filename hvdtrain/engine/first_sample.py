@@ -94,12 +94,12 @@ def _check_parts(run: Run, backend: Any) -> list[str]:
         return list(_parts(_samples(feed, MOST), n))
 
     train = agreed(run.control, lambda: read(run.feed), "first sample")
-    written = walked(run, backend, train, True)
+    written = try_stages(run, backend, train, True)
     with _one_sample_refusal(run) as single:
-        written += walked(run, backend, [tuple(array[:1] for array in train[0])] if single else [], True)
+        written += try_stages(run, backend, [tuple(array[:1] for array in train[0])] if single else [], True)
     if (feed := run.eval_feed) is not None:
         test = agreed(run.control, lambda: train if feed.samples is None else read(feed), "first sample")
-        written += walked(run, backend, test, False)
+        written += try_stages(run, backend, test, False)
     return written
 
 
@@ -278,7 +278,7 @@ def turns(layout: Layout) -> list[Turn]:
 
 
 class Walk:
-    """One try of ``batch`` on this rank's chunks; ``batch`` is the same on all ranks of a copy.
+    """A try of ``batch`` on this rank's chunks; ``batch`` is the same on all ranks of a copy.
 
     ``agreeing``: any exception is a `UserError` on every rank.
     """
@@ -347,7 +347,7 @@ class Walk:
             self._came = Cargo(tuple(arrays), tuple(dtypes), form)
 
 
-def walked(run: Run, backend: Any, batches: Sequence[Batch], training: bool) -> list[str]:
+def try_stages(run: Run, backend: Any, batches: Sequence[Batch], training: bool) -> list[str]:
     """Try ``batches`` one after the other and leave everything as it was; collective.
 
     Copies may have unlike many: the others wait. Returns what was written to here, by name.

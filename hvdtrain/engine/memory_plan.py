@@ -34,7 +34,7 @@ SEEN_FROM = 1 << 24
 
 @dataclass(frozen=True)
 class RankFit:
-    """What a rank has settled on. ``samples``: its part of a step. ``free``: bytes that it may hold, None: unknown.
+    """Decision of a rank. ``samples``: its part of a step. ``free``: bytes that it may hold, None: unknown.
 
     ``costs``: of the blocks it could recompute, for a micro-batch. ``predicted``, ``measured``: bytes that recomputing
     the chosen ones saved in a trial of ``tried`` samples; 0 where it was none.
@@ -150,7 +150,7 @@ class Settling:
         return fit(sizes, [_seconds(self._scene, n) for n in sizes])
 
 
-def reckoned(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
+def estimator(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
     """Return what this process holds at most, by the samples of a micro-batch, as it is before anything is recomputed.
 
     None where there is ample room, so that nothing more than a small pass has to be measured.

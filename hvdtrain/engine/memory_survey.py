@@ -45,7 +45,7 @@ GRAPH_PART = 0.6
 
 @dataclass(frozen=True)
 class Scene:
-    """What is looked at: a run's parts, or a setup's, before it trains. ``device``: this rank's `DeviceFacts`.
+    """Objects to measure: a run's parts, or a setup's, before it trains. ``device``: this rank's `DeviceFacts`.
 
     ``cursor``: where the run stands. ``average``: that of its weights, where it keeps one (`hvdtrain.engine.average`).
     """

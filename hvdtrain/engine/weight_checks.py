@@ -163,13 +163,13 @@ def check_trainable(parts: ModelParts) -> None:
 
 def not_finite(parts: ModelParts) -> str:
     """Return the first trainable parameter that is not finite or other weight that is NaN, by name; "" if none is."""
-    names = trained(parts)
+    names = trainable_names(parts)
     model: Mapping[str, Any] = parts.state.state()[0]["model"]
     return next((spoken(n) for n, a in model.items()
                  if has_nan(n, np.asarray(a)) or spoken(n) in names and not finite(n, np.asarray(a))), "")
 
 
-def trained(parts: ModelParts) -> set[str]:
+def trainable_names(parts: ModelParts) -> set[str]:
     """Return the names of the trainable parameters."""
     return {spoken(spec.name) for spec in parts.params.specs}
 
@@ -194,7 +194,7 @@ def _began(parts: ModelParts, found: Origin | None) -> tuple[int, str] | None:
     """Return when and where on this rank of a pipeline a number was first not finite out of finite ones."""
     parts.buffers.discard()
     weight = not_finite(parts)
-    if weight in trained(parts):
+    if weight in trainable_names(parts):
         return -1, f"parameter {weight} itself, since an update before"
     return None if found is None else (found.when, found.what)
 
@@ -216,7 +216,7 @@ def _first_of_copies(copies: Sequence[Sequence[int]], rows: Sequence[tuple[int, 
 
 def _look(parts: ModelParts, batch: StepBatch) -> str:
     """Return where this rank's own part of the step is not finite, or ""."""
-    names = trained(parts)
+    names = trainable_names(parts)
     weight = not_finite(parts)
     if weight in names:
         return f"parameter {weight} itself, since an update before"
@@ -241,7 +241,7 @@ class Diverged(UserError):
 
 @dataclass(frozen=True)
 class FingerprintRows:
-    """What the ranks have gathered, each (P, V): fingerprints at the last good check or the start, now, and norms."""
+    """Rows of all ranks, each (P, V): fingerprints at the last good check or the start, now, and norms."""
 
     before_PV: np.ndarray
     now_PV: np.ndarray

@@ -26,14 +26,14 @@ MOST = 6
 """Buffers that a note names."""
 
 
-class Told(Protocol):
-    """Where what ranks have told each other is read."""
+class AnnouncedState(Protocol):
+    """State of a run that holds the announced messages."""
 
     told: list[Announcement]
 
 
 class BufferedRun(Protocol):
-    """What is needed of a `hvdtrain.engine.run.Run`, which holds a `WrittenState`."""
+    """Members that are needed of a `hvdtrain.engine.run.Run`, which holds a `WrittenState`."""
 
     config: Config
     control: Control
@@ -44,7 +44,7 @@ class BufferedRun(Protocol):
     updated: bool
 
     @property
-    def state(self) -> Told:
+    def state(self) -> AnnouncedState:
         """Return where the run stands."""
         ...
 

@@ -21,7 +21,7 @@ from hvdtrain.engine import balance_probe, machine, memory_survey
 from hvdtrain.engine import memory_plan as plans
 from hvdtrain.engine.callbacks import out_of_memory
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.memory_plan import RankFit, Settling, reckoned
+from hvdtrain.engine.memory_plan import RankFit, Settling, estimator
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import T
 from hvdtrain.planning.linear import least
@@ -112,7 +112,7 @@ class MemoryFit(Callback):
         random = run.parts.state.rank_state()
         try:
             with deadline(run.config.control_timeout_s, "the look at a micro-batch's memory"):
-                found = agreed(run.control, lambda: _looked(run, lambda: reckoned(scene, way)), "memory")
+                found = agreed(run.control, lambda: _looked(run, lambda: estimator(scene, way)), "memory")
         finally:
             run.parts.state.load_rank(random)
         if run.recovery.guard is not None:

@@ -52,7 +52,7 @@ class MeterWindow:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of this rank; ``full``: of a whole global batch, and not the first of its cut, which may trace."""
+    """Step times of this rank; ``full``: of a whole global batch, and not the first of its cut, which may trace."""
 
     step_s: float
     seconds: dict[str, float]

@@ -23,7 +23,7 @@ SKIPPED_STEPS = 2
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """One rank's mean seconds of a full step. ``idle_s``: it waited for stages of its copy between its forwards and
+    """Mean seconds of a full step on a rank. ``idle_s``: it waited for stages of its copy between its forwards and
     backwards; ``after_s``: for others and for the exchange, after them; ``step_s``: all of it, with input and update.
     """
 
@@ -35,7 +35,7 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What all ranks have measured. ``wire_s``: mean seconds of the exchange between copies in a step."""
+    """Times of all ranks. ``wire_s``: mean seconds of the exchange between copies in a step."""
 
     ranks: tuple[StageSeconds, ...]
     steps: int

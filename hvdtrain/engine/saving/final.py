@@ -38,7 +38,7 @@ from hvdtrain.engine import summary
 from hvdtrain.engine.average import averaged
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.saving import callback_states, held_by
-from hvdtrain.engine.weight_checks import trained
+from hvdtrain.engine.weight_checks import trainable_names
 
 NATIVE = {"torch": "model.pt", "tensorflow": "model.keras"}
 """What a whole model is written as besides, by framework."""
@@ -70,7 +70,7 @@ def _export(run: Run, directory: Path) -> list[str]:
         if run.control.rank != 0:
             return []
         if not parted:
-            check_finite(run.parts.state.state(view)[0]["model"], trained(run.parts))
+            check_finite(run.parts.state.state(view)[0]["model"], trainable_names(run.parts))
         with _room_for_the_model(run, directory):
             directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
             return [] if parted else run.parts.state.export(directory)
@@ -156,7 +156,7 @@ def _weights(run: Run) -> list[Shard]:
     assert holders is not None
     held = PartitionedModel(run.control.rank, holders, run.parts.state, among=False)
     shards = in_order(one for one in held.shards(view) if one.group == "model")
-    check_shards(shards, trained(run.parts))
+    check_shards(shards, trainable_names(run.parts))
     return shards
 
 

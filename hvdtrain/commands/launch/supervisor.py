@@ -223,7 +223,8 @@ class Supervisor:
                 before = seen
         if len(self.records) > 1:
             self.environment.say(history.attempts_table(self.records))
-        self.environment.say(f"{history.restarts_sentence(self.records, time.monotonic() - begin)}; files in {self.job.out}")
+        cost = history.restarts_sentence(self.records, time.monotonic() - begin)
+        self.environment.say(f"{cost}; files in {self.job.out}")
         return self.signals.status if decision.status == EXIT_REQUEUE else decision.status
 
     def _decide(self, hosts: Sequence[HostCandidate]) -> Launch | End:

@@ -25,7 +25,7 @@ from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
-from hvdtrain.core.protocols import RunCallback, Collectives, Control, Schedule, Transform
+from hvdtrain.core.protocols import Collectives, Control, RunCallback, Schedule, Transform
 from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say

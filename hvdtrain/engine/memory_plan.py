@@ -17,9 +17,8 @@ from hvdtrain.engine.memory_survey import Scene
 from hvdtrain.planning import shards
 from hvdtrain.planning.linear import Line, fit
 from hvdtrain.planning.memory import options
-from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding
 from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts, peak, scaled
-from hvdtrain.planning.memory.forecast import forecast
+from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding, forecast
 from hvdtrain.planning.memory.options import Option
 
 if TYPE_CHECKING:

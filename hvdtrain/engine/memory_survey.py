@@ -22,16 +22,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 from hvdtrain.planning.memory.fit import peak as peak_with
 from hvdtrain.planning.memory.forecast import (
-    MeasuredMemory,
-    MemoryFacts,
-    MemoryLine,
-    MemoryTrace,
-    Model,
-    RankMemory,
-    Sharding,
-    first_copies,
-    line,
-)
+    MeasuredMemory, MemoryFacts, MemoryLine, MemoryTrace, Model, RankMemory, Sharding, first_copies, line)
 
 
 PARTS = (8, 4)

@@ -20,7 +20,7 @@ from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.core.protocols import RunCallback, ChangesTransport, Collectives, Control, DataParallel, Schedule
+from hvdtrain.core.protocols import ChangesTransport, Collectives, Control, DataParallel, RunCallback, Schedule
 from hvdtrain.core.protocols.run import RunSaver
 from hvdtrain.core.protocols.types import Announcement, StepBatch
 from hvdtrain.core.records.stream import RecordStream

@@ -20,9 +20,9 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter, meter_of
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch import plan as plans
-from hvdtrain.planning.linear import Line, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
 from hvdtrain.planning.batch.sampler import BatchShares
+from hvdtrain.planning.linear import Line, Speed, least
 
 VERIFY_ROUNDS = 4
 """Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""

@@ -15,8 +15,8 @@ from hvdtrain.cluster.topology import HostRanks
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
-from hvdtrain.planning.linear import Line
 from hvdtrain.planning.batch.meter import AverageStep, Reading, read
+from hvdtrain.planning.linear import Line
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""

@@ -23,7 +23,7 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config, ScheduleConfig, cut_over_ranks, run_length, schema
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Before
-from hvdtrain.core.protocols import RunCallback, Control
+from hvdtrain.core.protocols import Control, RunCallback
 from hvdtrain.core.protocols.run import Head, Want
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute

@@ -1,7 +1,6 @@
-"""Agreement of the ranks on unused parameters: those to which no sample of the global batch gave a gradient.
+"""Agreement of the ranks on unused parameters, to which no sample of the global batch gave a gradient.
 
-Owns the agreed set and the exchange that finds it. A parameter without a gradient is not updated: weight decay,
-momentum and the optimizer's state leave it alone, as in one process (`hvdtrain.core.protocols.Optimizer.step`).
+Unused parameters are not updated, as in one process (`hvdtrain.core.protocols.Optimizer.step`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import numpy as np
 
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.linear import LinearTime, fit
 from hvdtrain.planning.batch.plan import BatchDivision, Forecast, Steps, forecast
+from hvdtrain.planning.linear import LinearTime, fit
 
 MOST_STEPS, MOST_NUMBERS, LEAST_KEPT = 256, 16384, 32
 """Steps that are looked at, fewer where ranks are many: so many of all ranks' together, but some at least."""

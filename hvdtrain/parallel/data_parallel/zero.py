@@ -158,7 +158,7 @@ class Zero(Reducing):
         self._open, self._waiting, self._slices, self._squares = {}, {}, {}, None
         self.waited_s, self._broken = 0.0, False
         if self.gathers == LAID_OUT:
-            memory.settled()
+            memory.end_mapping()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

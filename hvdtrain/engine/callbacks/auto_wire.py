@@ -140,7 +140,7 @@ class AutoWire(Callback):
         threads = max(control.gather(run.topology.cores_of(control.rank) if not run.config.threads
                                      else run.config.threads))
         short = transport_choice.short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
-        self._rows = transport_choice.reckon(measured, nbytes, short)
+        self._rows = transport_choice.estimate(measured, nbytes, short)
         self._decision = control.bcast(transport_choice.decide(self._rows))
         self._take(run, self._decision.name)
         for name in wires.names:

@@ -74,8 +74,8 @@ takes long, as where processor time is rationed, waits so many times as long for
 class MemoryGuard:
     """Refuses a micro-batch that this host has no memory for: the kernel would end the process instead.
 
-    ``local``: ranks of this host, which share what is left. ``estimated``: estimated bytes of this process by samples of
-    a micro-batch; None before one has run. ``held``, ``peak``, ``left``: bytes that it holds, has held at most, can
+    ``local``: ranks of this host, which share what is left. ``estimated``: bytes of this process by samples of a
+    micro-batch; None before one has run. ``held``, ``peak``, ``left``: bytes that it holds, has held at most, can
     still take.
     """
 

@@ -20,7 +20,8 @@ from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.parallel.pipeline.messages import measure_links
 from hvdtrain.parallel.pipeline.plan import CopyPlan, DevicePlan, Planned, span, text
-from hvdtrain.planning.batch.sampler import cut, micro_batches as bounds_of
+from hvdtrain.planning.batch.sampler import cut
+from hvdtrain.planning.batch.sampler import micro_batches as bounds_of
 from hvdtrain.planning.linear import Link
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, evened, micro_samples, slowest, split_micros
 from hvdtrain.planning.pipeline.search import Partition, Task, fullness, search, spread

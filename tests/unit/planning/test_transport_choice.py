@@ -4,21 +4,8 @@ import pytest
 
 from hvdtrain.planning.linear import Link
 from hvdtrain.planning.transport_choice import (
-    MeasuredTransport,
-    TransportCost,
-    TransportJob,
-    WireChoice,
-    better,
-    by_rule,
-    candidates,
-    changed,
-    decide,
-    doubt,
-    rationed,
-    reckon,
-    short_of_cores,
-    table,
-)
+    MeasuredTransport, TransportCost, TransportJob, WireChoice, better, by_rule, candidates, changed, decide, doubt,
+    rationed, reckon, short_of_cores, table)
 
 NO = float("inf")
 

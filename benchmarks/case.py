@@ -26,6 +26,7 @@ from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
+from hvdtrain.core.units import MIB
 
 WAYS = {"replicate": ["--data_parallel", "replicate"],
         "zero2": ["--data_parallel.name", "zero", "--data_parallel.stage", "2"]}
@@ -33,7 +34,6 @@ HEADERS = ("ranks", "way", "global batch", "samples/s", "epoch min", "memory a r
            "ZeRO-2 saves %")
 NOTE = "{against}. Exchange: part of the time in which every rank stands in exchanges, ZeRO's of parameters " \
        "included; what is hidden behind computing is not in it"
-MIB = 1 << 20
 
 Key = tuple[int, str]
 """(ranks, way)."""

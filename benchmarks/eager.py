@@ -18,7 +18,8 @@ from hvdtrain.commands.bench import options
 from hvdtrain.commands.bench.session import Session, open_session, records
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.table import shown, spread
+from hvdtrain.core.table import spread
+from hvdtrain.core.units import format_number
 
 HEADERS = ("call", "hvdtrain (ms)", "quartiles", "Horovod (ms)", "quartiles", "ratio", "quartiles")
 CALLS = 20
@@ -84,5 +85,6 @@ def cells(row: dict[str, Any]) -> Sequence[str]:
     """A record as a row of the table."""
     told = [row["call"]]
     for key in ("hvdtrain_ms", "horovod_ms", "ratio"):
-        told += [shown(row[key]["median"]), f"{shown(row[key]['p25'])} - {shown(row[key]['p75'])}"]
+        middle, low, high = (format_number(row[key][part]) for part in ("median", "p25", "p75"))
+        told += [middle, f"{low} - {high}"]
     return told

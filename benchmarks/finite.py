@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.workloads import BATCHES, FILES, WORKLOADS, part
 from hvdtrain.commands.bench.options import Parser, one_of, whole
-from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS, part
 from hvdtrain.core.table import spread
 
 

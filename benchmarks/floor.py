@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.peers import Contender
 from benchmarks.standings import Times
+from hvdtrain.core.units import format_bytes
 
 SHARES = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}
 """Compression -> the part of the gradients' bytes that travels."""
@@ -112,7 +113,7 @@ def lines(floor: Floor, times: Times, contenders: Sequence[Contender]) -> list[s
              f"first bucket ready {1e3 * floor.first_s:.2f} ms after a step's begin")
     told = [f"floor of a step over {floor.hosts} hosts: max(compute, first bucket ready + bytes / rate + update)",
             f"  compute {1e3 * floor.compute_s:.2f} ms ({floor.compute_of})", f"  {first}",
-            f"  bytes {floor.sent_bytes / 1e6:.2f} MB that each host sends, fp16 half of them",
+            f"  bytes {format_bytes(floor.sent_bytes)} that each host sends, fp16 half of them",
             f"  rate {8e-9 * floor.rate_Bps:.4f} Gbit/s in each direction ({floor.slowest}, the slowest link over MPI)",
             f"  update {1e3 * floor.update_s:.2f} ms"]
     told += [f"  floor, {TITLES[share]}: {1e3 * floor.seconds(share):.2f} ms" for share in TITLES]

@@ -93,14 +93,14 @@ def files_of(root: str) -> tuple[list[str], list[int]]:
 
 def own(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, Epoch]:
     """Make hvdtrain's own: the set ``folder``, its worker processes and the feed, as a run has them."""
-    from hvdtrain.config import Config, Data
-    from hvdtrain.core.cursor import Cursor
+    from hvdtrain.config import Config, DataConfig
+    from hvdtrain.core.protocols.types import Cursor
     from hvdtrain.data import sources
     from hvdtrain.data.feed import Feed
-    from hvdtrain.data.workers.choose import with_workers
+    from hvdtrain.data.prepare import with_workers
 
     named = {"root": args.root}
-    config = Config(data=Data("folder", named, workers=args.workers), control_timeout_s=600.0)
+    config = Config(data=DataConfig("folder", named, workers=args.workers), control_timeout_s=600.0)
     counted = Counted(sources.resolve("folder", named, "train"), decodes)
     (source,), _ = with_workers(config, SEED, [counted], 1)
     feed = Feed(source, args.batch * control.size, rank=control.rank, size=control.size, seed=SEED, control=control)

@@ -19,12 +19,13 @@ import tempfile
 from typing import Any
 
 from benchmarks.jobs import Job, JobFailed
+from benchmarks.workloads import FILES, WORKLOADS
 from hvdtrain.commands.bench import options, record
-from hvdtrain.commands.bench.workloads import FILES, WORKLOADS
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
+from hvdtrain.core.units import MIB
 
 WAYS = {"replicate": ["--data_parallel", "replicate"],
         "zero1": ["--data_parallel.name", "zero", "--data_parallel.stage", "1"],
@@ -32,7 +33,6 @@ WAYS = {"replicate": ["--data_parallel", "replicate"],
         "remat1": ["--remat", "every:1"], "remat2": ["--remat", "every:2"]}
 HEADERS = ("way", "rank", "peak RSS MiB", "bytes a parameter", "peak PSS MiB", "bytes a parameter", "formula",
            "PSS against replicate")
-MIB = 1 << 20
 
 
 def formula(way: str, ranks: int) -> float:

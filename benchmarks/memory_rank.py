@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.worker import MARK
-from hvdtrain.commands.bench.workloads import FILES, WORKLOADS, Workload
+from benchmarks.workloads import FILES, WORKLOADS, Workload
 
 EVERY_S = 0.005
 """How long the watching thread sleeps between two looks."""

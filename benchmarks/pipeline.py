@@ -17,19 +17,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks import race, stages, standings, throttle
+from benchmarks import estimates, race, stages, standings, throttle
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
+from benchmarks.workloads import WORKLOADS
 from hvdtrain.commands.bench import options, record
-from hvdtrain.commands.bench.workloads import WORKLOADS
-from hvdtrain.config.pipeline import FOR_EACH
+from hvdtrain.config import FOR_EACH
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
-from hvdtrain.planning.pipeline import which
 
 CONTENDERS = {"torch": ("hvdtrain/pipeline", "pipelining"), "tensorflow": ("hvdtrain/pipeline",)}
 ON_HOSTS = {"torch": ("hvdtrain-mpi/pipeline", "pipelining", "hvdtrain-mpi", "ddp"),
@@ -250,7 +249,7 @@ def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> 
             table.note(text)
     work = _work(args, course, spent, own, about) if own and args.link else None
     if work is not None:
-        table.note(f"reckoned: {which.sentence(work)}")
+        table.note(f"reckoned: {estimates.sentence(work)}")
         _compare(plan, found)
     if args.jsonl:
         record.append(args.jsonl, _facts(args, plan, course, about) | {
@@ -258,12 +257,12 @@ def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> 
             "contenders": {name: {**s, "wire": raced.about[name]["wire"], "notes": notes[name]}
                            for name, s in found.items()},
             "idle_by_processor": stages.share_by_processor(each, course.quota) if own else None,
-            "reckoned": which.sentence(work) if work else "", "pipelines": course.pipelines,
+            "reckoned": estimates.sentence(work) if work else "", "pipelines": course.pipelines,
             "missing": [c.name for c in plan.contenders if c.name not in times]})
 
 
 def _work(args: argparse.Namespace, course: Course, spent: Mapping[str, Any], own: str,
-          about: Mapping[str, Any]) -> which.Work:
+          about: Mapping[str, Any]) -> estimates.StepWork:
     return stages.work(spent[own], args.steps, course.pipelines[own], args.micro_batches, about["parameters"],
                        args.link)
 
@@ -273,8 +272,8 @@ def _compare(plan: Plan, found: Mapping[str, Mapping[str, Any]]) -> None:
     ours = {c.cuts: c.name for c in reversed(plan.contenders) if not c.peer and c.name in found}
     if len(ours) == 2:
         cut, whole = (found[ours[cuts]]["median_ms"] for cuts in (True, False))
-        table.note(f"measured: {which.PIPELINE if cut < whole else which.DATA_PARALLEL}: {cut:.0f} ms a step cut over "
-                   f"the ranks, {whole:.0f} ms with whole copies")
+        faster = estimates.PIPELINE if cut < whole else estimates.DATA_PARALLEL
+        table.note(f"measured: {faster}: {cut:.0f} ms a step cut over the ranks, {whole:.0f} ms with whole copies")
 
 
 def how(course: Course) -> str:

@@ -20,9 +20,9 @@ from benchmarks import peers
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender, ours
 from benchmarks.standings import Times
+from benchmarks.workloads import FILES, WORKLOADS
 from hvdtrain.commands.bench import options, record
-from hvdtrain.commands.bench.workloads import FILES, WORKLOADS
-from hvdtrain.config import Config, Rebalance
+from hvdtrain.config import Config, RebalanceConfig
 from hvdtrain.core import ROOT, table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.terminal import say
@@ -125,7 +125,7 @@ def named(text: str) -> list[str]:
 def _check_settings(args: argparse.Namespace, contenders: Sequence[Contender]) -> None:
     """Raise `UserError` for settings that hvdtrain would refuse, before any job is started."""
     exchange = ours.exchange(args.exchange, args.powersgd_rank)
-    rebalance = ours.section(Rebalance, "--rebalance", getattr(args, "rebalance", []))
+    rebalance = ours.section(RebalanceConfig, "--rebalance", getattr(args, "rebalance", []))
     Config(exchange=exchange, rebalance=rebalance).check()
     for contender in contenders:
         if "wire" in contender.options:
@@ -136,7 +136,8 @@ def _check_settings(args: argparse.Namespace, contenders: Sequence[Contender]) -
 def environment(ranks: int, threads: int, env: Mapping[str, str]) -> dict[str, str]:
     """The environment of every job; what hvdtrain's boot would set for itself is set for all."""
     from hvdtrain.cluster.boot import YIELD, should_yield
-    from hvdtrain.cluster.topology import affinity, cpu_quota
+    from hvdtrain.cluster.machine.cgroup import cpu_quota
+    from hvdtrain.cluster.topology import affinity
     from hvdtrain.commands.verify import AS_ROOT
 
     own = {**env, "OMP_NUM_THREADS": str(threads), "TORCH_NCCL_ENABLE_MONITORING": "0",

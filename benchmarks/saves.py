@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.workloads import BATCHES, FILES, WORKLOADS
 from hvdtrain.commands.bench import record
 from hvdtrain.commands.bench.options import Parser, one_of, size, whole
-from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS
 from hvdtrain.core import table
 from hvdtrain.core.table import spread
 from hvdtrain.engine.callbacks.base import Callback
@@ -93,13 +93,14 @@ def _read(run: Run) -> np.ndarray:
 
 
 def _config(args: Any, control: Any, out: Path) -> Any:
-    from hvdtrain.config import Checkpoint, Config, Data, Named
+    from hvdtrain.config import CheckpointConfig, Config, DataConfig, Named
 
     workload = WORKLOADS[args.workload]
-    return Config(model=workload.model(args.framework), model_args=workload.args, data=Data(prefetch=2), epochs=10**6,
+    return Config(model=workload.model(args.framework), model_args=workload.args, data=DataConfig(prefetch=2),
+                  epochs=10**6,
                   global_batch=workload.batch * control.size, optimizer=Named("Adam"),
                   threads=args.threads, out=str(out), metrics=[],
-                  checkpoint=Checkpoint(keep=2, layout=args.layout)).quiet()
+                  checkpoint=CheckpointConfig(keep=2, layout=args.layout)).quiet()
 
 
 def _often(args: Any, control: Any, scratch: Path) -> tuple[list[list[str]], dict[str, Any]]:

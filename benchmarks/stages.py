@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import standings
 from benchmarks.standings import Times
-from hvdtrain.planning.pipeline.which import Work
+from benchmarks.estimates import StepWork
 
 HEADERS = ("contender", "wire", "ms a step", "quartiles", "ours to it", "quartiles", "processor ms a step")
 STAGE_HEADERS = ("stage", "rank", "blocks", "busy ms a step", "predicted", "idle %", "predicted", "off by points",
@@ -104,13 +104,13 @@ def stage_rows(each: Sequence[Mapping[str, Any]], quota: float) -> list[tuple[st
 
 
 def work(spent: Sequence[Sequence[Spent]], steps: int, pipeline: Mapping[str, Any], micro_batches: int,
-         parameters: int, link_bytes_s: float) -> Work:
-    """What `hvdtrain.planning.pipeline.which` compares, as a job measured it; parameters of 4 bytes."""
+         parameters: int, link_bytes_s: float) -> StepWork:
+    """What `benchmarks.estimates` compares, as a job measured it; parameters of 4 bytes."""
     ranks, counted = totals(spent), steps * len(spent)
     own_s = [(rank["compute"] + rank["update"]) / counted for rank in ranks]
     cuts = len(pipeline["blocks"]) - 1
     cargo_bytes = sum(rank["sent"] for rank in ranks) / counted / (2 * cuts * micro_batches)
-    return Work(len(ranks), sum(own_s), 4.0 * parameters, cargo_bytes, micro_batches, link_bytes_s,
+    return StepWork(len(ranks), sum(own_s), 4.0 * parameters, cargo_bytes, micro_batches, link_bytes_s,
                 max(own_s) / sum(own_s))
 
 

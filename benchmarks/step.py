@@ -19,8 +19,8 @@ from benchmarks import floor, peers, race, standings
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
+from benchmarks.workloads import FILES
 from hvdtrain.commands.bench import options, record
-from hvdtrain.commands.bench.workloads import FILES
 from hvdtrain.core import table
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say

@@ -19,8 +19,8 @@ from benchmarks.jobs import JobFailed
 from benchmarks.mixed import Course
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
+from benchmarks.workloads import WORKLOADS
 from hvdtrain.commands.bench import options, record
-from hvdtrain.commands.bench.workloads import WORKLOADS
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals

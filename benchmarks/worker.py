@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import floor, throttle
 from benchmarks.peers import IDLE_S, Cut, Prepared, Setup, contender
-from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS, part
+from benchmarks.workloads import BATCHES, FILES, WORKLOADS, part
 
 MARK = "@hvdtrain-bench "
 """What a line for the parent begins with, after a newline of its own: mpirun may mix the ranks' lines."""
@@ -181,13 +181,13 @@ def _marks(prepared: Prepared, control: Any) -> dict[str, float]:
 def _link(control: Any) -> dict[str, Any] | None:
     """The slowest link between the hosts of the job, over its MPI; None on one host or without MPI. Collective."""
     from hvdtrain.cluster import boot, links
-    from hvdtrain.cluster.pair_links import slowest
+    from hvdtrain.cluster.links import slowest_link
     from hvdtrain.cluster.topology import survey
 
     hosts = survey(control).hosts
     if len(hosts) < 2 or not boot.has_mpi():
         return None
-    worst = slowest(links.measure(boot.mpi_comm(), [host.ranks for host in hosts], LINKS_S))
+    worst = slowest_link(links.measure(boot.mpi_comm(), [host.ranks for host in hosts], LINKS_S))
     a, b = (hosts[place].node for place in worst.hosts)
     return {"hosts": len(hosts), "slowest": f"{a} and {b}", "rate_Bps": worst.rate_Bps, "latency_s": worst.latency_s}
 

@@ -1,5 +1,5 @@
 """Writes docs/config.md from the dataclasses in hvdtrain/config/keys.py, and docs/records.md from
-hvdtrain/core/records/schema.py: ``python docs/generate.py``.
+hvdtrain/core/records.py: ``python docs/generate.py``.
 
 Owns the pages' layout and examples; names, types, units, defaults and meanings are read from the code.
 """
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the scri
 
 from hvdtrain.config import schema, yaml_file as recipe  # noqa: E402
 from hvdtrain.config import Config  # noqa: E402
-from hvdtrain.core.records.schema import EVENTS, VERSION  # noqa: E402
+from hvdtrain.core.records import EVENTS, VERSION  # noqa: E402
 
 PAGE, RECORDS = (Path(__file__).with_name(name) for name in ("config.md", "records.md"))
 
@@ -96,7 +96,7 @@ HEAD = "| key | type | default | unit | meaning |\n|---|---|---|---|---|\n"
 
 
 RECORDS_INTRO = """\
-<!-- Made by docs/generate.py from hvdtrain/core/records/schema.py; change it there. -->
+<!-- Made by docs/generate.py from hvdtrain/core/records.py; change it there. -->
 # Records
 
 What happens in a run is told as records. Each has an `event`, the `step` (how many have ended), the `time` (unix

@@ -14,7 +14,7 @@ from hvdtrain.core.aliases import OldNames
 if TYPE_CHECKING:
     from hvdtrain.config import Config as Config
     from hvdtrain.config import Named as Named
-    from hvdtrain.config import Schedule as Schedule
+    from hvdtrain.config import ScheduleConfig as Schedule
     from hvdtrain.core.errors import UserError as UserError
     from hvdtrain.engine.callbacks.base import Callback as Callback
     from hvdtrain.trainer import Trainer as Trainer

@@ -1,7 +1,6 @@
 """The public `Trainer`: fit, evaluate, save, restore over `hvdtrain.engine.assemble` and `hvdtrain.engine.loop`.
 
-What `keras.Model.fit` takes beside model and data (callbacks, class weights, nested inputs) is handed on here to
-`hvdtrain.keras`, which is imported for a Keras model alone.
+Owns the arguments of `keras.Model.fit` besides model and data: callbacks, class weights, nested inputs.
 """
 
 from __future__ import annotations
@@ -25,29 +24,26 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import Interrupted, UserError, nearest
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.resolve import paths_from
+from hvdtrain.core.timeline import active
 from hvdtrain.data.workers.worker import refuse_inside
-from hvdtrain.engine import loop, summary
+from hvdtrain.engine import loop, report_page, summary
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.average import leave_final, training_weights
+from hvdtrain.engine.build_model import eval_feed
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.history import History
-from hvdtrain.engine.ends import page
-from hvdtrain.engine.feeds import eval_feed
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import session
 from hvdtrain.engine.saving.final import export
-from hvdtrain.reports.ends.words import failure
 from hvdtrain.reports.progress import silence
+from hvdtrain.reports.survivor import failure
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def _from_home(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
-    """Take relative paths of the configuration from the directory in which the Trainer was made.
-
-    User code may change the current directory: it would divide the files of one run.
-    """
+    """Resolve relative paths from the Trainer's first directory: user code may change it during a run."""
     @wraps(method)
     def call(self: Trainer, *args: P.args, **kwargs: P.kwargs) -> R:
         with paths_from(self._home):
@@ -58,7 +54,7 @@ def _from_home(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concate
 
 @dataclass(frozen=True)
 class Result:
-    """What a fit ended with; the same on every rank.
+    """Result of a fit; the same on every rank.
 
     ``loss``: of the last step that was not skipped. ``metrics``: of the final model, which is in memory and in
     ``out/model``; ``metrics_at``: the step of its weights. ``samples_per_s``: global. ``out``: the run's directory.
@@ -79,7 +75,7 @@ class Result:
 
 
 class Trainer:
-    """Trains a single-device PyTorch or Keras model on every rank of the job that runs this script.
+    """Train a single-device PyTorch or Keras model on every rank of the job that runs this script.
 
     ::
 
@@ -88,11 +84,11 @@ class Trainer:
         result = Trainer(Config(epochs=3, global_batch=96)).fit(model, ((x, y), (x_test, y_test)))
 
     Run it with ``python``, ``mpirun`` or ``horovodrun``. A `UserError` about configuration, model or data is raised on
-    all ranks alike; an exception that one rank alone meets later, if nothing catches it, ends all of them.
+    all ranks alike; an exception on one rank alone, if nothing catches it, ends all of them.
     """
 
     def __init__(self, config: Config | None = None, **overrides: Any) -> None:
-        """``overrides`` replace top-level keys of ``config``; `UserError` for one that it lacks."""
+        """Replace top-level keys of ``config`` by ``overrides``; `UserError` for a key that it lacks."""
         refuse_inside()
         quiet.watch_import()
         exits.install_hooks(launch_facts(os.environ))  # a mistake in the next lines ends as one in fit would
@@ -133,7 +129,7 @@ class Trainer:
             run = self._assembled(model, data, callbacks, class_weight)
             if run.state.requeue:
                 _continue(run)
-            with page.told(run):
+            with report_page.told(run):
                 self._fit(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
         pulse.at("the script, after fit")
@@ -159,8 +155,8 @@ class Trainer:
             run.record("failed", **failure(error, run.control.rank))
             raise
         finally:
-            for callback in run.callbacks:
-                getattr(callback, "close", _nothing)(run)
+            with active(run.timeline):
+                run.call("close")
             run.records.close(run)
         if run.average is not None and run.average not in run.services.final and not run.state.requeue:
             run.average.hold()
@@ -176,7 +172,7 @@ class Trainer:
     @silence.told
     @_from_home
     def evaluate(self, *, model: Any = None, data: Any = None) -> dict[str, float]:
-        """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
+        """Return exact weighted metrics over the evaluation data, however unevenly sharded; collective."""
         if self.run is None:
             self._evaluates_only = data is not None
             self._assembled(model, data)
@@ -217,7 +213,7 @@ class Trainer:
 
     def _assembled(self, model: Any, data: Any, callbacks: Sequence[Any] = (),
                    class_weight: dict[int, float] | None = None) -> Run:
-        """The run, assembled on first use; one Trainer is one run."""
+        """Return the run, assembled on first use; one Trainer is one run."""
         if self.run is None:
             more = partial(_extras, callbacks=tuple(callbacks), class_weight=class_weight)
             self.run = assemble(_measured(self.config, model), model, _columns(model, data), more=more)
@@ -236,25 +232,21 @@ def _continue(run: Run) -> None:
     state.requeue, state.interrupted, state.save_due, state.wishes.save = False, False, False, False
     state.stop, state.wishes.stop = "", ""
     causes.withdraw()
+    run.call("continued")
     for callback in run.callbacks:
-        getattr(callback, "continued", _nothing)(run)
         if hasattr(callback, "arrays") and hasattr(callback, "load_arrays"):  # Keras' on_train_begin sets them back
             callback.load_arrays(callback.arrays())
             callback.load_state_dict(callback.state_dict())
     run.note(f"fit continues at step {state.cursor.step}, after the requeue")
 
 
-def _nothing(run: Run) -> None:
-    """Stand for a callback's ``close`` or ``continued`` where it has none."""
-
-
 def _is_keras(thing: Any, base: str) -> bool:
-    """Whether ``thing`` is of Keras' class ``base``, without importing Keras."""
+    """Return whether ``thing`` is of Keras' class ``base``, without importing Keras."""
     return any(c.__name__ == base and c.__module__.startswith("keras.") for c in type(thing).__mro__)
 
 
 def _measured(config: Config, model: Any) -> Config:
-    """``config``, whose default metric gives way to what `model.compile` says: for a Keras model, maybe nothing."""
+    """Return ``config`` without the default metric if `model.compile` decides the metrics."""
     if config.metrics != Config().metrics or not _is_keras(model, "Model"):
         return config
     from hvdtrain.backends.keras.compiled import is_compiled
@@ -263,7 +255,7 @@ def _measured(config: Config, model: Any) -> Config:
 
 
 def _columns(model: Any, data: Any) -> Any:
-    """``data`` with the nested x and y of a Keras model laid flat."""
+    """Return ``data`` with the nested x and y of a Keras model flattened."""
     if data is None or not _is_keras(model, "Model"):
         return data
     from hvdtrain.data.layout import named
@@ -272,7 +264,7 @@ def _columns(model: Any, data: Any) -> Any:
 
 
 def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] | None) -> list[Any]:
-    """The user's callbacks as hvdtrain's, after a Keras model was told of its class weights."""
+    """Return the user's callbacks as hvdtrain's; give a Keras model its class weights."""
     model = run.spec.model
     if _is_keras(model, "Model"):
         _tell_keras(run, class_weight)
@@ -296,7 +288,7 @@ def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] |
 
 
 def _by_compile(run: Run) -> bool:
-    """Whether `model.compile` rules the loss, so that its metrics belong to the history."""
+    """Return whether `model.compile` rules the loss, so that its metrics belong to the history."""
     if run.spec.task is not None or run.config.loss.name != "auto" or not _is_keras(run.spec.model, "Model"):
         return False
     from hvdtrain.backends.keras.compiled import is_compiled
@@ -317,8 +309,7 @@ def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:
 
 
 def _write_model(run: Run) -> None:
-    """Write the final model, also where the last checkpoint failed; then raise what failed, on every rank. Collective.
-    """
+    """Write the final model, also where the last checkpoint failed; then raise that failure. Collective."""
     unsaved = run.state.findings.unsaved
     try:
         export(run)

@@ -51,8 +51,9 @@ def short_collections():
 
 @pytest.fixture(autouse=True, scope="session")
 def records_are_documented():
-    """Fail wherever a record is made that `hvdtrain.core.records.schema` does not tell of."""
-    from hvdtrain.core.records import schema, stream
+    """Fail wherever a record is made that `hvdtrain.core.records` does not tell of."""
+    from hvdtrain.core import records as schema
+    from hvdtrain.core.records import stream
 
     def check(record):
         assert not schema.problems(record)

@@ -19,9 +19,9 @@ from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.job import Job
 from benchmarks.chaos.plan import Amounts, draw
 from benchmarks.chaos.space import disk
-from hvdtrain.cluster.launchers.detect import hosts_of
+from hvdtrain.cluster.launchers.prepare import hosts_of
 from hvdtrain.commands import train, verify
-from hvdtrain.core import curve, table
+from hvdtrain.core import comparison, table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -93,10 +93,10 @@ def _report(args: argparse.Namespace, campaigns: Sequence[Campaign], planned: in
     weights = verify.weights_of(reference)
 
     @functools.cache  # it trains once more, in a directory of its own
-    def limit() -> curve.Tolerance:
-        return curve.tolerance(weights, in_parts, verify.parts_of(quiet))
+    def limit() -> comparison.Tolerance:
+        return comparison.tolerance(weights, in_parts, verify.parts_of(quiet))
 
-    def in_parts(parts: int) -> curve.Weights:
+    def in_parts(parts: int) -> comparison.Weights:
         cut = [*quiet, "--accumulate", str(parts), "--micro_batch", "0"]
         return verify.weights_of(verify.completed(f"the undisturbed run in {parts} parts", 1, cut, work
                                                   / f"undisturbed-{parts}-parts", args.timeout, BOUNDS))

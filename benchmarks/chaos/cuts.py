@@ -28,7 +28,7 @@ from benchmarks.chaos.job import Job
 from benchmarks.chaos.judge import Finding
 from benchmarks.chaos.look import Rank
 from benchmarks.chaos.plan import CUT, OUTAGE, RANK, STEP, Fault
-from hvdtrain.cluster.launchers.detect import find, here
+from hvdtrain.cluster.launchers.prepare import find, here
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.core.errors import UserError
 from hvdtrain.reports import launch_history as history

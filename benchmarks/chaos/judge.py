@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.chaos.campaign import Leg, Outcome
 from benchmarks.chaos.plan import KILL, RANK, SAVE, START, STEP
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, read_snapshot
-from hvdtrain.core import curve
+from hvdtrain.core import comparison
 
 HEADERS = ("fault", "planned", "hit", "went on", "seconds, median", "largest", "steps lost, median", "largest")
 MOMENTS = {START: "while it starts", SAVE: "in a save", STEP: "between"}
@@ -46,8 +46,8 @@ def findings(outcomes: Sequence[Outcome], planned: int, trouble: str, legs: Sequ
     return found + [finding for leg in legs for finding in (_samples(leg, reference), _saves(leg))]
 
 
-def same_weights(legs: Sequence[Leg], reference: curve.Weights, load: Callable[[Path], curve.Weights], bits: bool,
-                 limit: Callable[[], curve.Tolerance], caveats: Sequence[str]) -> list[Finding]:
+def same_weights(legs: Sequence[Leg], reference: comparison.Weights, load: Callable[[Path], comparison.Weights],
+                 bits: bool, limit: Callable[[], comparison.Tolerance], caveats: Sequence[str]) -> list[Finding]:
     """Compare every training's final weights with those of a run that nobody disturbed.
 
     ``bits``: they must be equal to the bit. Else ``limit`` (measured only where it is needed) is what they may differ
@@ -56,16 +56,16 @@ def same_weights(legs: Sequence[Leg], reference: curve.Weights, load: Callable[[
     found = []
     for leg in legs:
         weights = load(leg.out)
-        if curve.same_bits(reference, weights):
+        if comparison.same_bits(reference, weights):
             found.append(Finding(True, f"{leg.out.name}: the weights are those of the undisturbed run, to the bit"))
             continue
-        difference, where = curve.largest_difference(reference, weights)
+        difference, where = comparison.largest_difference(reference, weights)
         words = f"{leg.out.name}: the weights differ from the undisturbed run's by {difference:.1e} at most, in {where}"
         if bits:
             found.append(Finding(False, f"{words}, and must not: ranks and shares were held"))
             continue
         tolerance = limit()
-        if difference > tolerance.value and tolerance.noise > curve.MOST:
+        if difference > tolerance.value and tolerance.noise > comparison.MOST:
             found.append(Finding(False, f"{words}, and cannot be judged: this training magnifies rounding to "
                                  f"{tolerance.noise:.1e}; take a smaller lr, fewer --steps, or --hold-ranks"))
         elif difference > tolerance.value and caveats:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.commands.bench.workloads import Workload, part
+from benchmarks.workloads import Workload, part
 from hvdtrain.core.errors import UserError, nearest
 
 Batches = list[tuple[np.ndarray, ...]]

@@ -25,7 +25,7 @@ def prepare(setup: Setup, check_every: int = 200) -> Prepared:
     import tensorflow as tf
 
     import hvdtrain.keras as hvd
-    from hvdtrain.tensorflow.basics import near_wire
+    from hvdtrain.tensorflow.basics import shared_wire
 
     model, loss, optimizer = common.build(setup, setup.begin)
     hvd.init()
@@ -36,7 +36,7 @@ def prepare(setup: Setup, check_every: int = 200) -> Prepared:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int32), logits)  # Keras made them floats
         return tf.reduce_mean(losses, axis=1) if tokens else losses
 
-    wire = "shared" if near_wire(hvd.global_process_set) else "horovod"
+    wire = "shared" if shared_wire(hvd.global_process_set) else "horovod"
     model.compile(hvd.DistributedOptimizer(optimizer, check_every=check_every), mean_loss, jit_compile=False)
     pace = _pace(keras)
     batches = tf.data.Dataset.from_tensor_slices(tuple(np.stack(arrays) for arrays in zip(*setup.batches))).repeat()

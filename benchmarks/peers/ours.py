@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.peers import IDLE_S, Prepared, Setup, tensorflow_common
-from hvdtrain.commands.bench.workloads import LR, MOMENTUM
-from hvdtrain.config import Exchange, Pipeline, Rebalance
+from benchmarks.workloads import LR, MOMENTUM
+from hvdtrain.config import ExchangeConfig, PipelineConfig, RebalanceConfig
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.engine.run import Run
@@ -98,10 +98,10 @@ class _Marks:
         return {key: [step[key] for step in steps] for key in sorted(keys)}
 
 
-def _pipeline(setup: Setup) -> Pipeline:
+def _pipeline(setup: Setup) -> PipelineConfig:
     """The section that cuts the model over all ranks of the job."""
     cut = setup.cut
-    return Pipeline(setup.control.size, cut.order, micro_batches=cut.micro_batches,  # type: ignore[arg-type]
+    return PipelineConfig(setup.control.size, cut.order, micro_batches=cut.micro_batches,  # type: ignore[arg-type]
                     chunks=max(2, cut.chunks), cut=list(cut.names))
 
 
@@ -148,29 +148,29 @@ def _live(run: Run) -> Iterator[Any]:
 
 def _config(setup: Setup, wire: str, compression: str, balance: str, adam: str, compile: str, remat: str) -> Any:
     """The run's configuration: what all contenders share, nothing else changed from its default."""
-    from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
+    from hvdtrain.config import CheckpointConfig, Config, DataConfig, DataParallelConfig, Named
 
     optimizer = Named("Adam") if adam else Named("SGD", {"momentum": MOMENTUM})
-    divided = DataParallel("zero", int(adam[-1])) if adam.startswith("zero") else DataParallel()
+    divided = DataParallelConfig("zero", int(adam[-1])) if adam.startswith("zero") else DataParallelConfig()
 
     return Config(model=setup.workload.model(setup.framework), model_args=setup.workload.args,
-                  data=Data(shuffle=False, prefetch=0), global_batch=setup.batch * setup.control.size,
+                  data=DataConfig(shuffle=False, prefetch=0), global_batch=setup.batch * setup.control.size,
                   seed=setup.seed, lr=LR, optimizer=optimizer, epochs=10**9,
                   data_parallel=divided, collectives=wire, compression=compression,  # type: ignore[arg-type]
                   exchange=exchange(setup.exchange, setup.powersgd_rank),
                   balance=balance, emulate_speed=list(setup.emulate_speed),  # type: ignore[arg-type]
-                  rebalance=section(Rebalance, "--rebalance", ("probe_cache=false", *setup.rebalance)),
-                  checkpoint=Checkpoint(every="off", at_end=False), progress="off", threads=setup.threads,
+                  rebalance=section(RebalanceConfig, "--rebalance", ("probe_cache=false", *setup.rebalance)),
+                  checkpoint=CheckpointConfig(every="off", at_end=False), progress="off", threads=setup.threads,
                   control_timeout_s=IDLE_S, compile=compile, remat=remat,  # type: ignore[arg-type]
                   out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}-{balance}-{adam}-{compile}-{remat}")))
 
 
-def exchange(settings: Sequence[str], powersgd_rank: int) -> Exchange:
+def exchange(settings: Sequence[str], powersgd_rank: int) -> ExchangeConfig:
     """The section of ``--exchange`` words; the rank of powersgd is told apart, since DDP hears of it too."""
     for text in settings:
         if text.partition("=")[0] == "powersgd_rank":
             raise UserError(f"--exchange is {text!r}", "--powersgd_rank, of which DDP hears too", "use that")
-    return section(Exchange, "--exchange", (*settings, f"powersgd_rank={powersgd_rank}"))
+    return section(ExchangeConfig, "--exchange", (*settings, f"powersgd_rank={powersgd_rank}"))
 
 
 def section(kind: Any, option: str, settings: Sequence[str]) -> Any:

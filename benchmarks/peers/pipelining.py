@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.peers import Prepared, Setup
 from benchmarks.peers import torch_common as common
-from hvdtrain.config.pipeline import FOR_EACH
+from hvdtrain.config import FOR_EACH
 
 
 def prepare(setup: Setup) -> Prepared:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import Prepared, Setup
-from hvdtrain.commands.bench.workloads import LR, MOMENTUM
+from benchmarks.workloads import LR, MOMENTUM
 
 
 def build(setup: Setup, prepare: Callable[[], None] = lambda: None) -> tuple[Any, Callable[..., Any], Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import IDLE_S, Prepared, Setup
-from hvdtrain.commands.bench.workloads import LR, MOMENTUM
+from benchmarks.workloads import LR, MOMENTUM
 
 TIMEOUT = timedelta(seconds=IDLE_S)
 """Of the process group."""

@@ -1,4 +1,4 @@
-"""One folder per framework, the same file names in each; this file tells which one a model belongs to.
+"""Decide which framework a model belongs to; one folder per framework, with the same file names in each.
 
 Imports no framework. A backend's package offers ``make_parts``, ``Ops``, ``collectives``, ``stage``,
 ``in_host_memory``, ``device_facts``, ``adapt_data``, ``try_samples`` and ``loss_evaluator``.
@@ -10,13 +10,19 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.core.protocols import Transform
 
 _KERAS = ("keras.src.models.model", "Model")
 _ROOTS = {("torch.nn.modules.module", "Module"): "torch", ("hvdtrain.backends.numpy.model", "Model"): "numpy"}
 BUILT_IN = {"torch": "torch_models.cnn:build", "tensorflow": "tf_models.cnn:build"}
+
+TRANSFORMS = ("placement", "precision", "sync_batchnorm", "compile", "remat")
+"""Files of each backend's ``transforms`` folder in the order of installation; a user's own come last."""
 
 
 def framework_of(model: Any) -> str:
@@ -35,7 +41,7 @@ def framework_of(model: Any) -> str:
 
 
 def keras_backend() -> str | None:
-    """What Keras computes with, or None where it has not been imported; imports nothing."""
+    """Return the backend of Keras, or None where Keras has not been imported; imports nothing."""
     config = getattr(sys.modules.get("keras"), "config", None)
     return None if config is None else str(config.backend())
 
@@ -49,12 +55,12 @@ def _of_keras() -> str:
 
 
 def installed() -> list[str]:
-    """Frameworks that could be imported, PyTorch first; imports none."""
+    """Return the frameworks that could be imported, PyTorch first; imports none."""
     return [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is not None]
 
 
 def built_in_model() -> str:
-    """The built-in recipe's model for the first installed framework."""
+    """Return the built-in recipe's model for the first installed framework."""
     names = installed()
     if not names:
         raise UserError("neither torch nor tensorflow is installed", "one of them",
@@ -82,8 +88,14 @@ def load(framework: str) -> Any:
     return importlib.import_module(f"{__name__}.{framework}")
 
 
+def in_order(**made: Transform | None) -> list[Transform]:
+    """Return the built-in transforms that a model has, by name, in the order of `TRANSFORMS`."""
+    assert set(made) <= set(TRANSFORMS), f"{sorted(set(made) - set(TRANSFORMS))} are not in TRANSFORMS"
+    return [transform for name in TRANSFORMS if (transform := made.get(name)) is not None]
+
+
 def imported() -> list[str]:
-    """Frameworks that this process has imported already.
+    """Return the frameworks that this process has imported already.
 
     Not TensorFlow where Keras computes with another: it serves then for reading data, and no model is built with it.
     """

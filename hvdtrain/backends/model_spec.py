@@ -28,7 +28,7 @@ class Spec:
     ``optimizer(model, config) -> optimizer`` in the framework's own terms; ``buffer_reduction(model) -> {name:
     reduction}`` (`hvdtrain.engine.written_state`), which may also be a method of the model.
 
-    ``rows``: how columns of the data are taken by name (`hvdtrain.data.rows.Rows`), in a run.
+    ``rows``: how columns of the data are taken by name (`hvdtrain.data.rows.ColumnNames`), in a run.
     ``again()``: builds the model once more, to the same initial weights, where a callable built it. ``model`` may be no
     more than an outline without values then (`build_spec`), which `become` replaces.
     """

@@ -1,19 +1,44 @@
-"""Pairs (sum, weight) of a loss or metric: what a model file's ``task`` and ``metrics`` return, looked at.
+"""Pairs (sum, weight) of a loss or metric: the check of what a model file returns, their sums and means.
 
-Owns the look, in the same words on every backend, and the mean of a pair. Knows shapes, no framework.
+Owns also the facts of metrics by name (`METRICS`). Knows shapes, no framework.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from hvdtrain.core.errors import UserError
 
 Pair = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Facts of a metric. ``better``: whether smaller or larger values are."""
+
+    better: Literal["min", "max"] = "min"
+
+
+METRICS = dict.fromkeys(
+    ("accuracy", "acc", "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy",
+     "top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy", "AUC", "Precision", "Recall", "F1Score",
+     "FBetaScore", "R2Score", "PrecisionAtRecall", "RecallAtPrecision", "SensitivityAtSpecificity",
+     "SpecificityAtSensitivity", "IoU", "MeanIoU", "BinaryIoU", "OneHotIoU", "OneHotMeanIoU", "cosine_similarity",
+     "PearsonCorrelation", "ConcordanceCorrelation", "TruePositives", "TrueNegatives"), Metric("max"))
+"""Metrics of PyTorch and Keras that are no losses, by name. A file with a metric of one's own adds a line."""
+
+
+def metric_of(name: str) -> Metric:
+    """Return the facts of metric ``name``, in any case, also of a ``module:callable``; those of a loss if unknown."""
+    def plain(text: str) -> str:
+        return text.rpartition(":")[2].lower().replace("_", "")
+
+    return next((facts for known, facts in METRICS.items() if plain(known) == plain(name)), Metric())
 
 
 def checked_pair(found: Any, origin: str = "task", expected: str = "(loss_sum, weight)") -> Pair:

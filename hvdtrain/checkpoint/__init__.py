@@ -1,25 +1,13 @@
-"""Checkpoints: one directory a step, there whole or not at all, checked to the last byte when read.
+"""Checkpoints: one directory a step, written whole or not at all, verified to the last byte when read.
 
-Owns the format on disk and the order of writing. Knows no framework, no rank and no network: one process
-calls it with named numpy arrays and JSON-able facts; who gathers them, and when, is decided elsewhere.
+Owns the format on disk, the transport of shards and the run's directory; `hvdtrain.engine.saving` decides when to save.
 """
 
 from __future__ import annotations
 
 from hvdtrain.checkpoint.manifest import CheckpointError, FileEntry, Manifest
-from hvdtrain.checkpoint.reading import Kept
-from hvdtrain.checkpoint.snapshot import Snapshot, inspect, read_snapshot, write_snapshot
-from hvdtrain.checkpoint.store import CheckpointStore, Stored
+from hvdtrain.checkpoint.snapshot import OpenCheckpoint, Snapshot, inspect, read_snapshot, write_snapshot
+from hvdtrain.checkpoint.store import CheckpointStore, StoredCheckpoint
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointStore",
-    "FileEntry",
-    "Kept",
-    "Manifest",
-    "Snapshot",
-    "Stored",
-    "inspect",
-    "read_snapshot",
-    "write_snapshot",
-]
+__all__ = ["CheckpointError", "CheckpointStore", "FileEntry", "Manifest", "OpenCheckpoint", "Snapshot",
+           "StoredCheckpoint", "inspect", "read_snapshot", "write_snapshot"]

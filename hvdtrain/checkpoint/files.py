@@ -1,9 +1,7 @@
-"""Files that survive a crash: durable writes, the rename that publishes a directory, what a crash left over.
+"""Write files that survive a crash: write, fsync, rename, under hidden names until then.
 
-Owns the order of write, fsync and rename, and the hidden names used meanwhile. Knows not what it writes.
-
-Two kinds of hidden sibling may outlive a crash. ``.hvdtrain-tmp-*`` is rubbish: unfinished, or on its way
-out. ``.hvdtrain-aside-*`` is an old directory, whole, moved aside while a new one took its name.
+A crash may leave hidden siblings: ``.hvdtrain-tmp-*`` is rubbish; ``.hvdtrain-aside-*`` is an old, whole directory,
+moved aside while a new one took its name.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.checkpoint.manifest import FileEntry
+from hvdtrain.core.units import format_bytes
 
 CHUNK_BYTES = 4 * 2**20
 FOREIGN_STALE_AFTER_S = 24 * 3600.0
@@ -34,7 +33,7 @@ _DIRECTORY_FSYNC_UNKNOWN = (errno.EINVAL, errno.ENOTSUP)
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden directory: its path, ``kind`` "tmp" or "aside", who made it, and the name an aside one had."""
+    """A hidden directory: ``kind`` "tmp" or "aside", its maker, and the name that an aside one had."""
 
     path: Path
     kind: str
@@ -44,7 +43,7 @@ class Leftover:
 
 
 def write_durably(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
-    """Create ``path``, write ``pieces``, fsync; returns size and SHA-256 of what was given. OSError."""
+    """Create ``path``, write ``pieces``, fsync; return size and SHA-256. OSError."""
     digest, size_bytes = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -96,7 +95,6 @@ def read_into(path: Path, offset: int, memory: memoryview) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Make the content of a file durable. OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -105,7 +103,7 @@ def fsync(path: Path) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable; a filesystem that cannot fsync directories is taken as it is."""
+    """Make the names in a directory durable, where the filesystem can."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -127,18 +125,18 @@ def make_directories(path: Path) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return what this process may still write into ``directory``, quotas aside. OSError."""
+    """Return the bytes that this process may write into ``directory``, quotas aside. OSError."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
 def require_space(directory: Path, needed_bytes: int) -> None:
-    """Raise OSError(ENOSPC), in words, where ``directory`` has less than ``needed_bytes`` free."""
+    """Raise OSError(ENOSPC) where ``directory`` has less than ``needed_bytes`` free."""
     free = free_bytes(directory)
     if free < needed_bytes:
         text = (
-            f"not enough space for a checkpoint: {free / 2**20:.1f} MiB free; expected at least "
-            f"{needed_bytes / 2**20:.1f} MiB. Free some space, keep fewer checkpoints, or save elsewhere"
+            f"not enough space for a checkpoint: {format_bytes(free)} free; expected at least "
+            f"{format_bytes(needed_bytes)}. Free some space, keep fewer checkpoints, or save elsewhere"
         )
         raise OSError(errno.ENOSPC, text, str(directory))
 
@@ -152,7 +150,7 @@ def make_temp(parent: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a place for a new file, which becomes ``path``, or replaces it, whole or not at all. OSError."""
+    """Yield a path for a new file, which then replaces ``path`` atomically. OSError."""
     make_directories(path.parent)
     temp = make_temp(path.parent)
     try:
@@ -167,8 +165,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def publish(temp: Path, target: Path) -> None:
     """Give the finished directory ``temp`` the name ``target``; an old one stays until the new is durable.
 
-    On an OSError before the renames are done the old one has its name back. A failing fsync of the parent
-    is raised too: the new one then has its name and the old one stays aside, the disk's state being unknown.
+    On an OSError before the renames are done the old one has its name back. A failing fsync of the parent is raised
+    too: the new one then has its name and the old one stays aside, the disk's state being unknown.
     """
     aside = None
     if os.path.lexists(target):
@@ -195,13 +193,13 @@ def discard(path: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove a temporary directory after a failure, where the first error is the one to hear about."""
+    """Remove a temporary directory after a failure, whose error matters more."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path)
 
 
 def leftovers(parent: Path) -> list[Leftover]:
-    """Hidden directories of this package in ``parent``, by name; links and files are passed over."""
+    """Return the hidden directories of this package in ``parent``, by name, without links and files."""
     found = []
     for name in sorted(os.listdir(parent)):
         match = _HIDDEN.fullmatch(name)
@@ -215,10 +213,7 @@ def leftovers(parent: Path) -> list[Leftover]:
 
 
 def writer_is_gone(left: Leftover) -> bool:
-    """Whether nobody works in a hidden directory any more.
-
-    This process saves one checkpoint at a time, so at the start of a save its own count as left over.
-    """
+    """Return whether a hidden directory's maker has ended, or is this process: one save runs at a time."""
     if left.host != _host():
         with contextlib.suppress(OSError):
             return time.time() - os.lstat(left.path).st_mtime > FOREIGN_STALE_AFTER_S
@@ -244,7 +239,7 @@ def write_all(descriptor: int, chunk: memoryview) -> None:
 
 
 def tree_bytes(directory: Path) -> int:
-    """Return the bytes of the files in ``directory``; 0 where it is gone or cannot be read."""
+    """Return the bytes of the files in ``directory``; 0 where it cannot be read."""
     with contextlib.suppress(OSError):
         return sum(entry.stat().st_size for entry in os.scandir(directory) if entry.is_file())
     return 0

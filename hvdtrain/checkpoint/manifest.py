@@ -1,18 +1,19 @@
-"""The manifest of one checkpoint: what files it has, their sizes and hashes, and the run's small state.
+"""Encode and decode ``manifest.json``: a checkpoint's files, sizes and hashes, and the run's small state, as JSON.
 
-Owns the text of ``manifest.json``, its version and its checks, as pure functions over bytes. Opens no file.
-
-The file is one JSON object in one spelling: decoding spells it again and asks for the same bytes, so that no
-changed byte passes, not even a blank. The last key holds the SHA-256 of the others.
+Pure functions over bytes. Decoding encodes again and compares bytes, so that no changed byte passes; the last key holds
+the SHA-256 of the others.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.core.errors import UserError
 
@@ -21,9 +22,7 @@ FORMAT = "hvdtrain-checkpoint"
 VERSION, SHARDED = 1, 2
 """Versions of the format: files that hold whole tensors, and files that hold shards of them."""
 
-MAX_MANIFEST_BYTES = 64 * 2**20
-"""Above this size a manifest is neither written nor read."""
-
+MAX_MANIFEST_BYTES = 64 * 2**20  # above this size a manifest is neither written nor read
 _SEAL = "manifest_sha256"
 _KEYS = {VERSION: ("format", "version", "step", "files", "dtypes", "meta", _SEAL),
          SHARDED: ("format", "version", "step", "files", "shards", "dtypes", "meta", _SEAL)}
@@ -33,7 +32,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used or written as asked, said in words."""
+    """A checkpoint that cannot be used or written as asked."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint holds: ``files`` by name, and the JSON-able ``meta``.
+    """Content of one checkpoint: ``files`` by name, and the JSON-able ``meta``.
 
-    ``shards``: empty where each file holds the whole tensors of a group; else for each file what its flat arrays are,
-    by their names there, "GROUP/NAME": the place of the first element in the tensor, and the tensor's shape.
+    ``shards``: empty where each file holds the whole tensors of a group; else for each file the entries of its flat
+    arrays, by their names there, "GROUP/NAME": the place of the first element in the tensor, and the tensor's shape.
     """
 
     step: int
@@ -59,24 +58,22 @@ class Manifest:
 
 
 def file_name(group: str) -> str:
-    """Name of the file that holds ``group``; CheckpointError where that could lie outside the directory."""
+    """Return the name of the file that holds ``group``; CheckpointError if it could lie outside the directory."""
     if not isinstance(group, str) or not _GROUP.fullmatch(group):
-        raise CheckpointError(
-            got=f"checkpoint group name {group!r}",
-            expected="1 to 64 of a-z, 0-9, '_' and '-', the first a letter or a digit",
-            do="rename the group, for example 'model' or 'rank-0000'",
-        )
+        raise CheckpointError(f"checkpoint group name {group!r}",
+                              "1 to 64 of a-z, 0-9, '_' and '-', the first a letter or a digit",
+                              "rename the group, for example 'model' or 'rank-0000'")
     return f"{group}.safetensors"
 
 
 def group_name(file: str) -> str | None:
-    """Group held by a file of this name, or None where no group file is called so."""
+    """Return the group in a file of this name; None for another file."""
     match = _FILE.fullmatch(file)
     return match.group(1) if match else None
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Spell a manifest as the bytes of ``manifest.json``; CheckpointError where ``meta`` would change."""
+    """Encode a manifest as the bytes of ``manifest.json``; CheckpointError where ``meta`` would change."""
     _check_plain(manifest.meta, "meta")
     document = {
         "format": FORMAT,
@@ -93,35 +90,31 @@ def encode(manifest: Manifest) -> bytes:
     text = _spell(document)
     data = _sealed(text, hashlib.sha256(text).hexdigest())
     if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(
-            got=f"a manifest of {len(data)} bytes",
-            expected=f"at most {MAX_MANIFEST_BYTES} bytes of meta and file list",
-            do="move large state out of meta into an array of a group",
-        )
+        raise CheckpointError(f"a manifest of {len(data)} bytes",
+                              f"at most {MAX_MANIFEST_BYTES} bytes of meta and file list",
+                              "move large state out of meta into an array of a group")
     return data
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Read the bytes of the ``manifest.json`` at ``where``; CheckpointError says what is wrong with them."""
+    """Decode the bytes of the ``manifest.json`` at ``where``; CheckpointError describes a fault."""
     document = _parse(data, where)
     if document.get("format") != FORMAT:
-        raise _foreign(f"{where} has format {_short(document.get('format'))}", f"format {FORMAT!r}")
+        raise foreign(f"{where} has format {_short(document.get('format'))}", f"format {FORMAT!r}")
     if type(document.get("version")) is not int or document["version"] not in _KEYS:
-        raise CheckpointError(
-            got=f"{where} has format version {_short(document.get('version'))}",
-            expected=f"version {VERSION} or {SHARDED}, which this hvdtrain reads",
-            do="load it with the hvdtrain release that wrote it",
-        )
+        raise CheckpointError(f"{where} has format version {_short(document.get('version'))}",
+                              f"version {VERSION} or {SHARDED}, which this hvdtrain reads",
+                              "load it with the hvdtrain release that wrote it")
     keys = _KEYS[document["version"]]
     if tuple(document) != keys:
-        raise _damaged(f"{where} has the keys {_short(list(document))}", f"the keys {list(keys)}")
+        raise damaged(f"{where} has the keys {_short(list(document))}", f"the keys {list(keys)}")
     seal = document.pop(_SEAL)
     text = _spell(document)
     digest = hashlib.sha256(text).hexdigest()
     if seal != digest:
-        raise _damaged(f"{where} was changed: it hashes to {digest}", f"{_short(seal)} as noted in it")
+        raise damaged(f"{where} was changed: it hashes to {digest}", f"{_short(seal)} as noted in it")
     if _sealed(text, digest) != data:
-        raise _damaged(f"{where} was changed in its spelling", "the bytes that hvdtrain wrote")
+        raise damaged(f"{where} was changed in its spelling", "the bytes that hvdtrain wrote")
     _check_shape(document, where)
     files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
     return Manifest(document["step"], files, document["meta"], document.get("shards", {}))
@@ -129,16 +122,16 @@ def decode(data: bytes, where: str) -> Manifest:
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_MANIFEST_BYTES:
-        raise _foreign(f"{where} is larger than {MAX_MANIFEST_BYTES} bytes", "a manifest")
+        raise foreign(f"{where} is larger than {MAX_MANIFEST_BYTES} bytes", "a manifest")
     if not data.strip(b"\0 \r\n\t"):
-        raise _damaged(f"{where} is {'empty' if not data else 'blank or filled with zeros'}", "a JSON object")
+        raise damaged(f"{where} is {'empty' if not data else 'blank or filled with zeros'}", "a JSON object")
     try:
         document = json.loads(data.decode("ascii"))
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise _damaged(f"{where} is truncated or not JSON ({_short(reason)})", "a JSON object") from None
+        raise damaged(f"{where} is truncated or not JSON ({_short(reason)})", "a JSON object") from None
     if not isinstance(document, dict):
-        raise _foreign(f"{where} holds a JSON {type(document).__name__}", "a JSON object")
+        raise foreign(f"{where} holds a JSON {type(document).__name__}", "a JSON object")
     return document
 
 
@@ -147,13 +140,13 @@ def _check_shape(document: dict[str, Any], where: str) -> None:
     good = _is_count(document["step"]) and isinstance(document["meta"], dict)
     good = good and isinstance(document["files"], dict) and document["dtypes"] == {}
     if not good:
-        raise _foreign(f"{where} has values of the wrong type", "step, files, dtypes and meta")
+        raise foreign(f"{where} has values of the wrong type", "step, files, dtypes and meta")
     for name, entry in document["files"].items():
         if group_name(name) is None:
-            raise _foreign(f"{where} lists a file called {_short(name)}", "plain names of group files")
+            raise foreign(f"{where} lists a file called {_short(name)}", "plain names of group files")
         fine = isinstance(entry, dict) and tuple(entry) == ("bytes", "sha256") and _is_count(entry["bytes"])
         if not (fine and isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"])):
-            raise _foreign(f"{where} lists {name} as {_short(entry)}", "its size in bytes and its SHA-256")
+            raise foreign(f"{where} lists {name} as {_short(entry)}", "its size in bytes and its SHA-256")
     _check_shards(document, where)
 
 
@@ -162,19 +155,19 @@ def _check_shards(document: dict[str, Any], where: str) -> None:
     if document["version"] == VERSION:
         return
     if not isinstance(shards, dict) or list(shards) != list(document["files"]) or not shards:
-        raise _foreign(f"{where} says of other files than it lists which shards they hold", "the same files")
+        raise foreign(f"{where} says of other files than it lists which shards they hold", "the same files")
     for name, entries in shards.items():
         if not isinstance(entries, dict):
-            raise _foreign(f"{where} lists the shards of {name} as {_short(entries)}", "places and shapes by name")
+            raise foreign(f"{where} lists the shards of {name} as {_short(entries)}", "places and shapes by name")
         for key, entry in entries.items():
             fine = isinstance(entry, list) and len(entry) == 2 and _is_count(entry[0]) and isinstance(entry[1], list)
             if not (fine and all(_is_count(n) for n in entry[1]) and _GROUP.fullmatch(key.partition("/")[0])):
-                raise _foreign(f"{where} lists the shard {_short(key)} as {_short(entry)}",
+                raise foreign(f"{where} lists the shard {_short(key)} as {_short(entry)}",
                                "a name GROUP/NAME with a place and a shape")
 
 
 def _check_plain(value: Any, path: str) -> None:
-    """Refuse what JSON cannot hold or would silently change, such as a number used as a key."""
+    """Refuse values that JSON cannot hold or would silently change, such as a number used as a key."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return
     if isinstance(value, (list, tuple)):
@@ -182,18 +175,14 @@ def _check_plain(value: Any, path: str) -> None:
             _check_plain(item, f"{path}[{place}]")
         return
     if not isinstance(value, dict):
-        raise CheckpointError(
-            got=f"{path} is a {type(value).__name__}",
-            expected="None, bool, int, float, str, list or dict",
-            do="put arrays into a group of tensors and convert other objects",
-        )
+        raise CheckpointError(f"{path} is a {type(value).__name__}",
+                              "None, bool, int, float, str, list or dict",
+                              "put arrays into a group of tensors and convert other objects")
     for key, item in value.items():
         if not isinstance(key, str):
-            raise CheckpointError(
-                got=f"{path} has the key {key!r} of type {type(key).__name__}",
-                expected="text keys, since JSON would give back text",
-                do="use str(key), or a list of pairs",
-            )
+            raise CheckpointError(f"{path} has the key {key!r} of type {type(key).__name__}",
+                                  "text keys, since JSON would give back text",
+                                  "use str(key), or a list of pairs")
         _check_plain(item, f"{path}.{key}")
 
 
@@ -202,12 +191,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _spell(document: dict[str, Any]) -> bytes:
-    """The one spelling: ASCII, keys in the order given; NaN and infinities as Python's json writes them."""
+    """Encode in the one valid way: ASCII, keys in the order given; NaN and infinities as Python's json writes them."""
     return json.dumps(document, ensure_ascii=True, indent=1).encode("ascii") + b"\n"
 
 
 def _sealed(text: bytes, digest: str) -> bytes:
-    """The bytes of a spelled document with its seal as its last key, without spelling all of it again."""
+    """Append the seal as the last key, without encoding the document again."""
     end = b"\n}\n"
     assert text.endswith(end)
     return text[:-len(end)] + f',\n "{_SEAL}": "{digest}"'.encode("ascii") + end
@@ -219,9 +208,70 @@ def _short(value: Any) -> str:
     return repr(text) if isinstance(value, str) else text
 
 
-def _damaged(got: str, expected: str) -> CheckpointError:
-    return CheckpointError(got=got, expected=expected, do="use another checkpoint: this one is damaged")
+def damaged(got: str, expected: str) -> CheckpointError:
+    return CheckpointError(got, expected, "use another checkpoint: this one is damaged")
 
 
-def _foreign(got: str, expected: str) -> CheckpointError:
-    return CheckpointError(got=got, expected=expected, do="give a checkpoint directory that hvdtrain wrote")
+def foreign(got: str, expected: str) -> CheckpointError:
+    return CheckpointError(got, expected, "give a checkpoint directory that hvdtrain wrote")
+
+
+TAG = "$hvdtrain"  # key of the dictionaries that stand for a value that JSON lacks; its value names the kind
+
+
+def encode_state(value: Any, where: str, key: bool = False) -> Any:
+    """Return a callback's state as JSON, also numpy's numbers and arrays, sets, bytes and any keys.
+
+    `CheckpointError` names ``where`` a value cannot be stored. ``key``: it is a key or a member of a set: keep tuples.
+    """
+    if isinstance(value, np.ndarray) or isinstance(value, np.generic) and value.dtype.kind != "U":
+        return _array(value, where)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [encode_state(one, f"{where}[{place}]", key) for place, one in enumerate(value)]
+        return {TAG: "tuple", "items": items} if key else items
+    if isinstance(value, dict):
+        if all(type(name) is str for name in value) and TAG not in value:
+            return {name: encode_state(one, f"{where}[{name!r}]") for name, one in value.items()}
+        pairs = [[encode_state(name, f"a key of {where}", True), encode_state(one, f"{where}[{name!r}]")]
+                 for name, one in value.items()]
+        return {TAG: "dict", "items": pairs}
+    if isinstance(value, (set, frozenset)):
+        kind = "set" if isinstance(value, set) else "frozenset"
+        members = sorted(value, key=repr)
+        return {TAG: kind, "items": [encode_state(one, f"a member of {where}", True) for one in members]}
+    if isinstance(value, bytes):
+        return {TAG: "bytes", "value": base64.b64encode(value).decode()}
+    raise _unstorable(f"a {type(value).__name__}", where)
+
+
+def decode_state(value: Any) -> Any:
+    if isinstance(value, list):
+        return [decode_state(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(TAG)
+    if kind is None:
+        return {name: decode_state(one) for name, one in value.items()}
+    if kind == "bytes":
+        return base64.b64decode(value["value"])
+    if kind in ("scalar", "array"):
+        array = np.frombuffer(base64.b64decode(value["value"]), np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+        return array[()] if kind == "scalar" else array
+    items = [decode_state(one) for one in value["items"]]
+    return {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}[kind](items)
+
+
+def _array(value: Any, where: str) -> dict[str, Any]:
+    array = np.ascontiguousarray(value)
+    if array.dtype.kind in "OV":
+        raise _unstorable(f"an array of {array.dtype}", where)
+    return {TAG: "scalar" if isinstance(value, np.generic) else "array", "dtype": array.dtype.str,
+            "shape": list(np.shape(value)), "value": base64.b64encode(array.tobytes()).decode()}
+
+
+def _unstorable(got: str, where: str) -> CheckpointError:
+    return CheckpointError(f"{where} is {got}, which a checkpoint cannot store",
+                           "numbers, texts, bytes, lists, dictionaries, sets, arrays of numpy",
+                           "return one of these from state_dict, such as tensor.cpu().numpy() of a tensor")

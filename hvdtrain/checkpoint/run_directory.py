@@ -1,8 +1,7 @@
-"""Where a run keeps its files, chosen so that no run's files are ever overwritten.
+"""Choose a run's directory so that no run's files are overwritten, and write ``config.yaml`` and ``completed.json``.
 
-Owns the directory's name and its two records: ``config.yaml`` when a run begins, ``completed.json`` when it has ended
-well. A job has succeeded if and only if ``completed.json`` is there: an MPI launcher's exit status cannot be trusted
-after a node was lost. What a directory held before stays as it is until `begin`, when all ranks have agreed to train.
+A job has succeeded if and only if ``completed.json`` exists: an MPI launcher's exit status is unreliable after a node
+was lost. A directory stays unchanged until `begin`, when all ranks have agreed to train.
 """
 
 from __future__ import annotations
@@ -25,34 +24,33 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core import RunFiles
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute
 
-MOST_JSON_BYTES = 16 * 2**20
-"""A larger ``completed.json`` is none of a run's."""
+MOST_JSON_BYTES = 16 * 2**20  # a larger ``completed.json`` is none of a run's
 
 
 @dataclass(frozen=True)
 class RunDirectory(RunFiles):
-    """Open what a run leaves in its directory ``path``."""
+    """Open the files of a run in its directory ``path``."""
 
     path: Path
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
+        """Return the folder of checkpoints."""
         return self.path / self.CHECKPOINTS
 
     @property
     def roots(self) -> tuple[Path, Path]:
-        """Folders that may hold checkpoints, where ``path`` is a run's directory or its folder of checkpoints."""
+        """Return folders that may hold checkpoints: ``path`` may be a run's directory or its checkpoints."""
         return self.path, self.checkpoints
 
     @property
     def completed(self) -> dict[str, Any] | None:
-        """The record of a run that has ended well; None without one, {} where it cannot be read."""
+        """Return the record of a run that has ended well; None without one, {} where it is unreadable."""
         file = self.path / self.COMPLETED
         try:
             found = json.loads(file.read_bytes()) if file.stat().st_size <= MOST_JSON_BYTES else {}
@@ -64,7 +62,7 @@ class RunDirectory(RunFiles):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The keys that the run was given, as plain data; {} without any that can be read."""
+        """Return the keys that the run was given, as plain data; {} where they cannot be read."""
         with contextlib.suppress(UserError, OSError):
             return recipe.read(str(self.path / self.CONFIG))
         return {}
@@ -81,8 +79,7 @@ class RunOutput:
     """A run's directory. ``out``: its path once `ensure_out` has made it, before that the current directory.
 
     ``made``: directories that were made for ``out``, innermost first. ``lock``: descriptor by which rank 0 keeps other
-    jobs out while it trains; -1: none. ``begun``: a fit has begun to write into ``out``; not while it may still be
-    refused (`begin`).
+    jobs out while it trains; -1: none. ``begun``: a fit has begun to write into ``out`` (`begin`).
     """
 
     out: Path = Path()
@@ -92,23 +89,22 @@ class RunOutput:
 
 
 class NamedModel(Protocol):
-    """A model, as its run's directory is named after it."""
+    """A model after which its run's directory is named."""
 
     @property
     def name(self) -> str:
-        """Of the file or class, and of the function in it."""
         ...
 
 
 class TrainingPosition(Protocol):
-    """The state of a run, which says whether anything is left to train."""
+    """The state of a run that says whether anything is left to train."""
 
     cursor: Cursor
     requeue: bool
 
 
 class DirectoryRun(Protocol):
-    """What is needed of a `hvdtrain.engine.run.Run`, whose directory this file sets."""
+    """The attributes of a `hvdtrain.engine.run.Run` that this file needs."""
 
     config: Config
     control: Control
@@ -116,28 +112,24 @@ class DirectoryRun(Protocol):
 
     @property
     def spec(self) -> NamedModel:
-        """Its model."""
         ...
 
     @property
     def state(self) -> TrainingPosition:
-        """Where it stands."""
         ...
 
     def note(self, text: str) -> None:
-        """Keep a remark for the summary and the log, and print it on rank 0 now."""
         ...
 
     def stopping(self) -> bool:
-        """Return whether the ranks have agreed to stop."""
         ...
 
 
 def ensure_out(run: DirectoryRun) -> Path:
-    """Find or make the run's directory, by rank 0 on first use, and tell it to all. Collective.
+    """Find or make the run's directory, by rank 0 on first use, and broadcast it. Collective.
 
     Empty ``config.out``: a new ``runs/MODEL-NNN``; with ``resume auto`` the newest of that model. A given directory
-    that holds a run already is refused unless it is resumed. Nothing in a directory that was there is changed.
+    that holds a run already is refused unless it is resumed. Nothing in an existing directory is changed.
     """
     if run.directory.out == Path():
         def on_root() -> tuple[Path, list[Path]]:
@@ -148,7 +140,7 @@ def ensure_out(run: DirectoryRun) -> Path:
 
 
 def find_out(config: Config, name: str) -> Path | None:
-    """Return the directory that ``resume auto`` goes on with, None where there is none yet; makes nothing."""
+    """Return the directory that ``resume auto`` continues in, None where there is none yet; makes nothing."""
     with contextlib.suppress(OSError):  # what cannot even be looked at cannot be made: `ensure_out` says so
         path = absolute(config.out) if config.out else _newest(absolute("runs"), name)
         return path if path is not None and path.is_dir() else None
@@ -157,10 +149,7 @@ def find_out(config: Config, name: str) -> Path | None:
 
 @contextlib.contextmanager
 def starting(run: DirectoryRun) -> Iterator[None]:
-    """Enclose everything that may still refuse a fit, with the directory there; the fit begins after it. Collective.
-
-    An exception inside gives a directory back that this run made and that is empty.
-    """
+    """Make the directory, run the body, which may refuse a fit, then `begin`; else remove it if empty. Collective."""
     run.directory.begun = False
     ensure_out(run)
     try:
@@ -179,10 +168,9 @@ def release(run: DirectoryRun) -> None:
 
 
 def _lock(run: DirectoryRun) -> None:
-    """Keep other jobs out of the run's directory for as long as this process has it open; `UserError` if one has it.
+    """Keep other jobs out of the run's directory while this process has it open; `UserError` if one has it.
 
-    A lock of the directory itself leaves no file, and goes with its process however that ends. Where a file system
-    offers none, two jobs are not told from each other.
+    A lock of the directory leaves no file and ends with its process. Some file systems have no locks.
     """
     release(run)
     run.directory.lock = os.open(run.directory.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -197,10 +185,7 @@ def _lock(run: DirectoryRun) -> None:
 
 
 def begin(run: DirectoryRun) -> None:
-    """Write ``config.yaml`` and take ``completed.json`` away: from here on the run is under way. Collective.
-
-    Where the directory holds a finished run and nothing is left to train, all in it stays, and ``begun`` is False.
-    """
+    """Write ``config.yaml`` and remove ``completed.json``, unless nothing is left to train. Collective."""
     left = run.state.cursor.epoch < run.config.epochs and not run.stopping()
 
     def write() -> bool:
@@ -237,10 +222,7 @@ def keep_config(run: DirectoryRun) -> None:
 
 
 def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
-    """Make the directory of a run of the model called ``name``, or find the one that it goes on with.
-
-    Returns it, and those of it and its parents that were made for it. `UserError` for one that holds a run already.
-    """
+    """Return the run's directory and the directories made for it; `UserError` if it holds a run already."""
     found = find_out(config, name) if config.resume == "auto" else None
     if found is not None:
         return found, []
@@ -270,7 +252,7 @@ def kind_of(error: OSError) -> str:
 
 
 def _give_back(run: DirectoryRun) -> None:
-    """Remove what was made for a run that does not begin, where it is empty; rank 0's part."""
+    """Remove directories made for a run that does not begin, where empty; rank 0's part."""
     made, run.directory.made = run.directory.made, []
     if made:
         run.directory.out = Path()
@@ -280,7 +262,7 @@ def _give_back(run: DirectoryRun) -> None:
 
 
 def _taken(root: Path, name: str) -> tuple[str, list[int]]:
-    """The stem of this model's directories under ``root``, and the numbers in use, in order."""
+    """Return the stem of this model's directories under ``root``, and the numbers in use, in order."""
     file = Path(name.rpartition(":")[0] or name).name.removesuffix(".py")
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", file).strip("-.") or "run"
     found = (re.fullmatch(re.escape(stem) + r"-(\d+)", path.name) for path in root.glob(f"{stem}-*"))
@@ -288,7 +270,6 @@ def _taken(root: Path, name: str) -> tuple[str, list[int]]:
 
 
 def _newest(root: Path, name: str) -> Path | None:
-    """``root/stem-NNN`` with the highest number."""
     stem, taken = _taken(root, name)
     return root / f"{stem}-{taken[-1]:03d}" if taken else None
 
@@ -311,11 +292,10 @@ def _yaml(config: Config) -> str:
 
 
 def write_completed(path: Path, record: dict[str, Any]) -> None:
-    """Write the completion record; it is there whole or not at all."""
+    """Write the completion record atomically."""
     _write(path / RunDirectory.COMPLETED, json.dumps(record, indent=1, default=str) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
-    """Write beside, flush to disk, rename."""
     with files.replacing(path) as place:
         place.write_text(text, encoding="utf-8")

@@ -1,25 +1,35 @@
-"""Who writes a checkpoint once its state is copied: a thread while the run goes on, or the run itself."""
+"""Save in the background: how often, what it takes of the disk, host memory for copies, and the thread that writes.
+
+Knows neither the state that is copied nor its format.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from hvdtrain.cluster.machine.memory import host_room_bytes
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.core.protocols.run import Outcome
 from hvdtrain.core.timeline import Timeline, active, current, span
+from hvdtrain.core.units import format_bytes
 
 
 class BackgroundSaver:
-    """Implements `hvdtrain.core.protocols.state.Saver`: one thread, started with the first save, and one save at a
-    time.
+    """Implement `hvdtrain.core.protocols.run.Saver` by one thread, for one save at a time.
 
-    The thread is a daemon, so that a disk or a rank that does not answer keeps no process alive; what it has written by
-    then is no checkpoint yet, and the next save sweeps it up. It is kept from save to save: to start one costs the run
-    milliseconds, in which it waits for Python's lock.
+    The thread is a daemon, so that a disk or a rank that does not answer keeps no process alive; the next save removes
+    its unfinished files. It lasts from save to save: to start one costs milliseconds of waiting for Python's lock.
     """
 
     def __init__(self) -> None:
@@ -39,15 +49,13 @@ class BackgroundSaver:
             self._thread.start()
 
     def settled(self) -> list[Outcome]:
-        """Return the outcomes since the last call."""
         return [self._settled.get() for _ in range(self._settled.qsize())]
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether nothing is left to do, within ``timeout_s``."""
         return self._idle.wait(timeout_s)
 
     def end(self) -> None:
-        """Let the thread go, which ends when what it does is done; a later save has its own."""
+        """Let the thread end after its work; a later save starts another."""
         if self._thread is not None:
             self._orders.put(None)
             if self._idle.is_set():
@@ -64,7 +72,7 @@ class BackgroundSaver:
 
 
 def _done(step: int, work: Callable[[], None]) -> Outcome:
-    """Call ``work`` and tell what came of it."""
+    """Call ``work`` and return its outcome."""
     begin, cpu = time.perf_counter(), time.thread_time()
     error = ""
     try:
@@ -77,13 +85,13 @@ def _done(step: int, work: Callable[[], None]) -> Outcome:
 
 
 class InlineSaver:
-    """Implements `hvdtrain.core.protocols.state.Saver` in the thread that calls it."""
+    """Implement `hvdtrain.core.protocols.run.Saver` in the thread that calls it."""
 
     def __init__(self) -> None:
         self._settled: list[Outcome] = []
 
     def save(self, step: int, work: Callable[[], None]) -> None:
-        """Call ``work``, or note why it cannot be done; what is not about the disk or the state is raised."""
+        """Call ``work``; raise errors that concern neither the disk nor the state."""
         begin, error = time.perf_counter(), ""
         try:
             work()
@@ -92,13 +100,137 @@ class InlineSaver:
         self._settled.append(Outcome(step, error, time.perf_counter() - begin))
 
     def settled(self) -> list[Outcome]:
-        """Return the outcomes since the last call."""
         outcomes, self._settled = self._settled, []
         return outcomes
 
     def wait(self, timeout_s: float) -> bool:
-        """Return True at once: a save is over when `save` returns."""
         return True
 
     def end(self) -> None:
-        """There is no thread."""
+        pass
+
+
+class NoRoom(Exception):
+    """Host memory has no room for a copy: ``needed_bytes`` were requested so far, ``room_bytes`` are left."""
+
+    def __init__(self, needed_bytes: int, room_bytes: int) -> None:
+        self.needed_bytes, self.room_bytes = needed_bytes, room_bytes
+        super().__init__(f"{needed_bytes} bytes of {room_bytes}")
+
+
+class HostCopies:
+    """Host memory for a rank's copies, reused in each save. ``local_size``: ranks that share this host's memory."""
+
+    def __init__(self, local_size: int) -> None:
+        self.bytes = 0
+        self._local_size = local_size
+        self._kept: dict[tuple[str, str], np.ndarray] = {}
+        self._used: set[tuple[str, str]] = set()
+        self._room_bytes = 0
+
+    def begin(self) -> None:
+        """Begin a save: free what the last one did not use, and measure the host's room at the first need."""
+        for key in set(self._kept) - self._used:
+            self.bytes -= self._kept.pop(key).nbytes
+        self._used = set()
+        self._room_bytes = -1
+
+    def place(self, group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Return the memory for an array, implements `hvdtrain.core.protocols.run.Place`. `NoRoom`."""
+        key, dtype = (group, name), np.dtype(dtype)
+        kept = self._kept.get(key)
+        if kept is None or kept.shape != shape or kept.dtype != dtype:
+            self._take(math.prod(shape) * dtype.itemsize - (0 if kept is None else kept.nbytes))
+            kept = self._kept[key] = np.empty(shape, dtype)
+        self._used.add(key)
+        return kept
+
+    def forget(self) -> None:
+        self._kept, self._used, self.bytes = {}, set(), 0
+
+    def _take(self, n_bytes: int) -> None:
+        """Count new memory as used, though the system gives its pages later."""
+        if self._room_bytes < 0:
+            room = host_room_bytes(self._local_size)
+            self._room_bytes = 2**62 if room is None else room
+        if n_bytes > self._room_bytes:
+            raise NoRoom(self.bytes + n_bytes, self._room_bytes)
+        self._room_bytes -= n_bytes
+        self.bytes += n_bytes
+
+
+def view(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> None:
+    """Request no copy; implements `hvdtrain.core.protocols.run.Place`."""
+
+
+def fresh(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return new memory for every copy; implements `hvdtrain.core.protocols.run.Place`."""
+    return np.empty(shape, dtype)
+
+
+def often(settings: CheckpointConfig) -> str:
+    """Describe when a run is saved, "" for never. Pure.
+
+    >>> often(Checkpoint(every_steps=100, at_end=False))
+    'every 100 steps'
+    """
+    words = []
+    if settings.every_steps:
+        words.append("every step" if settings.every_steps == 1 else f"every {settings.every_steps} steps")
+    if settings.every_s:
+        words.append(f"every {settings.every_s:g} s")
+    if not words and settings.every == "auto":
+        words.append(f"after {FIRST_S:g} s, then as often as costs less than {100 * PART:g} % of the time")
+    return ", ".join(words + ["at the end"] * settings.at_end)
+
+
+def most_bytes(one_bytes: int, keep: int) -> int:
+    """Return the bytes of checkpoints at most: those kept, and the next one while it is written. Pure."""
+    return one_bytes * (keep + 1)
+
+
+def free_bytes(out: Path) -> int | None:
+    """Return the free bytes where a run is saved; None where unknown."""
+    try:
+        status = os.statvfs(out)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def line(settings: CheckpointConfig, one_bytes: int, free: int | None) -> str:
+    """Return the line about checkpoints at a run's start. Pure."""
+    who = ", each rank its part" if settings.layout == "sharded" else ""
+    room = "" if free is None else f"; {format_bytes(free)} free"
+    most = format_bytes(most_bytes(one_bytes, settings.keep))
+    return (f"checkpoints: {often(settings)}; about {format_bytes(one_bytes)} each{who}, the newest {settings.keep} "
+            f"kept, so at most {most}{room}")
+
+
+def warning(settings: CheckpointConfig, one_bytes: int, free: int | None) -> str:
+    """Return the warning about a disk that is too small, "" where it is not. Pure."""
+    needed = most_bytes(one_bytes, settings.keep)
+    if free is None or free >= needed:
+        return ""
+    return (f"checkpoints may not fit: {format_bytes(needed)} for {settings.keep} and one more while it is written, "
+            f"{format_bytes(free)} free; free some space, set checkpoint.keep lower, or choose another --out")
+
+
+FIRST_S = 60.0
+"""When the first save of a run is made whose cost nobody knows yet; runs of seconds save at their end only."""
+
+PART = 0.03  # part of the time that saves may cost
+LEAST_S = 60.0  # shortest interval where no time between failures is given: more often would save too little
+DISTANCE = 1.5
+"""A save begins this many times as long after the last one as that took, so that it need not wait for it."""
+
+
+def interval_s(cost_s: float, took_s: float, mtbf_s: float = 0.0) -> float:
+    """Return the seconds from the begin of a save to the next one.
+
+    ``cost_s``: cost of a save to the run, its training blocked and its threads' processor time. ``took_s``: time until
+    it was on the disk. ``mtbf_s``: mean time between failures, 0 if unknown; with it the interval that loses least,
+    sqrt(2 * cost * MTBF) (Young 1974, Daly 2006). Never so short that saves cost more than `PART` of the time.
+    """
+    wanted_s = math.sqrt(2 * cost_s * mtbf_s) if mtbf_s else LEAST_S
+    return max(wanted_s, cost_s / PART, DISTANCE * took_s)

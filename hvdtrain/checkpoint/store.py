@@ -1,6 +1,6 @@
-"""The checkpoints of one run: a directory of steps, of which the last few are kept.
+"""Keep the last checkpoints of a run in one directory: list, resume from, and remove.
 
-Owns which checkpoints there are, which to resume from and which may go. ``snapshot`` writes and reads them.
+`hvdtrain.checkpoint.snapshot` writes and reads them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from typing import NamedTuple
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
-from hvdtrain.checkpoint.reading import Kept
-from hvdtrain.checkpoint.snapshot import check_listing, inspect, read_snapshot, write_snapshot
+from hvdtrain.checkpoint.snapshot import OpenCheckpoint, check_listing, inspect, read_snapshot, write_snapshot
 from hvdtrain.checkpoint.tensors import Content
 from hvdtrain.core.errors import UserError
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 
 
-class Stored(NamedTuple):
-    """A checkpoint in a store: the step its manifest names, and where it lies."""
+class StoredCheckpoint(NamedTuple):
+    """A checkpoint in a store: the step its manifest names, and its path."""
 
     step: int
     path: Path
 
 
-class Candidate(NamedTuple):
+class ListedCheckpoint(NamedTuple):
     """A directory that may be a checkpoint; ``hidden`` if moved aside, ``error`` if its manifest is bad."""
 
     step: int
@@ -40,35 +39,34 @@ class Candidate(NamedTuple):
 
 
 Log = Callable[[str], None]
-StoredList = list[Stored]
+StoredList = list[StoredCheckpoint]
 StoredNames = list[str]
 
 
 def silent(_text: str) -> None:
-    """The log that says nothing."""
+    pass
 
 
 class CheckpointStore:
-    """Saves to ``root/step-00000120`` and keeps the last ``keep``; one process at a time writes to a root."""
+    """Save to ``root/step-00000120`` and keep the last ``keep``; one process at a time writes to a root."""
 
     def __init__(self, root: Path, keep: int) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise UserError(got=f"keep {keep!r}", expected="a whole number of at least 1", do="set keep: 1")
+            raise UserError(f"keep {keep!r}", "a whole number of at least 1", "set keep: 1")
         self.root = Path(os.path.abspath(root))
         self.keep = keep
         self._said_newer = False
         self._inspected: dict[Path, tuple[tuple[int, int, int], Manifest]] = {}
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
         return self.root / f"step-{step:08d}"
 
     def save(self, content: Content, step: int, log: Log = silent) -> Path:
-        """Write a checkpoint, then remove older ones down to ``keep``; returns its path.
+        """Write a checkpoint, then remove older ones down to ``keep``; return its path.
 
-        Raises what ``write_snapshot`` raises, and older checkpoints are then untouched. Trouble while
-        removing old ones is only logged, since the save itself is done. Checkpoints of a later step (the run
-        started over from an earlier one) and damaged or foreign directories are never removed.
+        Raises what ``write_snapshot`` raises, and older checkpoints are then untouched. Failing to remove old ones is
+        only logged. Checkpoints of a later step (the run started over) and damaged or foreign directories are never
+        removed.
         """
         self.begin()
         saved = write_snapshot(self.path_of(step), content, step=step,
@@ -77,7 +75,7 @@ class CheckpointStore:
         return saved
 
     def make_room(self, step: int, needed_bytes: int, log: Log = silent) -> None:
-        """Remove checkpoints before ``step``, never the newest whole one, where that gives the room that is needed."""
+        """Remove checkpoints before ``step``, never the newest whole one, if that gives the needed room."""
         whole = [stored for stored in self.list() if stored.step < step and self._looks_whole(stored.path)]
         lacking = needed_bytes - files.free_bytes(self.root)
         if lacking > sum(files.tree_bytes(stored.path) for stored in whole[:-1]):
@@ -87,7 +85,7 @@ class CheckpointStore:
             log(f"note: too little room for the checkpoint of step {step}: the oldest one, {path.name}, was removed")
 
     def drop_oldest(self, before: int = sys.maxsize) -> Path | None:
-        """Remove the oldest whole checkpoint; return its path, None where it is the only one before a step. OSError."""
+        """Remove the oldest whole checkpoint; return its path, None if it is the only one before a step. OSError."""
         whole = [stored.path for stored in self.list() if stored.step < before and self._looks_whole(stored.path)]
         if len(whole) < 2:
             return None
@@ -96,7 +94,7 @@ class CheckpointStore:
         return whole[0]
 
     def begin(self) -> None:
-        """Clear up after writers that died, before a checkpoint is written."""
+        """Clean up after writers that died, before a checkpoint is written."""
         if self.root.is_dir():
             self._settle()
 
@@ -110,23 +108,23 @@ class CheckpointStore:
             log(f"the checkpoint of step {step} is saved, but older ones could not be removed: {error}")
 
     def list(self) -> StoredList:
-        """Checkpoints with a good manifest, oldest step first; clocks and directory names do not count."""
+        """Return checkpoints with a good manifest, oldest step first; clocks and directory names do not count."""
         found = (one for one in self._candidates() if not one.hidden and one.error is None)
-        return [Stored(one.step, one.path) for one in found][::-1]
+        return [StoredCheckpoint(one.step, one.path) for one in found][::-1]
 
     def names(self) -> StoredNames:
-        """Names of everything that is called like a checkpoint, whole or damaged, oldest step first."""
+        """Return the names of all that is named like a checkpoint, whole or damaged, oldest step first."""
         return [one.path.name for one in self._candidates()][::-1]
 
-    def everything(self) -> tuple[Candidate, ...]:
-        """List all that is called like a checkpoint, whole, damaged or moved aside, newest step first."""
+    def everything(self) -> tuple[ListedCheckpoint, ...]:
+        """Return all that is named like a checkpoint, whole, damaged or moved aside, newest step first."""
         return self._candidates()
 
-    def latest_whole(self, log: Log) -> tuple[Path, Kept] | None:
-        """Verify and open the newest checkpoint that is whole, saying of each newer one why it is not; None if none is.
+    def latest_whole(self, log: Log) -> tuple[Path, OpenCheckpoint] | None:
+        """Verify and open the newest whole checkpoint, logging why newer ones are not used; None if there is none.
 
-        Changes nothing on disk. The path is a hidden one where a crash fell between the two renames of a
-        replaced step. CheckpointError only where ``root`` itself cannot be listed.
+        Changes nothing on disk. The path is a hidden one where a crash fell between the two renames of a replaced step.
+        CheckpointError only where ``root`` itself cannot be listed.
         """
         for one in self._candidates():
             try:
@@ -137,32 +135,26 @@ class CheckpointStore:
                 log(f"checkpoint {one.path.name} is not used: {reason}")
         return None
 
-    def _candidates(self) -> tuple[Candidate, ...]:
-        """Everything named like a checkpoint, newest step first, a visible one before one moved aside.
-
-        The step is the manifest's; a directory without a good one is placed by its name.
-        """
+    def _candidates(self) -> tuple[ListedCheckpoint, ...]:
+        """List all named like checkpoints, newest step (the manifest's, else the name's) first."""
         try:
             names = os.listdir(self.root) if self.root.is_dir() else []
         except OSError as error:
-            raise CheckpointError(
-                got=f"{self.root} cannot be listed ({error})",
-                expected="a directory of checkpoints",
-                do="check its permissions",
-            ) from None
+            raise CheckpointError(f"{self.root} cannot be listed ({error})", "a directory of checkpoints",
+                                  "check its permissions") from None
         places = [(name, False, self.root / name) for name in names]
         places += [(left.target, True, left.path) for left in self._leftovers("aside")]
         found = [self._candidate(name, hidden, path) for name, hidden, path in places if _STEP.fullmatch(name)]
         return tuple(sorted(found, key=lambda one: (one.step, not one.hidden, one.path.name), reverse=True))
 
-    def _candidate(self, name: str, hidden: bool, path: Path) -> Candidate:
+    def _candidate(self, name: str, hidden: bool, path: Path) -> ListedCheckpoint:
         try:
-            return Candidate(self._inspect(path).step, hidden, path, None)
+            return ListedCheckpoint(self._inspect(path).step, hidden, path, None)
         except CheckpointError as error:
-            return Candidate(int(name.removeprefix("step-")), hidden, path, error)
+            return ListedCheckpoint(int(name.removeprefix("step-")), hidden, path, error)
 
     def _inspect(self, path: Path) -> Manifest:
-        """Read a manifest, unless it is still the file that was read before. CheckpointError."""
+        """Read a manifest, unless the file has not changed since it was read. CheckpointError."""
         try:
             status = os.lstat(path / MANIFEST_NAME)
         except OSError:
@@ -184,7 +176,7 @@ class CheckpointStore:
         return tuple(left for left in found if left.kind == kind)
 
     def _settle(self) -> None:
-        """Clear up after dead writers: rubbish goes, a checkpoint left aside gets its name back."""
+        """Clean up after dead writers: remove rubbish, restore the name of a checkpoint left aside."""
         for left in self._leftovers("tmp"):
             if files.writer_is_gone(left):
                 files.remove_quietly(left.path)

@@ -1,7 +1,6 @@
-"""The ranks' shards as the files that they make up: in what order and in what pieces they come, and whether all came.
+"""Order the ranks' shards as a checkpoint's files, cut them into pieces, and check that every element comes once.
 
-Owns the order, which every rank finds by itself from its own shards, the size of pieces, and the check that every
-element comes exactly once. Moves nothing: `passage` and `transfer` bring the pieces.
+Every rank finds the order from its own shards. `hvdtrain.checkpoint.transfer` moves the pieces.
 """
 
 from __future__ import annotations
@@ -17,23 +16,19 @@ import numpy as np
 
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Spec, portable
-from hvdtrain.core.protocols.state import Head, Shard
+from hvdtrain.core.protocols.run import Head, Shard
 
-PIECE_BYTES = 16 << 20
-"""Most bytes of values that travel at once, those of a bucket of the default size."""
-
+PIECE_BYTES = 16 << 20  # most bytes of values that travel at once, those of a bucket of the default size
 PACKED_BYTES = 1 << 20
 """Values below this size travel together, up to about as many bytes; larger ones by themselves, without a copy."""
 
 FIRST = ("model", "optimizer")
 """The groups that come first, and have a file also where they are empty; the others follow by name."""
 
-Piece = tuple[int, int, int]
-"""Bytes [low, high) of the values of a shard, by its number."""
+Piece = tuple[int, int, int]  # bytes [low, high) of the values of a shard, by its number
 
 
 def head(shard: Shard) -> Head:
-    """The head of a shard."""
     return Head(shard.group, shard.name, shard.shape, shard.values.dtype.str, shard.begin, shard.values.size)
 
 
@@ -44,12 +39,11 @@ def in_order(shards: Iterable[Shard]) -> list[Shard]:
 
 
 def n_bytes(one: Head) -> int:
-    """Bytes of a shard's values."""
     return one.n * np.dtype(one.dtype).itemsize
 
 
 def pieces_of(size: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Return the pieces [low, high) of so many bytes: at least one, each of at most `PIECE_BYTES`, in whole units."""
+    """Return the pieces [low, high) of ``size`` bytes: at least one, each of at most `PIECE_BYTES`, in whole units."""
     most = max(1, PIECE_BYTES // unit) * unit
     return [(low, min(size, low + most)) for low in range(0, max(1, size), most)]
 
@@ -73,7 +67,7 @@ def messages(heads: Sequence[Head]) -> Iterator[list[Piece]]:
 
 
 def packed(shards: Sequence[Shard]) -> Iterator[np.ndarray]:
-    """Yield the messages uint8 (n,) that carry shards; those without a value are left out."""
+    """Yield the messages uint8 (n,) that carry shards, without empty ones."""
     for message in messages([head(shard) for shard in shards]):
         parts = [_bytes(shards[i].values)[low:high] for i, low, high in message]
         data = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -93,15 +87,15 @@ def unpacked(heads: Sequence[Head], receive: Callable[[np.ndarray], np.ndarray])
             yield left.popleft()
 
 
-def held(shards: Sequence[Shard]) -> Iterator[np.ndarray]:
-    """Yield the pieces of shards that are in this rank's memory, without a copy."""
+def local_pieces(shards: Sequence[Shard]) -> Iterator[np.ndarray]:
+    """Yield the pieces of shards in this rank's memory, without a copy."""
     for shard in shards:
         data = _bytes(shard.values)
         yield from (data[low:high] for low, high in pieces_of(data.size))
 
 
-class Part(NamedTuple):
-    """A shard of a tensor, and which of several sources has it."""
+class LocatedShard(NamedTuple):
+    """A shard of a tensor, and the number of its source."""
 
     source: int
     head: Head
@@ -109,18 +103,15 @@ class Part(NamedTuple):
 
 @dataclass
 class Tensor:
-    """A tensor, and its parts in order, which are all of it."""
+    """A tensor, and its shards in order, which cover it."""
 
     spec: Spec
-    parts: list[Part]
+    parts: list[LocatedShard]
 
 
 def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that the sources' shards make up, by group and name, in the order of the files. Pure.
-
-    Errors: `CheckpointError` unless each element of each comes exactly once.
-    """
-    parts = [Part(source, one) for source, heads in enumerate(heads_P) for one in heads]
+    """Return tensors by group and name; `CheckpointError` unless each element comes exactly once. Pure."""
+    parts = [LocatedShard(source, one) for source, heads in enumerate(heads_P) for one in heads]
     tensors: dict[str, dict[str, Tensor]] = {}
     ends: dict[tuple[str, str], int] = {}
     faults = []
@@ -139,8 +130,8 @@ def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]
             if came < n:
                 faults.append(f"{name!r} of group {group!r}: {n - came} of {n} elements are missing")
     if faults:
-        raise CheckpointError(got=f"the ranks' shards do not make whole tensors; {'; '.join(faults[:3])}",
-                              expected="every element from exactly one rank", do="correct what gave these shards")
+        raise CheckpointError(f"the ranks' shards do not make whole tensors; {'; '.join(faults[:3])}",
+                              "every element from exactly one rank", "correct what gave these shards")
     order = {_place(part.head._replace(begin=0, n=0)): part.head for part in parts}
     found: dict[str, dict[str, Tensor]] = {}
     for _, one in sorted(order.items()):
@@ -148,11 +139,11 @@ def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]
     return found
 
 
-class Stream:
-    """All ranks' shards as the content of a checkpoint, of which nobody holds more than the pieces at hand.
+class StreamedContent:
+    """All ranks' shards as the content of a checkpoint, of which nobody holds more than the current pieces.
 
-    Implements `hvdtrain.checkpoint.tensors.Content`. ``heads_P``: of each rank's shards, `in_order`; ``pieces_P``: what
-    brings their values, piece by piece. Errors: what `tensors_of` raises.
+    Implements `hvdtrain.checkpoint.tensors.Content`. ``heads_P``: of each rank's shards, `in_order`; ``pieces_P``:
+    iterators of their values, piece by piece. Errors: those of `tensors_of`.
     """
 
     def __init__(self, heads_P: Sequence[Sequence[Head]], pieces_P: Sequence[Iterator[np.ndarray]],
@@ -162,18 +153,17 @@ class Stream:
         self._left = self._run(pieces_P)
 
     def specs(self) -> dict[str, dict[str, Spec]]:
-        """The tensors' dtypes and shapes."""
         return {group: {name: tensor.spec for name, tensor in named.items()} for group, named in self._tensors.items()}
 
     def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
-        """Yield the values of a group; the groups are asked for one after the other, as `specs` has them."""
+        """Yield the values of a group; groups must be requested in the order of `specs`."""
         assert list(names) == list(self._tensors[group]), "the files' order is another than the stream's"
         parts = [part for tensor in self._tensors[group].values() for part in tensor.parts]
         for _ in range(sum(len(pieces_of(n_bytes(part.head))) for part in parts)):
             yield next(self._left).data
 
     def drain(self) -> None:
-        """Let what is left come and go: a rank that has begun to send sends all."""
+        """Receive and drop the rest: a rank that has begun to send sends all."""
         for _ in self._left:
             pass
 
@@ -186,13 +176,14 @@ class Stream:
 
 
 def _place(one: Head) -> tuple[int, str, int, str, int, int]:
-    """Where a shard stands among those of a checkpoint: by group, then as `tensors.layout` orders a file."""
+    """Return a shard's sort key in a checkpoint: by group, then as `hvdtrain.checkpoint.tensors.layout` orders a file.
+    """
     first = FIRST.index(one.group) if one.group in FIRST else len(FIRST)
     return first, one.group, -np.dtype(one.dtype).itemsize, one.name, one.begin, one.n
 
 
 def _fault(spec: Spec, one: Head, end: int) -> str:
-    """What keeps a shard from being a further part of a tensor that is there up to ``end``, in words, or ""."""
+    """Describe why a shard does not continue a tensor that is there up to ``end``, or return ""."""
     n, dtype = math.prod(spec.shape), np.dtype(one.dtype)
     if (tuple(one.shape), dtype) != (spec.shape, spec.dtype):
         return f"it came as {spec.dtype}{list(spec.shape)} and as {dtype}{list(one.shape)}"

@@ -1,11 +1,7 @@
-"""One group of named arrays as one safetensors file.
+"""Write and read the header of a safetensors file, which holds one group of named arrays.
 
-Owns the header of a file, written and read, and the order of the arrays in it. Values are written from blocks that
-somebody hands over one after the other, and are read where and when they are asked for (`reading`), so that neither
-needs the whole. Neither writes nor verifies: ``files`` and ``snapshot`` do.
-
-Not left to the safetensors library: its ``save`` builds the whole file in memory and takes the bytes of a transposed
-array in the wrong order without a word (seen in 0.8.0), and it does not tell where in a file an array lies.
+Values are written from blocks and read when asked for, so that neither needs the whole file in memory. safetensors'
+``save`` builds the whole file in memory, misorders a transposed array silently (seen in 0.8.0), and gives no offsets.
 """
 
 from __future__ import annotations
@@ -23,62 +19,44 @@ import numpy as np
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000
-"""The cap that safetensors readers put on a header."""
-
-BLOCK_BYTES = 1 << 20
-"""Size from which a block is written by itself."""
-
+MAX_HEADER_BYTES = 100_000_000  # the cap that safetensors readers put on a header
+BLOCK_BYTES = 1 << 20  # size from which a block is written by itself
 _CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "int64": "I64",
-    "uint64": "U64",
-    "int32": "I32",
-    "uint32": "U32",
-    "int16": "I16",
-    "uint16": "U16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-
-
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "uint64": "U64", "int32": "I32",
+    "uint32": "U32", "int16": "I16", "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 _DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items()}
 
 
 class Spec(NamedTuple):
-    """What an array is, without its values."""
+    """Dtype and shape of an array."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Content(Protocol):
-    """What a checkpoint is written from."""
+    """State that a checkpoint is written from."""
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """The JSON-able small state."""
+        """Return the JSON-able small state."""
         ...
 
     def specs(self) -> Mapping[str, Mapping[str, Spec]]:
-        """Return what arrays there are, by group and name. `CheckpointError` for one that no file can hold."""
+        """Return the arrays by group and name. `CheckpointError` for one that no file can hold."""
         ...
 
     def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
-        """Yield the bytes of arrays of ``group``, end to end, little-endian, each good until the next is asked for."""
+        """Yield the bytes of arrays of ``group``, end to end, little-endian, each block valid until the next."""
         ...
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """A file to be written: its header, then the arrays ``names`` end to end."""
 
     header: bytes
@@ -86,8 +64,7 @@ class Layout:
     size_bytes: int
 
     def pieces(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """The file's bytes in order; small blocks come together, as one copy, so that a file is written in few calls.
-        """
+        """Yield the file's bytes in order, small blocks joined, so that a file is written in few calls."""
         small = bytearray(self.header)
         for data in blocks:
             if len(data) >= BLOCK_BYTES or len(small) >= BLOCK_BYTES:
@@ -102,11 +79,11 @@ class Layout:
 
 
 def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | None = None,
-           metadata: Mapping[str, str] | None = None) -> Layout:
+           metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Plan the file of ``group``; CheckpointError for a name or a dtype that the file cannot hold exactly.
 
-    ``codes``: the dtype that the file states for the arrays of these names, of the same size as theirs: bfloat16, which
-    numpy lacks, as the "BF16" that an array of uint16 holds the bits of. ``metadata``: further texts for the header.
+    ``codes``: dtypes that the file states for these names instead of the arrays': "BF16" for uint16 that holds the bits
+    of bfloat16, which numpy lacks. ``metadata``: further texts for the header.
     """
     codes = codes or {}
     for name, spec in specs.items():
@@ -126,19 +103,13 @@ def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | Non
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            got=f"group {group!r} needs a header of {len(text)} bytes",
-            expected=f"at most {MAX_HEADER_BYTES}",
-            do="split the group, or shorten the names",
-        )
-    return Layout(len(text).to_bytes(8, "little") + text, tuple(order), 8 + len(text) + offset)
+        raise CheckpointError(f"group {group!r} needs a header of {len(text)} bytes",
+                              f"at most {MAX_HEADER_BYTES}", "split the group, or shorten the names")
+    return FileLayout(len(text).to_bytes(8, "little") + text, tuple(order), 8 + len(text) + offset)
 
 
 def read_header(path: Path) -> dict[str, tuple[Spec, int]]:
-    """Return what arrays a file holds, and at which byte each begins, by name; CheckpointError: no safetensors file.
-
-    OSError where it cannot be read.
-    """
+    """Return (spec, offset) of a file's arrays by name; CheckpointError: no safetensors file. OSError."""
     descriptor = files.open_to_read(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -160,7 +131,7 @@ def read_header(path: Path) -> dict[str, tuple[Spec, int]]:
 
 
 def _entry(entry: dict[str, Any], first: int) -> tuple[Spec, int]:
-    """What a header says of one array, whose values are counted from ``first``; ValueError where that cannot be."""
+    """Parse a header's entry of one array, values counted from ``first``; ValueError for an impossible one."""
     (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
     if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
         raise ValueError("a shape or a place that is no whole number of at least 0")
@@ -171,21 +142,15 @@ def _entry(entry: dict[str, Any], first: int) -> tuple[Spec, int]:
 
 
 def _foreign(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        got=f"{path} is not a safetensors file that can be read ({reason[:200]})",
-        expected="the arrays of one group",
-        do="use another checkpoint",
-    )
+    return CheckpointError(f"{path} is not a safetensors file that can be read ({reason[:200]})",
+                           "the arrays of one group", "use another checkpoint")
 
 
 def portable(name: str, array: np.ndarray, group: str) -> np.ndarray:
-    """Return ``array``, of little-endian values in C order; CheckpointError for what a file cannot hold exactly."""
+    """Return ``array`` little-endian and in C order; CheckpointError where a file cannot hold it exactly."""
     if not isinstance(array, (np.ndarray, np.generic)):
-        raise CheckpointError(
-            got=f"{name!r} of group {group!r} is a {type(array).__name__}",
-            expected="a numpy array",
-            do="convert it, for example tensor.detach().cpu().numpy()",
-        )
+        raise CheckpointError(f"{name!r} of group {group!r} is a {type(array).__name__}", "a numpy array",
+                              "convert it, for example tensor.detach().cpu().numpy()")
     array = np.asarray(array, order="C")
     check(name, array.dtype, group)
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -195,11 +160,8 @@ def check(name: str, dtype: np.dtype, group: str) -> None:
     """Raise CheckpointError for a name or a dtype that a file cannot hold exactly."""
     _check_name(name, group)
     if dtype.name not in _CODES:
-        raise CheckpointError(
-            got=f"{name!r} of group {group!r} has dtype {dtype}",
-            expected="one of " + ", ".join(_CODES),
-            do="convert it; bfloat16 travels as its bits in uint16",
-        )
+        raise CheckpointError(f"{name!r} of group {group!r} has dtype {dtype}", "one of " + ", ".join(_CODES),
+                              "convert it; bfloat16 travels as its bits in uint16")
 
 
 def _check_name(name: str, group: str) -> None:
@@ -210,8 +172,5 @@ def _check_name(name: str, group: str) -> None:
         except UnicodeEncodeError:
             good = False
     if not good:
-        raise CheckpointError(
-            got=f"tensor name {name!r} in group {group!r}",
-            expected="text that UTF-8 can hold, other than '__metadata__'",
-            do="rename the tensor",
-        )
+        raise CheckpointError(f"tensor name {name!r} in group {group!r}",
+                              "text that UTF-8 can hold, other than '__metadata__'", "rename the tensor")

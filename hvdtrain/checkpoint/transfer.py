@@ -1,32 +1,31 @@
-"""State on its way between ranks by the control plane: to the rank that writes it, and from the rank that has read it.
+"""Move shards between ranks, over a `Channel` in the background or by the control plane's collectives.
 
-Owns who sends when, and how much at once: rounds of at most `PIECE_BYTES`, in which all ranks meet, so that a rank
-waits for one round and never for all of another rank's state. Nobody but its receiver keeps a rank's state, and rank 0,
-which reads the files, no more than what travels.
+Rounds of at most `PIECE_BYTES`: no rank waits for all of another's state, and rank 0 holds no more than what travels.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.checkpoint import stream
-from hvdtrain.checkpoint.reading import Kept
-from hvdtrain.checkpoint.stream import held, packed, pieces_of, unpacked
+from hvdtrain.checkpoint.snapshot import OpenCheckpoint
+from hvdtrain.checkpoint.stream import head, local_pieces, packed, pieces_of, unpacked
 from hvdtrain.cluster.control import agreed
-from hvdtrain.core.protocols import Control
-from hvdtrain.core.protocols.state import Head, Shard, Want
+from hvdtrain.core.errors import WaitTimeout
+from hvdtrain.core.protocols import Channel, Control, Handle
+from hvdtrain.core.protocols.run import Head, Shard, Want
 
-ROUND_SHARDS = 4096
-"""Most windows in a round."""
-
+ROUND_SHARDS = 4096  # most windows in a round
 Groups = dict[str, dict[str, np.ndarray]]
 
 
 def own_group(rank: int) -> str:
-    """The group of what a rank holds for itself."""
+    """Return the group of a rank's own state."""
     return f"rank-{rank:04d}"
 
 
@@ -39,10 +38,9 @@ def whole_shards(tensors: Mapping[str, Mapping[str, np.ndarray]], groups: Iterab
 
 def arriving(control: Control, heads_P: Sequence[Sequence[Head]],
              shards: Sequence[Shard]) -> list[Iterator[np.ndarray]]:
-    """Return what brings each rank's values to rank 0, piece by piece, as `passage.take` does; here a collective.
+    """Return iterators that bring each rank's values to rank 0, as `receive_shards` does, by collectives.
 
-    All ranks take the same pieces in the same order; other ranks than 0 have no use for them. ``shards``: this rank's,
-    of ``heads_P[control.rank]``.
+    All ranks take the same pieces in the same order. ``shards``: this rank's, of ``heads_P[control.rank]``.
     """
     messages = packed(shards)
 
@@ -54,14 +52,14 @@ def arriving(control: Control, heads_P: Sequence[Sequence[Head]],
 
         return unpacked(heads_P[source], move)
 
-    own = held(shards) if control.rank == 0 else unpacked(heads_P[0], lambda memory: memory)
+    own = local_pieces(shards) if control.rank == 0 else unpacked(heads_P[0], lambda memory: memory)
     return [own, *(moved(source) for source in range(1, control.size))]
 
 
-def fetch(control: Control, kept: Kept | None, wants: Sequence[Want], heads: Sequence[Head]) -> Groups:
+def fetch(control: Control, kept: OpenCheckpoint | None, wants: Sequence[Want], heads: Sequence[Head]) -> Groups:
     """Return what this rank ``wants`` of the checkpoint that rank 0 has open (elsewhere None); collective.
 
-    What is wanted of ``heads`` as a whole has its shape, a window is (n,). What all ranks want they receive together.
+    An array of ``heads`` wanted as a whole keeps its shape, a window is (n,). Wants that all ranks share are broadcast.
     Errors: `UserError` on every rank where rank 0 cannot read.
     """
     wants_P = [[Want(*want) for want in row] for row in control.gather([tuple(want) for want in wants])]
@@ -85,7 +83,7 @@ def fetch(control: Control, kept: Kept | None, wants: Sequence[Want], heads: Seq
     return groups
 
 
-def _read(kept: Kept | None, row: Sequence[tuple[Want, int, int]], places: Sequence[np.ndarray]) -> None:
+def _read(kept: OpenCheckpoint | None, row: Sequence[tuple[Want, int, int]], places: Sequence[np.ndarray]) -> None:
     """Read a round from the files; rank 0's part."""
     for (want, low, _), place in zip(row, places if kept else ()):
         assert kept is not None
@@ -106,3 +104,47 @@ def _rounds(wants: Sequence[Want], heads: Mapping[tuple[str, str], Head]) -> Ite
             so_far += high - low
     if packed:
         yield packed
+
+
+SIZE, NOTE, VALUES = 0, 1, 2  # tags of the messages, in the order in which they come
+PATIENCE = 12
+"""How many times a channel's bound a sender waits: meanwhile the receiver writes what comes before."""
+
+
+def send_shards(channel: Channel, note: dict[str, Any], shards: Sequence[Shard], to: int = 0) -> None:
+    """Send ``shards``, `in_order`, with a JSON-able ``note``; return when all of it has gone. `WaitTimeout`."""
+    send_note(channel, {**note, "heads": [list(head(shard)) for shard in shards]}, to)
+    for data in packed(shards):
+        _gone(channel.send(data, to, VALUES))
+
+
+def receive_shards(channel: Channel, source: int) -> tuple[dict[str, Any], list[Head], Iterator[np.ndarray]]:
+    """Return a note, heads, and an iterator of the values, to be exhausted before the next. `WaitTimeout`."""
+    note = receive_note(channel, source)
+    heads = [Head(group, name, tuple(shape), dtype, begin, n)
+             for group, name, shape, dtype, begin, n in note.pop("heads")]
+    return note, heads, unpacked(heads, lambda memory: channel.receive(memory, source, VALUES).wait())
+
+
+def send_note(channel: Channel, note: dict[str, Any], to: int) -> None:
+    data = np.frombuffer(json.dumps(note).encode(), np.uint8)
+    handles = [channel.send(np.array([data.size], np.int64), to, SIZE), channel.send(data, to, NOTE)]
+    for handle in handles:
+        handle.wait()
+
+
+def receive_note(channel: Channel, source: int) -> dict[str, Any]:
+    size = channel.receive(np.zeros(1, np.int64), source, SIZE).wait()
+    note = json.loads(channel.receive(np.empty(int(size[0]), np.uint8), source, NOTE).wait().tobytes())
+    assert isinstance(note, dict)
+    return note
+
+
+def _gone(handle: Handle) -> None:
+    for _ in range(PATIENCE - 1):
+        try:
+            handle.wait()
+            return
+        except WaitTimeout:
+            continue
+    handle.wait()

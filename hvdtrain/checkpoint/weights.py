@@ -1,7 +1,6 @@
-"""A checkpoint's model as one file of weights, under the names that the end of a training gives them.
+"""Write a checkpoint's model as one file of weights, under the names of the framework's own final model.
 
-Owns those names, which are the frameworks' own: of a PyTorch model its state_dict's, of a Keras model its variables'
-paths. Imports no framework, so that weights can be had where none is installed.
+A PyTorch model's names are its state_dict's, a Keras model's its variables' paths. Imports no framework.
 """
 
 from __future__ import annotations
@@ -13,34 +12,30 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.checkpoint import files
-from hvdtrain.checkpoint.holders import key
+from hvdtrain.checkpoint.adapters import key
 from hvdtrain.checkpoint.manifest import CheckpointError
-from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout
+from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout
+from hvdtrain.core.comparison import finite, has_nan, spoken
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.finite import finite, has_nan, spoken
-from hvdtrain.core.protocols.state import Shard
+from hvdtrain.core.protocols.run import Shard
 
 FILE = "model.safetensors"
 _BFLOAT16 = "#bfloat16"
-AVERAGES = "ema"
-"""The group of `hvdtrain.engine.average`, which holds tensors under the names of parameters."""
-
+AVERAGES = "ema"  # the group of `hvdtrain.engine.average`, which holds tensors under the names of parameters
 Named = tuple[dict[str, str], dict[str, str]]
 """Names in a checkpoint by those in the model; for arrays that hold the bits of another type, its safetensors name."""
 
 
 def named(model: Mapping[str, Spec], framework: str) -> Named:
-    """Return what the arrays of a checkpoint's group "model" are called in ``framework``'s own model. Pure."""
+    """Return the names of a checkpoint's group "model" in ``framework``'s own model. Pure."""
     return _keras(model) if framework == "tensorflow" else _torch(model)
 
 
 def write(content: Content, target: Path, average: bool = False) -> int:
-    """Write a checkpoint's weights, piece by piece, as the file ``target``, whole or not at all.
+    """Write a checkpoint's weights as the file ``target``, atomically; return the number of tensors. OSError.
 
-    ``average``: the moving average in place of each weight that has one, that of a 16-bit weight in float32.
-    Returns how many tensors they are. OSError.
-
-    CheckpointError where ``target`` is there already, or there is no average.
+    ``average``: the moving average in place of each weight that has one, in float32 for a 16-bit weight.
+    CheckpointError where ``target`` exists, or there is no average.
     """
     specs = dict(content.specs().get("model", {}))
     places, codes = named(specs, str(content.meta.get("framework", "")))
@@ -64,7 +59,7 @@ def has_average(content: Content) -> bool:
 
 
 def _averages(content: Content, places: Mapping[str, str]) -> dict[str, str]:
-    """The arrays of the group of averages by the names in the model; those of a tensor with several names, by each."""
+    """Return the arrays of averages by the names in the model, also for each name of tied weights."""
     if not has_average(content):
         raise CheckpointError("the checkpoint holds no moving average of the weights", "one of a run with ema",
                               "leave out --average")
@@ -84,8 +79,8 @@ def _bytes(content: Content, place: str) -> bytes:
     return b"".join(content.blocks("model", [place]))
 
 
-def put(plan: Layout, blocks: Iterable[memoryview], target: Path) -> None:
-    """Write weights as the file ``target``, which appears, or is replaced, whole or not at all. OSError."""
+def put(plan: FileLayout, blocks: Iterable[memoryview], target: Path) -> None:
+    """Write weights as the file ``target`` atomically. OSError."""
     with files.replacing(target) as place:
         files.write_durably(place, plan.pieces(blocks))
 
@@ -99,7 +94,7 @@ def _torch(model: Mapping[str, Spec]) -> Named:
 
 
 def _keras(model: Mapping[str, Spec]) -> Named:
-    """00003/cnn/conv/kernel as cnn/conv/kernel; of paths that come several times the later ones with #1, #2."""
+    """Map 00003/cnn/conv/kernel to cnn/conv/kernel; of repeated paths the later ones get #1, #2."""
     places: dict[str, str] = {}
     for place in sorted(model):
         path = place.partition("/")[2]
@@ -112,17 +107,14 @@ def _keras(model: Mapping[str, Spec]) -> Named:
 
 
 def check_shards(shards: Sequence[Shard], trainable: Collection[str]) -> None:
-    """Raise what `check_finite` raises of the model's shards among ``shards``."""
+    """Apply `check_finite` to the model's shards among ``shards``."""
     for shard in shards:
         if shard.group == "model":
             check_finite({shard.name: shard.values}, trainable)
 
 
 def check_finite(model: Mapping[str, np.ndarray], names: Collection[str]) -> None:
-    """Raise `UserError` naming the first array that is not finite: such weights are never written.
-
-    ``names``: of the trainable parameters. What is not trained may be infinite, as an attention mask is, not NaN.
-    """
+    """Raise `UserError` for an array that is not finite (NaN, if not in ``names`` of trainable parameters)."""
     for name, array in model.items():
         if not finite(name, array) and (spoken(name) in names or has_nan(name, array)):
             raise UserError(f"parameter {name} is not finite", "finite weights",

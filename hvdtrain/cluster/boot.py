@@ -1,6 +1,6 @@
-"""The one place where MPI is started, in the one order that works: device, environment, MPI; Horovod comes after it.
+"""Start of a process of a job: environment variables, claims of devices, MPI_Init, in the one order that works.
 
-Owns start-up effects: environment variables, MPI_Init, claims of devices. Nothing here runs at import.
+Nothing runs at import; Horovod comes after (`hvdtrain.cluster.horovod`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl, agr
 from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
 from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, sharing, usable, visible_devices
 from hvdtrain.cluster.liveness import causes, pulse, watch
-from hvdtrain.cluster.liveness.watch.meet import meet
 from hvdtrain.cluster.machine import software
-from hvdtrain.cluster.topology import affinity, cpu_quota
+from hvdtrain.cluster.machine.cgroup import cpu_quota
+from hvdtrain.cluster.topology import affinity
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.protocols import Control
@@ -59,7 +59,6 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, dev
 
 
 def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
-    """The control plane."""
     causes.mark("start")
     causes.leave_done_at_exit()
     notes: list[str] = []
@@ -76,12 +75,12 @@ def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
     if control.size > 1:
         set_owner(f"rank {control.rank} on host {control.node}", control.abort)
         pulse.start(control)
-        meet(control)
+        watch.meet(control)
 
 
 @dataclass
 class Claim:
-    """What came of claiming devices on this rank: a note for the summary, an error, the entries it owns.
+    """Result of claiming devices on this rank: a note for the summary, an error, the entries it owns.
 
     ``entries``: none where ranks' entries cannot be compared. ``settled``: the ranks have compared them.
     """
@@ -93,7 +92,7 @@ class Claim:
 
     @classmethod
     def of(cls, facts: LaunchFacts, env: MutableMapping[str, str], devices_per_rank: int) -> Claim:
-        """Claim, and keep an error for when all ranks can be told."""
+        """Claim, and keep an error until all ranks can be told."""
         try:
             note = claim_device(facts, env, devices_per_rank)
         except UserError as error:
@@ -103,7 +102,7 @@ class Claim:
 
 
 def _settle_claim(facts: LaunchFacts, devices_per_rank: int) -> None:
-    """Once per process: tell rank 0 the hosts' notes; raise on all ranks what any has met. Collective."""
+    """Report all hosts' notes to rank 0 and raise any rank's error on all ranks, once per process; collective."""
     claim = _started.get("claim")
     if claim is None:
         claim = _started["claim"] = Claim.of(facts, os.environ, devices_per_rank)
@@ -121,23 +120,23 @@ def _raise(error: UserError | None) -> None:
 
 
 def _of_hosts(control: Control, note: str) -> list[str]:
-    """The different notes of all hosts, by their lowest rank: rank 0 shows what a run has to say. Collective."""
+    """Return the different notes of all hosts, by their lowest rank; collective."""
     said = dict(reversed([row for row in control.gather((control.node, note)) if row[1]]))
     return [f"host {node}: {text}" for node, text in reversed(said.items())]
 
 
 def current_control() -> Control | None:
-    """The control plane of this process, if it was started."""
+    """Return the control plane of this process; None before it was started."""
     return _started.get("control")
 
 
 def exit_control() -> MpiControl | None:
-    """A control plane of its own for the end of a job, apart from calls that other ranks may be in; MPI only."""
+    """Return the control plane for the end of a job, apart from calls that other ranks may be in; MPI only."""
     return _started.get("exit")
 
 
 def mpi_comm() -> Any:
-    """A communicator over all ranks for `hvdtrain.comm.collectives.mpi`, apart from the control plane's.
+    """Return a communicator over all ranks for `hvdtrain.comm.collectives.mpi`, apart from the control plane's.
 
     Starts MPI where the job has one process or runs over Gloo. Collective.
     """
@@ -147,12 +146,12 @@ def mpi_comm() -> Any:
 
 
 def has_mpi() -> bool:
-    """Whether MPI carries this job's control plane."""
+    """Return whether MPI carries this job's control plane."""
     return isinstance(_started.get("control"), MpiControl)
 
 
 def mpi_threads() -> bool:
-    """Whether two threads of this process may be in MPI at once: a wire's and the control plane's. MPI has started."""
+    """Return whether two threads of this process may be in MPI at once. MPI has started."""
     from mpi4py import MPI
     return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
@@ -174,10 +173,10 @@ def claim_device(facts: LaunchFacts, env: MutableMapping[str, str], devices_per_
 
 
 def should_yield(bound: int, cores: float, local_size: int) -> bool:
-    """Whether the busy threads of a host's ranks outnumber the cores they may use. Pure.
+    """Return whether the busy threads of a host's ranks outnumber the cores they may use. Pure.
 
-    Open MPI spins while it waits and then starves the framework's own threads: on 2 ranks, 2 cores a small ResNet
-    took 313 ms a step without yielding, about 215 ms with it.
+    Open MPI spins while it waits and then starves the framework's own threads: on 2 ranks, 2 cores a small ResNet took
+    313 ms a step without yielding, about 215 ms with it.
     """
     return bound < THREADS_PER_RANK or THREADS_PER_RANK * local_size > cores
 
@@ -211,7 +210,7 @@ def send_only(facts: LaunchFacts, env: MutableMapping[str, str]) -> str:
 
 
 def _import_mpi(launcher: str) -> Any:
-    """mpi4py's MPI, initialised with THREAD_MULTIPLE."""
+    """Return mpi4py's MPI, initialised with THREAD_MULTIPLE."""
     prepare_lone_mpi(os.environ)
     try:
         import mpi4py
@@ -252,7 +251,6 @@ def prepare_lone_mpi(env: MutableMapping[str, str], prefix: str = sys.prefix) ->
 
 
 def _start_mpi(facts: LaunchFacts, timeout_s: float) -> MpiControl:
-    """MPI_Init, the check that launcher and library fit, and the communicators."""
     pulse.at("MPI")
     with locked_deadline(timeout_s, f"MPI_Init under {facts.launcher}"):
         MPI = _import_mpi(facts.launcher)
@@ -272,7 +270,6 @@ def _start_mpi(facts: LaunchFacts, timeout_s: float) -> MpiControl:
 
 
 def _mismatch(facts: LaunchFacts, size: int, library: str) -> str:
-    """The sentence about a launcher of one MPI and a library of another. Pure."""
     first = software.first_line(library)
     return (f"{facts.launcher} started {facts.size} processes, but mpi4py's MPI library ({first}) sees {size}: "
             "they are of different MPIs")

@@ -1,7 +1,7 @@
-"""How far the hosts' clocks are apart, with the error of that estimate.
+"""Offsets between the clocks of hosts, each with its error.
 
-Owns the arithmetic (pure) and the rounds over the control plane. No message can arrive before it was sent: that bounds
-every offset from both sides, and the closest of several rounds is kept. It needs no send and receive, only gathers.
+No message can arrive before it was sent: that bounds every offset from both sides, and the closest of several gathers
+over the control plane is kept.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Round = tuple[Sequence[float], Sequence[float]]
 
 
 def bounds(rounds: Sequence[Round], rank: int) -> tuple[float, float]:
-    """(least, most) seconds by which ``rank``'s clock may be ahead of rank 0's. Pure.
+    """Return (least, most) seconds by which ``rank``'s clock may be ahead of rank 0's. Pure.
 
-    With offset d: rank 0 has the reply after it was sent, so ``sent_r - d <= got_0``; and rank r has rank 0's word
+    With offset d: rank 0 has the reply after it was sent, so ``sent_r - d <= got_0``; and rank r has rank 0's message
     after that was sent, so ``got_r - d >= sent_0``.
     """
     least = max(sent[rank] - got[0] for sent, got in rounds)
@@ -32,13 +32,14 @@ def bounds(rounds: Sequence[Round], rank: int) -> tuple[float, float]:
 
 
 def offset(rounds: Sequence[Round], rank: int) -> dict[str, float]:
-    """``{"offset_s", "within_s"}``: rank's clock is ahead of rank 0's by offset_s, give or take within_s. Pure."""
+    """Return ``{"offset_s", "within_s"}``: rank's clock is ahead of rank 0's by offset_s, give or take within_s. Pure.
+    """
     least, most = bounds(rounds, rank)
     return {"offset_s": round((least + most) / 2, 6), "within_s": round(abs(most - least) / 2, 6)}
 
 
 def measure(control: Control, now: Callable[[], float] = time.time, n_rounds: int = ROUNDS) -> list[Round]:
-    """The rounds, on every rank; collective."""
+    """Return the rounds, on every rank; collective."""
     own = []
     for _ in range(n_rounds):
         control.barrier("clocks")
@@ -72,7 +73,8 @@ def compared(control: Control, own: str | None = None, now: Callable[[], float] 
 
 
 def identity() -> str:
-    """Return which clock `time.perf_counter` reads: this start of this machine, and its time namespace; "": unknown.
+    """Return a name of the clock that `time.perf_counter` reads: this boot of this machine and its time namespace; "":
+    unknown.
 
     On Linux it is CLOCK_MONOTONIC, which all processes share unless a container has moved theirs (time_namespaces(7)).
     """

@@ -1,10 +1,7 @@
-"""The control plane: small Python objects and decisions between the ranks of a job.
+"""Control planes: small Python objects, decisions and agreement on errors among the ranks of a job.
 
-Owns `SoloControl` (one process), `MpiControl` (over an mpi4py communicator that it is given), `ObjectControl`
-(over a framework's object collectives, for horovodrun --gloo) and the agreement of ranks on an error. Starts nothing:
-`hvdtrain.cluster.boot` does.
-
-Objects are pickled. They come from ranks of the same job only, which run the same user's code.
+Starts nothing: `hvdtrain.cluster.boot` does. Objects are pickled: they come from ranks of the same job, which run the
+same user's code.
 """
 
 from __future__ import annotations
@@ -20,11 +17,12 @@ import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.cluster.messages.carrier import Boxes, ByHost, ThreadCarrier, over_mpi
+from hvdtrain.cluster.messages.carrier import Boxes, HostCarrier, ThreadCarrier, over_mpi
 from hvdtrain.cluster.messages.channel import Mail, MailChannel, MpiChannel
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.launcher import LaunchFacts
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.processes import wait_for
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.timeline import blocked
 
@@ -80,7 +78,7 @@ def flush_streams() -> None:
 
 
 class SoloControl:
-    """A job of one process: every answer is the question. Needs no MPI."""
+    """Control of a job of one process, without MPI: every answer is the question."""
 
     def __init__(self, node: str | None = None) -> None:
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
@@ -89,33 +87,27 @@ class SoloControl:
         self.timeout_s = 600.0
 
     def bcast(self, obj: Any) -> Any:
-        """Return ``obj``."""
         return obj
 
     def gather(self, obj: Any) -> list[Any]:
-        """Return ``[obj]``."""
         return [obj]
 
     def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
-        """Return at once: there is nobody to send to."""
+        """Return: there is no other rank."""
 
     def sum(self, values_k: np.ndarray) -> np.ndarray:
-        """Return a float64 copy of ``values_k``."""
         return np.array(values_k, dtype=np.float64)
 
     def agree(self, flag: bool) -> bool:
-        """Return ``flag``."""
         return bool(flag)
 
     def barrier(self, tag: str, timeout_s: float | None = None) -> None:
-        """Return at once."""
+        """Return."""
 
     def channel(self, longest_sleep_s: float = 200e-6) -> MailChannel:
-        """Return a channel of one rank, which may send to itself."""
         return MailChannel(Mail(), longest_sleep_s=longest_sleep_s)
 
     def carrier(self) -> ThreadCarrier:
-        """Return one of one rank, which may send to itself."""
         return ThreadCarrier(Boxes(), 0, 1)
 
     def abort(self, code: int) -> None:
@@ -142,7 +134,6 @@ class MpiControl:
         self._stuck: list[Any] = []
 
     def bcast(self, obj: Any) -> Any:
-        """Return rank 0's ``obj`` on every rank."""
         first = np.zeros(INLINE, np.uint8)
         data = np.frombuffer(pickle.dumps(obj, protocol=5), np.uint8) if self.rank == 0 else first[:0]
         if self.rank == 0:
@@ -159,7 +150,6 @@ class MpiControl:
         return obj if self.rank == 0 else pickle.loads(whole.tobytes())
 
     def gather(self, obj: Any) -> list[Any]:
-        """Return the list of every rank's ``obj``, by rank, on every rank."""
         data = np.frombuffer(pickle.dumps(obj, protocol=5), np.uint8)
         sizes_P = self._allgather(np.array([data.size], np.int64), "gather").ravel()
         ends = np.cumsum(sizes_P)
@@ -177,10 +167,7 @@ class MpiControl:
         return [obj if r == self.rank else pickle.loads(part.tobytes()) for r, part in enumerate(parts)]
 
     def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
-        """Overwrite ``target``'s ``arrays`` (n,) with ``source``'s, or every rank's where that is None.
-
-        Each message is waited for by itself. Where there is a target, other ranks have no part in it.
-        """
+        """Wait for each message by itself; ranks other than source and target take no part."""
         if target is not None and self.rank not in (source, target):
             return
         for array in arrays:
@@ -196,30 +183,23 @@ class MpiControl:
                 self._wait(request, "send", part)
 
     def sum(self, values_k: np.ndarray) -> np.ndarray:
-        """Return the float64[k] sum over ranks, added in rank order: the same bits on every rank, every time."""
         own_k = np.ascontiguousarray(values_k, dtype=np.float64)
         return sum_rows(self._allgather(own_k, "sum")).reshape(own_k.shape)
 
     def agree(self, flag: bool) -> bool:
-        """Return True on every rank if any rank's ``flag`` is true."""
         return bool(self.sum(np.array([float(bool(flag))]))[0] > 0)
 
     def barrier(self, tag: str, timeout_s: float | None = None) -> None:
-        """Return once every rank is here; raises `WaitTimeout` with ``tag`` after ``timeout_s``."""
         self._wait(self._comm.Ibarrier(), f"barrier {tag!r}", timeout_s=timeout_s)
 
     def channel(self, longest_sleep_s: float = 200e-6) -> MpiChannel | None:
-        """Return a channel over a duplicate of the communicator; None where MPI lets one thread in only. Collective."""
+        """Duplicate the communicator; None where MPI lets one thread in only."""
         if _mpi().Query_thread() < _mpi().THREAD_MULTIPLE:
             return None
         with deadline(self.timeout_s, "duplicating MPI's communicator for a channel"):
             return MpiChannel(self._comm.Dup(), self.timeout_s, longest_sleep_s)
 
-    def carrier(self) -> ByHost | None:
-        """Return one over memory within a host and MPI between hosts; None where MPI lets one thread in only.
-
-        Collective.
-        """
+    def carrier(self) -> HostCarrier | None:
         return over_mpi(self._comm, self.timeout_s) if _mpi().Query_thread() == _mpi().THREAD_MULTIPLE else None
 
     def abort(self, code: int) -> None:
@@ -229,13 +209,12 @@ class MpiControl:
         self._comm.Abort(code or 1)
 
     def _allgather(self, own_k: np.ndarray, what: str) -> np.ndarray:
-        """(k,) of equal k on every rank -> (P, k)."""
+        """Gather (k,) of equal k from every rank -> (P, k)."""
         rows = np.empty((self.size, own_k.size), own_k.dtype)
         self._wait(self._comm.Iallgather(own_k, rows), what, own_k, rows)
         return rows
 
     def _wait(self, request: Any, what: str, *buffers: np.ndarray, timeout_s: float | None = None) -> None:
-        """Wait for ``request``; `WaitTimeout` names ``what`` when the time is over."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         with blocked(what):  # also one that is done at once: who comes last has waited for nobody
             if request.Test():
@@ -268,20 +247,15 @@ class ObjectControl:
         self._bcast, self._allgather = bcast_object, allgather_object
 
     def bcast(self, obj: Any) -> Any:
-        """Return rank 0's ``obj`` on every rank."""
         what = "bcast of the control plane"
         with deadline(self.timeout_s, what), pulse.waiting(what), blocked("bcast"):
             return self._bcast(obj, name="hvdtrain.control.bcast")
 
     def gather(self, obj: Any) -> list[Any]:
-        """Return the list of every rank's ``obj``, by rank, on every rank."""
         return self._gather(obj, "gather", self.timeout_s)
 
     def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
-        """Overwrite ``target``'s ``arrays`` (n,) with ``source``'s, or every rank's where that is None.
-
-        Horovod has no message from one rank to another: all ranks receive them and those who need not drop them.
-        """
+        """Send to all ranks, of which those that need nothing drop it: Horovod has no point-to-point messages."""
         own = [x.tobytes() for x in arrays] if self.rank == source else []
         sent = self._gather(own, "send", self.timeout_s)[source]
         if self.rank != source and target in (None, self.rank):
@@ -289,27 +263,23 @@ class ObjectControl:
                 mine[...] = np.frombuffer(theirs, mine.dtype)
 
     def sum(self, values_k: np.ndarray) -> np.ndarray:
-        """Return the float64[k] sum over ranks, added in rank order: the same bits on every rank."""
         return sum_rows(np.stack(self._gather(np.array(values_k, np.float64), "sum", self.timeout_s)))
 
     def agree(self, flag: bool) -> bool:
-        """Return True on every rank if any rank's ``flag`` is true."""
         return any(self._gather(bool(flag), "agree", self.timeout_s))
 
     def barrier(self, tag: str, timeout_s: float | None = None) -> None:
-        """Return once every rank is here; the process ends with ``tag`` in its message after ``timeout_s``."""
+        """End the process with ``tag`` in its message after ``timeout_s``."""
         self._gather(None, f"barrier {tag!r}", self.timeout_s if timeout_s is None else timeout_s)
 
     def channel(self, longest_sleep_s: float = 200e-6) -> None:
-        """Return None: Horovod has no message from one rank to another."""
         return None
 
     def carrier(self) -> None:
-        """Return None, as `channel`."""
         return None
 
     def abort(self, code: int) -> None:
-        """End this process at once with ``code``; horovodrun then ends the others."""
+        """End this process with ``code``; horovodrun then ends the others."""
         pulse.leaving()
         flush_streams()
         os._exit(code or 1)
@@ -321,7 +291,54 @@ class ObjectControl:
 
 
 def _mpi() -> Any:
-    """mpi4py's MPI, which whoever made the communicator has started."""
+    """Return mpi4py's MPI, which the maker of the communicator has started."""
     from mpi4py import MPI
 
     return MPI
+
+
+def in_turn(control: Control, work: Callable[[], T], what: str) -> T:
+    """Return ``work()`` of this rank, done by one rank of each host after the other: it takes much of a host's memory.
+
+    Collective, as `agreed`.
+    """
+    found: list[T] = []
+    for turn in range(max(control.gather(control.local_size))):
+        agreed(control, lambda: found.append(work()) if turn == control.local_rank else None, what)  # noqa: B023
+    return found[0]
+
+
+class ReplicaControl:
+    """Control with one rank for each replica of the model: ``leads[c]`` speaks for replica c.
+
+    All ranks of the job take part in every call, so that there is one order; what ranks that do not lead send is left
+    out. `agree` is that of all ranks of the job: an error of one is one of all.
+    """
+
+    def __init__(self, control: Control, leads: Sequence[int], copy: int) -> None:
+        self._whole = control
+        self._leads, self.rank, self.size = list(leads), copy, len(leads)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def bcast(self, obj: Any) -> Any:
+        return self.gather(obj)[0]
+
+    def gather(self, obj: Any) -> list[Any]:
+        rows = self._whole.gather(obj)
+        return [rows[lead] for lead in self._leads]
+
+    def sum(self, values_k: np.ndarray) -> np.ndarray:
+        own_k = np.array(values_k, np.float64)
+        return self._whole.sum(own_k if self._whole.rank in self._leads else np.zeros_like(own_k))
+
+
+def every_rank(control: Control) -> Control:
+    """Return the control plane of all ranks of the job, of which ``control`` may be a view."""
+    return control._whole if isinstance(control, ReplicaControl) else control
+
+
+def control_of_replicas(control: Control, mesh: Mesh) -> Control:
+    """Return the control plane of the replicas; ``control`` itself where no replica is partitioned over ranks."""
+    return ReplicaControl(control, mesh.leads, mesh.copy) if mesh.deepest > 1 else control

@@ -1,7 +1,7 @@
 """A bound on calls that cannot be interrupted, such as a blocking MPI call or Horovod's synchronize.
 
-Owns one watchdog thread per process, started when first needed, and what it does when a bound runs out: say what
-hung, show every Python stack, end the job. Does not know MPI: `set_owner` gives it the way to abort.
+Owns one watchdog thread per process, which names the call, shows every Python stack and ends the job; `set_owner` gives
+it the way to abort.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ class _Watchdog:
         self.abort: Callable[[int], None] | None = None
 
     def forget(self) -> None:
-        """No thread and no deadline: the state of a new process, also of a forked one.
-
-        The lock is made anew, because the parent's thread may have held it at the moment of the fork.
-        """
+        """Reset to the state of a new process, also of a forked one: no thread and no deadline."""
         self.lock = threading.Condition(threading.Lock())
         self.open: dict[int, tuple[float, float, str]] = {}
         self.wakes_at = float("inf")
@@ -61,12 +58,11 @@ class _Watchdog:
                 self.lock.notify()
 
     def disarm(self, key: int) -> None:
-        """Close a deadline. The thread is left asleep: it finds nothing to do when it wakes."""
+        """Close a deadline; the thread stays asleep."""
         with self.lock:
             self.open.pop(key, None)
 
     def _start(self) -> None:
-        """Start the thread; a forked child, where threads do not survive, starts its own."""
         if not self.watches_forks:
             os.register_at_fork(after_in_child=self.forget)
             self.watches_forks = True
@@ -89,7 +85,7 @@ _watchdog = _Watchdog()
 
 
 def set_owner(who: str, abort: Callable[[int], None] | None) -> None:
-    """Tell who this process is ("rank 1 on host a") and how to end the whole job; `hvdtrain.cluster.boot` calls it."""
+    """Set who this process is ("rank 1 on host a") and how to end the whole job; `hvdtrain.cluster.boot` calls it."""
     _watchdog.who, _watchdog.abort = who, abort
 
 
@@ -134,7 +130,7 @@ class locked_deadline(deadline):  # noqa: N801
 
 
 def _expire(entry: tuple[float, float, str], who: str, abort: Callable[[int], None] | None) -> None:
-    """Say what hung, show all stacks, abort the job; does not return."""
+    """Report the call that hung, show all stacks, abort the job; does not return."""
     _, seconds, what = entry
     name = who or f"process {os.getpid()} on host {socket.gethostname()}"
     text = (f"hvdtrain: {name}: {what} did not end within {seconds:g} s. {pulse.missing() or ELSEWHERE} Look for its "

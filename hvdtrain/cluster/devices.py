@@ -1,7 +1,7 @@
-"""Which accelerators a rank uses, one or several per local rank; and what a device is, in the words of all frameworks.
+"""Accelerators of a rank: how many there are, which ones it uses, what they are in terms of all frameworks.
 
-Owns the counting of NVIDIA devices without a framework, and the value of CUDA_VISIBLE_DEVICES. Does not set it:
-`hvdtrain.cluster.boot` does, before MPI or a framework starts CUDA. Pure but for `count_gpus`, which looks at files.
+Computes the value of CUDA_VISIBLE_DEVICES and leaves setting it to `hvdtrain.cluster.boot`. Pure but for `count_gpus`
+and `cpu_facts`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.group import spans
+from hvdtrain.core.mesh import spans
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -23,7 +23,7 @@ BY_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a rank computes on.
+    """The device that a rank computes on.
 
     ``kind``: "cpu", "cuda" or "rocm". ``name``: the driver's. ``arch``: "sm_80", "gfx90a", or a CPU's machine
     ("x86_64"). ``memory_bytes``: of the device, for a CPU what the host had to give; 0 where unknown.
@@ -41,7 +41,7 @@ class DeviceFacts:
 
 
 def fast_types(kind: str, arch: str) -> tuple[str, ...]:
-    """16-bit types with matrix units on that architecture, the better one first. Pure.
+    """Return 16-bit types with matrix units on that architecture, the better one first. Pure.
 
     NVIDIA: bfloat16 from sm_80 (Ampere), float16 from sm_70 (Volta, Turing). AMD: both from gfx90a, float16 on gfx908
     and gfx906. Sources: CUDA C programming guide, table of arithmetic throughput; AMD CDNA white papers.
@@ -58,10 +58,10 @@ def fast_types(kind: str, arch: str) -> tuple[str, ...]:
 
 
 def unlike(devices: Sequence[DeviceFacts]) -> str:
-    """What makes these devices unlike for a library that moves gradients between them, in words, or "". Pure.
+    """Describe in which way devices differ for a library that moves gradients between them; "" where they do not. Pure.
 
-    ``devices``: by rank. Unlike are other kinds, and GPUs of other architectures (of other names where the driver does
-    not tell the architecture). CPUs are alike, and so are GPUs that differ in memory or in switchable features.
+    ``devices``: by rank. Different are other kinds, and GPUs of other architectures (of other names where the driver
+    reports no architecture). CPUs are alike, and so are GPUs that differ in memory or in switchable features.
     """
     ranks: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
@@ -73,14 +73,14 @@ def unlike(devices: Sequence[DeviceFacts]) -> str:
 
 
 def _class(device: DeviceFacts) -> str:
-    """Devices of one class exchange gradients among themselves: "cpu", "cuda sm_80", "rocm gfx90a"."""
+    """Return a class of devices that exchange gradients among themselves: "cpu", "cuda sm_80", "rocm gfx90a"."""
     if device.kind == "cpu":
         return device.kind
     return f"{device.kind} {device.arch.split(':')[0] or device.name}".strip()
 
 
 def count_gpus(root: str = "/") -> int:
-    """Number of NVIDIA GPUs of this host that this process could open; 0 without a driver."""
+    """Count the NVIDIA GPUs of this host that this process could open; 0 without a driver."""
     nodes = [p for p in Path(root, "dev").glob("nvidia[0-9]*") if p.name[len("nvidia"):].isdigit()]
     if nodes:
         return len(nodes)
@@ -89,7 +89,8 @@ def count_gpus(root: str = "/") -> int:
 
 
 def usable(env: Mapping[str, str], count: int) -> list[str]:
-    """The devices CUDA would show: all ``count``, or those of CUDA_VISIBLE_DEVICES up to its first invalid entry.
+    """Return the devices CUDA would show: all ``count``, or those of CUDA_VISIBLE_DEVICES up to its first invalid
+    entry.
 
     Valid are the number of a device and what begins as the name of one does ("GPU-", "MIG-"), not Slurm's NoDevFiles.
     """
@@ -106,7 +107,7 @@ def usable(env: Mapping[str, str], count: int) -> list[str]:
 
 def visible_devices(env: Mapping[str, str], count: int, local_rank: int, local_size: int,
                     per_rank: int = 1) -> str | None:
-    """The value of CUDA_VISIBLE_DEVICES that gives this rank its devices; None where there is nothing to change.
+    """Return the value of CUDA_VISIBLE_DEVICES that gives this rank its devices; None where nothing is to change.
 
     A list that has ``per_rank`` entries already is kept: the launcher chose (`overlap` finds where it did not). One
     device each: with fewer than local ranks they are shared round robin (see `sharing`). Several: local rank r gets
@@ -152,7 +153,7 @@ def _check_together(devices: Sequence[str], per_rank: int) -> None:
 
 
 def too_few(shown: int, ranks: int, per_rank: int) -> UserError:
-    """The error of a host that shows fewer GPUs than its ranks own together."""
+    """Return the error of a host that shows fewer GPUs than its ranks own together."""
     fits = shown // per_rank
     do = (f"start at most {count(fits, 'rank')} on this host (-H HOST:{fits})" if fits
           else f"take a host with {count(per_rank, 'GPU')} for each rank")
@@ -164,7 +165,7 @@ def too_few(shown: int, ranks: int, per_rank: int) -> UserError:
 
 
 def overlap(owned: Sequence[tuple[str, Sequence[str]]]) -> UserError | None:
-    """The error of ranks of one host that own the same device, or None. Pure.
+    """Return the error of ranks of one host that own the same device, or None. Pure.
 
     ``owned``: (host, entries of CUDA_VISIBLE_DEVICES) of each rank, no entries where they cannot be compared.
     """
@@ -184,7 +185,7 @@ def overlap(owned: Sequence[tuple[str, Sequence[str]]]) -> UserError | None:
 
 
 def sharing(env: Mapping[str, str], count: int, local_size: int) -> str:
-    """A sentence for the summary when ranks must share devices; empty when each has its own."""
+    """Return a sentence for the summary where ranks must share devices, else ""."""
     n = len(usable(env, count))
     if not n or n >= local_size or (VISIBLE in env and n == 1):
         return ""
@@ -193,13 +194,13 @@ def sharing(env: Mapping[str, str], count: int, local_size: int) -> str:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """The processor's name from the text of /proc/cpuinfo, "" where it has none. Pure."""
+    """Return the processor's name from the text of /proc/cpuinfo, "" where it has none. Pure."""
     match = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     return " ".join(match[1].split()) if match else ""
 
 
 def cpu_facts() -> DeviceFacts:
-    """This host's processor, by the name that the kernel knows, and the memory it has to give."""
+    """Return this host's processor, by the name that the kernel knows, and its available memory."""
     import platform
 
     name, memory_bytes = platform.processor() or platform.machine(), 0

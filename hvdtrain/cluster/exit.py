@@ -1,9 +1,6 @@
-"""How a process of a job ends: once said, on every rank, with the right status, and never in a hang.
+"""End of a process of a job: one message, the right exit status on every rank, and no hang.
 
-Owns the last words and exit statuses after a user's mistake (2), a crash (1), an interrupt (130). Does not decide what
-is an error. Two rules shape it: a rank that leaves alone makes the others hang in MPI_Finalize or makes mpirun kill
-them before they have spoken, so a rank either leaves together with all the others or aborts the job; and when several
-ranks fail at once, one speaks.
+Leaves deciding what is an error to others.
 """
 
 from __future__ import annotations
@@ -77,8 +74,7 @@ def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
 
 
 def _keep_status() -> None:
-    """Ignore SIGTERM: a launcher ends the others as soon as one has left with a status, and theirs must stay this one.
-    """
+    """Ignore SIGTERM: a launcher ends the others as soon as one has left with a status, which must stay theirs too."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -136,7 +132,7 @@ def end(error: BaseException, facts: LaunchFacts) -> int:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether ``error`` only tells that another rank went away, whose own error is the one to read."""
+    """Return whether ``error`` only says that another rank went away, whose own error is the one to read."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names.intersection(_ECHOES)) or any(text in str(error) for text in _ECHO_TEXTS)
 
@@ -168,10 +164,10 @@ def _leave(text: str, status: int, facts: LaunchFacts) -> int:
 
 
 def _bound_leaving() -> None:
-    """Bound the time from here to the end of the process, where Horovod and MPI wait for all ranks once more.
+    """Bound the time to the end of the process, in which Horovod and MPI wait for all ranks again.
 
-    Python's threads, and so the watchdog, are gone by the time of MPI_Finalize: from there an alarm clock ends the
-    process, which ends the job.
+    Python's threads, and so the watchdog, are gone by MPI_Finalize: from there an alarm clock ends the process and the
+    job.
     """
     control = boot.current_control()
     if control is None or control.size == 1:
@@ -184,7 +180,7 @@ def _bound_leaving() -> None:
 
 
 def _meeting_place(text: str, facts: LaunchFacts) -> MpiControl | None:
-    """The control plane for leaving; MPI is started for it if need be, since a lone exit would cut the others off."""
+    """Return the control plane for leaving, starting MPI if need be: a lone exit would cut the others off."""
     if boot.exit_control() is None:
         try:
             with deadline(START_S, f"starting MPI to report this mistake: {text}"):
@@ -195,7 +191,7 @@ def _meeting_place(text: str, facts: LaunchFacts) -> MpiControl | None:
 
 
 def _leave_apart(text: str, status: int, facts: LaunchFacts) -> int:
-    """Without a meeting place: rank 0 speaks at once, another rank only if it has not been ended by then."""
+    """Leave without a control plane: rank 0 speaks at once, another rank only if it has not been ended by then."""
     if facts.rank > 0:
         time.sleep(MEET_S + PEER_S)
     if text:
@@ -206,7 +202,7 @@ def _leave_apart(text: str, status: int, facts: LaunchFacts) -> int:
 
 
 def _say_one(rows: list[tuple[str, str]]) -> None:
-    """Print the texts' first, with its rank and host unless all are equal. ``rows``: (text, node) by rank."""
+    """Print the first text, with its rank and host unless all are equal. ``rows``: (text, node) by rank."""
     spoken = [(rank, text, node) for rank, (text, node) in enumerate(rows) if text]
     if not spoken:
         return
@@ -227,7 +223,6 @@ def _crash(error: BaseException, facts: LaunchFacts) -> int:
 
 
 def _exit_called(error: ExitCalled, facts: LaunchFacts) -> int:
-    """Name the callable once per job, then abort it."""
     if facts.kind == "solo":
         _say(str(error))
         return EXIT_CRASH
@@ -250,7 +245,7 @@ def _who(facts: LaunchFacts) -> str:
 
 
 def _say(text: str) -> None:
-    """One message to stderr, in one write, after what was printed before; a job also ends where nobody reads it."""
+    """Write one message to stderr, after what was printed before; works where nobody reads it any more."""
     flush_streams()
     stream: Any = sys.stderr
     with contextlib.suppress(OSError, ValueError, AttributeError):

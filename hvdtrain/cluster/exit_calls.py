@@ -1,8 +1,6 @@
-"""What a run makes of ``sys.exit()`` in a callable of the user's: a model, its data, a task, a callback.
+"""``sys.exit()`` in a callable of the user's (model, data, task, callback): end the job with one message and status 1.
 
-Owns the words, and who is named. A rank cannot leave a job by itself: the others would wait for it; and a run that ends
-in the middle has not ended well, whatever the status says. So the job ends with one message and status 1. SystemExit
-outside of a run keeps its meaning.
+A rank cannot leave a job by itself, since others would wait for it. SystemExit outside of a run keeps its meaning.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def told() -> Iterator[None]:
 
 
 def called(stop: SystemExit) -> ExitCalled:
-    """Return the words for ``stop``, which a callable of the user's has raised."""
+    """Return the error for ``stop``, which a callable of the user's has raised."""
     stack = [(frame.f_code, line) for frame, line in traceback.walk_tb(stop.__traceback__)]
     return ExitCalled(f"{_caller(stack)} ended the program with {_status(stop.code)} in the middle of a run; "
                       "expected a return or an exception. Take the sys.exit() out, or raise an exception that says "
@@ -48,7 +46,6 @@ def called(stop: SystemExit) -> ExitCalled:
 
 
 def _status(code: object) -> str:
-    """The status that Python would have made of ``code``, and its words."""
     if code is None or isinstance(code, int):
         return f"status {code or 0}"
     return f"status 1 and the words {str(code)!r}"
@@ -67,13 +64,12 @@ def _caller(stack: list[tuple[CodeType, int]]) -> str:
 
 
 def owner(path: str) -> str:
-    """Return whose code a file holds: the "user"'s, an installed "package"'s, or "python"'s own."""
+    """Return the owner of a file's code: the "user", an installed "package", or "python"."""
     if any(folder in path for folder in _PACKAGES):
         return "package"
     return "python" if path.startswith((_STDLIB, "<frozen")) else "user"
 
 
 def _handles_signals(codes: set[CodeType]) -> bool:
-    """Whether one of ``codes`` is a signal handler's."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     return any(getattr(handler, "__code__", None) in codes for handler in handlers)

@@ -1,6 +1,6 @@
-"""Where Horovod is found, how it is started and stopped, and why it cannot be used. Nothing here runs at import.
+"""Horovod: find it, start and stop it, and say why it cannot be used.
 
-Owns hvd.init and Horovod's environment variables. MPI comes first (`hvdtrain.cluster.boot`): mpi4py asks for threads.
+Nothing runs at import; MPI comes first (`hvdtrain.cluster.boot`), because mpi4py asks for threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from hvdtrain.cluster.boot import prepare_lone_mpi
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse, watch
-from hvdtrain.config import Exchange
+from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.protocols import Control
 
@@ -37,13 +37,13 @@ class HorovodUnavailable(Exception):
 
 
 _running: dict[str, Any] = {}
-"""Horovod's module of each framework that has been started here."""
+"""Horovod's module of each framework started here."""
 
 
 def horovod_libraries(framework: str) -> list[Path] | None:
-    """Horovod's native libraries for ``framework`` ("torch" or "tensorflow"); None where Horovod is not installed.
+    """Return Horovod's native libraries for ``framework`` ("torch" or "tensorflow"); None where it is not installed.
 
-    Cheap: looks for files, imports nothing.
+    Looks for files and imports nothing.
     """
     found = importlib.util.find_spec("horovod")
     if found is None or not found.submodule_search_locations:
@@ -52,14 +52,15 @@ def horovod_libraries(framework: str) -> list[Path] | None:
 
 
 def horovod_reason(framework: str) -> str | None:
-    """Why Horovod cannot be used with ``framework``, or None where it looks usable; as cheap."""
+    """Return why Horovod cannot be used with ``framework``; None where it looks usable. Imports nothing."""
     found = horovod_libraries(framework)
     if found is None:
         return f"Horovod is not installed; {BUILD}"
     return None if found else f"Horovod is installed without its {framework} part; {BUILD}"
 
 
-def start_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control, over_host: bool = False) -> Any:
+def start_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFacts | Control,
+                  over_host: bool = False) -> Any:
     """Import horovod.torch or horovod.tensorflow and initialise it; return the module.
 
     ``where``: the started control plane (it must be up first: mpi4py asks MPI for threads), or the facts of a gloo
@@ -99,8 +100,7 @@ def stall_bound(env: Mapping[str, str]) -> float:
         return float("inf")
 
 
-def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control) -> Any:
-    """Horovod's module for ``framework``, initialised once per process."""
+def _running_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFacts | Control) -> Any:
     if framework in _running:
         return _running[framework]
     reason = horovod_reason(framework)
@@ -142,7 +142,6 @@ def stop_horovod(framework: str, timeout_s: float) -> None:
 
 
 def _guarded_init(init: Callable[[], Any], framework: str) -> None:
-    """hvd.init with its failures turned into `HorovodUnavailable`."""
     try:
         init()
     except (RuntimeError, ValueError, OSError, ImportError) as error:
@@ -150,8 +149,8 @@ def _guarded_init(init: Callable[[], Any], framework: str) -> None:
                                  f"{BUILD}") from error
 
 
-def _horovod_env(exchange: Exchange, env: MutableMapping[str, str]) -> None:
-    """Horovod's own knobs, only where the user asked: MiB to bytes, ms as they are."""
+def _horovod_env(exchange: ExchangeConfig, env: MutableMapping[str, str]) -> None:
+    """Set Horovod's own variables where the user asked: MiB to bytes, ms as they are."""
     if exchange.fusion_threshold_mb >= 0:
         env["HOROVOD_FUSION_THRESHOLD"] = str(int(exchange.fusion_threshold_mb * 2**20))
     if exchange.cycle_time_ms >= 0:

@@ -1,27 +1,137 @@
-"""Measures the links between hosts over MPI: latency, the rate of each direction alone and of both at once.
+"""Links between hosts over MPI: latency, and the rate of each direction alone and of both at once.
 
-Owns the messages: of each pair of hosts the first rank of the first host leads, that of the second follows. The leader
-says what comes next in a message of its own and times it by its own clock, so no clocks are compared. Nobody spins: all
-messages are asked for and looked at now and then. What pairs there are and what is made of the figures:
-`hvdtrain.cluster.pair_links`.
+For each pair of hosts the first rank of the first one leads and times by its own clock; messages are polled.
+`hvdtrain.comm.measure.transports` shows the results.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-import numpy as np
 
 from hvdtrain.cluster.control import MpiControl
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.cluster.pair_links import BUDGET_S, LEAST_PIECE, MOST_PIECES, PIECE, PairLink, Way, plan, sizing
 from hvdtrain.core.errors import WaitTimeout
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.processes import wait_for
+
+PIECE = 2 << 20
+"""Bytes of the largest piece: what a run's transports move at once."""
+LEAST_PIECE = 4 << 10
+PIECES, MOST_PIECES = 6, 64
+"""Pieces of one exchange, which follow each other without a pause: about, and at most."""
+
+PAIR_S, LEAST_PAIR_S = 0.3, 0.1
+"""Seconds that a pair is measured for, and those below which some pairs are left out."""
+BUDGET_S = 5.0
+SINGLY = 16
+"""Up to so many pairs are measured one after the other; of more, those of a round at once."""
+SLOW = 0.5
+"""A pair below this share of the others' median is slow."""
+
+Pair = tuple[int, int]
+"""Two hosts by their places among all, the smaller one first."""
+
+
+@dataclass(frozen=True)
+class LinkTiming:
+    """``pieces`` of ``size`` bytes, which follow each other: the median ``seconds`` of one hold no latency."""
+
+    size: int
+    seconds: float
+    pieces: int = 1
+
+    @property
+    def rate_Bps(self) -> float:
+        return self.size / self.seconds
+
+
+@dataclass(frozen=True)
+class PairLink:
+    """The link between two hosts, as rank ``ranks[0]`` on ``hosts[0]`` and ``ranks[1]`` on ``hosts[1]`` found it.
+
+    ``latency_s``: of a small message one way. ``there``, ``back``: from the first host to the second and from the
+    second to the first, nothing else on the way; ``both``: as many pieces in each direction at once, until the slower
+    one is through. ``at_once``: pairs that were measured together, this one counted.
+    """
+
+    hosts: Pair
+    ranks: tuple[int, int]
+    latency_s: float
+    there: LinkTiming
+    back: LinkTiming
+    both: LinkTiming
+    at_once: int = 1
+
+    @property
+    def rate_Bps(self) -> float:
+        """Bytes a second in each direction with both busy, as an all-reduce uses a link."""
+        return self.both.rate_Bps
+
+
+def plan(hosts: int, budget_s: float = BUDGET_S) -> tuple[list[list[Pair]], float]:
+    """Return (groups of pairs that are measured at once, seconds for each group); groups follow one another. Pure.
+
+    A group is one pair where there are `SINGLY` at most, else a round. Where ``budget_s`` does not hold all of them for
+    `LEAST_PAIR_S` each, the later ones are left out.
+    """
+    groups = rounds(hosts)
+    if hosts * (hosts - 1) // 2 <= SINGLY:
+        groups = [[pair] for group in groups for pair in group]
+    groups = groups[:max(1, int(budget_s / LEAST_PAIR_S))]
+    return groups, min(PAIR_S, budget_s / max(1, len(groups)))
+
+
+def rounds(hosts: int) -> list[list[Pair]]:
+    """Return every pair of hosts once, in rounds in which each host has one partner at most (the circle method). Pure.
+    """
+    if hosts < 2:
+        return []
+    seats = list(range(hosts + hosts % 2))  # an odd one is met by nobody, in its turn
+    found = []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[:len(seats) // 2], reversed(seats))
+        found.append(sorted((min(pair), max(pair)) for pair in pairs if max(pair) < hosts))
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def sizing(rate_Bps: float, seconds: float) -> tuple[int, int]:
+    """Return (bytes of a piece, pieces) of an exchange that takes about ``seconds`` at this rate. Pure.
+
+    A piece is a power of two, `LEAST_PIECE` to `PIECE`, and there are `PIECES` or more where that leaves it so large:
+    of one piece in each direction, one may wait for the other.
+    """
+    wanted = max(1, int(rate_Bps * seconds))
+    size = min(PIECE, max(LEAST_PIECE, 1 << (max(1, wanted // PIECES).bit_length() - 1)))
+    return size, min(MOST_PIECES, max(1, wanted // size))
+
+
+def slowest_link(links: Sequence[PairLink]) -> PairLink:
+    """Return the pair of the smallest `PairLink.rate_Bps`, the first of equal ones."""
+    return min(links, key=lambda link: link.rate_Bps)
+
+
+def others_Bps(link: PairLink, links: Sequence[PairLink]) -> float | None:
+    """Return the median rate of all other pairs; None where there is no other."""
+    rates = [other.rate_Bps for other in links if other.hosts != link.hosts]
+    return median(rates) if rates else None
+
+
+def slow(links: Sequence[PairLink]) -> list[tuple[PairLink, float]]:
+    """Return the pairs below `SLOW` of the median of the others, each with that median; the slowest first."""
+    found = []
+    for link in sorted(links, key=lambda link: link.rate_Bps):
+        middle = others_Bps(link, links)
+        if middle is not None and link.rate_Bps < SLOW * middle:
+            found.append((link, middle))
+    return found
+
 
 WINDOW = 4
 """Pieces of one direction under way at once: the next one leaves while this one arrives."""
@@ -30,15 +140,14 @@ LONGEST_SLEEP_S = 50e-6
 TIMEOUT_S = 60.0
 
 OVER, PING, THERE, BACK, BOTH = range(5)
-"""What the leader orders."""
+"""Orders of the leader."""
 _ORDER, _PING, _PIECE, _THANKS = range(4)
-"""Tags."""
 _WARM_UPS, _PINGS, _MOST_PINGS = 3, 5, 200
 """Small messages there and back: before they count, of one order, and in all at most."""
 _PING_PART, _WAY_PART = 0.1, 0.3
 """Of a pair's time: for the latency, and for each of three ways to send."""
 _EXCHANGES = 6
-"""So many exchanges of a way fit its time, of which to find out how fast it is takes one or two."""
+"""Exchanges of one kind that fit its time; to find the rate takes one or two."""
 
 
 def measure(comm: Any, hosts: Sequence[Sequence[int]], budget_s: float = BUDGET_S,
@@ -71,8 +180,10 @@ def measure(comm: Any, hosts: Sequence[Sequence[int]], budget_s: float = BUDGET_
     return links
 
 
-def lead(comm: Any, peer: int, pair_s: float, timeout_s: float = TIMEOUT_S) -> tuple[float, Way, Way, Way]:
-    """Measure the link to ``peer``, which follows, for about ``pair_s``: seconds of latency; there, back, both ways."""
+def lead(comm: Any, peer: int, pair_s: float,
+         timeout_s: float = TIMEOUT_S) -> tuple[float, LinkTiming, LinkTiming, LinkTiming]:
+    """Measure the link to ``peer``, which follows, for about ``pair_s``: (latency in seconds, there, back, both ways).
+    """
     end = _End(comm, peer, timeout_s)
     latency_s = _latency(end, _PING_PART * pair_s)
     there, back, both = (_way(end, kind, latency_s, _WAY_PART * pair_s) for kind in (THERE, BACK, BOTH))
@@ -81,7 +192,7 @@ def lead(comm: Any, peer: int, pair_s: float, timeout_s: float = TIMEOUT_S) -> t
 
 
 def follow(comm: Any, peer: int, timeout_s: float = TIMEOUT_S) -> None:
-    """Do what ``peer``, which leads, orders, until it says that it is over."""
+    """Execute the orders of ``peer``, which leads, until it is over."""
     end = _End(comm, peer, timeout_s)
     while True:
         kind, size, count = end.ordered()
@@ -98,7 +209,7 @@ def follow(comm: Any, peer: int, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def _latency(end: _End, seconds: float) -> float:
-    """Half the median of small messages there and back, for about ``seconds``."""
+    """Return half the median of small messages there and back, for about ``seconds``."""
     end.pings(_WARM_UPS)  # the first one opens the connection
     ends_at, found = time.perf_counter() + seconds, end.pings(_PINGS)
     while time.perf_counter() < ends_at and len(found) < _MOST_PINGS:
@@ -106,17 +217,17 @@ def _latency(end: _End, seconds: float) -> float:
     return median(found) / 2
 
 
-def _way(end: _End, kind: int, latency_s: float, way_s: float) -> Way:
-    """Exchanges of one kind for about ``way_s``."""
+def _way(end: _End, kind: int, latency_s: float, way_s: float) -> LinkTiming:
+    """Time exchanges of one kind for about ``way_s``."""
     ends_at, found = time.perf_counter() + way_s, list[float]()
     size, count = sizing(_rate(end, kind, latency_s, way_s / _EXCHANGES), way_s / _EXCHANGES)
     while not found or time.perf_counter() < ends_at:
         found.append(_net(end.timed(kind, size, count), latency_s) / count)
-    return Way(size, median(found), len(found) * count)
+    return LinkTiming(size, median(found), len(found) * count)
 
 
 def _rate(end: _End, kind: int, latency_s: float, seconds: float) -> float:
-    """About how many bytes a second it carries: twice as many at a time until they take half of ``seconds``."""
+    """Estimate the bytes a second: twice as many at a time until they take half of ``seconds``."""
     total = LEAST_PIECE
     while True:
         size = min(total, PIECE)
@@ -127,12 +238,12 @@ def _rate(end: _End, kind: int, latency_s: float, seconds: float) -> float:
 
 
 def _net(seconds: float, latency_s: float) -> float:
-    """Without the way of the order and that of the thanks, or of the first byte of what was ordered."""
+    """Subtract the time of the order and of the reply, or of the first byte of what was ordered."""
     return max(seconds - 2 * latency_s, seconds / 4, 1e-9)
 
 
 _stuck: list[Any] = []
-"""What a wait was given up for: MPI may still write into its memory."""
+"""Requests whose wait ran out: MPI may still write into their memory."""
 
 
 class _Flow:
@@ -144,7 +255,7 @@ class _Flow:
         self.moved()
 
     def moved(self) -> bool:
-        """Go on; return whether all are through."""
+        """Advance; return True when all are through."""
         while self._open and self._open[0].Test():
             self._open.popleft()
         while self._next < self._count and len(self._open) < WINDOW:
@@ -154,7 +265,7 @@ class _Flow:
 
 
 class _End:
-    """One end of a pair: messages to and from the other end, whose waits sleep and are bounded."""
+    """The leader's or the follower's side of a pair: bounded messages to and from the peer."""
 
     def __init__(self, comm: Any, peer: int, timeout_s: float) -> None:
         self._comm, self._peer, self._timeout_s = comm, peer, timeout_s
@@ -163,18 +274,18 @@ class _End:
         self._note, self._small = np.zeros(3, np.int64), np.zeros(1, np.int64)
 
     def order(self, kind: int, size: int = 0, count: int = 0) -> None:
-        """Tell the other end what comes next."""
+        """Announce the next exchange."""
         self._until(_one(self._say(kind, size, count)))
 
     def ordered(self) -> tuple[int, int, int]:
-        """Wait for an order: kind, size, count."""
+        """Wait for an order: (kind, size, count)."""
         note = np.zeros(3, np.int64)
         self._until(_one(self._comm.Irecv(note, source=self._peer, tag=_ORDER)))
         kind, size, count = note.tolist()
         return kind, size, count
 
     def pings(self, count: int) -> list[float]:
-        """Seconds of each of ``count`` small messages there and back; an order of its own."""
+        """Return the seconds of each of ``count`` small messages there and back; an order of its own."""
         self.order(PING, 0, count)
         return [self._ping() for _ in range(count)]
 
@@ -186,12 +297,11 @@ class _End:
         return time.perf_counter() - begin
 
     def answer(self) -> None:
-        """Wait for a small message and send one back."""
         self._until(_one(self._comm.Irecv(self._small, source=self._peer, tag=_PING)))
         self._until(_one(self._comm.Isend(self._small, dest=self._peer, tag=_PING)))
 
     def timed(self, kind: int, size: int, count: int) -> float:
-        """Seconds from an order to send ``count`` pieces until all are where they should be, as this end hears."""
+        """Return the seconds from an order to send ``count`` pieces until all have arrived, as this side learns it."""
         leaves, waits = kind in (THERE, BOTH), []
         begin = time.perf_counter()
         if leaves:
@@ -201,14 +311,14 @@ class _End:
         return time.perf_counter() - begin
 
     def exchange(self, sends: int, takes: int, size: int, *also: Callable[[], bool]) -> None:
-        """Send and receive so many pieces of ``size`` bytes, and wait for what else there is."""
+        """Send and receive so many pieces of ``size`` bytes, and wait for ``also``."""
         comm, peer = self._comm, self._peer
         coming = _Flow(lambda i: comm.Irecv(self._in[i % WINDOW, :size], source=peer, tag=_PIECE), takes)
         leaving = _Flow(lambda i: comm.Isend(self._out[:size], dest=peer, tag=_PIECE), sends)
         self._until(coming.moved, leaving.moved, *also)
 
     def thank(self) -> None:
-        """Tell the other end that all has arrived."""
+        """Confirm that all has arrived."""
         self._until(_one(self._comm.Isend(self._small, dest=self._peer, tag=_THANKS)))
 
     def _say(self, *words: int) -> Any:
@@ -216,7 +326,7 @@ class _End:
         return self._comm.Isend(self._note, dest=self._peer, tag=_ORDER)
 
     def _until(self, *tests: Callable[[], bool]) -> None:
-        """Wait until all ``tests`` are true; each is looked at every time, since looking moves it on."""
+        """Wait until all ``tests`` are true; each is called every time, since that advances it."""
         if not wait_for(lambda: all([test() for test in tests]), self._timeout_s, LONGEST_SLEEP_S):
             _stuck.append((self, tests))
             raise WaitTimeout(f"waited {self._timeout_s:g} s for rank {self._peer} while the link to it was measured. "
@@ -224,5 +334,5 @@ class _End:
 
 
 def _one(request: Any) -> Callable[[], bool]:
-    """Whether a request is through; MPI is asked again and again, which costs nothing once it is."""
+    """Return a test of a request that MPI is asked again and again, which costs nothing once it is through."""
     return lambda: bool(request.Test())

@@ -1,9 +1,7 @@
-"""Keeps the lines that TensorFlow writes while it loads (absl, oneDNN, cpu_feature_guard) from the user's terminal.
+"""Keep TensorFlow's start-up lines (absl, oneDNN, cpu_feature_guard), which no variable silences, off the terminal.
 
-Owns which lines those are, by content, and the window: the import of TensorFlow, whoever begins it. No variable
-silences them all. For that time standard error is a pipe into a small process of its own, which passes everything else
-on as it comes: a rank that crashes or is killed meanwhile loses no word. Not at all where the user asks for
-TensorFlow's log (``TF_CPP_MIN_LOG_LEVEL=0``, ``TF_CPP_MAX_VLOG_LEVEL``), and where TensorFlow was loaded before.
+While TensorFlow is imported standard error is a pipe into a small process that passes on everything else, so that a
+rank that crashes meanwhile loses no word. Off where the user asks for TensorFlow's log, and where it was loaded before.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ LINES = "|".join((
     r"^(?:[IWE]\d{4} |\d{4}-\d\d-\d\d ).*(?:\] oneDNN custom operations are on\.|cpu_feature_guard\.cc:\d+\])",
     r"^To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler flags\.$",
 ))
-"""What is left out, as a regular expression over one line."""
+"""Lines that are left out, as a regular expression over one line."""
 
 LAST_S = 2.0
-"""Longest wait for the other process to pass on what it holds; a child of the import's may keep it at work."""
+"""Longest wait for the filter to pass on what it holds; a child of the import's may keep it at work."""
 
 _PASS_ON = """
 import os, re, select, signal, sys
@@ -51,15 +49,12 @@ while True:
 if not drop.search(rest):
     tell(rest)
 """
-"""The other process: reads a pipe to its end and writes what is not left out, an unfinished line after 0.2 s."""
+"""The filter: copies a pipe to its end without `LINES`; an unfinished line after 0.2 s."""
 
 
 @contextlib.contextmanager
 def filtered() -> Iterator[None]:
-    """Leave `LINES` out of what is written to file descriptor 2 while the body runs, by whomever.
-
-    Where no other process can be started, or there is no standard error, nothing is left out.
-    """
+    """Leave `LINES` out of file descriptor 2 while the body runs; out of nothing where no filter can be started."""
     found = None if _asked_for(os.environ) else _start()
     if found is None:
         yield
@@ -76,18 +71,18 @@ def filtered() -> Iterator[None]:
 
 
 def watch_import() -> None:
-    """Have the first import of TensorFlow in this process run `filtered`; changes nothing where it has been."""
+    """Run the first import of TensorFlow in this process within `filtered`."""
     if "tensorflow" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def _asked_for(env: Any) -> bool:
-    """Whether the user wants TensorFlow's log."""
+    """Return whether the user wants TensorFlow's log."""
     return env.get("TF_CPP_MIN_LOG_LEVEL", "") == "0" or env.get("TF_CPP_MAX_VLOG_LEVEL", "0") not in ("", "0")
 
 
 def _start() -> tuple[subprocess.Popen, int] | None:
-    """Put standard error on a pipe; (the process that reads it, a descriptor of what it was), None where impossible."""
+    """Put standard error on a pipe: (the process that reads it, a descriptor of what it was), None where impossible."""
     _flush()
     own = -1
     try:

@@ -16,13 +16,13 @@ from typing import Any, Protocol, cast
 
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.devices import DeviceFacts, unlike
-from hvdtrain.cluster.topology import Topology, affinity, cpu_quota
-from hvdtrain.comm.collectives.null import NullCollectives
-from hvdtrain.config import Config
-from hvdtrain.config.pipeline import cut_over_ranks
+from hvdtrain.cluster.machine.cgroup import cpu_quota
+from hvdtrain.cluster.topology import Topology, affinity
+from hvdtrain.comm.collectives.base import NullCollectives
+from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Collectives, Control, DataParallel, GradientSink
-from hvdtrain.planning.exchange.wire_choice import Job, candidates, rationed
+from hvdtrain.planning.exchange.wire_choice import TransportJob, candidates, rationed
 
 BUILD = "run `python -m hvdtrain build`"
 
@@ -145,7 +145,7 @@ class Wires:
         lacking = [r for r in control.gather(reason) if r]
         quotas = control.gather((control.node, cpu_quota(), len(affinity())))
         no_shared = notes[-1].partition(": ")[2] if shared is None and max(hosts) > 1 else ""
-        job = Job(hosts, no_shared, lacking[0] if lacking else "", rationed(quotas), config.sync_batchnorm)
+        job = TransportJob(hosts, no_shared, lacking[0] if lacking else "", rationed(quotas), config.sync_batchnorm)
         names, self.left_out = candidates(job)
         if asked:
             names = ["shared"] if shared is not None else ["mpi"]

@@ -1,7 +1,4 @@
-"""The command line: one file per sub-command; this file picks it and guards the exit.
-
-``--help`` of the whole imports nothing but the standard library.
-"""
+"""Command line: picks the sub-command and guards the exit. Its own ``--help`` imports the standard library only."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ def main(argv: list[str]) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    """Call the command's own main."""
     from hvdtrain.core.errors import UserError, nearest
 
     name, rest = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])

@@ -1,7 +1,6 @@
-"""``python -m hvdtrain checkpoints RUN``: list a run's checkpoints, verify them, remove old ones, take weights out.
+"""``python -m hvdtrain checkpoints RUN``: list, verify and remove a run's checkpoints, export weights.
 
-Owns the words about each checkpoint and what is removed. What a checkpoint is, and whether it is whole, is the store's
-to say. Imports no framework; reads no tensor but to verify or to export.
+Imports no framework; reads tensors only to verify or to export.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, Manifest, files, read_snapshot, weights
+from hvdtrain.checkpoint import (
+    CheckpointError, CheckpointStore, Manifest, OpenCheckpoint, files, read_snapshot, weights)
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.snapshot import check_listing, inspect
-from hvdtrain.checkpoint.store import Candidate
+from hvdtrain.checkpoint.store import ListedCheckpoint
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
+from hvdtrain.core.units import format_bytes
 
 LISTED, WHOLE = "complete by names and sizes", "whole"
 """States of a good checkpoint: not read to its end, and read."""
@@ -31,8 +32,8 @@ HEADERS = ("step", "written", "size", "layout", "ranks", "state")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One checkpoint, or what is no checkpoint: ``state`` says which; ``good`` if it can be used as far as was seen."""
+class CheckpointRow:
+    """Checkpoint or other entry: ``state`` in words; ``good``: usable as far as was seen."""
 
     path: Path
     state: str
@@ -45,13 +46,12 @@ class Row:
     damaged: bool = False
 
     def cells(self) -> list[str]:
-        """The row in words."""
-        return [str(self.step) if self.step >= 0 else self.path.name, self.written, sized(self.size_bytes),
-                self.layout, self.ranks, self.state]
+        return [str(self.step) if self.step >= 0 else self.path.name, self.written,
+                format_bytes(self.size_bytes) if self.size_bytes >= 0 else "", self.layout, self.ranks, self.state]
 
 
 def main(argv: list[str]) -> int:
-    """Do what ``argv`` says; 0, or 1 where ``--verify`` found a checkpoint that is not whole."""
+    """Run the command; return 1 where ``--verify`` found a checkpoint that is not whole."""
     args = arguments(argv)
     root = root_of(args.run)
     if args.export:
@@ -73,7 +73,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def root_of(run: str) -> Path:
-    """The directory of checkpoints that RUN means: a run's own, or the run's. `UserError` if there is none."""
+    """Return the directory of checkpoints that RUN means, a run's own or the run's. Errors: `UserError`."""
     path = Path(os.path.abspath(run))
     if not path.is_dir():
         raise UserError(f"there is no directory {run}", "the directory of a run", "correct RUN")
@@ -83,10 +83,10 @@ def root_of(run: str) -> Path:
     raise UserError(f"{run} holds no checkpoints", "the directory of a run that has saved", "correct RUN")
 
 
-def look(root: Path, verify: bool) -> list[Row]:
-    """Rows of all that lies in ``root``, newest step first, then what is no checkpoint.
+def look(root: Path, verify: bool) -> list[CheckpointRow]:
+    """Return rows of all that lies in ``root``, newest step first, then what is no checkpoint.
 
-    Another process may save and remove meanwhile: what has gone when it is looked at is passed over.
+    Another process may save and remove meanwhile: what has gone when it is looked at is skipped.
     """
     store = CheckpointStore(root, 1)
     found = store.everything()
@@ -96,27 +96,16 @@ def look(root: Path, verify: bool) -> list[Row]:
     for path in sorted(root.iterdir()):
         if path in left:
             gone = files.writer_is_gone(left[path])
-            rows.append(Row(path, "left over from a save that did not end; the next save removes it" if gone else
-                            f"being written by process {left[path].pid} on host {left[path].host}"))
+            state = ("left over from a save that did not end; the next save removes it" if gone else
+                     f"being written by process {left[path].pid} on host {left[path].host}")
+            rows.append(CheckpointRow(path, state))
         elif path not in known:
-            rows.append(Row(path, "not of hvdtrain: passed over"))
+            rows.append(CheckpointRow(path, "not of hvdtrain: passed over"))
     return rows
 
 
-def sized(n_bytes: int) -> str:
-    """Bytes in words, three digits; "" for -1. Pure."""
-    if n_bytes < 0:
-        return ""
-    size, unit = float(n_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1000:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
-
-
-def _row(one: Candidate, verify: bool) -> Row | None:
-    """What can be said of one checkpoint; None where it has gone meanwhile."""
+def _row(one: ListedCheckpoint, verify: bool) -> CheckpointRow | None:
+    """Return the row of one checkpoint; None where it has gone meanwhile."""
     aside = "moved aside by a save that did not end, and used where nothing newer is: " if one.hidden else ""
     try:
         if one.error is not None:
@@ -130,19 +119,19 @@ def _row(one: Candidate, verify: bool) -> Row | None:
         if not os.path.lexists(one.path):
             return None
         state = f"{aside}not whole: {error.got}".replace(f"{one.path}/", "").replace(str(one.path), "it")
-        return Row(one.path, state, one.step, damaged=True)
+        return CheckpointRow(one.path, state, one.step, damaged=True)
     return replace(row, state=aside + (WHOLE if verify else LISTED), good=True)
 
 
-def _described(path: Path, manifest: Manifest) -> Row:
+def _described(path: Path, manifest: Manifest) -> CheckpointRow:
     meta: dict[str, Any] = manifest.meta
     try:
         manifest_bytes, written = os.lstat(path / MANIFEST_NAME).st_size, os.lstat(path / MANIFEST_NAME).st_mtime
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error})", "a checkpoint", "see its permissions") from None
     size = manifest_bytes + sum(entry.size_bytes for entry in manifest.files.values())
-    return Row(path, "", manifest.step, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)), size,
-               "sharded" if manifest.shards else "gathered", str(meta.get("world_size", "")))
+    return CheckpointRow(path, "", manifest.step, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)), size,
+                         "sharded" if manifest.shards else "gathered", str(meta.get("world_size", "")))
 
 
 def _prune(root: Path, keep: int) -> int:
@@ -169,9 +158,9 @@ def _prune(root: Path, keep: int) -> int:
 
 
 def sorted_out(root: Path, keep: int) -> tuple[list[Path], list[Path]]:
-    """(the ``keep`` newest checkpoints, each read and whole; older good ones, which may go).
+    """Return (the ``keep`` newest checkpoints, each read and whole; older good ones, which may be removed).
 
-    Nothing may go before ``keep`` whole ones were found; damaged ones are neither.
+    Nothing may be removed before ``keep`` whole ones were found; damaged ones are neither.
     """
     kept: dict[int, Path] = {}
     going: list[Path] = []
@@ -214,10 +203,10 @@ def _export(root: Path, args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(root: Path, step: int | None) -> tuple[Path, Kept]:
-    """The checkpoint of ``step``, or the newest whole one for None; `UserError` where there is none or it is damaged.
+def chosen(root: Path, step: int | None) -> tuple[Path, OpenCheckpoint]:
+    """Return the checkpoint of ``step``, or the newest whole one for None, and report newer damaged ones.
 
-    Of a newer one that is damaged it is said why it is not taken.
+    Errors: `UserError` where there is none or it is damaged.
     """
     store = CheckpointStore(root, 1)
     if step is None:
@@ -234,7 +223,6 @@ def chosen(root: Path, step: int | None) -> tuple[Path, Kept]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together."""
     asked: Sequence[str] = [name for name in ("verify", "prune", "export") if getattr(args, name)]
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} in one call", "one of them",

@@ -1,7 +1,5 @@
-"""``python -m hvdtrain plan``: probe every rank's speed with this model and print who would compute what.
-
-With ``--memory``: how many bytes each rank would hold, and what would make it less. Takes the options of ``train``, and
-is started as the training would be, under the same launcher.
+"""``python -m hvdtrain plan``: measure every rank's speed and print its share of the batch; with ``--memory``, its
+bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
 from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.units import shown
-from hvdtrain.engine.machine import reading
-from hvdtrain.engine.memory.plan import Plan
+from hvdtrain.core.units import format_bytes
+from hvdtrain.engine import machine
+from hvdtrain.engine.memory_plan import Plan
 from hvdtrain.engine.run import Run
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
@@ -46,7 +44,6 @@ CHECK_STEPS = 3
 
 
 def main(argv: list[str]) -> int:
-    """Plan as ``argv`` says; return 0."""
     if any(a in ("-h", "--help") for a in argv):
         print(USAGE, end="")
         return 0
@@ -58,7 +55,7 @@ def main(argv: list[str]) -> int:
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from hvdtrain.cluster import exit_calls
-    from hvdtrain.config.pipeline import cut_over_ranks
+    from hvdtrain.config import cut_over_ranks
 
     with exit_calls.told():
         if memory and cut_over_ranks(config):
@@ -71,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def _own_options(argv: list[str]) -> tuple[list[str], bool, bool, str]:
-    """(the options of train, --memory, --check, the file of --json)."""
+    """Return (the options of train, --memory, --check, the file of --json)."""
     rest, found, target = [], set(), ""
     words = iter(argv)
     for word in words:
@@ -89,7 +86,6 @@ def _own_options(argv: list[str]) -> tuple[list[str], bool, bool, str]:
 
 
 def _shares(config: Config) -> None:
-    """Print who would compute what."""
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.engine.callbacks.balance import Balance
     from hvdtrain.engine.callbacks.meter import Meter
@@ -101,7 +97,6 @@ def _shares(config: Config) -> None:
 
 
 def _stages(config: Config, check: bool, target: str) -> None:
-    """Print where the model would be cut over ranks, and what each stage would hold: making it prints the table."""
     from hvdtrain.cluster.control import agreed
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.parallel.pipeline.plan import Planned, record
@@ -117,31 +112,30 @@ def _stages(config: Config, check: bool, target: str) -> None:
 
 
 def _memory(config: Config, check: bool, target: str) -> None:
-    """Print how much memory training would take."""
     from hvdtrain import backends
     from hvdtrain.cluster.control import agreed
     from hvdtrain.core import table
+    from hvdtrain.engine import memory_survey
+    from hvdtrain.engine import memory_plan as plans
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.engine.callbacks.memory_fit import MemoryFit
-    from hvdtrain.engine.memory import blocks, survey
-    from hvdtrain.engine.memory import plan as plans
 
     if check:  # three steps hold no copies for a checkpoint
         config = replace(config, checkpoint=replace(config.checkpoint, every="off", every_steps=0, every_s=0.0))
     run = assemble(replace(config, balance="off", resume=""))
     MemoryFit().fit_start(run)
-    scene = survey.scene_of(run, backends.load(run.spec.framework))
-    way = survey.way_of(scene, run.dp)
+    scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
+    way = memory_survey.way_of(scene, run.dp)
     facts = agreed(run.control, lambda: plans.facts_now(scene, way, True), "memory")
     plan = plans.agreed_plan(scene, facts)
     measured = facts.measured
-    rows = agreed(run.control, lambda: blocks.rows(scene, measured.blocks, measured.block_samples)
+    rows = agreed(run.control, lambda: memory_survey.rows(scene, measured.blocks, measured.block_samples)
                   if measured.blocks else [], "memory")
     if run.control.rank == 0:
         show(plan, run.control.size > 1)
         if rows:
             table.show(f"blocks recomputed in a trial of {count(measured.block_samples, 'sample')} on rank 0",
-                       blocks.COLUMNS,
+                       memory_survey.COLUMNS,
                        rows, launched=run.control.size > 1)
     agreed(run.control, lambda: _written(plan.to_dict(), target if run.control.rank == 0 else ""), "--json")
     if check:
@@ -151,7 +145,6 @@ def _memory(config: Config, check: bool, target: str) -> None:
 
 
 def _written(plan: dict[str, Any], target: str) -> None:
-    """Write the plan as JSON; `UserError` where that cannot be."""
     try:
         if target:
             Path(target).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
@@ -162,7 +155,7 @@ def _written(plan: dict[str, Any], target: str) -> None:
 def show(plan: Plan, launched: bool) -> None:
     """Print a plan's tables; on rank 0."""
     from hvdtrain.core import table
-    from hvdtrain.engine.memory.plan import COLUMNS, OPTION_COLUMNS
+    from hvdtrain.engine.memory_plan import COLUMNS, OPTION_COLUMNS
 
     table.show("memory of each rank, above what the framework's import takes", COLUMNS, plan.rows(), launched=launched)
     if plan.options:
@@ -184,9 +177,10 @@ def checked(run: Run, plan: Plan, steps: int) -> None:
     for _, batch in zip(range(steps), batches):
         loop.train_step(run, batch)
     batches.close()
-    peaks = control.gather(reading.peak_bytes(run))
+    peaks = control.gather(machine.peak_bytes(run))
     if control.rank == 0:
-        rows = [[str(r), shown(need.total), shown(peak), f"{100 * (need.total / peak - 1):+.1f} %" if peak else "N/A"]
+        rows = [[str(r), format_bytes(need.total), format_bytes(peak),
+                 f"{100 * (need.total / peak - 1):+.1f} %" if peak else "N/A"]
                 for r, (need, peak) in enumerate(zip(plan.needs_P, peaks))]
         table.show(f"measured in {count(steps, 'step')}", ("rank", "predicted", "measured", "off by"), rows,
                    launched=control.size > 1)

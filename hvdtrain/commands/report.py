@@ -1,7 +1,4 @@
-"""``python -m hvdtrain report RUN [RUN...]``: write the page about a run, or about several side by side.
-
-Owns the options. Imports no framework; reads the runs' directories only.
-"""
+"""``python -m hvdtrain report RUN [RUN...]``: write the report of a run, or of several side by side."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from hvdtrain.core.terminal import say
 
 
 def main(argv: list[str]) -> int:
-    """Write the page, or serve it while runs go on; 0. `UserError` for what is no run or cannot be written."""
+    """Write the report, or serve it during training. Errors: `UserError` for what is no run or cannot be written."""
     args = _parser().parse_args(argv)
     runs = [Path(run) for run in args.run]
     if args.watch:
-        from hvdtrain.reports.html.watch import serve
+        from hvdtrain.reports.html.page import serve
 
         return serve(runs, args.port)
     from hvdtrain.reports.html import write_of

@@ -1,7 +1,6 @@
-"""``python -m hvdtrain train``: configuration from file, environment and command line, then a fit.
+"""``python -m hvdtrain train``: configuration from YAML file < environment HVDTRAIN_* < command line, then a fit.
 
-Owns the order of the three (YAML file < environment HVDTRAIN_* < command line) and the words for what is refused.
-jsonargparse turns texts into typed values; files are read by `hvdtrain.config.yaml_file`.
+jsonargparse turns texts into typed values; `hvdtrain.config.yaml_file` reads files.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def parse(argv: list[str], env: Mapping[str, str] | None = None) -> Config | Non
 
 
 def make_parser() -> Any:
-    """The parser of typed values and the help, made from the dataclasses."""
+    """Return the parser of typed values and the help, made from the dataclasses."""
     import jsonargparse
 
     parser = jsonargparse.ArgumentParser(
@@ -85,7 +84,6 @@ def make_parser() -> Any:
 
 
 def _environment(env: Mapping[str, str]) -> list[Option]:
-    """The options in HVDTRAIN_ variables, sections before their keys."""
     names = {PREFIX + n.replace(".", "__").upper(): n for n in [*_hints(), "config"]}
     found: list[Option] = []
     for variable in sorted(v for v in env if v.startswith(PREFIX)):
@@ -100,7 +98,7 @@ def _environment(env: Mapping[str, str]) -> list[Option]:
 
 
 def _options(argv: list[str]) -> list[Option]:
-    """The options on the command line, in order; `UserError` for an unknown one, with the nearest name."""
+    """Return the options on the command line, in order; `UserError` for an unknown one, with the nearest name."""
     found: list[Option] = []
     rest = list(argv)
     while rest:
@@ -125,7 +123,8 @@ def _options(argv: list[str]) -> list[Option]:
 
 
 def _listed(name: str, text: str) -> str:
-    """3:3:1:1 and 1,0.4 as the lists of numbers, and fast=3,old=1 as the mapping, that a key may mean by them."""
+    """Return 3:3:1:1 and 1,0.4 as the lists of numbers, and fast=3,old=1 as the mapping, that a key may mean by them.
+    """
     if schema.by_name(_hints().get(name)):
         text = placed.as_yaml(text)
     if schema.lists_numbers(_hints().get(name)) and re.fullmatch(r"[\d.eE+-]+(?:[:,][\d.eE+-]+)+", text):
@@ -134,12 +133,10 @@ def _listed(name: str, text: str) -> str:
 
 
 def _hints() -> dict[str, Any]:
-    """The type of every key and section by dotted name."""
     return {**{k.name: k.hint for k in schema.keys(Config)}, **schema.sections(Config)}
 
 
 def _meant(name: str) -> str:
-    """Which key a misspelt ``name`` may mean, in words: of its section, if it names one, else of all."""
     section, _, last = name.rpartition(".")
     if section in schema.sections(Config):
         own = [k.name for k in schema.keys(schema.sections(Config)[section])]
@@ -155,7 +152,7 @@ def _meant(name: str) -> str:
 
 
 def _free(name: str) -> str | None:
-    """The key with free-form entries that ``name`` lies below (model_args.width: model_args), or None."""
+    """Return the key with free-form entries that ``name`` lies below (model_args.width: model_args), or None."""
     return next(
         (k for k, hint in _hints().items() if hint is dict and name.startswith(f"{k}.") and name != f"{k}."),
         None,
@@ -163,7 +160,6 @@ def _free(name: str) -> str | None:
 
 
 def _files(paths: list[str | None]) -> dict[str, Any]:
-    """The recipes laid over each other, a later key over an earlier one."""
     whole: dict[str, Any] = {}
     for path in paths:
         found = recipe.read(path or "")
@@ -184,7 +180,6 @@ def _files(paths: list[str | None]) -> dict[str, Any]:
 
 
 def _say_off(found: dict[str, Any], cls: type) -> None:
-    """Put "off" where YAML has read a bare ``off`` as false and the key's words are off and others."""
     hints = {k.name: k.hint for k in schema.keys(cls)}
     for name, value in found.items():
         if value is False and schema.fits("off", hints.get(name, bool)):
@@ -194,15 +189,14 @@ def _say_off(found: dict[str, Any], cls: type) -> None:
 
 
 def _another(before: Any, name: str) -> bool:
-    """Whether an earlier layer named something else than ``name``, so that its args are not this one's."""
     return before is not None and str(before).lower() != name.lower()
 
 
 def _spelled_out(layers: list[list[Option]], base: dict[str, Any]) -> list[Option]:
-    """The options of all layers in order, ``--optimizer SGD`` spelled out as ``--optimizer.name SGD``.
+    """Return the options of all layers in order, ``--optimizer SGD`` spelled out as ``--optimizer.name SGD``.
 
-    A bare name that is another than an earlier layer's comes without that layer's args, which are the other's;
-    args of its own layer are its own, whichever comes first.
+    A bare name other than an earlier layer's comes without that layer's args; args of its own layer are its own, in any
+    order.
     """
     deep, sections = schema.sections(Config), schema.named_sections(Config)
     names = {name: base[name].get("name") for name in sections if name in base}
@@ -230,7 +224,6 @@ def _spelled_out(layers: list[list[Option]], base: dict[str, Any]) -> list[Optio
 
 
 def _check_tree(found: Any, cls: type, prefix: str, where: str) -> None:
-    """Refuse names that ``cls`` does not have and values that are null, or no mapping where a section is meant."""
     deep = schema.sections(cls)
     hints = {k.name: k.hint for k in schema.keys(cls) if "." not in k.name} | deep
     for name, value in found.items():
@@ -251,7 +244,6 @@ def _check_tree(found: Any, cls: type, prefix: str, where: str) -> None:
 
 
 def _typed(base: dict[str, Any], options: list[Option]) -> Config:
-    """The configuration from the recipes' plain data and the options, each value of its key's type."""
     import jsonargparse
 
     entries = [o for o in options if _free(o[0]) is not None]
@@ -274,7 +266,6 @@ def _typed(base: dict[str, Any], options: list[Option]) -> Config:
 
 
 def _check_value(name: str, text: str, where: str) -> None:
-    """Be as strict with a section or a mapping on the command line as with a file."""
     section = schema.sections(Config).get(name)
     if section is None and _hints().get(name) is not dict:
         return
@@ -286,7 +277,6 @@ def _check_value(name: str, text: str, where: str) -> None:
 
 
 def _set_entry(values: Any, name: str, value: Any, where: str) -> None:
-    """Set one entry of a free-form key: model_args.width, or model_args.encoder.width."""
     key = _free(name)
     assert key is not None
     *path, last = name[len(key) + 1:].split(".")
@@ -304,7 +294,6 @@ def _set_entry(values: Any, name: str, value: Any, where: str) -> None:
 
 
 def _build(values: Any) -> Config:
-    """The checked dataclass from the parser's namespace."""
     deep = schema.sections(Config)
     plain: dict[str, Any] = {}
     for name in [k.name for k in schema.keys(Config)]:
@@ -316,7 +305,6 @@ def _build(values: Any) -> Config:
 
 
 def _refusal(text: str, base: dict[str, Any], options: list[Option]) -> UserError:
-    """The parser's complaint in our words: the key, what was given, what is right, where it was given."""
     found = re.search(r'key "([\w.]+)"', text)
     key = found[1] if found else ""
     if key not in _hints():
@@ -329,5 +317,4 @@ def _refusal(text: str, base: dict[str, Any], options: list[Option]) -> UserErro
 
 
 def _line(text: str) -> str:
-    """A message on one line."""
     return re.sub(r"\s+", " ", text).strip().rstrip(".")[:300]

@@ -1,8 +1,6 @@
-"""``python -m hvdtrain verify``: the same training on 1, 2, 3, ... ranks, and how far their weights are apart.
+"""``python -m hvdtrain verify``: train the same on 1, 2, 3, ... ranks and compare the final weights.
 
-Owns the runs (each a job of its own under mpirun) and the table. Law 2 says that the difference is rounding; how large
-that may be is `hvdtrain.core.curve`'s to say. What makes it larger (BatchNorm, dropout) is named by the runs' own
-notes.
+`hvdtrain.core.comparison` decides how much of a difference is rounding (law 2).
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ from hvdtrain.cluster.machine.software import find_mpi
 from hvdtrain.commands import train
 from hvdtrain.commands.build_horovod.run import ChildFailed, logged
 from hvdtrain.commands.build_horovod.verify import launch_argv
-from hvdtrain.config import Config, schema
-from hvdtrain.config.pipeline import cut_over_ranks
-from hvdtrain.core import curve, table
-from hvdtrain.core.curve import Tolerance
+from hvdtrain.config import Config, cut_over_ranks, schema
+from hvdtrain.core import comparison, table
+from hvdtrain.core.comparison import Tolerance
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -41,7 +38,7 @@ DEFAULTS = ("--optimizer.name", "SGD", "--lr", "0.05")
 
 
 def main(argv: list[str]) -> int:
-    """Run and compare; 0 if every run is within the tolerance, 1 if not."""
+    """Run and compare; return 1 if a run is beyond the tolerance."""
     args, rest = _parser().parse_known_args(argv)
     ranks = _ranks(args.np)
     given = 0.0 if args.tolerance is None else args.tolerance
@@ -57,10 +54,10 @@ def main(argv: list[str]) -> int:
         cases += [(n, uneven(cut(rest, n)[1])) for n in ranks if args.uneven and cut(rest, n)[1] > 1]
         outs = [_train(case, Path(temp), args, rest) for case in cases]
         reference = weights_of(outs[0])
-        rows = [Row.of(case, reference, weights_of(out)) for case, out in zip(cases[1:], outs[1:])]
-        limit, caveats = Tolerance(curve.LEAST if args.tolerance is None else args.tolerance), caveats_of(outs)
+        rows = [VerifyRow.of(case, reference, weights_of(out)) for case, out in zip(cases[1:], outs[1:])]
+        limit, caveats = Tolerance(comparison.LEAST if args.tolerance is None else args.tolerance), caveats_of(outs)
         if args.tolerance is None and _asks_why([row.difference for row in rows], caveats):
-            limit = curve.tolerance(reference, lambda parts: weights_of(
+            limit = comparison.tolerance(reference, lambda parts: weights_of(
                 _train(cases[0], Path(temp), args, rest, parts)), parts_of(rest))
         return _report(cases[0][0], rows, limit, args.steps, caveats)
 
@@ -69,8 +66,8 @@ HEADERS = ("np", "shares", "largest relative difference", "in", "verdict")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One run against the first: its ``case``, the largest ``difference`` and ``where``, whether all ``bits`` agree."""
+class VerifyRow:
+    """Run against the first: the largest ``difference`` and ``where``; ``bits``: all agree."""
 
     case: Case
     difference: float
@@ -78,13 +75,11 @@ class Row:
     bits: bool
 
     @classmethod
-    def of(cls, case: Case, reference: curve.Weights, weights: curve.Weights) -> Row:
-        """Compare a run's final weights with the first one's."""
-        difference, where = curve.largest_difference(reference, weights)
-        return cls(case, difference, where, curve.same_bits(reference, weights))
+    def of(cls, case: Case, reference: comparison.Weights, weights: comparison.Weights) -> VerifyRow:
+        difference, where = comparison.largest_difference(reference, weights)
+        return cls(case, difference, where, comparison.same_bits(reference, weights))
 
     def cells(self, beyond: bool, limit: float) -> list[str]:
-        """The row in words."""
         n, shares = self.case
         return [str(n), ":".join(map(str, shares)) if shares else "equal",
                 "same bits" if self.bits else f"{self.difference:.1e}", self.where,
@@ -92,13 +87,14 @@ class Row:
 
 
 def names_optimizer(rest: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether the user's options, or a config file that may, choose the optimizer."""
+    """Return whether the user's options, or a config file that may, choose the optimizer."""
     return any(a.startswith(("--optimizer", "--config")) for a in rest) or any(
         v.startswith(("HVDTRAIN_OPTIMIZER", "HVDTRAIN_CONFIG")) for v in env)
 
 
 def uneven(size: int) -> tuple[int, ...]:
-    """Unlike shares for ``size`` ranks, the last of three or more with nothing: 2 -> (1, 2), 3 -> (1, 2, 0)."""
+    """Return different shares for ``size`` ranks, the last of three or more with nothing: 2 -> (1, 2), 3 -> (1, 2, 0).
+    """
     shares = list(range(1, size + 1))
     if size > 2:
         shares[-1] = 0
@@ -106,7 +102,7 @@ def uneven(size: int) -> tuple[int, ...]:
 
 
 def launcher(ranks: int) -> list[str]:
-    """How to start ``ranks`` local processes under the MPI found here; `UserError` if there is none."""
+    """Return the words that start ``ranks`` local processes under the MPI found here; `UserError` without one."""
     mpi = find_mpi()
     if mpi is None:
         raise UserError("there is no mpirun beside this Python or on PATH", "an MPI launcher",
@@ -122,8 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--np", default="1,2,3", help="numbers of ranks, the first is compared with (default 1,2,3)")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
     parser.add_argument("--tolerance", type=float, default=None,
-                        help=f"largest relative difference that passes (default {curve.LEAST:g}, or where the first "
-                        f"run's own rounding needs more, {curve.TIMES:g} times that, {curve.MOST:g} at most)")
+                        help=f"largest relative difference that passes (default {comparison.LEAST:g}, or where the "
+                        f"first run's own rounding needs more, {comparison.TIMES:g} times that, "
+                        f"{comparison.MOST:g} at most)")
     parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with unlike shares")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds each run may take (default 300)")
     return parser
@@ -140,16 +137,17 @@ def _ranks(text: str) -> list[int]:
 
 
 def parts_of(rest: Sequence[str]) -> int:
-    """Micro-batches that the user's options cut a batch of one rank into; 1 where they say no number."""
+    """Return the micro-batches that the user's options cut a batch of one rank into; 1 where they say no number."""
     config = train.parse(list(rest))
     assert config is not None
     return max(config.accumulate, -(-config.global_batch // (config.micro_batch_limit or config.global_batch)))
 
 
 def cut(rest: Sequence[str], n: int) -> tuple[list[str], int]:
-    """(options for ``n`` ranks beside the user's, copies of the model then).
+    """Return (options for ``n`` ranks besides the user's, replicas of the model then).
 
-    Where the user cuts the model over ranks, a number of ranks that makes up no such copies trains it whole.
+    Where the user partitions the model over ranks, a number of ranks that makes no such replicas trains it
+    unpartitioned.
     """
     try:
         config = train.parse(list(rest))
@@ -165,7 +163,6 @@ def cut(rest: Sequence[str], n: int) -> tuple[list[str], int]:
 
 
 def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str], parts: int = 0) -> Path:
-    """One job, with its batch cut into ``parts`` micro-batches if that is not 0; returns its directory."""
     n, shares = case
     out = temp / (f"np{n}" + ("-uneven" if shares else "") + (f"-{parts}-parts" if parts else ""))
     command = [*rest, "--max_steps", str(args.steps), "--epochs", "1000000", *schema.options(schema.quiet(Config))]
@@ -195,31 +192,29 @@ def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_
 
 
 def weights_of(out: Path) -> dict[str, np.ndarray]:
-    """Return the final weights of the run in ``out`` by name."""
     return RunDirectory(out).model()
 
 
 def caveats_of(outs: Sequence[Path]) -> list[str]:
-    """What the runs said depends on the number of ranks."""
+    """Return the notes of the runs on what depends on the number of ranks."""
     notes = [note for out in outs for note in (RunDirectory(out).completed or {}).get("notes", ())]
     return list(dict.fromkeys(note for note in notes if note.startswith("not independent")))
 
 
 def _asks_why(differences: Sequence[float], caveats: Sequence[str]) -> bool:
-    """Whether more than rounding's usual is to be explained by what one process does. Pure.
+    """Return whether one process's own rounding has to explain a difference. Pure.
 
-    What is beyond all tolerance is explained by a caveat, where there is one.
+    A caveat, where there is one, explains what is beyond all tolerance.
     """
-    large = [difference for difference in differences if not difference <= curve.LEAST]
-    return any(difference <= curve.MOST for difference in large) or bool(large) and not caveats
+    large = [difference for difference in differences if not difference <= comparison.LEAST]
+    return any(difference <= comparison.MOST for difference in large) or bool(large) and not caveats
 
 
-def _report(first: int, rows: Sequence[Row], limit: Tolerance, steps: int, caveats: Sequence[str]) -> int:
-    """Say what the tolerance is and end with the table; 1 if any run is beyond it."""
+def _report(first: int, rows: Sequence[VerifyRow], limit: Tolerance, steps: int, caveats: Sequence[str]) -> int:
     beyond = [row for row in rows if not row.difference <= limit.value]
     if limit.noise:
         moved = f"note: np {first} alone moves by {limit.noise:.1e} where its batch is cut otherwise"
-        chaos = limit.noise > curve.MOST
+        chaos = limit.noise > comparison.MOST
         say(f"{moved}, which is rounding; up to {limit.value:.1e} counts as the same curve" if not chaos else
             f"{moved}: this training magnifies rounding so much that a fault would not stand out; verify it with a "
             "smaller lr or fewer --steps")

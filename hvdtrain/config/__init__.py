@@ -1,4 +1,4 @@
-"""The configuration of a run: its keys, and the checks that need no cluster.
+"""The configuration of a run: its keys, the checks that need no cluster, and which keys have no effect.
 
 Does not parse: `hvdtrain.commands.train` does, with jsonargparse (YAML file < environment < command line).
 """
@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.config import schema, texts
-from hvdtrain.config import pipeline as settings
 from hvdtrain.config.keys import Keys
 from hvdtrain.config.sections import (
-    Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace)
+    CheckpointConfig, DataConfig, DataParallelConfig, EarlyStopConfig, ExchangeConfig, Named, PipelineConfig,
+    RebalanceConfig, ScheduleConfig, TraceConfig)
+from hvdtrain.config.sections import __getattr__ as __getattr__
 from hvdtrain.config.texts import seconds_of, window_of
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.core.slots import ask
+from hvdtrain.core.resolve import ask
 
-__all__ = ["Checkpoint", "Config", "Data", "DataParallel", "EarlyStop", "Exchange", "Named", "Pipeline", "Rebalance",
-           "Schedule", "Trace"]
+__all__ = ["CheckpointConfig", "Config", "DataConfig", "DataParallelConfig", "EarlyStopConfig", "ExchangeConfig",
+           "Named", "PipelineConfig", "RebalanceConfig", "ScheduleConfig", "TraceConfig"]
 
 MOST = 2**53
 """Largest whole number of a key: beyond it a float64 skips numbers, and sums over ranks are float64."""
@@ -91,7 +92,7 @@ class Config(Keys):
 
     def _check_data_parallel(self) -> None:
         """Raise `UserError` for a stage or shards that cannot be, and for a pipeline that cannot."""
-        settings.check(self)
+        check_pipeline(self)
         stage, shards = self.data_parallel.stage, self.data_parallel.shards
         if stage not in (1, 2, "auto"):
             what = "parameters divided too" if stage == 3 else "no such stage"
@@ -136,3 +137,114 @@ def _at_least(name: str, value: float, least: float) -> None:
     """Raise `UserError` unless ``value`` is finite and not below ``least``."""
     if not (math.isfinite(value) and value >= least):
         raise UserError(f"{name} is {value}", f"a value of {least:g} or more", f"set {name} accordingly")
+
+
+FOR_EACH = 4
+"""Micro-batches for each rank of a copy where nothing is configured: a bubble below a fifth."""
+
+
+def cut_over_ranks(config: Keys) -> bool:
+    """Return whether the model is cut over ranks."""
+    return config.pipeline.over_ranks
+
+
+def micro_batches(config: Keys, depth: int) -> int:
+    """Return the parts in which a copy of ``depth`` ranks computes its part of a batch, where it has so many samples.
+    """
+    if depth == 1:
+        return config.accumulate
+    return config.pipeline.micro_batches or max(config.accumulate, FOR_EACH * depth)
+
+
+def check_pipeline(config: Keys) -> None:
+    """Raise `UserError` for values that cannot be, and for keys that do not go together with a cut model."""
+    pipeline = config.pipeline
+    if any(depth < 1 for depth in pipeline.depths):
+        raise UserError(f"pipeline.depths is {pipeline.depths}", "1 or more ranks for each copy", "correct it")
+    if pipeline.depths and pipeline.stages > 1:
+        raise UserError(f"pipeline.stages {pipeline.stages} with pipeline.depths {pipeline.depths}",
+                        "one of the two: depths says it for each copy", "leave stages out")
+    if not cut_over_ranks(config):
+        return
+    if config.model_parallel > 1:
+        raise UserError(f"model_parallel {config.model_parallel} with a pipeline over ranks", "one of the two: a "
+                        "rank's part of the model is on one device", "start a rank for each device, or leave "
+                        "pipeline out")
+    auto = [name for name, value in (("micro_batch", config.micro_batch), ("remat", config.remat)) if value == "auto"]
+    if auto:
+        raise UserError(f"{auto[0]}: auto with a pipeline over ranks, whose plan counts memory by itself",
+                        "a number" if auto[0] == "micro_batch" else "names of blocks, or off",
+                        f"set {auto[0]}, or leave it out")
+    _check_exchange(config)
+
+
+def _check_exchange(config: Keys) -> None:
+    """Raise `UserError` for keys of what copies of a cut model exchange that ask for more than one rank knows."""
+    exchange, horovod = config.exchange, config.collectives == "horovod"
+    for name, asked, expected, do in (
+            ("compression auto", config.compression == "auto", "a compression by name: it is measured on one rank's "
+             "gradient, and ranks have unlike parts of it", "set compression: none, or another"),
+            ("exchange.bucket_mb auto", exchange.bucket_mb == "auto", "a size: it is measured for one gradient, and "
+             "ranks have unlike parts of it", "set exchange.bucket_mb: 16, or another"),
+            ("exchange.adasum", exchange.adasum, "sums: Adasum looks at the gradients of all ranks of a job",
+             "leave exchange.adasum out"),
+            ("collectives horovod", horovod, "a wire between some of the ranks: Horovod sums over all of a job",
+             "set collectives: auto, shared or mpi"),
+            ("exchange.autotune", exchange.autotune, "Horovod's own settings: it tunes them for sums over all ranks",
+             "leave exchange.autotune out"),
+            ("on_bad_sample skip", config.on_bad_sample == "skip", "stop: each rank of a copy reads the samples by "
+             "itself, and all would have to leave out the same", "leave on_bad_sample out"),
+            (f"audit {config.audit}", config.audit, "none: an audit computes a micro-batch of one rank on another, "
+             "which has another part of the model", "leave audit out; check_every compares the copies' weights"),
+            ("data_parallel.stage auto", config.data_parallel.name == "zero" and config.data_parallel.stage == "auto",
+             "stage 1 or 2: no rank can compute samples alone, by which auto tells what is needed",
+             "name data_parallel.stage")):
+        if asked:
+            raise UserError(f"{name} with a pipeline over ranks", expected, do)
+
+
+def check_launcher(config: Keys, kind: str) -> None:
+    """Raise `UserError` where ranks that were started by ``kind`` of launcher can send each other nothing."""
+    if kind == "gloo" and cut_over_ranks(config):
+        raise UserError("a pipeline over ranks under horovodrun --gloo, whose ranks cannot send each other messages",
+                        "a job over MPI", "start it with mpirun, or horovodrun --mpi")
+
+
+@dataclass(frozen=True)
+class ConfigContext:
+    """What decides about keys: the configuration, and what became of it.
+
+    ``horovod``: gradients or the control plane go over Horovod. ``own_model``, ``own_data``: given to fit as objects.
+    ``own_task``, ``file_optimizer``: the model file has one. ``own_optimizer``: the model was compiled with one.
+    """
+
+    config: Config
+    horovod: bool = True
+    own_model: bool = False
+    own_data: bool = False
+    own_task: bool = False
+    own_optimizer: bool = False
+    file_optimizer: bool = False
+
+
+def notes(setup: ConfigContext) -> list[str]:
+    """Say of each changed key that does nothing why; the first of its reasons counts. Pure."""
+    values, found = dict(schema.leaves(setup.config)), []
+    for key in schema.keys(type(setup.config)):
+        why = [reason.why for reason in key.unused if reason.when(setup)]
+        if why and values[key.name] not in (key.default, []):
+            found.append(f"{key.name} has no effect: {why[0]}")
+    return found
+
+
+def idle(setup: ConfigContext) -> frozenset[str]:
+    """Return all keys that do nothing, changed or not. Pure."""
+    return frozenset(key.name for key in schema.keys(type(setup.config))
+                     if any(reason.when(setup) for reason in key.unused))
+
+
+def setup_of(config: Config, spec: Any, wire: str, kind: str, model: Any, data: Any) -> ConfigContext:
+    """Return the context of a run: its model's ``spec``, name of its ``wire``, ``kind`` of launcher, what fit got."""
+    compiled = getattr(spec.model, "compiled", False) and getattr(spec.model, "optimizer", None) is not None
+    return ConfigContext(config, "horovod" in wire or kind == "gloo", model is not None, data is not None,
+                 spec.task is not None, bool(compiled), spec.optimizer is not None)

@@ -14,8 +14,9 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.config import placed, schema
 from hvdtrain.config.sections import (
-    COMPILED, FILE_OPTIMIZER, NO_FP16, NO_SKIP, ONE_DEVICE, OWN_MODEL, OWN_RATE, OWN_TASK, Checkpoint, Data,
-    DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace)
+    COMPILED, FILE_OPTIMIZER, NO_FP16, NO_SKIP, ONE_DEVICE, OWN_MODEL, OWN_RATE, OWN_TASK, CheckpointConfig,
+    DataConfig, DataParallelConfig, EarlyStopConfig, ExchangeConfig, Named, PipelineConfig, RebalanceConfig,
+    ScheduleConfig, TraceConfig)
 from hvdtrain.config.sections import key as _key
 from hvdtrain.config.texts import seconds_of
 
@@ -37,7 +38,7 @@ class Keys:
         "module:callable (or path/file.py:callable) that returns an nn.Module or a keras.Model; "
         "auto: the built-in CNN of the installed framework", unused=(OWN_MODEL,))
     model_args: dict = _key({}, "", "keyword arguments of that callable", unused=(OWN_MODEL,))
-    data: Data = _key(Data(), "", "")
+    data: DataConfig = _key(DataConfig(), "", "")
     epochs: int = _key(12, "epochs", "passes over the data; 0 trains nothing", affects="nothing", least=0)
     max_steps: int = _key(0, "steps", "stop after so many steps in all; 0: no limit", affects="nothing", least=0)
     global_batch: int = _key(
@@ -50,7 +51,7 @@ class Keys:
     balance: Literal["off", "static", "auto"] = _key(
         "off", "", "off: equal parts, or shares; static: the parts that a probe of all ranks at the start "
         "asks for; auto: also made anew while training, when speeds change", affects="nothing")
-    rebalance: Rebalance = _key(Rebalance(), "", "", affects="nothing")
+    rebalance: RebalanceConfig = _key(RebalanceConfig(), "", "", affects="nothing")
     emulate_speed: list[float] = _key(
         [], "factor", "for tests: ranks' speeds as parts of their own, such as [1, 0.4]; below 1 a rank's computing "
         "is stretched by waiting", per_rank=True, affects="nothing")
@@ -81,7 +82,7 @@ class Keys:
         Named(), "",
         "torch.optim or keras.optimizers class; auto: Adam, or the compiled model's own",
         unused=(FILE_OPTIMIZER, COMPILED))
-    schedule: Schedule = _key(Schedule(), "", "")
+    schedule: ScheduleConfig = _key(ScheduleConfig(), "", "")
     loss: Named = _key(
         Named(), "",
         "torch.nn.functional or keras.losses name; auto: cross entropy for integer targets, else squared "
@@ -107,7 +108,7 @@ class Keys:
     split_micro_batches: int = _key(
         0, "micro-batches", "parts in which a split model computes a micro-batch, so that its devices work at once; "
         "0: four for each device", affects="split", unused=(ONE_DEVICE,), least=0)
-    pipeline: Pipeline = _key(Pipeline(), "", "", affects="nothing")
+    pipeline: PipelineConfig = _key(PipelineConfig(), "", "", affects="nothing")
     devices_per_rank: int = _key(
         0, "devices", "GPUs that each rank owns, or logical devices of a CPU in TensorFlow; 0: as many as "
         "model_parallel", affects="nothing", least=0, most=MOST_DEVICES)
@@ -124,8 +125,8 @@ class Keys:
         "none", "", "how gradients are compressed for the wire: {choices}, or "
         "module:callable (path/file.py:callable) that makes another way; auto: measures, and picks one only where it "
         "saves time", choices="hvdtrain.comm.compressors")
-    exchange: Exchange = _key(Exchange(), "", "")
-    data_parallel: DataParallel = _key(DataParallel(), "", "")
+    exchange: ExchangeConfig = _key(ExchangeConfig(), "", "")
+    data_parallel: DataParallelConfig = _key(DataParallelConfig(), "", "")
     transforms: list[str] = _key(
         [], "", "module:callable (path/file.py:callable) of further changes to how the model computes, installed for "
         "the time of a run")
@@ -135,7 +136,7 @@ class Keys:
     eval_every: int = _key(
         1, "epochs", "evaluate every so many epochs; 0: only at the end", affects="metrics",
         quiet=0, least=0)
-    early_stop: EarlyStop = _key(EarlyStop(), "", "")
+    early_stop: EarlyStopConfig = _key(EarlyStopConfig(), "", "")
     on_bad_sample: Literal["stop", "skip"] = _key(
         "stop", "", "a sample that cannot be read (a broken picture): stop: it is named and the run ends; skip: it is "
         "left out on all ranks, named, and counted; more than 1 % of the data ends the run all the same")
@@ -153,7 +154,7 @@ class Keys:
     audit: int = _key(
         0, "steps", "every so many steps compute a micro-batch on another rank too, and end the run where a device "
         "computes wrongly; 100 takes 1 to 1.5 % of the time; 0: off", affects="nothing", least=0)
-    checkpoint: Checkpoint = _key(Checkpoint(), "", "", affects="nothing")
+    checkpoint: CheckpointConfig = _key(CheckpointConfig(), "", "", affects="nothing")
     time_limit: str = _key(
         "", "", "wall limit of this job, in seconds or as 04:00:00, counted from its start: the run ends before it, "
         "saved, with status 75, for another job to go on with --resume auto; empty: none is known", affects="nothing")
@@ -171,7 +172,7 @@ class Keys:
         [], "", "what else gets the records of rank 0: {choices}, or module:callable "
         "(path/file.py:callable) that makes another", affects="nothing", quiet=[],
         choices="hvdtrain.reports.trackers")
-    trace: Trace = _key(Trace(), "", "", affects="nothing")
+    trace: TraceConfig = _key(TraceConfig(), "", "", affects="nothing")
     threads: int = _key(
         0, "threads", "compute threads of one rank; 0: its share of the host's cores", affects="nothing", least=0,
         most=4096)
@@ -195,7 +196,7 @@ class Keys:
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, kind(name=getattr(self, name)))
         if isinstance(self.pipeline, int) and not isinstance(self.pipeline, bool):
-            object.__setattr__(self, "pipeline", Pipeline(self.pipeline))
+            object.__setattr__(self, "pipeline", PipelineConfig(self.pipeline))
 
     def precisions(self) -> list[str]:
         """The types that ``precision`` names, of ranks or of hosts and devices."""

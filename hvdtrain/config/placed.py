@@ -26,7 +26,7 @@ WORDS = ("host", "device", "part of a device's name", "device kind", "rest")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank runs: its host, and its device's kind and name."""
 
     node: str
@@ -64,7 +64,7 @@ def as_yaml(text: str) -> str:
     return "{" + ", ".join(f"{json.dumps(name)}: {value}" for name, value in found.items()) + "}"
 
 
-def meaning(name: str, place: Place) -> int:
+def meaning(name: str, place: RankPlace) -> int:
     """Return which of `WORDS` ``name`` is for the rank at ``place``, by number, or -1 if it does not mean it."""
     name, node, device = name.strip().lower(), place.node.lower(), place.device.lower()
     if name == REST:
@@ -80,7 +80,7 @@ def meaning(name: str, place: Place) -> int:
     return -1
 
 
-def by_rank(key: str, given: Mapping[str, T], places: Sequence[Place], rest: T | None = None) -> list[T]:
+def by_rank(key: str, given: Mapping[str, T], places: Sequence[RankPlace], rest: T | None = None) -> list[T]:
     """Return the value of each rank. Pure.
 
     ``key``: the setting's name, for messages. ``rest``: of ranks that nothing names; None: that is an error.
@@ -101,11 +101,11 @@ def by_rank(key: str, given: Mapping[str, T], places: Sequence[Place], rest: T |
     return found
 
 
-def absent(given: Mapping[str, Any], places: Sequence[Place]) -> list[str]:
+def absent(given: Mapping[str, Any], places: Sequence[RankPlace]) -> list[str]:
     """Names that mean no rank: a host that is away, or a name that is misspelt. Pure."""
     return [name for name in given if name != REST and all(meaning(name, place) < 0 for place in places)]
 
 
-def _names(places: Sequence[Place]) -> list[str]:
+def _names(places: Sequence[RankPlace]) -> list[str]:
     """What ranks can be named by here."""
     return list(dict.fromkeys(name for place in places for name in (place.node, place.kind, place.device)))

@@ -11,39 +11,55 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from hvdtrain.config import Config, Schedule
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.config import Config, ScheduleConfig
 from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.protocols.types import Cursor
+from hvdtrain.core.resolve import load_callable
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What is known of a schedule by its name; of other schedules of a framework nothing has to be.
+class ScheduleKind:
+    """Facts of a schedule; those of a framework that are not in `KINDS` need none.
 
     ``torch``: the parameters behind the optimizer, in order. ``ends``: arguments that may give the steps or epochs
-    after which it ends or turns. ``fills``: the first of them is the run's length where all are left out.
+    after which it ends or turns. ``fills``: the first of them is the run's length where all are left out. ``covers``:
+    it has no rate after its end. ``warms``: with a ``warmup_target`` its ``warmup_steps`` precede the first of
+    ``ends``. ``repeats``: the argument that lets it begin again at its end.
     """
 
     torch: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     fills: bool = False
+    covers: bool = False
+    warms: bool = False
+    repeats: str = ""
 
 
 KINDS = {
-    "StepLR": Kind(("step_size", "gamma")), "MultiStepLR": Kind(("milestones", "gamma")),
-    "ExponentialLR": Kind(("gamma",)), "CosineAnnealingWarmRestarts": Kind(("T_0", "T_mult", "eta_min")),
-    "ConstantLR": Kind(("factor", "total_iters")), "CosineAnnealingLR": Kind(("T_max", "eta_min"), ("T_max",), True),
-    "OneCycleLR": Kind(("max_lr", "total_steps", "epochs", "steps_per_epoch"), ("total_steps", "steps_per_epoch"),
-                       True),
-    "LinearLR": Kind(("start_factor", "end_factor", "total_iters"), ("total_iters",)),
-    "PolynomialLR": Kind(("total_iters", "power"), ("total_iters",)), "OneCycle": Kind((), ("total_steps",), True),
-    "CosineDecay": Kind((), ("decay_steps",), True), "PolynomialDecay": Kind((), ("decay_steps",), True)}
-"""Schedules of which something is known, by name."""
+    "StepLR": ScheduleKind(("step_size", "gamma")), "MultiStepLR": ScheduleKind(("milestones", "gamma")),
+    "ExponentialLR": ScheduleKind(("gamma",)),
+    "CosineAnnealingWarmRestarts": ScheduleKind(("T_0", "T_mult", "eta_min")),
+    "ConstantLR": ScheduleKind(("factor", "total_iters")),
+    "CosineAnnealingLR": ScheduleKind(("T_max", "eta_min"), ("T_max",), True),
+    "OneCycleLR": ScheduleKind(("max_lr", "total_steps", "epochs", "steps_per_epoch"),
+                               ("total_steps", "steps_per_epoch"),
+                       True, covers=True),
+    "LinearLR": ScheduleKind(("start_factor", "end_factor", "total_iters"), ("total_iters",)),
+    "PolynomialLR": ScheduleKind(("total_iters", "power"), ("total_iters",)),
+    "OneCycle": ScheduleKind((), ("total_steps",), True, covers=True),
+    "CosineDecay": ScheduleKind((), ("decay_steps",), True, warms=True),
+    "PolynomialDecay": ScheduleKind((), ("decay_steps",), True, repeats="cycle")}
+"""Facts of schedules, by the names of their classes. A file with a schedule of one's own adds a line."""
 
 
-def kind_of(name: str) -> Kind:
-    """Return what is known of the schedule ``name``, in any case."""
-    return next((kind for known, kind in KINDS.items() if known.lower() == name.lower()), Kind())
+def kind_of(name: str) -> ScheduleKind:
+    """Return the facts of the schedule ``name``, in any case; of a ``module:callable`` by its class or a base of it."""
+    names = [name]
+    if ":" in name:
+        made = load_callable(name, "schedule.name")  # whose file adds its facts
+        names = [base.__name__ for base in made.__mro__] if isinstance(made, type) else [name.rpartition(":")[2]]
+    facts = {known.lower(): kind for known, kind in KINDS.items()}
+    return next((facts[each.lower()] for each in names if each.lower() in facts), ScheduleKind())
 
 
 def updates(config: Config, steps_per_epoch: int | None, at: Cursor = Cursor(), left: int | None = None) -> int:
@@ -81,8 +97,8 @@ def filled(config: Config, steps_per_epoch: int | None, notes: list[str] | None 
     knows it, and for a OneCycle that is shorter than the run, whose end has no rate.
     """
     schedule = config.schedule
-    name, given = schedule.name.lower(), dict(schedule.args)
-    names = kind_of(name).ends if kind_of(name).fills else ()
+    kind, given = kind_of(schedule.name), dict(schedule.args)
+    names = kind.ends if kind.fills else ()
     steps, whole = updates(config, steps_per_epoch, at, left), length(config, steps_per_epoch, at, left)
     if notes is not None and steps:
         notes += too_long(config, steps)
@@ -91,10 +107,14 @@ def filled(config: Config, steps_per_epoch: int | None, notes: list[str] | None 
         if not whole:
             raise UserError(f"schedule {schedule.name} needs the length of the run, which is not known",
                             "max_steps, or data that tells its length", f"set schedule.args.{names[0]}")
-        taken = _warm_up(given) if name == "cosinedecay" else 0
+        taken = _warm_up(given) if kind.warms else 0
         more[names[0]] = max(1, whole - taken)
-    if "onecycle" in name:
-        _check_one_cycle(schedule.name, {**more, **given}, whole)
+    if kind.covers:
+        end = _end(replace(schedule, args={**more, **given}))
+        if 0 < end < whole:
+            raise UserError(f"schedule {schedule.name} of {count(end, 'step')} in a run of {whole}",
+                            "a cycle as long as the run",
+                            f"leave schedule.args.{kind.ends[0]} out, or make it longer")
     elif notes is not None and (end := _end(schedule)) and end < whole:
         notes.append(f"schedule {schedule.name} ends after {end} {schedule.interval}s of a run of {whole}: from there "
                      "on the rate stays as it is, or climbs again")
@@ -116,16 +136,9 @@ def too_long(config: Config, steps: int) -> list[str]:
     return found
 
 
-def _check_one_cycle(name: str, args: dict[str, Any], length: int) -> None:
-    total = args.get("total_steps") or args.get("epochs", 0) * args.get("steps_per_epoch", 0)
-    if isinstance(total, int) and 0 < total < length:
-        raise UserError(f"schedule {name} of {count(total, 'step')} in a run of {length}", "a cycle as long as the run",
-                        "leave schedule.args.total_steps out, or make it longer")
-
-
 # --- over a resume -------------------------------------------------------------------------------------------------
 
-def kept(schedule: Schedule, whole: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def kept(schedule: ScheduleConfig, whole: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what a checkpoint keeps of a filled schedule in a run of the length ``whole``; ``own``: see `own_of`."""
     return {"name": schedule.name, "args": dict(schedule.args), "interval": schedule.interval, "length": whole,
             "own": own}
@@ -138,7 +151,7 @@ def own_of(rate: object, steps: int, epochs: int) -> dict[str, Any] | None:
     """
     for base in type(rate).__mro__:
         kind = kind_of(base.__name__)
-        end = _end(Schedule(base.__name__, dict(vars(rate)))) if kind.fills else 0
+        end = _end(ScheduleConfig(base.__name__, dict(vars(rate)))) if kind.fills else 0
         if end:  # scripts that leave out the last batch of each epoch count one step less for each
             return {"name": type(rate).__name__, "arg": kind.ends[0], "end": end, "steps": steps,
                     "covers": end + min(epochs, steps // 10) >= steps}
@@ -148,12 +161,12 @@ def own_of(rate: object, steps: int, epochs: int) -> dict[str, Any] | None:
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether two schedules (`kept`) give other rates; their base rate aside."""
     names = [one["name"].lower() for one in (before, now)]
-    if not any(Schedule(name).on for name in names):
+    if not any(ScheduleConfig(name).on for name in names):
         return False
     return names[0] != names[1] or any(before[key] != now[key] for key in ("args", "interval"))
 
 
-def check_resumed(before: Mapping[str, Any], schedule: Schedule, now: Mapping[str, Any]) -> None:
+def check_resumed(before: Mapping[str, Any], schedule: ScheduleConfig, now: Mapping[str, Any]) -> None:
     """Raise `UserError` for a schedule whose given length ended the run before, and not the longer one of now.
 
     ``schedule``: as the user gave it; ``before``, ``now``: see `kept`. A schedule that the optimizer was made with may
@@ -176,19 +189,20 @@ def check_resumed(before: Mapping[str, Any], schedule: Schedule, now: Mapping[st
                         f"make the optimizer with {own['arg']} for all {own['steps']} steps")
 
 
-def _end(schedule: Schedule) -> int:
+def _end(schedule: ScheduleConfig) -> int:
     """Return the updates or epochs after which a schedule ends by its arguments; 0 where they do not tell."""
-    args, names = schedule.args, kind_of(schedule.name).ends
+    args, kind = schedule.args, kind_of(schedule.name)
+    names = kind.ends
     end = next((args[name] for name in names if args.get(name)), 0) if names else 0
     if "steps_per_epoch" in names and not args.get("total_steps"):
         end = args.get("epochs", 0) * args.get("steps_per_epoch", 0)
-    if schedule.name.lower() == "cosinedecay" and end:
+    if kind.warms and end:
         end += _warm_up(args)
-    if schedule.name.lower() == "polynomialdecay" and args.get("cycle"):
+    if kind.repeats and args.get(kind.repeats):
         return 0
     return math.ceil(float(end)) if isinstance(end, Real) and math.isfinite(end) else 0
 
 
 def _warm_up(args: Mapping[str, Any]) -> int:
-    """Return the steps of the warm-up before a CosineDecay of Keras, which makes none without a target."""
+    """Return the steps of the warm-up before the decay of a schedule, which makes none without a target."""
     return 0 if args.get("warmup_target") is None else int(args.get("warmup_steps", 0))

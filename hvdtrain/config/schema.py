@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.slots import ask
+from hvdtrain.core.resolve import ask
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -97,7 +100,7 @@ def replaced(config: T, values: Mapping[str, Any]) -> T:
         name: own[""] if "" in own else replaced(getattr(config, name), own) for name, own in deep.items()})
 
 
-def per_rank(config: Any) -> dict[str, Any]:
+def per_rank(config: DataclassInstance) -> dict[str, Any]:
     """Return the values of the dataclass instance ``config`` whose keys may hold an entry for each rank, by name."""
     names = {key.name for key in keys(type(config)) if key.per_rank}
     return {name: value for name, value in leaves(config) if name in names}
@@ -175,10 +178,9 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def check_types(config: Any, prefix: str = "") -> None:
+def check_types(config: DataclassInstance, prefix: str = "") -> None:
     """Raise `UserError` naming the first key of the dataclass instance ``config`` whose value is of another type."""
-    kind: Any = type(config)
-    for f, hint in _fields(kind):
+    for f, hint in _fields(type(config)):
         value = getattr(config, f.name)
         if not fits(value, hint):
             raise UserError(f"{prefix}{f.name} is {shown(value)}", in_words(hint), f"correct {prefix}{f.name}")
@@ -186,10 +188,9 @@ def check_types(config: Any, prefix: str = "") -> None:
             check_types(value, f"{prefix}{f.name}.")
 
 
-def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every (dotted name, value) of the dataclass instance ``config``."""
-    kind: Any = type(config)
-    for f, hint in _fields(kind):
+    for f, hint in _fields(type(config)):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(hint):
             yield from leaves(value, f"{prefix}{f.name}.")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 
 class Unused(NamedTuple):
-    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.unused.Setup`, which lies above this file.
+    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.ConfigContext`, which lies above this file.
 
     ``but``: the key of a section for which it does not hold.
     """
@@ -71,7 +71,7 @@ def key(default: Any, unit: str, doc: str, *, per_rank: bool = False, affects: s
 
 
 @dataclass(frozen=True)
-class Data:
+class DataConfig:
     """Where samples come from and how a global batch is cut."""
 
     name: str = key(
@@ -100,10 +100,12 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleConfig:
     """How the learning rate moves."""
 
-    name: str = key("none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name; none: constant")
+    name: str = key(
+        "none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name, or module:callable "
+        "(path/file.py:callable) of another such class; none: constant")
     args: dict = key({}, "", "keyword arguments", unused=(NO_SCHEDULE,))
     interval: Literal["step", "epoch"] = key(
         "step", "",
@@ -120,7 +122,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeConfig:
     """How gradients are summed over ranks."""
 
     bucket_mb: float | Literal["auto"] = key(
@@ -155,7 +157,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallelConfig:
     """How the ranks' copies of the model stay one model."""
 
     name: str = key(
@@ -170,7 +172,7 @@ class DataParallel:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineConfig:
     """A model that is cut over ranks."""
 
     BARE: ClassVar[str] = "stages"
@@ -202,7 +204,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Rebalance:
+class RebalanceConfig:
     """How shares are made (balance static and auto) and made anew (auto)."""
 
     every_steps: int = key(5, "steps", "steps of a window that ranks' own times are compared over", least=1)
@@ -218,7 +220,7 @@ class Rebalance:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointConfig:
     """When and how a run is saved."""
 
     every: Literal["auto", "off"] = key(
@@ -240,18 +242,20 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class EarlyStop:
+class EarlyStopConfig:
     """Stop when a metric no longer gets better."""
 
     metric: str = key("", "", "evaluation metric to watch, for example loss or accuracy; empty: off", quiet="")
-    mode: Literal["min", "max"] = key("min", "", "whether smaller or larger is better", unused=(NO_EARLY_STOP,))
+    mode: Literal["auto", "min", "max"] = key(
+        "auto", "", "whether smaller or larger is better; auto: larger for accuracy and other scores, smaller for "
+        "losses and for what is not known", unused=(NO_EARLY_STOP,))
     patience: int = key(
         5, "evaluations", "evaluations without a better value before the run stops", unused=(NO_EARLY_STOP,), least=1)
     min_delta: float = key(0.0, "", "smallest change that counts as better", unused=(NO_EARLY_STOP,))
 
 
 @dataclass(frozen=True)
-class Trace:
+class TraceConfig:
     """What all ranks did in some steps, as one file for Perfetto and chrome://tracing."""
 
     steps: str = key(
@@ -260,3 +264,10 @@ class Trace:
     profiler: bool = key(
         False, "", "merge the events of the framework's own profiler (torch.profiler, tf.profiler) into it: operations "
         "and kernels", unused=(NO_TRACE,))
+
+
+def __getattr__(name: str) -> Any:
+    """Keep the names of sections before release 0.2: ``Schedule`` is `ScheduleConfig`."""
+    if f"{name}Config" not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[f"{name}Config"]

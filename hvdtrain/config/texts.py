@@ -40,14 +40,14 @@ def reserve_s(limit_s: float, longest_save_s: float, longest_step_s: float) -> f
     return min(save_s + 2.0 * longest_step_s, limit_s / 2.0)
 
 
-class Window(NamedTuple):
+class StepWindow(NamedTuple):
     """From the end of step ``first`` (0: from the start) to the end of step ``last``: ``last - first`` steps."""
 
     first: int
     last: int
 
 
-def window_of(text: str) -> Window | None:
+def window_of(text: str) -> StepWindow | None:
     """Return the window that ``20:30`` spells: when 20 steps have ended until 30 have. None for "".
 
     Errors: `UserError` for anything else, also for a window without a step.
@@ -58,7 +58,7 @@ def window_of(text: str) -> Window | None:
     if match is None or int(match[1]) >= int(match[2]):
         raise UserError(f"trace.steps is {text!r}", "FIRST:LAST, two numbers of steps, the first below the last",
                         "for example trace.steps: 20:30, for the ten steps after the first twenty")
-    return Window(int(match[1]), int(match[2]))
+    return StepWindow(int(match[1]), int(match[2]))
 
 
 WORDS = ("off", "auto")

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from hvdtrain.core.protocols.types import Bucket, ParamSpec, itemsize
+from hvdtrain.core.units import MIB
 
-MIB = 1 << 20
 ALIGNMENT = 64
 """Bytes at a multiple of which a tensor must begin for TensorFlow to read it where it lies."""
 

@@ -39,7 +39,8 @@ agreement decides for all.
 Exchanges. A callback with ``where = "all"`` may enter collectives of ``run.control`` in every event, the same ones in
 the same order on every rank, for reasons that all ranks know (laws 5 and 6). Collectives of gradients are free in
 FIT_START and STEP_END, when those of the step are complete. A callback with ``where = "root"`` enters none: where there
-are other ranks, which would not come, that raises `UserError`; inside of a TensorFlow graph nobody notices.
+are other ranks, which would not come, that raises `UserError`; inside of a TensorFlow graph nobody notices. The same
+holds for its methods outside of events: ``saving``, ``continued`` and ``close``.
 
 A callback that is added to ``run.callbacks`` during an event sees the next one.
 """

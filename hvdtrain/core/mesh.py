@@ -1,7 +1,7 @@
-"""Who holds what of the model, and who talks to whom: copies of the model, each a list of ranks, and their blocks.
+"""Groups of ranks and the layout of a model on them: replicas, each a list of ranks, and the blocks of each rank.
 
-Owns `Mesh`, the copies, which is known before anything is built, and `Layout`, the blocks of each rank, which is known
-once the cut is made. Pure: nothing communicates.
+Owns `Group`, with the names of collectives (law 5), `Mesh`, known before anything is built, and `Layout`, known once
+the model is partitioned. Pure: nothing communicates.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.group import Group
 
 
 @dataclass(frozen=True)
@@ -183,3 +182,48 @@ def depths_of(stages: int, depths: Sequence[int], size: int) -> list[int]:
                         "pipeline.depths for copies of unlike depth",
                         f"start {count(size // stages * stages or stages, 'rank')}")
     return [stages] * (size // stages)
+
+
+@dataclass(frozen=True)
+class Group:
+    """``ranks``: world ranks of the members, ascending; ``rank``: this process, one of them."""
+
+    ranks: tuple[int, ...]
+    rank: int
+
+    def __post_init__(self) -> None:
+        assert self.ranks and list(self.ranks) == sorted(set(self.ranks)), f"ranks {self.ranks} are not ascending"
+        assert self.rank in self.ranks, f"rank {self.rank} is not in the group {self.ranks}"
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        """This rank's place among the members, 0 to size - 1."""
+        return self.ranks.index(self.rank)
+
+    def name(self, tag: str) -> str:
+        """The name of a collective of this group: the same on every member, different for different groups.
+
+        Ranks 0, 1, 2, 5 and "grad.0" give "g0-2,5.grad.0".
+        """
+        return f"g{spans(self.ranks)}.{tag}"
+
+
+def world(size: int, rank: int) -> Group:
+    """The group of all ranks."""
+    return Group(tuple(range(size)), rank)
+
+
+def spans(ranks: tuple[int, ...]) -> str:
+    """Ascending ranks in short: (0, 1, 2, 5) -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,7 +1,7 @@
-"""Children that leave nothing behind: a mark that finds all their processes, a death signal, signals as exits.
+"""Child processes that leave nothing behind, signals as exits, and polling that yields the core.
 
-Owns how a child is started and ended; what it is and what it says is its starter's. A child's mark is in its
-environment and so in that of all that it starts, also of ranks, which mpirun puts into process groups of their own.
+Owns how a child is started and ended; a child's mark is in its environment and so in that of all that it starts, also
+of ranks, which mpirun puts into process groups of their own.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ TERMINATE_S = 3.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def marked(env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """(a mark of its own, ``env`` with it) for one child."""
-    mark = uuid.uuid4().hex
-    return mark, {**env, JOB: mark}
-
-
-def processes(mark: str) -> list[int]:
-    """Ids of the living processes of this machine that carry ``mark``; none are found without psutil."""
+def processes(mark: str, variable: str = JOB) -> list[int]:
+    """Return the ids of the living processes of this host whose ``variable`` is ``mark``; [] without psutil."""
     try:
         import psutil
     except ImportError:  # hvdtrain build may come before hvdtrain's other needs; it ends the process group too
@@ -42,7 +36,7 @@ def processes(mark: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(JOB) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(variable) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 
@@ -68,13 +62,15 @@ def kill_all(mark: str) -> None:
 class Child:
     """A child in a session of its own, from ``argv`` and ``env``; leaving the context ends it and all that it started.
 
-    ``options``: of `subprocess.Popen`; without one it has no input.
+    ``variable``: of its environment, whose value ``mark`` (default: a random one) finds its processes. ``death``: the
+    signal it gets when this process ends. ``options``: of `subprocess.Popen`; without one it has no input.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
-        self.mark, own = marked(env)
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], variable: str = JOB, mark: str = "",
+                 death: int = signal.SIGKILL, **options: Any) -> None:
+        self.variable, self.mark = variable, mark or uuid.uuid4().hex
         self.process: subprocess.Popen[Any] = subprocess.Popen(
-            list(argv), env=own, start_new_session=True, preexec_fn=die_with_parent(),
+            list(argv), env={**env, variable: self.mark}, start_new_session=True, preexec_fn=die_with_parent(death),
             **{"stdin": subprocess.DEVNULL, **options})
 
     def __enter__(self) -> Child:
@@ -104,8 +100,8 @@ class Child:
             self.process.wait()
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """A ``preexec_fn`` by which a child is killed when this process is, however that happens; None beyond Linux.
+def die_with_parent(death: int = signal.SIGKILL) -> Callable[[], None] | None:
+    """Return a ``preexec_fn`` that sends a child ``death`` when this process ends, however; None beyond Linux.
 
     The ranks of an mpirun that is killed notice and end. It is the calling thread whose end counts.
     """
@@ -114,9 +110,9 @@ def die_with_parent() -> Callable[[], None] | None:
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()  # looked up before the fork
 
     def before_exec() -> None:
-        prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+        prctl(_DEATH_SIGNAL, int(death), 0, 0, 0)
         if os.getppid() != parent:  # it went away before it could be told
-            os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(1)
 
     return before_exec
 
@@ -138,3 +134,35 @@ def orderly_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+SPINS = 50
+"""Polls before a wait begins to let other processes run."""
+
+AWAKE_S = 200e-6
+"""How long a wait polls before it sleeps. Longer than a sleep lasts (50 us of timer slack more than asked for), or two
+ranks that once slept would keep each other asleep at every later call."""
+
+FIRST_SLEEP_S = 20e-6
+
+
+def wait_for(test: Callable[[], bool], limit_s: float = float("inf"), longest_sleep_s: float = 200e-6) -> bool:
+    """Poll ``test`` until it is true; False once ``limit_s`` have passed.
+
+    Spins at first, then yields the core between polls, then sleeps 20 us, growing to ``longest_sleep_s``.
+    """
+    for _ in range(SPINS):
+        if test():
+            return True
+    started = time.monotonic()
+    while time.monotonic() - started < AWAKE_S:
+        if test():
+            return True
+        os.sched_yield()
+    pause_s = FIRST_SLEEP_S
+    while not test():
+        if time.monotonic() - started > limit_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, longest_sleep_s)
+    return True

@@ -10,10 +10,12 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -134,3 +136,48 @@ def _run_file(full: Path, name: str, path: Path, key: str) -> ModuleType:
             raise _unreadable(error, key) from None
         raise
     return module
+
+
+@lru_cache(maxsize=None)
+def in_slot(package: str, function: str) -> tuple[str, ...]:
+    """Return the names of the files in ``package`` that have ``function``; imports them."""
+    names = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
+    return tuple(n for n in names if hasattr(importlib.import_module(f"{package}.{n}"), function))
+
+
+def load_slot(package: str, name: str, key: str, function: str) -> Callable[..., Any]:
+    """Return ``function`` of the file ``name`` in ``package``, or the callable that ``name`` spells out.
+
+    Errors: `UserError` naming config key ``key`` where there is neither.
+    """
+    if ":" in name:
+        return load_callable(name, key)
+    built_in = in_slot(package, function)
+    if name not in built_in:
+        raise UserError(f"{key} is {name!r}", f"{nearest(name, built_in)}, or module:callable", f"correct {key}")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{name}"), function)
+    return found
+
+
+def completed(made: Any, defaults: type) -> Any:
+    """Give ``made``, which code of a user's made, the public members of ``defaults`` that it does not declare."""
+    for name, value in vars(defaults).items():
+        if not name.startswith("_") and not hasattr(made, name):
+            give(made, name, value)
+    return made
+
+
+def give(made: Any, name: str, value: Any) -> None:
+    """Set ``name`` of ``made`` to ``value`` of a class, or of its class where ``made`` is frozen or has slots."""
+    try:
+        setattr(made, name, value.__get__(made) if callable(value) else value)
+    except AttributeError:  # FrozenInstanceError is one
+        setattr(type(made), name, value)
+
+
+def ask(package: str, function: str, *values: Any) -> Any:
+    """Return what ``function`` of the folder ``package`` says of ``values``.
+
+    For `hvdtrain.config`, whose keys name files of folders that read the configuration: it must not import them.
+    """
+    return getattr(importlib.import_module(package), function)(*values)

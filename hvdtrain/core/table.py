@@ -1,17 +1,24 @@
-"""Tables of measurements on a terminal, in a log and in Markdown; the spread of repeats, and a number for a table."""
+"""The one way to print a table: plain columns, Markdown, a rich box on a terminal, and two columns of facts.
+
+Owns widths, alignment and boxes; a cell's text is its caller's (`hvdtrain.core.units`).
+"""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import IO, cast
 
 import numpy as np
 
-from hvdtrain.core.terminal import say
+from hvdtrain.core.terminal import Stdout, say
 
 Rows = Sequence[Sequence[str]]
+
+_NUMBER = re.compile(r"(-?[\d,]*\.?\d+(e[+-]?\d+)?([x%]| (B|[KMGT]iB|ms|s))?|N/A|-|\?|)")
+PLAIN_COLUMNS = 64
+"""Width of a box where no terminal tells its own; leaves room for the tag that horovodrun puts before each line."""
 
 
 def show(title: str, headers: Sequence[str], rows: Rows, markdown: bool = False, launched: bool = False) -> None:
@@ -29,20 +36,20 @@ def note(text: str) -> None:
     say(f"note: {text}")
 
 
-def as_text(headers: Sequence[str], rows: Rows) -> str:
-    """Columns set apart by two spaces, numbers to the right, under a rule. Pure."""
+def as_text(headers: Sequence[str], rows: Rows, indent: str = "") -> str:
+    """Return columns set apart by two spaces, numbers to the right, under a rule. Pure."""
     whole = [list(headers), *map(list, rows)]
     widths = [max(len(row[i]) for row in whole) for i in range(len(headers))]
     right = numeric(headers, rows)
 
     def line(cells: Sequence[str]) -> str:
-        return "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right)).rstrip()
+        return indent + "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right)).rstrip()
 
-    return "\n".join([line(headers), "  ".join("-" * w for w in widths), *map(line, rows)])
+    return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, rows)])
 
 
 def as_markdown(headers: Sequence[str], rows: Rows) -> str:
-    """A Markdown table, numbers to the right; | in a cell is escaped. Pure."""
+    """Return a Markdown table, numbers to the right; | in a cell is escaped. Pure."""
     marks = ["---:" if right else "---" for right in numeric(headers, rows)]
 
     def line(cells: Sequence[str]) -> str:
@@ -52,9 +59,8 @@ def as_markdown(headers: Sequence[str], rows: Rows) -> str:
 
 
 def numeric(headers: Sequence[str], rows: Rows) -> list[bool]:
-    """Which columns hold numbers (also N/A and -) and nothing else. Pure."""
-    number = re.compile(r"(-?[\d,]*\.?\d+(e[+-]?\d+)?[x%]?|N/A|-|)")
-    return [all(number.fullmatch(row[i]) for row in rows) for i in range(len(headers))]
+    """Return which columns hold numbers, with or without a unit, or N/A, - and ? alone. Pure."""
+    return [all(_NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(headers))]
 
 
 def _rich(title: str, headers: Sequence[str], rows: Rows) -> None:
@@ -74,19 +80,29 @@ def _rich(title: str, headers: Sequence[str], rows: Rows) -> None:
     say(text.get().rstrip())
 
 
+def facts(title: str, rows: Iterable[tuple[str, str]], plain: bool) -> str:
+    """Return a box of names and values. ``plain``: for a file or a launcher, whose pseudo-terminals are none.
+
+    Errors: ImportError without rich.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=cast(IO[str], Stdout()), highlight=False, force_terminal=False if plain else None,
+                      width=PLAIN_COLUMNS if plain else None)
+    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title=title)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))  # as it is: rich would read [brackets] as markup
+    with console.capture() as text:
+        console.print(table)
+    return text.get().rstrip()
+
+
 def spread(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Median, quartiles, smallest and largest of at least one sample, in the samples' own unit."""
+    """Return median, quartiles, smallest and largest of at least one sample, in the samples' own unit."""
     low, p25, median, p75, high = np.percentile(np.asarray(samples, np.float64), [0, 25, 50, 75, 100])
     return {"median": float(median), "p25": float(p25), "p75": float(p75), "min": float(low), "max": float(high)}
-
-
-def shown(value: Any) -> str:
-    """A number for a table: about four digits, never an exponent above one thousandth."""
-    if value is None:
-        return "-"
-    size = abs(value)
-    if size >= 1000 or value == 0:
-        return f"{value:.0f}"
-    if size < 1e-3:
-        return f"{value:.1e}"
-    return f"{value:.1f}" if size >= 100 else f"{value:.2f}" if size >= 1 else f"{value:.4f}"

@@ -1,7 +1,6 @@
-"""Compare across ranks the rows of a source that can be fetched by number: before the first step and in each epoch.
+"""Compare across ranks rows of a source that is fetched by number: before the first step and in each epoch.
 
-Owns which rows are compared and what a difference means. Leaves streams, whose batches are compared where they are
-read, to `hvdtrain.data.walk`, and what is certified of an epoch to `hvdtrain.engine.callbacks.ledger`.
+`hvdtrain.data.batches` compares streams; `hvdtrain.engine.callbacks.ledger` certifies epochs.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _WARNING = (f"{UNLIKE}: seed what shuffles or splits the data alike, unless the 
 
 
 class Comparison:
-    """Compare rows of ``data`` at the numbers that a generator seeded alike on all ranks draws.
+    """Compare rows of ``data`` at random numbers drawn alike on all ranks.
 
-    ``unlike``: why samples cannot be verified, the same on all ranks. A row of a user's dataset is drawn from random
-    generators seeded alike, so that augmentation from the global generators makes no difference.
+    ``unlike``: why samples cannot be verified, the same on all ranks. Rows of a user's dataset are read with seeded
+    generators, so that augmentation from the global generators makes no difference.
     """
 
     def __init__(self, data: Any, samples: int, seed: int) -> None:
@@ -41,8 +40,7 @@ class Comparison:
     def begin(self, control: Control, numbers_n: np.ndarray, read: Arrays) -> None:
         """Compare arrays in memory, a subset's indices, the rows ``read`` and `COMPARED` others; collective.
 
-        Arrays, sets of files (``fixed``) and indices must be the same on every rank (`UserError`). Where other rows
-        differ rank 0 warns, and ``unlike`` is set.
+        `UserError` where fixed data differs; where other rows differ, rank 0 warns and ``unlike`` is set.
         """
         if control.size == 1:
             return
@@ -61,10 +59,7 @@ class Comparison:
         self._rows += self._compare(control, others, 0)
 
     def again(self, control: Control, epoch: int) -> int:
-        """Compare `COMPARED` other rows as they are in ``epoch``; collective, while nothing else reads the data.
-
-        Return how many rows were compared since the last call; 0 where `begin` compared all rows.
-        """
+        """Compare rows of ``epoch``; return how many since the last call, 0 if `begin` compared all. Collective."""
         if control.size == 1:
             return 0
         rows = self._rows + self._compare(control, self._drawn(epoch + 1), epoch)
@@ -75,7 +70,7 @@ class Comparison:
         return np.random.default_rng([self._seed, turn]).choice(self._samples, min(COMPARED, self._samples), False)
 
     def _compare(self, control: Control, numbers_n: np.ndarray, epoch: int) -> int:
-        """Return the number of rows that all ranks have read; a row that a rank cannot read is left out."""
+        """Return the number of rows that all ranks have read, without those that a rank could not read."""
         if self.unlike:
             return 0
         columns = list(zip(*control.gather(self._checksums(numbers_n, epoch))))

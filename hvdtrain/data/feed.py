@@ -1,49 +1,45 @@
-"""Cut each global batch over the ranks and into micro-batches: `Feed`, the batches of one rank, step by step.
+"""Cut each global batch over the ranks and into micro-batches: `Feed` yields one rank's batches, step by step.
 
-Owns the plan of cuts and the steps of an epoch. `walk` reads the data and calls the control plane, `prefetch` has the
-thread. Does not compute, does not move samples between ranks.
+Owns the plan of cuts, the steps of an epoch and the thread that fetches ahead. `hvdtrain.data.batches` reads the data
+and calls the control plane.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hvdtrain.cluster.views import every_rank
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.cluster.control import every_rank
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control
-from hvdtrain.core.protocols.types import StepBatch, Unread
-from hvdtrain.data.prefetch import Shelf, prefetched
+from hvdtrain.core.protocols.types import Cursor, StepBatch, Unread
+from hvdtrain.core.timeline import active, current, span
+from hvdtrain.data.batches import LocalBatch, SourceWalk, StreamWalk, WeightFn
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
-from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, WeightFn
 from hvdtrain.data.weighting import LabelWeight
-from hvdtrain.planning.batch.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
+from hvdtrain.planning.batch.sampler import BatchShares, at_least, cut, micro_batches, padded, steps_per_epoch
 
 
 class Feed:
-    """Walks one rank through a `Source` or a `Stream` in global batches that the ranks share.
+    """Walk one rank through a `Source` or a `Stream` in global batches that the ranks share.
 
-    ``global_batch``: samples of a step over all ranks; may be below ``size`` and not divisible by it.
-    ``shares``: weights float[size] of the cut, equal by default; `recut` changes it from a step on.
-    ``seed``, ``shuffle``: order of a source; a stream keeps its own. ``accumulate``, ``micro_batch``: see
-    `sampler.micro_batches`.
-    ``control``: sums float64[k] over ranks; needed for a stream and for ``weight_fn``. ``weight_fn``: this
-    rank's arrays of a step -> their weight (for instance valid tokens); without it the weight is the sample
-    count.
-    ``prefetch``: batches fetched ahead by a background thread, 0 fetches inline.
+    ``global_batch``: samples of a step over all ranks; may be below ``size`` and not divisible by it. ``shares``:
+    weights float[size] of the cut, equal by default; `recut` changes it from a step on. ``seed``, ``shuffle``: order of
+    a source. ``accumulate``, ``micro_batch``: see `hvdtrain.planning.batch.sampler.micro_batches`. ``control``: sums
+    float64[k] over ranks; needed for a stream and for ``weight_fn``. ``weight_fn``: this rank's arrays of a step ->
+    their weight, the sample count by default. ``prefetch``: batches fetched ahead by a background thread, 0: inline.
     ``even_micros``: give every rank the same number of micro-batches in each step, empty ones where samples are
-    lacking, so that all ranks enter the collectives of a forward pass (synchronised BatchNorm).
-    ``skip_unread``: leave out samples that cannot be read (`sources.Unreadable`), and count what is there; collective.
-    ``samples``: those of an epoch, None for a stream, whose length nobody knows. ``unread``: samples that all ranks
-    have left out of the walk under way, or of the last one.
-    Errors: `UserError` for empty data, a global batch < 1, unusable shares. Ranks whose streams differ get a
-    warning from rank 0: in length (the run goes on while one of them has samples) or in a batch.
+    lacking, so that all ranks enter the collectives of a forward pass (synchronised BatchNorm). ``skip_unread``: leave
+    out samples that cannot be read (`hvdtrain.data.sources.Unreadable`); collective. ``samples``: those of an epoch,
+    None for a stream. ``unread``: samples that all ranks have left out of the current or last walk. Errors: `UserError`
+    for empty data, a global batch < 1, unusable shares. Rank 0 warns where the ranks' streams differ.
     """
 
     def __init__(self, data: Source | Stream, global_batch: int, *, rank: int = 0, size: int = 1,
@@ -62,11 +58,10 @@ class Feed:
         self.control, self.weight_fn, self.even_micros = control, weight_fn, even_micros
         shares = [1.0] * size if shares is None else [float(share) for share in shares]
         if len(shares) != size:
-            raise UserError(f"{count(len(shares), 'share')} for {count(size, 'rank')}",
-                            "one share per rank",
+            raise UserError(f"{count(len(shares), 'share')} for {count(size, 'rank')}", "one share per rank",
                             f"give {size} shares")
         cut(0, shares)
-        self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
+        self._cuts = [(0, BatchShares.of(shares, accumulate, micro_batch))]
         self.unread, self._named = 0, set[int]()
         self.undivided: UserError | None = None
         self._unnamed: list[Unread] = []
@@ -80,44 +75,41 @@ class Feed:
 
     @property
     def unlike(self) -> str:
-        """Why the samples of this epoch cannot be verified, the same on all ranks; "" where nothing is against it."""
+        """Return why the samples of this epoch cannot be verified, the same on all ranks; "" where they can."""
         return self._walk.unlike
 
     @property
     def head(self) -> tuple[int, int] | None:
-        """(epoch, checksum) of a stream's first samples in the epoch opened last; None for a source and before that."""
+        """Return (epoch, checksum) of a stream's first samples in the epoch opened last; None for a source."""
         return self._walk.head
 
     @property
     def ahead(self) -> int:
-        """How many steps after the next one may have been fetched already, and so keep their cut."""
+        """Return how many steps after the next one may be fetched already, and so keep their cut."""
         return (self.prefetch + 1 if self.prefetch else 0) + self._walk.begins
 
-    def recut(self, cut: Cut, from_step: int) -> None:
-        """Cut by ``cut`` from step ``from_step`` of the run on; every rank calls it alike, between two steps.
+    def recut(self, cut: BatchShares, from_step: int) -> None:
+        """Cut by ``cut`` from step ``from_step`` of the run on; all ranks call it alike, between two steps.
 
-        While an epoch is walked, ``from_step`` has to be `ahead` steps after the next one at least. What a step
-        consists of stays as it is (law 2): the ranks take other parts of it.
-        Errors: ``undivided``, where that is set and ``cut`` divides a batch.
+        During an epoch ``from_step`` has to be `ahead` steps after the next one at least. The global batch of a step
+        stays the same (law 2). Errors: ``undivided``, where that is set and ``cut`` divides a batch.
         """
         assert len(cut.shares_P) == self.size
         if self.undivided is not None and self.divides(cut):
             raise self.undivided
         self._cuts = [(at, old) for at, old in self._cuts if at < from_step] + [(from_step, cut)]
 
-    def divides(self, cut: Cut | None = None) -> bool:
+    def divides(self, cut: BatchShares | None = None) -> bool:
         """Return whether ``cut``, by default the first one, makes several micro-batches of a global batch."""
         cut = cut or self.cut_at(0)
         counts = np.diff(cut.offsets(min(self.global_batch, self.samples or self.global_batch))).tolist()
         return sum(len(cut.bounds(count, rank)) for rank, count in enumerate(counts)) > 1
 
-    def cut_at(self, step: int) -> Cut:
-        """The cut of step ``step`` of the run."""
+    def cut_at(self, step: int) -> BatchShares:
         return next(cut for at, cut in reversed(self._cuts) if at <= step)
 
     def weigh(self, weight: LabelWeight | None) -> None:
-        """Weigh steps by ``weight``, unless a ``weight_fn`` was given or no sample can weigh other than 1; collective.
-        """
+        """Weigh steps by ``weight``, unless a ``weight_fn`` was given or every sample weighs 1; collective."""
         if weight is None or self.weight_fn is not None:
             return
         assert self.control is not None
@@ -125,31 +117,21 @@ class Feed:
             self.weight_fn = weight
 
     def sample(self, n: int, cursor: Cursor = Cursor()) -> Arrays:
-        """``n`` samples to try a model on, over and over where there are fewer. Not collective.
-
-        Of a source the first ones. Of a stream those of the global batch at ``cursor``, which is kept: the walk from
-        there goes on with it, so that the stream is opened no oftener than without this.
-        """
+        """Return ``n`` samples to try a model on, repeated if there are fewer; a stream is not opened again for it."""
         return self._walk.sample(n, cursor)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of a whole epoch; None for a stream."""
         return self.steps_left(Cursor())
 
     def steps_left(self, cursor: Cursor) -> int | None:
-        """Steps from ``cursor`` to the end of its epoch; None for a stream."""
+        """Return the steps from ``cursor`` to the end of its epoch; None for a stream."""
         if self.samples is None:
             return None
         return steps_per_epoch(max(self.samples - cursor.samples, 0), self.global_batch)
 
     def check_ranks_agree(self) -> None:
-        """Make sure that all ranks hold a source of one length and the same batch and seed; collective.
-
-        Ranks whose datasets differ in length would take different numbers of steps and wait for one another
-        forever.
-        Errors: `UserError` on every rank alike.
-        """
+        """Raise `UserError` on every rank if lengths, batch or seed differ: ranks would wait for ever."""
         if self.control is None:
             return
         everyone = every_rank(self.control)  # a partitioned model takes x on its first rank and y on its last
@@ -162,39 +144,26 @@ class Feed:
         self._walk.check_alike(everyone)
 
     def compare(self, epoch: int) -> int:
-        """Compare a few samples of a source with those of all ranks, others in each ``epoch``; collective.
-
-        Return how many were compared since the last time, 0 where all were; `unlike` tells whether some differ. Not
-        while an epoch is walked. Errors: `UserError` on every rank for arrays and files that differ.
-        """
+        """Compare a few samples of all ranks; return how many since the last time, 0 for all. Collective."""
         return 0 if self.control is None else self._walk.compare(every_rank(self.control), epoch)
 
     def read_before(self) -> Arrays:
-        """Return a few samples from the first to the last of a source, which is asked for them once."""
+        """Return a few samples spread over a source, which is read once for them."""
         assert isinstance(self._walk, SourceWalk)
         return self._walk.read_before()
 
     def epoch(self, cursor: Cursor) -> Generator[StepBatch, None, None]:
-        """Yield the steps from ``cursor`` to the end of its epoch, the same number on every rank.
-
-        What a step holds depends on (seed, epoch, position) only, so a walk that starts in the middle of an
-        epoch continues as the walk from its beginning would have. Close the iterator to stop early; that
-        ends its thread.
-        """
+        """Yield the steps from ``cursor`` on, as many on every rank. Close the iterator to stop early."""
         self.unread = 0
-        return self._steps(cursor, self._walk.parts(cursor, self.shuffle, self._bounds))
+        return self._steps(cursor, self._walk.batches(cursor, self.shuffle, self._bounds))
 
     def eval_epoch(self) -> Generator[StepBatch, None, None]:
-        """Yield every sample once, in the data's own order, in the same number of steps on every rank.
-
-        A rank whose part of a step is empty gets a `StepBatch` without micro-batches, so that it can enter
-        the collectives of that step; metrics as (sum, weight) are then exact.
-        """
+        """Yield every sample once, in order; a rank without samples of a step gets no micro-batches."""
         self.unread = 0
-        return self._steps(Cursor(), self._walk.parts(Cursor(), False, self._bounds))
+        return self._steps(Cursor(), self._walk.batches(Cursor(), False, self._bounds))
 
     def left_out(self, whose: str = "") -> list[str]:
-        """Say which samples could not be read, each once; the same on every rank. ``whose``: of which data."""
+        """Report each unreadable sample once; the same on every rank. ``whose``: of which data."""
         words = []
         for number, place, reason in self._unnamed:
             if number not in self._named:
@@ -204,33 +173,98 @@ class Feed:
         return words
 
     def _bounds(self, step: int, n: int) -> tuple[int, int]:
-        """This rank's part of the ``n`` samples of step ``step``."""
         low, high = self.cut_at(step).offsets(n)[self.rank:self.rank + 2].tolist()
         return low, high
 
-    def _steps(self, cursor: Cursor, parts: Generator[Part, None, None]) -> Generator[StepBatch, None, None]:
-        shelf: Shelf[Part] = Shelf(self.prefetch)
-        with contextlib.closing(prefetched(parts, shelf)) as ahead:
-            for met in self._walk.meet(ahead, cursor, self.weight_fn):
-                after = cursor.advance(met.consumed)
-                self.unread += len(met.unread)
-                self._unnamed += met.unread
-                yield StepBatch(cursor, after, self._micros(met, cursor.step), met.part.n_local, met.n_global,
-                                met.weight, met.own_weight, met.part.numbers, met.part.unread, met.unread,
+    def _steps(self, cursor: Cursor, batches: Generator[LocalBatch, None, None]) -> Generator[StepBatch, None, None]:
+        shelf: Shelf[LocalBatch] = Shelf(self.prefetch)
+        with contextlib.closing(prefetched(batches, shelf)) as ahead:
+            for batch in self._walk.totalled(ahead, cursor, self.weight_fn):
+                after = cursor.advance(batch.consumed)
+                self.unread += len(batch.all_unread)
+                self._unnamed += batch.all_unread
+                yield StepBatch(cursor, after, self._micros(batch, cursor.step), batch.n_local, batch.n_global,
+                                batch.weight, batch.own_weight, batch.numbers, batch.unread, batch.all_unread,
                                 partial(_coming, self, shelf, cursor.step + 1))
                 cursor = after
 
-    def _micros(self, met: Met, step: int) -> list[Arrays]:
+    def _micros(self, batch: LocalBatch, step: int) -> list[Arrays]:
         cut = self.cut_at(step)
-        bounds = cut.bounds(met.part.n_local, self.rank)
+        bounds = cut.bounds(batch.n_local, self.rank)
         if self.even_micros:
-            counts_P = np.diff(cut.offsets(met.part.n)).tolist() if met.counts_P is None else met.counts_P
+            counts_P = np.diff(cut.offsets(batch.n)).tolist() if batch.counts_P is None else batch.counts_P
             bounds = padded(bounds, cut.rounds(counts_P))
-        return [tuple(array[start:stop] for array in met.part.arrays) for start, stop in bounds]
+        return [tuple(array[start:stop] for array in batch.arrays) for start, stop in bounds]
 
 
-def _coming(feed: Feed, shelf: Shelf[Part], step: int) -> Arrays:
-    part = shelf.first()
-    if part is None or not part.n_local:
+def _coming(feed: Feed, shelf: Shelf[LocalBatch], step: int) -> Arrays:
+    batch = shelf.first()
+    if batch is None or not batch.n_local:
         return ()
-    return tuple(array[:feed.cut_at(step).bounds(part.n_local, feed.rank)[0][1]] for array in part.arrays)
+    return tuple(array[:feed.cut_at(step).bounds(batch.n_local, feed.rank)[0][1]] for array in batch.arrays)
+
+
+T = TypeVar("T")
+
+_END: Any = object()
+
+_JOIN_S = 10.0
+"""Longest wait for the thread after its stop: it may be inside a user's fetch, which cannot be interrupted."""
+
+
+class Shelf(Generic[T]):
+    """Results of a background thread: at most ``ahead`` of them wait."""
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+        self.ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
+
+    def first(self) -> T | None:
+        """Return the next result without taking it; None where there is none now."""
+        with self.ready.mutex:
+            kind, value = self.ready.queue[0] if self.ready.queue else ("end", None)
+        return value if kind == "item" else None
+
+
+def prefetched(items: Generator[T, None, None], shelf: Shelf[T]) -> Generator[T, None, None]:
+    """Yield ``items`` made ahead by a thread, whose exceptions are raised here; closing this joins the thread."""
+    if shelf.ahead == 0:
+        with contextlib.closing(items):
+            yield from items
+        return
+    ready, stop = shelf.ready, threading.Event()
+    timeline = current()
+
+    def work() -> None:
+        last: tuple[str, Any] = ("end", None)
+        try:
+            with contextlib.closing(items), active(timeline, "input") if timeline else contextlib.nullcontext():
+                while True:
+                    with span("fetch"):
+                        item = next(items, _END)
+                    if item is _END:
+                        break
+                    ready.put(("item", item))
+                    if stop.is_set():
+                        return
+        except BaseException as error:  # handed over whole: the consumer decides
+            last = ("error", error)
+        ready.put(last)
+
+    thread = threading.Thread(target=work, name="hvdtrain-fetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = ready.get()
+            if kind == "end":
+                return
+            if kind == "error":
+                raise value
+            yield value
+    finally:
+        stop.set()
+        with contextlib.suppress(queue.Empty):  # makes room for the one item the thread may still hold
+            while True:
+                ready.get_nowait()
+        if thread is not threading.current_thread():  # a garbage collection in it may call this
+            thread.join(_JOIN_S)

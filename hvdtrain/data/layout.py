@@ -1,7 +1,6 @@
-"""How nested x, y and sample weights of Keras lie in the flat tuple of arrays that a feed cuts.
+"""Flatten nested x, y and sample weights of Keras to the flat tuple of arrays that a feed cuts, and pack them again.
 
-Owns that order, both ways. A feed, a micro-batch and a checkpoint's position know flat tuples only; a Keras model may
-take a dict or a tuple of inputs, and have several outputs. Imports Keras only where something is nested.
+Owns that order. Imports Keras for nested data only.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ from hvdtrain.data.sources import ArraySource, check_names, is_array
 from hvdtrain.data.stream import Arrays
 
 
-class Layout:
-    """The structures of x and y. Batches of it may come with no weights, with one array, or with one for each output.
-
-    ``x``, ``y``: any nest of dicts, tuples and lists, of which only the structure is kept; ``y`` None: no targets.
-    """
+class BatchLayout:
+    """The structures of nested x and y; batches have no weights, one array, or one for each output."""
 
     def __init__(self, x: Any, y: Any = None) -> None:
         import keras
@@ -31,7 +27,7 @@ class Layout:
         self.n_y = 0 if y is None else len(keras.tree.flatten(y))
 
     def pack(self, batch: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """(x, y, sample_weight) of a flat batch; None for what it lacks."""
+        """Return (x, y, sample_weight) of a flat batch; None for each that it lacks."""
         import keras
 
         pack = keras.tree.pack_sequence_as
@@ -48,17 +44,17 @@ class Layout:
 
 
 def nested(part: Any) -> bool:
-    """Whether ``part`` is a dict, tuple or list of columns rather than one column."""
+    """Return whether ``part`` is a dict, tuple or list of columns rather than one column."""
     return isinstance(part, Mapping) or (
         isinstance(part, (tuple, list)) and bool(part) and all(is_array(p) or nested(p) for p in part))
 
 
-def flat(parts: Sequence[Any]) -> tuple[Layout, list[Any]]:
-    """The layout of (x[, y[, sample_weight]]) and its leaves in order."""
+def flat(parts: Sequence[Any]) -> tuple[BatchLayout, list[Any]]:
+    """Return the layout of (x[, y[, sample_weight]]) and its leaves in order."""
     import keras
 
     x, y, weight = [*parts, None, None][:3]
-    layout = Layout(x, y)
+    layout = BatchLayout(x, y)
     leaves = [leaf for part in (x, y) if part is not None for leaf in keras.tree.flatten(part)]
     if isinstance(weight, Mapping) and isinstance(y, Mapping):
         ones = keras.tree.flatten(y)[:1]
@@ -67,10 +63,9 @@ def flat(parts: Sequence[Any]) -> tuple[Layout, list[Any]]:
 
 
 class Columns:
-    """Nested arrays as a `Source`; looked at when its length is first asked for, so that a mistake is told in a run."""
+    """Nested arrays as a `Source`, checked when their length is first asked for, so inside the run."""
 
-    fixed = True
-    """As `hvdtrain.data.sources.ArraySource.fixed`."""
+    fixed = True  # as `hvdtrain.data.sources.ArraySource.fixed`
 
     def __init__(self, parts: Sequence[Any]) -> None:
         if not 1 <= len(parts) <= 3:
@@ -84,12 +79,11 @@ class Columns:
         return len(self._arrays())
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
-        """Copies of the samples ``indices_n``, flat."""
         return self._arrays().fetch(indices_n)
 
     @property
     def arrays(self) -> Arrays:
-        """All samples, flat."""
+        """Return all samples, flat."""
         return self._arrays().arrays
 
     def _arrays(self) -> ArraySource:
@@ -99,10 +93,7 @@ class Columns:
 
 
 def named(data: Any) -> Any:
-    """``data`` of a fit with every nested (x, y[, sample_weight]) in it as `Columns`; all else as it is.
-
-    A pair of two things of which neither is an array and none a dict of inputs is (train, test), as everywhere.
-    """
+    """Return ``data`` with nested (x, y[, sample_weight]) as `Columns`; a pair of other things is (train, test)."""
     if isinstance(data, Mapping) and "x" in data:
         splits = [[data[name + end] for name in ("x", "y", "sample_weight") if name + end in data]
                   for end in ("", "_test")]

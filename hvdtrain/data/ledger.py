@@ -1,11 +1,7 @@
-"""Whether the samples of an epoch were each trained on exactly once: count them, and add up a hash of each number.
+"""Certify that each sample of an epoch was trained on exactly once: counts, and sums of a hash of each sample number.
 
-Owns the hash, the sums and the words for what does not agree; pure. `hvdtrain.engine.callbacks.ledger` keeps the sums
-while a run trains, brings the ranks' together and carries them in checkpoints.
-
-The hash of (epoch, sample number) is a bijection of 64-bit words, so no two numbers of an epoch share one, and sums are
-taken modulo 2^64. One sample lost, one doubled, and one lost beside another doubled are therefore seen with certainty;
-what more of them would have to cancel out is as unlikely as 2^-64.
+Pure. The hash of (epoch, number) is a bijection of 64-bit words and sums are modulo 2^64: one lost, one doubled, or one
+of each is always detected, other faults up to 2^-64. `hvdtrain.engine.callbacks.ledger` sums while a run trains.
 """
 
 from __future__ import annotations
@@ -17,15 +13,9 @@ import numpy as np
 from hvdtrain.core.errors import count
 
 WORD = 2**64
-LIMB_BITS = 16
-"""Bits of a sum that travel in one float64: sums over 2^37 ranks stay exact whole numbers."""
-
-LIMBS = 1 + 64 // LIMB_BITS
-"""Numbers that `to_limbs` makes of a `Sums`."""
-
-CHUNK = 1 << 16
-"""Sample numbers that are hashed at a time, so that an epoch of billions needs no memory."""
-
+LIMB_BITS = 16  # bits of a sum that travel in one float64: sums over 2^37 ranks stay exact whole numbers
+LIMBS = 1 + 64 // LIMB_BITS  # numbers that `to_limbs` makes of a `Sums`
+CHUNK = 1 << 16  # sample numbers that are hashed at a time, so that an epoch of billions needs no memory
 MOST_SEARCHED = 1 << 22
 """Samples of an epoch up to which those that were lost or doubled are looked for by number."""
 
@@ -45,21 +35,16 @@ class Sums:
 
 
 def hashes(numbers_n: np.ndarray, epoch: int) -> np.ndarray:
-    """Hash int64[n] sample numbers of ``epoch`` to uint64[n]: the finalizer of SplitMix64 over number xor epoch's key.
-
-    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-    """
+    """Hash int64[n] sample numbers of ``epoch`` to uint64[n] by `mixed`, under the epoch's key."""
     key = mixed(np.array([epoch], np.int64).view(np.uint64) + GOLDEN)
     return mixed(np.asarray(numbers_n, np.int64).view(np.uint64) ^ key)
 
 
 def sums_of(numbers_n: np.ndarray, epoch: int) -> Sums:
-    """Add up int64[n] sample numbers of ``epoch``."""
     return Sums(len(numbers_n), int(np.add.reduce(hashes(np.ascontiguousarray(numbers_n), epoch), dtype=np.uint64)))
 
 
 def sums_of_range(start: int, stop: int, epoch: int) -> Sums:
-    """Add up the sample numbers from ``start`` to before ``stop``."""
     found = Sums()
     for low in range(start, stop, CHUNK):
         found += sums_of(np.arange(low, min(low + CHUNK, stop), dtype=np.int64), epoch)
@@ -67,25 +52,25 @@ def sums_of_range(start: int, stop: int, epoch: int) -> Sums:
 
 
 def to_limbs(sums: Sums) -> np.ndarray:
-    """Take a sum apart into whole numbers, float64[LIMBS], that can be added up over ranks without rounding."""
+    """Split sums into whole numbers, float64[LIMBS], that add up over ranks without rounding."""
     mask = (1 << LIMB_BITS) - 1
     return np.array([sums.count, *((sums.total >> at) & mask for at in range(0, 64, LIMB_BITS))], np.float64)
 
 
 def from_limbs(values_k: np.ndarray) -> Sums:
-    """Put together what `to_limbs` of several ranks add up to."""
+    """Restore the total of `to_limbs` of several ranks."""
     count, *limbs = (int(value) for value in values_k)
     return Sums(count, sum(limb << (LIMB_BITS * i) for i, limb in enumerate(limbs)) % WORD)
 
 
 class Book:
-    """One rank's sums over the epoch under way; numbers are kept and hashed a few thousand at a time."""
+    """Sums of one rank over the current epoch; numbers are hashed a few thousand at a time."""
 
     def __init__(self) -> None:
         self.start(0)
 
     def start(self, epoch: int, sums: Sums = Sums()) -> None:
-        """Begin ``epoch`` with what was added up before."""
+        """Begin ``epoch`` with the sums so far."""
         self.epoch, self._sums = epoch, sums
         self._waiting: list[np.ndarray] = []
         self._held = 0
@@ -98,7 +83,6 @@ class Book:
             self.sums()
 
     def sums(self) -> Sums:
-        """Return what was added since the start."""
         if self._waiting:
             self._sums += sums_of(np.concatenate(self._waiting), self.epoch)
             self._waiting, self._held = [], 0
@@ -106,11 +90,7 @@ class Book:
 
 
 def unlike(got: Sums, want: Sums, epoch: int, numbers_n: np.ndarray | None) -> str:
-    """Say in words what of an epoch was lost or doubled; "" where ``got`` is ``want``.
-
-    ``numbers_n``: the sample numbers that ``want`` is made of, int64[n], among which the lost and the doubled one are
-    looked for; None where there are too many.
-    """
+    """Describe lost or doubled samples, "" for none; ``numbers_n`` (None: too many) are searched for culprits."""
     if got == want:
         return ""
     missing, diff = want.count - got.count, (want.total - got.total) % WORD
@@ -129,7 +109,7 @@ def unlike(got: Sums, want: Sums, epoch: int, numbers_n: np.ndarray | None) -> s
 
 
 def _culprits(missing: int, diff: int, epoch: int, numbers_n: np.ndarray) -> tuple[int | None, int | None]:
-    """The number of the one sample that was lost and of the one that came twice, each None if that is not what was."""
+    """Return the number of the single lost sample and of the single doubled one, None where not single."""
     hashes_n, wanted = hashes(numbers_n, epoch), np.array([diff], np.uint64)
     if missing in (1, -1):
         (at,) = np.nonzero(hashes_n == (wanted if missing == 1 else np.zeros(1, np.uint64) - wanted))
@@ -146,7 +126,7 @@ def _culprits(missing: int, diff: int, epoch: int, numbers_n: np.ndarray) -> tup
 
 
 def mixed(words_n: np.ndarray) -> np.ndarray:
-    """Scramble uint64 words one by one, a bijection: the finalizer of SplitMix64."""
+    """Scramble uint64 words: the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection."""
     words_n = (words_n ^ (words_n >> np.uint64(30))) * _M1
     words_n = (words_n ^ (words_n >> np.uint64(27))) * _M2
     return words_n ^ (words_n >> np.uint64(31))

@@ -1,7 +1,6 @@
-"""Pictures as numbers: a file decoded by Pillow to uint8 (H, W, C), and these as normalised float32.
+"""Decode pictures with Pillow to uint8 (H, W, C), and normalise them to float32.
 
-Owns decoding, resizing, normalisation and layout. Does not look for files; Pillow is imported when the first one is
-decoded.
+Owns decoding, resizing, normalisation and layout; finds no files. Pillow is imported with the first picture.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.listing import shown
-from hvdtrain.data.sources import Unreadable
+from hvdtrain.data.sources import Unreadable, shown
 from hvdtrain.planning.batch.sampler import at_least
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -27,19 +25,16 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 @dataclass(frozen=True)
-class Scale:
-    """From bytes to numbers: (pixel / 255 - mean) / std of each channel, float32 in ``layout``."""
+class Normalisation:
+    """Convert bytes to float32 in ``layout``: (pixel / 255 - mean) / std of each channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     layout: str = "channels_last"
 
     @classmethod
-    def of(cls, mean: Any, std: Any, channels: int, layout: str) -> Scale:
-        """Return the scale for ``channels``; ``mean`` and ``std`` None (0 and 1), a number, or one for each channel.
-
-        Errors: `UserError` for other values, a std that is not above 0 and an unknown layout.
-        """
+    def of(cls, mean: Any, std: Any, channels: int, layout: str) -> Normalisation:
+        """Return the one for ``mean`` and ``std`` (None, a number, or one per channel); `UserError` for others."""
         if layout not in LAYOUTS:
             raise UserError(f"data.args.layout is {layout!r}", f"one of {', '.join(LAYOUTS)}",
                             "set data.args.layout: channels_last")
@@ -59,7 +54,6 @@ class Scale:
 
 
 def _each(name: str, given: Any, channels: int) -> tuple[float, ...]:
-    """``given`` for each channel."""
     values = list(given) if isinstance(given, (tuple, list)) else [given] * channels
     whole = all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values)
     if not whole or len(values) != channels or name == "std" and min(values) <= 0:
@@ -70,7 +64,7 @@ def _each(name: str, given: Any, channels: int) -> tuple[float, ...]:
 
 
 def checked_size(size: Any) -> tuple[int, int] | None:
-    """Return (H, W) of ``data.args.size``: N for (N, N), or [H, W]; 0 is None, pictures as they are."""
+    """Return (H, W) of ``data.args.size``: N for (N, N), or [H, W]; None for 0, pictures as they are."""
     if size == 0 and not isinstance(size, bool):
         return None
     sides = list(size) if isinstance(size, (tuple, list)) and len(size) == 2 else [size, size]
@@ -80,7 +74,7 @@ def checked_size(size: Any) -> tuple[int, int] | None:
 
 
 def size_of(path: bytes, number: int) -> tuple[int, int]:
-    """Return (H, W) of a picture from its header, as it is shown; `Unreadable` as of `decode`."""
+    """Return (H, W) of a picture as shown, from its header; `Unreadable` as in `decode`."""
     try:
         with open(path, "rb") as file, _opened(file) as image:
             W, H = image.size
@@ -94,10 +88,9 @@ def size_of(path: bytes, number: int) -> tuple[int, int]:
 def decode(path: bytes, number: int, size: tuple[int, int] | None, channels: int) -> np.ndarray:
     """Return a picture as uint8 (H, W, C) in sRGB as stored, C 3, or 1 for grey.
 
-    ``size`` (H, W): scaled so that it covers this, and its middle cut out; a JPEG of more than four times the size is
-    decoded at a half, a quarter or an eighth. Turned as Exif says; transparency is dropped; 16 bits become 8.
-    Errors: `Unreadable`, with ``number``, for a file that is missing, damaged, of another format or too large
-    (`PIL.Image.MAX_IMAGE_PIXELS`).
+    ``size`` (H, W): scale until both sides are covered, and crop the middle; a JPEG may be decoded at a half, a quarter
+    or an eighth first. Turned as Exif says; transparency is dropped; 16 bits become 8. Errors: `Unreadable`, with
+    ``number``, for a file that is missing, damaged, of another format or above `PIL.Image.MAX_IMAGE_PIXELS`.
     """
     try:
         with open(path, "rb") as file, _opened(file) as image:
@@ -109,7 +102,7 @@ def decode(path: bytes, number: int, size: tuple[int, int] | None, channels: int
 
 
 def _opened(file: Any) -> Any:
-    """The picture in a file, its pixels not yet decoded."""
+    """Open a picture without decoding its pixels."""
     image_module = _pillow()
     image = image_module.open(file, formats=FORMATS)
     most = image_module.MAX_IMAGE_PIXELS
@@ -135,7 +128,7 @@ def _pixels(image: Any, size: tuple[int, int] | None, channels: int) -> np.ndarr
 
 
 def _rgb(image: Any, mode: str) -> Any:
-    """``image`` in ``mode`` (RGB or L)."""
+    """Convert ``image`` to ``mode`` (RGB or L)."""
     if image.mode.startswith("I"):  # Pillow would cut 16 bits off at 255
         from PIL import Image
 
@@ -147,7 +140,7 @@ def _rgb(image: Any, mode: str) -> Any:
 
 
 def _orientation(image: Any) -> int:
-    """How the picture is to be turned: Exif's 1 (not at all) to 8."""
+    """Return Exif's orientation, 1 (none) to 8."""
     try:
         found = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged notes about a picture are no damage of the picture
@@ -165,7 +158,7 @@ def _reason(error: Exception) -> str:
 
 
 def _pillow() -> Any:
-    """The module PIL.Image with the decoders of `FORMATS`."""
+    """Return the module PIL.Image with the decoders of `FORMATS`."""
     try:
         from PIL import Image, WebPImagePlugin  # noqa: F401  (else the first picture would load all of Pillow's)
     except ImportError as error:
@@ -175,14 +168,13 @@ def _pillow() -> Any:
 
 
 def channels_of(channels: Any) -> int:
-    """Return ``data.args.channels``, 3 or 1; `UserError` for another."""
     if channels not in _MODES or isinstance(channels, bool):
         raise UserError(f"data.args.channels is {channels!r}", "3 (colours) or 1 (grey)", "set data.args.channels: 3")
     return int(channels)
 
 
 def first_size(paths: Iterable[bytes]) -> tuple[tuple[int, int], bytes]:
-    """Return (H, W) of the first of ``paths`` that can be read, and its path; else the first one's `Unreadable`."""
+    """Return (H, W) and path of the first readable one of ``paths``; else raise the first `Unreadable`."""
     failed: list[Unreadable] = []
     for number, path in enumerate(paths):
         try:

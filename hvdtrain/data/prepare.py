@@ -1,32 +1,33 @@
-"""From what a run is given as data to what it trains on and is evaluated on.
+"""Prepare training and evaluation data: as stored, then augmented, then read by worker processes.
 
-Owns the order in which data is wrapped: as it is stored, then augmented, then read by worker processes.
+Owns that order and the number of workers (``data.workers``), on which samples do not depend.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.config import Config
-from hvdtrain.core.errors import UserError
+from hvdtrain.core.errors import UserError, count
 from hvdtrain.data import sources
 from hvdtrain.data.augment import Augmented
 from hvdtrain.data.rows import INPUTS, of_data
-from hvdtrain.data.workers.choose import with_workers
+from hvdtrain.data.sources import ArraySource, Source
+from hvdtrain.data.workers.pool import Pool, Pooled
+from hvdtrain.data.workers.worker import generators_kept, pack
 
-START_S = 5.0
-"""About what workers take to start that import a framework."""
+START_S = 5.0  # about what workers take to start that import a framework
 
 
 def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int,
          notes: list[str]) -> tuple[Any, Any]:
-    """Return (training data, evaluation data or None) of ``data``, or of ``config.data`` where that is None.
-
-    ``cores``: those that this rank has for itself. What was chosen is added to ``notes``.
-    """
+    """Return (training data, evaluation data or None) of ``data``, else of ``config.data``; extends ``notes``."""
     if data is not None:
         pair = sources.interpret(data, "train", adapters), sources.interpret(data, "test", adapters)
     else:
@@ -37,10 +38,7 @@ def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: 
 
 
 def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int, ranks: int) -> tuple[Any, str]:
-    """Return what a run is to be evaluated on, of ``data`` that comes when it is there already, and a remark.
-
-    Workers of its own are chosen where all ``ranks`` would read for longer than these take to start; they end with it.
-    """
+    """Return a begun run's evaluation data, with workers if reading takes longer than their start, and a remark."""
     test = sources.interpret(data, "test", adapters)
     test = sources.interpret(data, "train", adapters) if test is None else test
     (test,), remark = with_workers(config, config.seed, (test,), cores, START_S * ranks)
@@ -48,10 +46,7 @@ def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores:
 
 
 def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:
-    """Wrap the training data as the configuration says; evaluation data stays as it is.
-
-    Errors: `UserError` for data that cannot be augmented.
-    """
+    """Augment the training data as configured; `UserError` for data that cannot be augmented."""
     if config.data.augment:
         train = Augmented(train, config.data.augment, config.seed)
         if len(train):
@@ -61,3 +56,117 @@ def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:
             raise UserError(f"data.augment with rows of which none or several columns are pictures ({rows.note})",
                             f"one of the columns {', '.join(INPUTS)}", "rename or drop columns, or leave it out")
     return train, test
+
+
+CHEAP_S = 50e-6  # a sample that takes less is read in the rank: handing it over takes about as long
+MOST = 8  # most workers that auto takes
+TIMED = 32  # samples that are read together to see what one takes
+SLOW_S = 0.002  # a first sample that takes longer is followed by one more only, unless that one is cheap
+
+
+def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
+                 least_s: float = 0.0) -> tuple[list[Any], str]:
+    """Return the data ``found`` (training, evaluation; None stays), read by workers where that helps, and a remark.
+
+    ``cores``: those that this rank has for itself. ``least_s``: least total reading time of a source without random
+    numbers for which auto takes workers. Errors: `UserError` where ``data.workers`` is a number and a source cannot be
+    pickled, or no process can be started.
+    """
+    asked = config.data.workers
+    data = list(found)
+    costs = {i: cost(each) if asked == "auto" else (0.0, False) for i, each in enumerate(data) if asked and fits(each)}
+    # Workers seed each sample and a rank does not: a measured time must not decide what a source draws.
+    chosen = [i for i, (each_s, draws) in costs.items() if asked != "auto" or draws or each_s >= CHEAP_S
+              and each_s * len(data[i]) >= least_s]
+    if not chosen:
+        return data, ""
+    n = spare(cores) if asked == "auto" else int(asked)
+    try:
+        pool = _pool(config, seed, [data[i] for i in chosen], n)
+    except (UserError, OSError) as error:
+        if asked != "auto":
+            raise error if isinstance(error, UserError) else UserError(
+                f"data.workers: no process can be started: {error}", "a system that lets this process start others",
+                "set data.workers: 0") from None
+        said = error.got if isinstance(error, UserError) else f"no process can be started: {error}"
+        return data, f"data.workers: 0, the data is read in the rank itself: {said}"
+    for number, i in enumerate(chosen):
+        data[i] = Pooled(data[i], pool, number)
+    slowest_s = max(costs[i][0] for i in chosen)
+    took = "" if slowest_s in (0.0, float("inf")) else f", a sample of which takes about {slowest_s * 1e3:.2g} ms"
+    took = ", which draws random numbers" if any(costs[i][1] for i in chosen) else took
+    return data, f"data.workers: {count(n, 'process', 'processes')} read the data of rank 0{took}"
+
+
+def fits(data: Any) -> bool:
+    """Return whether workers could read ``data``: no stream, which reads by itself, and no arrays in memory."""
+    return isinstance(data, Source) and not isinstance(data, ArraySource)
+
+
+def may_need(config: Config, data: Any) -> bool:
+    """Return whether a run could want workers, as far as known before its data is read; cheap."""
+    if config.data.workers == 0:
+        return False
+    if data is None:
+        return config.data.name not in ("digits", "synthetic") and not config.data.name.endswith(".npz")
+    leaves = [data]
+    while leaves and isinstance(leaves[0], (tuple, list, dict)):
+        first = leaves.pop(0)
+        leaves += first.values() if isinstance(first, dict) else first
+    return any(not isinstance(leaf, (np.ndarray, tuple, list, dict, type(None))) for leaf in leaves)
+
+
+def spare(cores: int) -> int:
+    """Return the workers for a rank that has ``cores`` for itself, one of which computes."""
+    return min(MOST, max(1, cores - 1))
+
+
+def cost(source: Any) -> tuple[float, bool]:
+    """Return a sample's seconds and whether it draws from the global generators, restored; 0 s if it raises."""
+    numbers_n = np.unique(np.linspace(0, len(source) - 1, TIMED).astype(np.int64)) if len(source) else np.arange(0)
+    with generators_kept() as drew:
+        try:
+            first_s = _timed(source, numbers_n[:1])  # opens files, and imports what it needs
+            if first_s > SLOW_S and (last_s := _timed(source, numbers_n[-1:])) >= CHEAP_S:
+                return last_s, drew()
+            return _timed(source, numbers_n) / len(numbers_n), drew()
+        except sources.Unreadable:
+            return float("inf"), drew()
+        except Exception:  # noqa: BLE001
+            return 0.0, False
+
+
+def _timed(source: Any, numbers_n: np.ndarray) -> float:
+    begin = time.perf_counter()
+    sources.fetched(source, numbers_n, 0)
+    return time.perf_counter() - begin
+
+
+def _pool(config: Config, seed: int, found: Sequence[Any], n: int) -> Pool:
+    header = {"seed": seed, "folder": os.getcwd(), "argv": list(sys.argv), "files": [], "main": {}}
+    try:
+        fd, text = pack(header, found)
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001  (pickling calls what the user wrote)
+        said = str(error).strip() or type(error).__name__
+        raise UserError(f"workers cannot be given the data, which cannot be pickled: {said}", "a dataset that can be "
+                        "handed to another process", "open files and connections on first use, and define classes and "
+                        "functions at the top of a module, or set data.workers: 0") from None
+    if b"__main__" in text or b"hvdtrain_user_" in text:
+        os.close(fd)
+        fd, text = pack({**header, **_homes(text)}, found)
+    preload = [name for name in ("numpy", "torch") if name.encode() in text and name in sys.modules]
+    return Pool(fd, n, config.control_timeout_s, preload)
+
+
+def _homes(text: bytes) -> dict[str, Any]:
+    """Return where a pickle's classes are defined: the user's script, and files loaded by their path."""
+    from multiprocessing import spawn
+
+    files = [str(module.__file__) for name, module in list(sys.modules.items())
+             if name.startswith("hvdtrain_user_") and name.encode() in text]
+    if b"__main__" not in text:
+        return {"files": files}
+    main = spawn.get_preparation_data("worker")
+    return {"files": files, "main": {key: value for key, value in main.items() if key.startswith("init_main")}}

@@ -1,7 +1,7 @@
-"""Resolve rows whose columns have names: which column is x, y or the sample weight, or the whole row for a task.
+"""Resolve rows with named columns: which column is x, y or the sample weight, or the whole row for a task.
 
-Owns the names and the one order in which a row's arrays lie in a flat batch. Leaves the conversion of arrays to the
-backends' ``data.py`` and the structure of nested inputs to `hvdtrain.data.layout`.
+Owns the names and the order of a row's arrays in a flat batch. The backends' ``data.py`` convert arrays;
+`hvdtrain.data.layout` has the structure of nested inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAIN = ({"x"}, {"x", "y"}, {"x", "y", "sample_weight"})
 TASK = "task(model, batch), which gets each batch as a dict"
 
 
-class Row(dict):
+class NamedBatch(dict):
     """A batch of named columns, as a task gets it."""
 
     def __missing__(self, name: Any) -> Any:
@@ -34,11 +34,11 @@ class Row(dict):
                         "one of these names", "correct the task, or return tuples from the data")
 
 
-class Rows:
-    """Take the columns of rows by name and lay them flat, in the same order whatever the order of a row.
+class ColumnNames:
+    """Take the columns of rows by name and flatten them, in the same order whatever the order of a row.
 
     ``whole``: a task gets each batch with its names. ``inputs``, ``outputs``: those of a Keras model, whose nested x
-    and y are laid flat where ``nests``. ``layout``: their structure. ``note``: one line about what is taken for what.
+    and y are flattened where ``nests``. ``layout``: their structure. ``note``: one line about the columns' meaning.
     The last three are known once a row has been read.
     """
 
@@ -50,12 +50,12 @@ class Rows:
         self.x_first = True
         self._names: dict[int, tuple[str, ...]] = {}
 
-    def for_source(self) -> Rows:
+    def for_source(self) -> ColumnNames:
         """Return these settings for one source; the names that a task gets stay common to all."""
         return copy.copy(self)
 
     def arrays(self, row: Any, to_array: Callable[[Any], np.ndarray]) -> Arrays:
-        """Return a sample or batch as a flat tuple. Errors: `UserError` for columns whose meaning is not clear."""
+        """Return a sample or batch as a flat tuple; `UserError` for columns of unclear meaning."""
         parts = self.parts(row)
         if self.nests and len(parts) <= 3 and not self._names.get(len(parts)):
             from hvdtrain.data.layout import flat, nested
@@ -92,9 +92,9 @@ class Rows:
         return [_columns(row, names) for names in kinds.values() if names]
 
     def packed(self, batch: Sequence[Any]) -> Any:
-        """Return a flat batch as a task gets it: a `Row` where its columns have names."""
+        """Return a flat batch as a task gets it: a `NamedBatch` where its columns have names."""
         names = self._names.get(len(batch))
-        return Row(zip(names, batch)) if names else batch
+        return NamedBatch(zip(names, batch)) if names else batch
 
     def of_model_file(self, spec: Any) -> Any:
         """Return ``spec`` with functions that get batches by name."""
@@ -108,8 +108,8 @@ class Rows:
             return by_name
         return replace(spec, task=named(spec.task), weight=named(spec.weight), metrics=named(spec.metrics), rows=self)
 
-    def learn(self, other: Rows) -> None:
-        """Take over what a worker's copy has found in the rows that it read."""
+    def learn(self, other: ColumnNames) -> None:
+        """Copy the names that a worker has found in the rows that it read."""
         self.layout, self.note, self.x_first = other.layout, other.note, other.x_first
         self._names.update(other._names)
 
@@ -122,7 +122,7 @@ class Rows:
         return [row[name] for name in names]
 
     def _settle(self, names: tuple[str, ...], n: int = 0) -> None:
-        """Keep the names of a task's batch of ``n`` arrays, () for a tuple: of one length there is one meaning."""
+        """Keep the names of a task's batch of ``n`` arrays, () for a tuple; they must not change later."""
         n = n or len(names)
         if self._names.setdefault(n, names) != names:
             of = [f"the columns {_listed(each)}" if each else "no names" for each in (names, self._names[n])]
@@ -138,37 +138,36 @@ class Rows:
 
 
 def by_field(row: Any) -> Any:
-    """Return a dataclass instance as a dict of its fields, which stay as they are; anything else as it is."""
+    """Return a dataclass instance as a dict of its fields; anything else unchanged."""
     if not is_dataclass(row) or isinstance(row, type):
         return row
     return {field.name: getattr(row, field.name) for field in fields(row)}
 
 
-def rows_of(spec: Any) -> Rows:
-    """Return how the model of ``spec`` takes rows with names."""
+def rows_of(spec: Any) -> ColumnNames:
+    """Return the column names for the model of ``spec``."""
     keras = any(c.__name__ == "Model" and c.__module__.startswith("keras.") for c in type(spec.model).__mro__)
     inputs, outputs = _ends(spec.model) if keras else ((), ())
-    return Rows(spec.task is not None, inputs, outputs, nests=keras)
+    return ColumnNames(spec.task is not None, inputs, outputs, nests=keras)
 
 
-def of_data(data: Any) -> Rows:
-    """Return what is known of the rows of a source or stream, which may be wrapped."""
+def of_data(data: Any) -> ColumnNames:
+    """Return the column names of a source or stream, which may be wrapped."""
     rows = getattr(innermost(data), "rows", None)
-    return rows if isinstance(rows, Rows) else Rows()
+    return rows if isinstance(rows, ColumnNames) else ColumnNames()
 
 
 def note_of(data: Any, task: bool) -> str:
-    """Return one line about what is x, y and weight; "" where nothing can be taken for another. ``task``: it decides.
-    """
+    """Describe x, y and weight in one line; "" where the order is clear. ``task``: it decides."""
     source = innermost(data)
     rows = getattr(source, "rows", None)
-    if isinstance(rows, Rows):
+    if isinstance(rows, ColumnNames):
         return rows.note
     three = isinstance(source, ArraySource) and len(source.arrays) == 3
     return "data: the arrays are x, y and sample weight, in this order" if three and not task else ""
 
 
-def columns(obj: Any, rows: Rows, to_array: Callable[[Any], np.ndarray]) -> ArraySource | None:
+def columns(obj: Any, rows: ColumnNames, to_array: Callable[[Any], np.ndarray]) -> ArraySource | None:
     """Return a dict of whole columns as a source; None for anything else."""
     if not isinstance(obj, Mapping) or not obj or not all(map(is_array, obj.values())):
         return None
@@ -178,7 +177,7 @@ def columns(obj: Any, rows: Rows, to_array: Callable[[Any], np.ndarray]) -> Arra
 
 
 def _ends(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of a functional Keras model's inputs and outputs; () for another model."""
+    """Return the names of a functional Keras model's inputs and outputs; () for another model."""
     try:
         inputs, outputs = model.input, model.output
         return tuple(inputs if isinstance(inputs, Mapping) else (i.name for i in model.inputs)), tuple(
@@ -188,7 +187,7 @@ def _ends(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _one_of(row: Collection[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the one of ``names`` that is in ``row``; () for none and for several."""
+    """Return the single one of ``names`` in ``row``; () for none and for several."""
     found = tuple(name for name in names if name in row)
     return found if len(found) == 1 else ()
 

@@ -1,43 +1,37 @@
-"""Where samples come from: arrays, data sets by name (`hvdtrain.data.sets`), and what a user's callable returns.
+"""Resolve ``data.name`` or a user's object to a `Source`: arrays, sets by name, files, callables, framework datasets.
 
-Owns the `Source` contract and the way from a name in the configuration to data. Knows no framework:
-adapters, functions of the backends that are passed in, turn framework datasets into a `Source` or a
-`Stream`.
+Owns the `Source` contract, the listing of folders and held-out samples. The backends' adapters convert framework
+datasets.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.core.resolve import absolute, load_callable
-from hvdtrain.core.slots import in_slot, load_slot
-from hvdtrain.data.splits import SPLITS
+from hvdtrain.core.resolve import absolute, in_slot, load_callable, load_slot
 from hvdtrain.data.stream import Arrays, Stream
+from hvdtrain.planning.batch.sampler import at_least, epoch_order, random_bits
 
 SETS = "hvdtrain.data.sets"
 ENDINGS = (".npz", ".npy")
 """Endings of files that ``data.name`` may spell out; the set of that name gets the file as ``path``."""
 
-PATHS = ("root", "cache")
-"""Arguments of sets by name that are paths."""
-
+PATHS = ("root", "cache")  # arguments of sets by name that are paths
 _NAMES = ("x", "y", "sample_weight")
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Samples that can be fetched by number.
-
-    It may have ``classes``, their number or names, and ``fixed``: see `ArraySource.fixed`.
-    """
+    """Samples that can be fetched by number. Optional attributes: ``classes`` (number or names) and ``fixed``."""
 
     def __len__(self) -> int:
-        """Number of samples, the same on every rank."""
+        """Return the number of samples, the same on every rank."""
         ...
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
@@ -47,26 +41,22 @@ class Source(Protocol):
 
 @runtime_checkable
 class EpochSource(Source, Protocol):
-    """A source whose samples differ from epoch to epoch, as augmented pictures do.
+    """A source whose samples depend on (a seed, the epoch, their number), never on the rank or the batch."""
 
-    What it draws has to come from (a seed, the epoch, the sample's number), so that no sample depends on which rank
-    fetches it, or with which others.
-    """
+    def fetch(self, indices_n: np.ndarray) -> Arrays:
+        return self.fetch_in(indices_n, 0)
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
-        """Return arrays (n, ...) of the samples ``indices_n`` as they are in ``epoch``; else as `fetch`."""
+        """Return arrays (n, ...) of the samples ``indices_n`` as they are in ``epoch``."""
         ...
 
 
 class Unreadable(UserError):
-    """A sample that cannot be read: its ``number`` in the source and its ``place``, such as a file's path.
-
-    A source's `fetch` raises it for the first such sample of those it was asked for.
-    """
+    """An unreadable sample: its ``number`` and its ``place``, such as a path. `fetch` raises the first one."""
 
     def __init__(self, number: int, place: str, reason: str) -> None:
         super().__init__(f"sample {number} cannot be read: {place}: {reason}", "a sample that can be read",
-                         "mend or remove it")
+                         "fix or remove it")
         self.number, self.place, self.reason = number, place, reason
 
     def __reduce__(self) -> tuple:
@@ -74,30 +64,30 @@ class Unreadable(UserError):
 
 
 def innermost(source: Any) -> Any:
-    """Return what a source of this project ``wraps``, and that one in turn, or itself."""
+    """Return the source at the bottom of a chain of ``wraps``."""
     while hasattr(source, "wraps"):
         source = source.wraps
     return source
 
 
 def fetched(source: Source, indices_n: np.ndarray, epoch: int) -> Arrays:
-    """Fetch samples of any source; `UserError` for what is not one row for each."""
+    """Fetch samples of any source; `UserError` unless there is one row for each."""
     found: Any = source.fetch_in(indices_n, epoch) if isinstance(source, EpochSource) else source.fetch(indices_n)
     return checked(found, len(indices_n))
 
 
 def checked(found: Any, n: int) -> Arrays:
-    """What a fetch of ``n`` samples gave, as a tuple of arrays; `UserError` for what is not one row for each."""
+    """Return the result of a fetch of ``n`` samples as a tuple of arrays; `UserError` unless one row each."""
     arrays = (found,) if isinstance(found, np.ndarray) else tuple(found)
     if not arrays or any(np.ndim(array) == 0 or len(array) != n for array in arrays):
         shapes = [np.shape(array) for array in arrays]
         raise UserError(f"fetching {n} samples gave arrays of shapes {shapes}", f"arrays whose first axis is {n}",
-                        "mend the dataset's fetch()")
+                        "fix the dataset's fetch()")
     return arrays
 
 
 def refuse_strings(values: Any, where: str) -> None:
-    """Raise `UserError` where ``values``, an array or a sequence, holds strings; ``where``: in words."""
+    """Raise `UserError` where ``values``, an array or a sequence named ``where``, holds strings."""
     first = next(iter(values.flat if isinstance(values, np.ndarray) else values), None)
     if isinstance(first, (str, bytes)):
         text = first.decode(errors="replace") if isinstance(first, bytes) else str(first)
@@ -111,14 +101,9 @@ Adapter = Callable[[Any], "Data | None"]
 
 
 class ArraySource:
-    """Samples along the first axis of arrays: x, then y, then per-sample weights, as far as there are any.
+    """Samples along the first axis of x, y and weights; `UserError` for unequal lengths and other elements."""
 
-    Errors: `UserError` for arrays of different lengths, scalars, no array at all, and elements that are not truth
-    values, integers or real numbers.
-    """
-
-    rows: Any = None
-    """How columns were taken by name (`hvdtrain.data.rows.Rows`), where they had names; ``layout``: of nested ones."""
+    rows: Any = None  # the `hvdtrain.data.rows.ColumnNames` of named columns; ``layout``: of nested ones
     layout: Any = None
     fixed = True
     """Whether a sample is the same at every reading, so that ranks that read different ones are refused."""
@@ -140,30 +125,27 @@ class ArraySource:
         if len({shape[0] for shape in shapes}) > 1:
             counts = ", ".join(f"array {i} {list(shape)}" for i, shape in enumerate(shapes))
             raise UserError(f"the data arrays differ in length: {counts}",
-                            "one number of samples in all of them",
-                            "check how x and y were made")
+                            "one number of samples in all of them", "check how x and y were made")
 
     def __len__(self) -> int:
         return len(self.arrays[0])
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
-        """Return copies of the samples ``indices_n``."""
         return tuple(array[indices_n] for array in self.arrays)
 
 
 def resolve(name: str, args: Mapping[str, Any], split: str, adapters: Sequence[Adapter] = ()) -> Data | None:
     """Return the data that ``name`` stands for: a set by its name, a file by its ending, or ``module:callable``.
 
-    ``args`` are passed by keyword; a callable that takes ``split`` gets it as well. None when there is no
-    such split, which only ``test`` may lack. See `interpret` for what a callable may return.
+    ``args`` are passed by keyword; a callable that takes ``split`` gets it as well. None when there is no such split,
+    which only ``test`` may lack. `interpret` says what a callable may return.
     Errors: `UserError` for an unknown name or argument and for an unusable result.
     """
     assert split in SPLITS
     ending = _ending(name)
     if "split" in args or ending and "path" in args:
         raise UserError(f"data.args holds {'split' if 'split' in args else 'path'!r}",
-                        "it to be left to the trainer",
-                        "remove it from data.args")
+                        "it to be left to the trainer", "remove it from data.args")
     if ending:
         return _call(load_slot(SETS, ending[1:], "data.name", "make"), f"a {ending} file", args, path=_path(name),
                      split=split)
@@ -182,7 +164,7 @@ def resolve(name: str, args: Mapping[str, Any], split: str, adapters: Sequence[A
 
 
 def resolve_splits(name: str, args: Mapping[str, Any], adapters: Sequence[Adapter] = ()) -> tuple[Any, Any]:
-    """Return (train, test or None) of what ``name`` stands for; a callable that takes no ``split`` is called once."""
+    """Return (train, test or None) of ``name``; a callable that takes no ``split`` is called once."""
     if ":" in name and not _ending(name) and "split" not in args:
         function = load_callable(name, "data.name")
         if not _takes(function, "split"):
@@ -193,13 +175,12 @@ def resolve_splits(name: str, args: Mapping[str, Any], adapters: Sequence[Adapte
 
 def interpret(obj: Any, split: str, adapters: Sequence[Adapter] = (), origin: str = "data",
               whole: bool = True) -> Data | None:
-    """Return the `Source` or `Stream` of ``split`` in whatever a user handed over.
+    """Return the `Source` or `Stream` of ``split`` in a user's object.
 
-    ``obj``: an array, a tuple or list (x, y[, sample_weight]) or a dict of arrays by these names, a
-    `Source`, a `Stream`, or anything that one of ``adapters`` takes; or a pair (train, test) of these, or a
-    dict with x_test, y_test too. ``whole``: ``obj`` does not depend on ``split``, so unless it is a pair it
-    is the train split.
-    Errors: `UserError`, naming ``origin``, for anything else.
+    ``obj``: an array, a tuple or list (x, y[, sample_weight]) or a dict of arrays by these names, a `Source`, a
+    `Stream`, or anything that one of ``adapters`` takes; or a pair (train, test) of these, or a dict with x_test,
+    y_test too. ``whole``: ``obj`` does not depend on ``split``, so unless it is a pair it is the train split. Errors:
+    `UserError`, naming ``origin``, for anything else.
     """
     if isinstance(obj, Mapping) and "x" in obj:
         arrays = by_name(obj, split if whole or "x_test" in obj else "train", origin)
@@ -213,12 +194,11 @@ def interpret(obj: Any, split: str, adapters: Sequence[Adapter] = (), origin: st
 
 
 def _path(given: Any) -> Any:
-    """Return a path as an absolute one, since files may be read later; ``~`` and what is no path as given."""
+    """Return a path as an absolute one, since files may be read later; anything else and ``~`` unchanged."""
     return str(absolute(given)) if isinstance(given, str) and given and not given.startswith("~") else given
 
 
 def _ending(name: str) -> str:
-    """The one of `ENDINGS` that ``name`` has, or ""."""
     return next((ending for ending in ENDINGS if name.endswith(ending)), "")
 
 
@@ -250,17 +230,16 @@ def _adapted(obj: Any, adapters: Sequence[Adapter], origin: str) -> Data:
 
 
 def is_array(obj: Any) -> bool:
-    """Whether ``obj`` is an array, of any library."""
+    """Return whether ``obj`` is an array of any library."""
     return hasattr(obj, "__array__") and hasattr(obj, "shape")
 
 
 def check_names(arrays: Mapping[str, Any], origin: str) -> None:
-    """Raise `UserError` for an array named otherwise than x, y and sample_weight, and for a weight without y."""
+    """Raise `UserError` for an array named other than x, y and sample_weight, and for a weight without y."""
     known = [name + suffix for suffix in ("", "_test") for name in _NAMES]
     for name in arrays:
         if name not in known:
-            raise UserError(f"{origin} has an array named {name!r}",
-                            nearest(name, known),
+            raise UserError(f"{origin} has an array named {name!r}", nearest(name, known),
                             "rename or remove it")
     for end in ("", "_test"):
         if "sample_weight" + end in arrays and "y" + end not in arrays:
@@ -290,7 +269,7 @@ def _takes(function: Callable, name: str) -> bool:
 
 
 def _call(function: Callable, name: str, args: Mapping[str, Any], **ours: Any) -> Any:
-    """Call with the user's ``args`` and ``ours``; an argument that does not fit is named to the user."""
+    """Call with the user's ``args`` and ``ours``; `UserError` for an argument that does not fit."""
     kwargs = {**args, **ours}
     try:
         params = inspect.signature(function).parameters
@@ -301,22 +280,87 @@ def _call(function: Callable, name: str, args: Mapping[str, Any], **ours: Any) -
     free = [choice for choice in choices if choice not in ours]
     for arg in kwargs:
         if arg not in choices and not open_ended:
-            raise UserError(f"{name} takes no argument {arg!r}",
-                            nearest(arg, free) if free else "no arguments",
+            raise UserError(f"{name} takes no argument {arg!r}", nearest(arg, free) if free else "no arguments",
                             "correct data.args")
     for choice in choices:
         if choice not in kwargs and params[choice].default is inspect.Parameter.empty:
-            raise UserError(f"{name} needs the argument {choice!r}",
-                            "it in data.args",
+            raise UserError(f"{name} needs the argument {choice!r}", "it in data.args",
                             f"set data.args.{choice}")
     return _within_memory(function, name, kwargs)
 
 
 def _within_memory(function: Callable, name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Call; memory that does not suffice is the user's to mend."""
+    """Call; report too little memory as the user's mistake."""
     try:
         return function(**kwargs)
     except MemoryError as error:
         said = f": {error}" if str(error) else ""
         raise UserError(f"data {name} does not fit into this host's memory{said}", "less at a time",
                         "correct data.args, or return an object with len() and fetch(), or a stream") from error
+
+
+def shown(path: bytes) -> str:
+    """Return a path as printable text."""
+    return os.fsdecode(path).encode("utf-8", "replace").decode()
+
+
+def files_in(folder: bytes, endings: tuple[bytes, ...], below: bytes = b"",
+             above: tuple[bytes, ...] = ()) -> Iterator[bytes]:
+    """Yield the files in ``folder`` and in folders therein that have one of ``endings`` (any case), in no order.
+
+    As paths from ``folder``. Hidden ones are left out; links are followed, a broken one is yielded.
+    Errors: `UserError` for a folder that cannot be read or that contains itself by a link.
+    """
+    place = os.path.realpath(folder)
+    if place in above:
+        raise UserError(f"{shown(folder)} is a link to a folder that it is in", "folders that end", "remove it")
+    for entry in entries(folder):
+        name = below + entry.name
+        if is_(entry.is_dir):
+            yield from files_in(entry.path, endings, name + b"/", (*above, place))
+        elif entry.name.lower().endswith(endings) and (is_(entry.is_file) or entry.is_symlink()
+                                                       and not os.path.exists(entry.path)):
+            yield name
+
+
+def is_(asked: Callable[[], bool]) -> bool:
+    """Call an entry's ``is_dir`` or ``is_file``; False for a link to itself, which raises."""
+    try:
+        return asked()
+    except OSError:
+        return False
+
+
+def entries(folder: bytes) -> Iterator[os.DirEntry[bytes]]:
+    """Yield the entries of ``folder`` that are not hidden, in no order."""
+    try:
+        with os.scandir(folder) as found:
+            yield from (entry for entry in found if not entry.name.startswith(b"."))
+    except OSError as error:
+        raise UserError(f"the folder {shown(folder)} cannot be read: {error.strerror}", "a folder that can be",
+                        "correct its rights, or data.args.root") from None
+
+
+SPLITS = ("train", "test")
+STREAM = 2**63  # first of the random streams used here
+
+
+def uniform(n: int, seed: int, stream: int) -> np.ndarray:
+    """Return float64[n] in [0, 1) of the 53 upper random bits."""
+    return (random_bits(n, seed, stream) >> np.uint64(11)) * 2.0**-53
+
+
+def held_out(labels_n: np.ndarray, test_fraction: float, seed: int) -> np.ndarray:
+    """Return bool[n], True for the test samples: of every label the fraction, rounded, but never all."""
+    at_least("data.args.seed", seed, 0)
+    if not isinstance(test_fraction, (int, float)) or not 0 < test_fraction < 1:
+        raise UserError(f"data.args.test_fraction is {test_fraction!r}", "a number above 0 and below 1",
+                        "set data.args.test_fraction: 0.2")
+    is_test = np.zeros(len(labels_n), bool)
+    for rank, label in enumerate(np.unique(labels_n)):
+        members = np.flatnonzero(labels_n == label)
+        count = int(len(members) * test_fraction + 0.5)
+        if len(members) > 1:
+            count = min(max(count, 1), len(members) - 1)
+        is_test[members[epoch_order(len(members), seed, STREAM + rank, shuffle=True)[:count]]] = True
+    return is_test

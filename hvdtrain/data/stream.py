@@ -1,8 +1,6 @@
-"""Data that can only be read in order: the `Stream` contract and the regrouping of its chunks into global
-batches.
+"""Data that can only be read in order: the `Stream` contract, regrouping into global batches, checksums of batches.
 
-Owns no cut over ranks and no framework: `feed.py` cuts, the backends' ``data.py`` make streams of framework
-objects.
+`hvdtrain.data.feed` cuts batches over ranks; the backends' ``data.py`` make streams of framework objects.
 """
 
 from __future__ import annotations
@@ -23,25 +21,15 @@ HASHED_BYTES, HASHED_ELEMENTS = 1 << 20, 1 << 16
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples in an order of their own; every rank reads the same stream from its start and takes its cut.
-
-    So the order may depend on ``epoch`` and on fixed seeds, never on the rank. A stream does its own
-    shuffling.
-    """
+    """Samples in an order of their own, which may depend on ``epoch`` and fixed seeds, never on the rank."""
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
-        """Yield tuples of arrays (B, ...) with one B per tuple, any B; arity, trailing shapes and dtypes
-        stay the same."""
+        """Yield tuples of arrays (B, ...) of one B each; arity, trailing shapes and dtypes stay the same."""
         ...
 
 
 def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[Arrays]:
-    """Regroup ``chunks`` into batches of exactly ``global_batch`` samples, the last one short, after a
-    skip.
-
-    Skipping more samples than there are yields nothing. Errors: `UserError` when a chunk's arrays do not
-    fit one another or the chunk before.
-    """
+    """Regroup ``chunks`` into global batches after a skip; `UserError` for chunks that do not fit one another."""
     held: list[Arrays] = []
     held_n = 0
     layout: list[tuple] = []
@@ -61,10 +49,7 @@ def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) 
 
 
 def fingerprint(batch: Arrays) -> int:
-    """Return a 16-bit checksum of the samples of ``batch``, which is equal on ranks that read the same data.
-
-    Of an array larger than `HASHED_BYTES` it covers `HASHED_ELEMENTS` evenly spaced elements.
-    """
+    """Return a 16-bit checksum of ``batch``; of large arrays of evenly spaced elements (`HASHED_ELEMENTS`)."""
     crc = 0
     for array in batch:
         every = _stride(array)
@@ -73,7 +58,7 @@ def fingerprint(batch: Arrays) -> int:
 
 
 def rows_hashed(array: np.ndarray) -> int:
-    """Return how many rows of ``array`` `fingerprint` reads elements of."""
+    """Return the number of rows of ``array`` that `fingerprint` reads."""
     return min(len(array), -(-array.size // _stride(array)))
 
 
@@ -95,15 +80,14 @@ def _joined(pieces: list[Arrays]) -> Arrays:
 
 
 def _checked(chunk: Arrays, layout: list[tuple]) -> int:
-    """Return a chunk's sample count; the first chunk sets ``layout``, the others must keep it."""
+    """Return a chunk's sample count; the first chunk sets ``layout``, which the others must keep."""
     fits = isinstance(chunk, tuple) and all(isinstance(array, np.ndarray) and array.ndim for array in chunk)
     if not fits or not chunk:
         raise UserError(f"a stream gave a {type(chunk).__name__} as a chunk",
-                        "a tuple of numpy arrays whose first axis counts samples",
-                        "mend the stream's chunks()")
+                        "a tuple of numpy arrays whose first axis counts samples", "fix the stream's chunks()")
     if len({len(array) for array in chunk}) > 1:
         raise UserError(f"a stream's chunk holds arrays of {[len(array) for array in chunk]} samples",
-                        "one number of samples in all of them", "mend the stream's chunks()")
+                        "one number of samples in all of them", "fix the stream's chunks()")
     found = [(array.shape[1:], str(array.dtype)) for array in chunk]
     if not layout:
         layout.extend(found)

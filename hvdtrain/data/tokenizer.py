@@ -1,16 +1,22 @@
-"""What turns text files into token numbers: bytes, a callable of the user's, or a local tokenizer.json.
+"""Tokenize text files once, into a ``.npy`` file that all ranks of a host map.
 
-Owns the reading of files in pieces and the checks of what a tokenizer gives. Keeps nothing: that is
-`hvdtrain.data.tokens`.
+Owns tokenizers (bytes, a user's callable, a tokenizer.json), the file's name, its lock, and its atomic creation.
+Enters no collective: ranks meet at the lock.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
+import errno
+import fcntl
 import hashlib
 import inspect
 import itertools
+import json
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +26,16 @@ import numpy as np
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import load_callable
-from hvdtrain.data.listing import shown
+from hvdtrain.data.sources import shown
 from hvdtrain.planning.batch.sampler import at_least
 
-PIECE = 1 << 20
-"""Bytes that are read at a time, and then the rest of the line; a longer line is cut there."""
-
+PIECE = 1 << 20  # bytes that are read at a time, and then the rest of the line; a longer line is cut there
 Encode = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Numbers below ``vocab`` for text; ``encode`` None: its bytes.
-
-    ``identity``: what changes whenever it may give other numbers. ``mask``: its own number for a masked token, or -1.
-    """
+    """Text to numbers below ``vocab``; ``encode`` None: bytes. ``identity``: changes whenever the numbers may."""
 
     name: str
     identity: str
@@ -43,11 +44,7 @@ class Tokenizer:
     mask: int = -1
 
     def numbers(self, path: bytes) -> Iterator[np.ndarray]:
-        """Yield the tokens int64[any] of a file, piece by piece; a piece ends with a line.
-
-        Errors: `UserError` for a file that cannot be read or is not UTF-8, and for a tokenizer that gives anything but
-        numbers below ``vocab``.
-        """
+        """Yield int64 tokens of a file, piece by piece; `UserError` for unreadable text and wrong numbers."""
         blocks = _blocks(path)
         if self.encode is None:
             yield from (np.frombuffer(block, np.uint8).astype(np.int64) for block in blocks)
@@ -55,33 +52,28 @@ class Tokenizer:
             yield from (self._checked(self.encode, text, path) for text in _texts(blocks, path))
 
     def _checked(self, encode: Encode, text: str, path: bytes) -> np.ndarray:
-        """The numbers of one piece."""
         try:
             given = encode(text)
         except OSError as error:  # of the callable's own files; elsewhere it would be taken for one of the text's
             raise UserError(f"data.args.tokenizer {self.name} failed: {error}", "a list of whole numbers for a text",
-                            "mend the tokenizer") from error
+                            "fix the tokenizer") from error
         try:
             numbers = np.asarray(given if isinstance(given, np.ndarray) else list(given))
         except (TypeError, ValueError):
             numbers = np.array(None)
         if numbers.ndim != 1 or numbers.size and numbers.dtype.kind not in "iu":
             raise UserError(f"data.args.tokenizer {self.name} gave {type(given).__name__} {str(given)[:60]!r}",
-                            "a list of whole numbers for a text", "mend the tokenizer")
+                            "a list of whole numbers for a text", "fix the tokenizer")
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.vocab:
             wrong = numbers.max() if numbers.max() >= self.vocab else numbers.min()
             raise UserError(f"data.args.tokenizer {self.name} gave the number {wrong} in {shown(path)}",
                             f"numbers of 0 to {self.vocab - 1} (vocab {self.vocab})", "set data.args.vocab to one more "
-                            "than the largest number, or mend the tokenizer")
+                            "than the largest number, or fix the tokenizer")
         return numbers.astype(np.int64)
 
 
 def tokenizer_of(given: Any, vocab: int) -> Tokenizer:
-    """Return what ``data.args.tokenizer`` stands for: bytes, FILE.json, or module:callable.
-
-    A callable takes a text and returns a list of numbers below ``vocab``, or its own attribute ``vocab``.
-    Errors: `UserError` for anything else.
-    """
+    """Return the tokenizer of ``data.args.tokenizer``: bytes, FILE.json, or module:callable."""
     at_least("data.args.vocab", vocab, 0)
     if not isinstance(given, str) or given != "bytes" and not given.endswith(".json") and ":" not in given:
         raise UserError(f"data.args.tokenizer is {given!r}", "bytes, a file that ends in .json, or module:callable",
@@ -99,7 +91,6 @@ def tokenizer_of(given: Any, vocab: int) -> Tokenizer:
 
 
 def _of_callable(name: str, vocab: int) -> Tokenizer:
-    """A user's own."""
     function = load_callable(name, "data.args.tokenizer")
     size = vocab or getattr(function, "vocab", 0)
     if not isinstance(size, int) or not 0 < size <= 2**32:
@@ -114,7 +105,7 @@ def _of_callable(name: str, vocab: int) -> Tokenizer:
 
 
 def _of_json(path: Path) -> Tokenizer:
-    """A tokenizer.json as Hugging Face's library writes it, read from this machine."""
+    """Load a tokenizer.json as Hugging Face's library writes it."""
     if not path.is_file():
         raise UserError(f"data.args.tokenizer is {path}, which is no file", "a tokenizer.json", "correct it")
     try:
@@ -145,28 +136,22 @@ def _blocks(path: bytes) -> Iterator[bytes]:
 
 
 def _texts(blocks: Iterator[bytes], path: bytes) -> Iterator[str]:
-    """Yield the text of a file that comes in ``blocks``."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
     for block in itertools.chain(blocks, (b"",)):
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise UserError(f"{shown(path)} is not UTF-8: byte {at - len(_held(decoder)) + error.start} "
-                            f"({error.reason})", "text in UTF-8",
+            first = at - len(decoder.getstate()[0])  # less the bytes of a character that is not complete
+            raise UserError(f"{shown(path)} is not UTF-8: byte {first + error.start} ({error.reason})", "text in UTF-8",
                             "convert or remove it, or set data.args.tokenizer: bytes") from None
         at += len(block)
         if text:
             yield text
 
 
-def _held(decoder: codecs.IncrementalDecoder) -> bytes:
-    """What the decoder has of a character that is not complete."""
-    return bytes(decoder.getstate()[0])
-
-
 def files_stamp(paths: list[bytes]) -> list[tuple[str, int, int]]:
-    """Return (path, size, time) of each file; `UserError` for one that is not there."""
+    """Return (path, size, time) of each file; `UserError` for a missing one."""
     found = []
     for path in paths:
         try:
@@ -176,3 +161,129 @@ def files_stamp(paths: list[bytes]) -> list[tuple[str, int, int]]:
                             "correct data.args.root, or remove it") from None
         found.append((os.path.realpath(path).hex(), status.st_size, status.st_mtime_ns))
     return found
+
+
+FOLDER = ".hvdtrain-tokens"
+WAIT_S = 1800.0  # longest wait for another process that makes the same file
+_LOOK_S = 0.05
+_VERSION = 1  # of how tokens are made and kept
+_HEADER = 128
+
+
+def token_file(paths: list[bytes], tokenizer: Tokenizer, beside: Path, cache: str = "") -> Path:
+    """Return the file with the tokens of ``paths``, one after the other, as uint16 or uint32; make it if need be.
+
+    In ``cache``, else in `FOLDER` of the folder ``beside``, or, where that is not writable, in
+    $XDG_CACHE_HOME/hvdtrain/tokens. Errors: `UserError` where none of these is writable, where another process takes
+    longer than `WAIT_S`, and of `Tokenizer.numbers`.
+    """
+    stamp = files_stamp(paths)
+    key = hashlib.sha256(json.dumps([_VERSION, stamp, tokenizer.identity]).encode()).hexdigest()[:24]
+    folder = _folder(beside, cache, f"{key}.npy")
+    target = folder / f"{key}.npy"
+    if target.exists():
+        return target
+    try:
+        with _alone(folder / f"{key}.lock", target):
+            if not target.exists():
+                _write(target, paths, tokenizer)
+                if files_stamp(paths) != stamp:
+                    target.unlink()
+                    raise UserError("the text files have changed while they were read", "files that stay as they are",
+                                    "start again when nothing writes to them")
+    except OSError as error:
+        raise UserError(f"the tokens cannot be kept in {folder}: {error.strerror or error}",
+                        "a folder with room, that can be written to", "set data.args.cache to one") from None
+    return target
+
+
+def open_tokens(path: str) -> np.ndarray:
+    """Map a file of tokens; `UserError` where it is missing or something else."""
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+        if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
+            raise ValueError(f"it holds {tokens.dtype}{list(tokens.shape)}")
+    except (OSError, ValueError, SyntaxError, TypeError) as error:
+        raise UserError(f"the tokens in {path} cannot be read: {getattr(error, 'strerror', None) or error}",
+                        "what a run has written there", "remove the file, to have it made again") from None
+    return tokens
+
+
+def _folder(beside: Path, cache: str, name: str) -> Path:
+    """Return the folder where the file ``name`` is or can be."""
+    if cache:
+        folder = Path(cache).expanduser()
+        with contextlib.suppress(OSError):  # which writing there will tell
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    folder = beside / FOLDER
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        if (folder / name).exists() or os.access(folder, os.W_OK):
+            return folder
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(base, "hvdtrain", "tokens")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, target: Path) -> Iterator[None]:
+    """Hold ``lock``, or continue as soon as ``target`` exists; without locks each process makes its own file."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        held = _locked(descriptor, lock, target)
+        yield
+        if held:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, lock: Path, target: Path) -> bool:
+    """Wait for the lock; return whether this process has it."""
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
+                return False
+        if target.exists():
+            return False
+        if time.monotonic() > until:
+            raise UserError(f"another process has made tokens for more than {WAIT_S:.0f} s, with {lock}",
+                            "it to end", "end that process, or set data.args.cache to another folder")
+        time.sleep(_LOOK_S)
+
+
+def _write(target: Path, paths: list[bytes], tokenizer: Tokenizer) -> None:
+    """Write the tokens under another name, then rename."""
+    dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
+    draft = target.with_name(f".{target.stem}-{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+            file.write(bytes(_HEADER))
+            count = 0
+            for path in paths:
+                for numbers in tokenizer.numbers(path):
+                    file.write(numbers.astype(dtype).tobytes())
+                    count += len(numbers)
+            file.seek(0)
+            file.write(_header(dtype, count))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def _header(dtype: Any, count: int) -> bytes:
+    """Return the first `_HEADER` bytes of a ``.npy`` file, version 1.0 (numpy/lib/format.py)."""
+    text = repr({"descr": dtype.str, "fortran_order": False, "shape": (count,)}).encode()
+    return b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + text.ljust(_HEADER - 11) + b"\n"

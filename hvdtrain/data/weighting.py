@@ -1,12 +1,11 @@
-"""Law 1: gradients are summed, never averaged; the loss is divided once by the global weight.
+"""Weigh global batches (law 1): gradients are summed, never averaged; the loss is divided once by the global weight W.
 
-For global batch t with samples (or valid tokens) of total weight W, cut over ranks r and micro-batches m::
+For global batch t with samples (or valid tokens) of total weight W, divided over ranks r and micro-batches m::
 
     loss_t = (1 / W) * sum_r sum_m loss_sum[r, m]        grad_t = sum_r sum_m grad(loss_sum[r, m] / W)
 
-The second sum over r is the collective. Nothing depends on how the batch was cut: unequal ranks, a short last
-batch, different micro-batch counts and a rank with nothing are the same formula. Source: the global-token
-normalisation of torchtitan's train step; for unequal ranks, PyTorch issue 67253.
+The sum over r is the collective; unequal ranks, a short last batch and a rank with nothing are the same formula.
+Source: torchtitan's train step (global-token normalisation); for unequal ranks, PyTorch issue 67253.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Batch
 
 
 def loss_scale(weight: float) -> float:
@@ -29,10 +29,7 @@ def loss_scale(weight: float) -> float:
 
 
 def check_weight(counted: float, weight: float) -> None:
-    """Raise `UserError` where the tasks of all ranks counted another weight than the W the loss was divided by.
-
-    Law 1 holds only if both speak of the same thing: a task that counts tokens needs a ``weight(batch)`` that does.
-    """
+    """Raise `UserError` where the tasks of all ranks counted another weight than the W of the loss."""
     if abs(counted - weight) > 1e-3 * max(abs(counted), abs(weight)):
         raise UserError(f"task counted a weight of {counted:g} where the loss was divided by {weight:g}",
                         "the same from task(model, batch) and weight(batch)",
@@ -46,10 +43,9 @@ SEARCHED_LABELS = 2**24
 class LabelWeight:
     """Return the weight of a numpy batch under a loss that ignores a label, or weighs labels by their class.
 
-    The weight is the sum of the class weights (1 without any) over the labels that count, divided by the labels of a
-    sample: a batch whose labels all count weighs its number of samples, exactly.
-    ``labels``: takes a batch and returns its targets (B, ...); floating targets weigh 1 per sample. ``ignored``: the
-    label that does not count. ``class_weights``: float64[C], or None.
+    Sum of the class weights (1 without any) over the labels that count, divided by the labels per sample: a batch whose
+    labels all count weighs its number of samples. ``labels``: batch -> targets (B, ...); floating ones weigh 1 per
+    sample. ``ignored``: the label that does not count. ``class_weights``: float64[C], or None.
     """
 
     def __init__(self, labels: Callable[[Sequence[np.ndarray]], Any], ignored: int,
@@ -69,10 +65,7 @@ class LabelWeight:
         return total / (labels.size / len(labels))
 
     def varies(self, data: Any, samples: Sequence[np.ndarray]) -> bool:
-        """Return whether ``data`` may hold batches that do not weigh their number of samples.
-
-        ``samples``: some of ``data``, whose types decide where ``data`` is not in memory.
-        """
+        """Return whether batches of ``data``, or ``samples`` of it, may not weigh their number of samples."""
         whole = getattr(data, "arrays", None)
         if not samples:  # of a stream, whose steps take a sum over ranks anyway
             return True
@@ -83,3 +76,28 @@ class LabelWeight:
         if self._class_weights is not None or not isinstance(whole, tuple) or labels.size > SEARCHED_LABELS:
             return True
         return bool((labels == self._ignored).any())
+
+
+class PlaceholderSample:
+    """Stand in for a batch without samples: the first sample of the latest batch that had any, else zeros.
+
+    Models need not take arrays of no samples: reshape(0, -1) is undefined, and TensorFlow 2.21's convolutions on a CPU
+    return their input's shape. The placeholder's loss is multiplied by 0.
+    """
+
+    def __init__(self) -> None:
+        self._sample: Batch = ()
+
+    def saw(self, batch: Batch) -> None:
+        """Keep the first sample of ``batch``."""
+        self._sample = tuple(array[:1] for array in batch)
+
+    def instead(self, batch: Batch) -> Batch:
+        """Return arrays (1, ...) for ``batch``, whose arrays are (0, ...)."""
+        if [_kind(array) for array in self._sample] == [_kind(array) for array in batch]:
+            return self._sample
+        return tuple(np.zeros((1, *array.shape[1:]), array.dtype) for array in batch)
+
+
+def _kind(array: Any) -> tuple[Any, ...]:
+    return array.dtype, *array.shape[1:]

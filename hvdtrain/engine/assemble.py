@@ -1,12 +1,6 @@
-"""Builds a run in one fixed order: the file to read to know what a run is made of.
+"""Build a run in one written order: the file to read to know what a run is made of.
 
-The order: config, boot and control plane, topology and group, model blocks, devices, wire (`hvdtrain.comm.wires`),
-data, precision, the model's parts (stage, parameters, optimizer, transforms), the comparison of the ranks' models, a
-first sample through model, loss and metrics, data parallelism with buckets and compressor
-(`hvdtrain.parallel.data_parallel`), initial weights, callbacks, restore. The run's directory is made when a fit starts
-(`hvdtrain.checkpoint.run_directory.starting`); the parts of a batch (`balance`) are planned then, by a callback. A
-model that is split over devices is cut while its parts are made, before its exchange, so that no bucket spans two
-devices.
+The run's directory is made later, when a fit starts (`hvdtrain.checkpoint.run_directory.starting`).
 """
 
 from __future__ import annotations
@@ -18,45 +12,44 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends, reports
-from hvdtrain.backends import transforms
+from hvdtrain import config as settings
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.exit import install_hooks
 from hvdtrain.cluster.liveness import causes, pulse
-from hvdtrain.cluster.machine import imported
+from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import survey
 from hvdtrain.comm.wires import Wires
-from hvdtrain.config import Config, run_length, unused
-from hvdtrain.config import pipeline as settings
+from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import world
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
-from hvdtrain.core.mesh import Mesh, depths_of
-from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule
-from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.mesh import Mesh, depths_of, world
+from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule, Transform
+from hvdtrain.core.records.stream import RecordStream
+from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
-from hvdtrain.data.workers import choose, start
-from hvdtrain.engine import build_model, feeds, first_sample, per_rank
-from hvdtrain.engine.balance.emulate import Slowed
+from hvdtrain.data.workers import start
+from hvdtrain.engine import build_model, compare_ranks, first_sample
+from hvdtrain.engine.build_model import Slowed
 from hvdtrain.engine.callbacks.order import in_order
 from hvdtrain.engine.compare_ranks import check_config, check_parts, check_world
-from hvdtrain.engine.guards.finite import check_trainable
-from hvdtrain.engine.memory.settle import settle
-from hvdtrain.engine.memory.survey import scene_of
+from hvdtrain.engine.memory_plan import settle
+from hvdtrain.engine.memory_survey import scene_of
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services
 from hvdtrain.engine.saving import session
+from hvdtrain.engine.weight_checks import check_trainable
 from hvdtrain.parallel import data_parallel
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
-from hvdtrain.parallel.parts import Parts
-from hvdtrain.parallel.pipeline import over_ranks, words
+from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.parallel.pipeline import over_ranks, plan
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
 from hvdtrain.parallel.precision import policy
 from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.recovery.guard import Guard
+from hvdtrain.parallel.recovery.guard import MemoryGuard
 from hvdtrain.parallel.recovery.recovery import Recovery
 from hvdtrain.parallel.recovery.schedule import Recovering
 from hvdtrain.reports import trackers
@@ -72,7 +65,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     Errors: `UserError`, the same on every rank.
     """
     config.check()
-    with start.early(choose.may_need(config, data)):
+    with start.early(prepare.may_need(config, data)):
         return _assembled(config, model, data, control, collectives, more)
 
 
@@ -89,7 +82,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spec = build_model.model_of(config, model, facts, control)
     backend = backends.load(spec.framework)
     causes.mark("imported")
-    imported.mark()
+    memory.mark_imported()
     if control is None:  # horovodrun --gloo has no MPI: the control plane goes over Horovod, which needs the framework
         control = _gloo_control(spec.framework, config, facts)
     topology = survey(control)
@@ -99,17 +92,17 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     devices = control.gather(backend.device_facts())
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
     mesh = replace(_mesh(config, control), before=before)
-    spelled = per_rank.of_copies(config, per_rank.spelled_out(config, topology, devices, notes), mesh)
+    spelled = compare_ranks.of_copies(config, compare_ranks.spelled_out(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
-    setup = unused.setup_of(config, spec, wire.name, facts.kind, model, data)
-    notes += unused.notes(setup)
+    setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)
+    notes += settings.notes(setup)
     build_model.seed_all(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     rows = rows_of(spec)
     spec = rows.of_model_file(spec)
     adapters, cores = (partial(backend.adapt_data, seed=config.seed, rows=rows),), topology.cores_of(control.rank)
     train, test = agreed(control, lambda: prepare.read(config, data, adapters, cores, notes), "data")
-    feed, test_feed = feeds.feeds_of(spelled, spec, mesh, control, train, test)
+    feed, test_feed = build_model.feeds_of(spelled, spec, mesh, control, train, test)
     at = session.position(config, spec.name, control)
     spelled = run_length.filled(spelled, feed.steps_per_epoch, notes, at, feed.steps_left(at))
     build_model.seed_all(config, backend, control.rank)
@@ -119,15 +112,15 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     feed.weigh(parts.batch_weight)
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
-    parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
+    parts.transforms += agreed(control, lambda: _transforms(config), "transforms")
     group = parts.replicas[0].group if parts.replicas else world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
     if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast
-        recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
-    pulse.role(words.role(parts.layout))
+        recovery.guard = MemoryGuard(len(topology.host_of(control.rank).ranks))
+    pulse.role(plan.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
     run = Run(RunSetup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
-                       mesh if parts.layout is None else parts.layout.mesh, unused.idle(setup)),
+                       mesh if parts.layout is None else parts.layout.mesh, settings.idle(setup)),
               Services(control, wire, recovery=recovery), RunState(findings=Findings(notes)))
     run.wires = wires
     try:
@@ -138,7 +131,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     return run
 
 
-def _schedule(parts: Parts, control: Control, config: Config, recovery: Recovery) -> Schedule:
+def _schedule(parts: ModelParts, control: Control, config: Config, recovery: Recovery) -> Schedule:
     """In which order a step's forwards and backwards are done; collective where the model is cut over ranks."""
     if parts.layout is not None:
         return over_ranks.join(parts, control, config, recovery)
@@ -146,7 +139,6 @@ def _schedule(parts: Parts, control: Control, config: Config, recovery: Recovery
 
 
 def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback[Run]]] | None) -> None:
-    """Data parallelism, initial weights, callbacks, restore."""
     control, parts, feed = run.control, run.parts, run.feed
     run.unused = UnusedParameters(parts, control)
     agreed(control, lambda: parts.install(collective=False), "transforms")
@@ -154,7 +146,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     # Before the exchange is attached, so that the samples enter no collective, such as BatchNorm's over ranks.
     run.written.start(run, first_sample.check(run, backend))
     run.notes += [note] if (note := note_of(feed.data, run.spec.task is not None)) else []
-    run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
+    run.dp = agreed(control, lambda: data_parallel.create(data_parallel.DataParallelSetup(
         run.spelled, control, run.topology, run.setup.group, run.collectives, backend.Ops(), parts, run.notes,
         scene_of(run, backend))), "exchange")
     agreed(control, lambda: settle(run, backend), "remat")
@@ -166,7 +158,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
         run.timeline.marks = backend.ranges()
     run.callbacks = in_order(run, more)
     if control.rank == 0:
-        run.records = Stream(partial(reports.make, run, facts.kind != "solo"))
+        run.records = RecordStream(partial(reports.make, run, facts.kind != "solo"))
     if control.size > 1:
         bent = (*parts.caveats(), *run.dp.caveats, *run.written.caveats())
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in bent]
@@ -192,7 +184,6 @@ def _gloo_control(framework: str, config: Config, facts: LaunchFacts) -> Control
 
 
 def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) -> Recovery:
-    """What a rank does that runs out of memory."""
     shrinks, because = config.on_oom == "shrink", "on_oom is stop"
     if shrinks and config.sync_batchnorm and control.size > 1:
         because = "with sync_batchnorm layers wait for other ranks within a micro-batch"
@@ -202,13 +193,18 @@ def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) 
 
 
 def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
-    """What every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
+    """Return what every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
     names = policy.resolve(str(config.precision), devices)  # whose names have been spelled out
     notes += policy.remarks(names, devices)
     return Precision(tuple(names), control.rank)
 
 
+def _transforms(config: Config) -> list[Transform]:
+    """Return the user's transforms: each entry of ``config.transforms`` names a callable that makes one."""
+    return [load_callable(text, "transforms")() for text in config.transforms]
+
+
 def _mesh(config: Config, control: Control) -> Mesh:
-    """The copies of the model; each rank has one where none is cut over ranks."""
+    """Return the copies of the model; each rank has one where none is cut over ranks."""
     depths = depths_of(config.pipeline.stages, config.pipeline.depths, control.size)
     return Mesh.of(depths, control.rank)

@@ -1,8 +1,6 @@
-"""The exponential moving average of a model's weights: kept beside them, and in their place while it is asked for.
+"""The exponential moving average of a model's weights, over flat buckets of the parameters that this rank holds.
 
-Owns the averages and their way into a checkpoint. When they move on is `hvdtrain.engine.callbacks.ema`'s. Written once,
-over flat buckets: each rank averages the parameters that it holds, element by element, so it does not matter whether
-they are a whole model or a pipeline's part, nor who updated them.
+When an average is updated is left to `hvdtrain.engine.callbacks.ema`.
 """
 
 from __future__ import annotations
@@ -15,13 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.checkpoint import weights
-from hvdtrain.checkpoint.holders import key
+from hvdtrain.checkpoint.adapters import key
 from hvdtrain.core.buckets import plan_buckets, plan_some
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops, ParamSpec
-from hvdtrain.core.protocols.state import Given, Head, Place, Read, Shard, Stateful, Want
+from hvdtrain.core.protocols.run import Given, Head, Place, Read, Shard, Stateful, Want
 from hvdtrain.core.protocols.types import itemsize
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 GROUP = weights.AVERAGES
 """The group of a checkpoint that holds the averages, under the names of the parameters."""
@@ -48,7 +46,7 @@ class Average:
     Starts as a copy of the weights. ``rank``: of the job, to know which of several holders speaks for a tensor.
     """
 
-    def __init__(self, parts: Parts, ops: Ops, decay: float, rank: int) -> None:
+    def __init__(self, parts: ModelParts, ops: Ops, decay: float, rank: int) -> None:
         self.decay, self._params = decay, parts.params
         self._buckets = plan_buckets(parts.params.specs, _BUCKET_MB)
         self._ops_of = lambda bucket: parts.ops_of_place[bucket.place] if parts.ops_of_place else ops
@@ -61,12 +59,12 @@ class Average:
 
     @property
     def started(self) -> bool:
-        """Whether there is an average."""
+        """Return whether there is an average."""
         return bool(self._flats)
 
     @property
     def given_bytes(self) -> int:
-        """What this rank gives to a checkpoint."""
+        """Return what this rank gives to a checkpoint."""
         return average_bytes([spec for spec, gives in zip(self._params.specs, self._gives) if gives])
 
     def extend(self, first: int) -> None:
@@ -128,7 +126,7 @@ class Average:
                     yield spec.name, host_N[offset:offset + spec.n].reshape(shape)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has the tensor that a checkpoint calls ``name``."""
+        """Return whether this rank has the tensor that a checkpoint calls ``name``."""
         return key(name) in {key(spec.name) for spec in self._params.specs}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -146,7 +144,7 @@ class Average:
                        for bucket, ops in zip(self._buckets, self._ops_B)]
 
     def _wide(self, i: int) -> Array:
-        """The weights of bucket ``i``."""
+        """Return the weights of bucket ``i``."""
         bucket = self._buckets[i]
         flat_N = self._params.flat(bucket)
         return self._ops_B[i].cast(flat_N, "float32") if bucket.dtype in _NARROW else flat_N

@@ -1,29 +1,32 @@
-"""Builds the model of a run from what the configuration or the caller gives.
+"""Build the model and the feeds of a run from what the configuration or the caller gives.
 
-Owns frameworks' set-up and seeds before a model file runs, and where the model is built. `hvdtrain.engine.assemble`
-decides when.
+The order is left to `hvdtrain.engine.assemble`, the walk through the data to `hvdtrain.data.feed`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from hvdtrain import backends
+from hvdtrain import config as settings
 from hvdtrain.backends.model_spec import Spec, build_spec, spec_of
-from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.in_turn import in_turn
+from hvdtrain.cluster.control import agreed, control_of_replicas, in_turn
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.cluster.machine import imported
+from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import affinity, compute_threads, survey
-from hvdtrain.config import Config
-from hvdtrain.config import pipeline as settings
-from hvdtrain.config.pipeline import cut_over_ranks
+from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core import rng
 from hvdtrain.core.launcher import LaunchFacts
-from hvdtrain.core.protocols import Control
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.protocols import Batch, Cargo, Control, GradientSink, Pair, PipelineStage, Stage
+from hvdtrain.data import prepare
+from hvdtrain.data.feed import Feed
+from hvdtrain.engine.run import Run
 
 
 def model_of(config: Config, model: Any, facts: LaunchFacts, control: Control | None) -> Spec:
@@ -43,7 +46,7 @@ def model_of(config: Config, model: Any, facts: LaunchFacts, control: Control | 
 
 
 def _building(config: Config) -> Any:
-    """Where a model is built: in host memory, if no one device may hold all of it."""
+    """Return where a model is built: in host memory, if no one device may hold all of it."""
     over_ranks = settings.cut_over_ranks(config)
     if (config.model_parallel > 1 or over_ranks) and "tensorflow" in backends.imported():
         return backends.load("tensorflow").building(config.model_parallel, over_ranks)
@@ -51,7 +54,7 @@ def _building(config: Config) -> Any:
 
 
 def _outline(config: Config) -> Any:
-    """What builds a model without its values, which no rank holds all of where it is cut over ranks; or None."""
+    """Return what builds a model without its values, which no rank holds all of where it is cut over ranks; or None."""
     if cut_over_ranks(config) and "torch" in backends.imported():
         return backends.load("torch").outline
     return None
@@ -72,7 +75,7 @@ def _prepare(config: Config, threads: int) -> None:
         backend = backends.load(name)
         backend.setup(threads, config.deterministic, devices_of(config))
         backend.seed(config.seed, 0)
-        imported.mark()
+        memory.mark_imported()
 
 
 def devices_of(config: Config) -> int:
@@ -84,3 +87,95 @@ def seed_all(config: Config, backend: Any, rank: int) -> None:
     """Every generator, from (seed, rank)."""
     rng.seed(config.seed, rank)
     backend.seed(config.seed, rank)
+
+
+T = TypeVar("T")
+
+
+class Slowed:
+    """``stage`` computing at ``speed`` (0 to 1) of its own speed; an `hvdtrain.core.protocols.Stage`.
+
+    After each forward and backward it sleeps, so that own computing takes 1/speed of its time; time in which the stage
+    waited for other ranks is not stretched. Everything else is the stage's own.
+    """
+
+    def __init__(self, stage: Stage, speed: float) -> None:
+        assert 0 < speed <= 1, speed
+        self._stage, self._rest = stage, 1.0 / speed - 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
+        begin, waited_s = time.perf_counter(), sink.waited_s
+        pair = self._stage.run(micro, scale, final, sink)
+        self._sleep(time.perf_counter() - begin - self._stage.waited_s - (sink.waited_s - waited_s))
+        return pair
+
+    def trial(self, batch: Batch) -> None:
+        self._stretched(self._stage.trial, batch)
+
+    # Of a stage of a pipeline, which waits for nobody meanwhile.
+
+    def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
+        return self._stretched(self._pipelined.forward, chunk, micro, came, batch)
+
+    def loss(self, chunk: int, micro: int, came: Cargo | None, batch: Batch, scale: float) -> Pair:
+        return self._stretched(self._pipelined.loss, chunk, micro, came, batch, scale)
+
+    def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
+        return self._stretched(self._pipelined.backward, chunk, micro, came)
+
+    @property
+    def _pipelined(self) -> PipelineStage:
+        return cast(PipelineStage, self._stage)
+
+    def _stretched(self, work: Callable[..., T], *args: Any) -> T:
+        begin = time.perf_counter()
+        value = work(*args)
+        self._sleep(time.perf_counter() - begin)
+        return value
+
+    def _sleep(self, own_s: float) -> None:
+        time.sleep(max(0.0, own_s) * self._rest)
+
+
+def feeds_of(config: Config, spec: Spec, mesh: Mesh, control: Control, train: Any,
+             test: Any) -> tuple[Feed, Feed | None]:
+    """Return the feeds of each replica for training and evaluation. Collective."""
+    feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, accumulate=_micros(config, mesh),
+                weight_fn=spec.weight, even_micros=config.sync_batchnorm and control.size > 1,
+                **_cut(config, mesh, control))
+    feed.check_ranks_agree()
+    test_feed = None if test is None else _eval_feed(config, mesh, control, test)
+    if test_feed is not None:
+        test_feed.check_ranks_agree()
+    return feed, test_feed
+
+
+def _eval_feed(config: Config, mesh: Mesh, control: Control, data: Any) -> Feed:
+    micros: int | list[int] = _micros(config, mesh) if mesh.deepest > 1 else 1
+    return Feed(data, config.global_batch, shuffle=False, accumulate=micros, **_cut(config, mesh, control))
+
+
+def _micros(config: Config, mesh: Mesh) -> list[int]:
+    return [settings.micro_batches(config, len(copy)) for copy in mesh.copies]
+
+
+def _cut(config: Config, mesh: Mesh, control: Control) -> dict[str, Any]:
+    return {"rank": mesh.copy, "size": len(mesh.copies), "control": control_of_replicas(control, mesh),
+            "shares": list(config.shares) or None, "seed": config.seed, "micro_batch": config.micro_batch_limit,
+            "prefetch": config.data.prefetch, "skip_unread": config.on_bad_sample == "skip"}
+
+
+def eval_feed(run: Run, data: Any) -> Feed:
+    """Return a feed over evaluation ``data`` given to an assembled run: its test split, or all of it. Collective."""
+    adapters = (partial(backends.load(run.spec.framework).adapt_data, seed=run.config.seed, rows=run.spec.rows),)
+    cores = run.topology.cores_of(run.control.rank)
+    test, remark = agreed(run.control, lambda: prepare.later(run.config, data, adapters, cores, run.control.size),
+                          "data")
+    if remark and remark not in run.notes:
+        run.note(remark)
+    feed = _eval_feed(run.spelled, run.mesh, run.control, test)
+    feed.check_ranks_agree()
+    return feed

@@ -1,6 +1,6 @@
-"""Makes sure that every rank has the same configuration and model before anything of it is exchanged.
+"""Compare configuration, devices and model of the ranks, and resolve keys that name hosts or devices to ranks.
 
-Owns the comparison and its words. What a model is made of, one line for each tensor, is told by its step.
+How names are matched is left to `hvdtrain.config.placed`.
 """
 
 from __future__ import annotations
@@ -8,18 +8,21 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from hvdtrain.cluster.devices import DeviceFacts
+from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.config import Config, schema
+from hvdtrain.config.placed import RankPlace, absent, by_rank
+from hvdtrain.core.comparison import spoken
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.finite import spoken
-from hvdtrain.core.group import Group, spans
-from hvdtrain.core.mesh import depths_of
+from hvdtrain.core.mesh import Group, Mesh, depths_of, spans
 from hvdtrain.core.protocols import Control
 
 if TYPE_CHECKING:
-    from hvdtrain.parallel.parts import Parts
+    from hvdtrain.parallel.parts import ModelParts
 
 
 def check_config(config: Config, control: Control) -> None:
@@ -55,7 +58,7 @@ def check_alike(control: Control, group: Group, lines: Sequence[str]) -> None:
     _compare(control, {group.ranks: list(lines)})
 
 
-def check_parts(control: Control, parts: Parts, group: Group) -> None:
+def check_parts(control: Control, parts: ModelParts, group: Group) -> None:
     """Compare what ``parts`` are made of with those of the ranks that hold the same, as `check_alike` does.
 
     ``group``: the ranks that hold all that this one does. Of copies of unlike depth, where a rank shares some of its
@@ -75,12 +78,10 @@ def check_parts(control: Control, parts: Parts, group: Group) -> None:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without its number in a checkpoint and Keras' counters."""
     return re.sub(r"_\d+(?=/)", "", spoken(name))
 
 
 def _compare(control: Control, lines_of: dict[tuple[int, ...], list[str]]) -> None:
-    """Compare this rank's lines for each of its groups, by the groups' ranks."""
     found = control.gather({ranks: zlib.crc32("\n".join(lines).encode()) for ranks, lines in lines_of.items()})
     groups = sorted({ranks for digests in found for ranks in digests})
     if all(len({found[rank].get(ranks) for rank in ranks}) == 1 for ranks in groups):
@@ -116,3 +117,65 @@ def _ranks(ranks: list[int]) -> str:
 
 def _has(ranks: list[int]) -> str:
     return "have" if len(ranks) > 1 else "has"
+
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.run import Run
+
+
+def kinds(run: Run) -> list[str]:
+    """Return a text for each rank: ranks with the same one have like devices, libraries and threads; collective.
+
+    A GPU computes alike whatever the host's threads; kernels on CPUs add up by threads and by the processor's model.
+    """
+    device = run.devices[run.control.rank]
+    text = f"{device.kind} {device.name} {device.arch}"
+    if device.kind == "cpu":
+        host = run.topology.host_of(run.control.rank)
+        text += f", {compute_threads(len(affinity()), host.cores, len(host.ranks), run.config.threads)} threads"
+    return run.control.gather(text)
+
+
+def spelled_out(config: Config, topology: Topology, devices: Sequence[DeviceFacts],
+                notes: list[str]) -> Config:
+    """Return ``config`` with a value per rank where it has names, for the ranks that there are. Pure.
+
+    ``notes``: gets a remark for names that mean no rank; a host may be away.
+    Errors: as `by_rank`, the same on every rank.
+    """
+    places = [RankPlace(topology.host_of(rank).node, device.kind, device.name) for rank, device in enumerate(devices)]
+
+    def values(key: str, given: Any, empty: Any, rest: Any = None) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        if not given:
+            return empty
+        away = absent(given, places)
+        made = by_rank(key, given, places, rest)
+        if away:
+            notes.append(f"{key}: {', '.join(map(repr, away))} mean{'s' if len(away) == 1 else ''} no rank of this run")
+        return made
+
+    precision = values("precision", config.precision, "fp32")
+    limits = values("rebalance.max_micro_batch", config.rebalance.max_micro_batch, [], 0)
+    return replace(config, shares=values("shares", config.shares, []),
+                   peak_tflops=values("peak_tflops", config.peak_tflops, [], 0.0),
+                   precision=precision if isinstance(precision, str) else ":".join(precision),
+                   rebalance=replace(config.rebalance, max_micro_batch=limits))
+
+
+def of_copies(given: Config, spelled: Config, mesh: Mesh) -> Config:
+    """Return ``spelled`` with a share for each copy of a model where ``given`` names hosts or devices. Pure.
+
+    Errors: `UserError` for a copy whose ranks are given unlike shares.
+    """
+    if mesh.deepest == 1 or not isinstance(given.shares, Mapping) or not spelled.shares:
+        return spelled
+    shares: list[Any] = list(spelled.shares)
+    for copy, ranks in enumerate(mesh.copies):
+        if len({shares[rank] for rank in ranks}) > 1:
+            told = ", ".join(f"rank {rank} {shares[rank]}" for rank in sorted(ranks))
+            raise UserError(f"shares names hosts or devices by which the ranks of copy {copy} of the model have unlike "
+                            f"shares ({told})", "one share of the batch for each copy",
+                            f"give a list of {len(mesh.copies)} numbers, one for each copy, or balance: static")
+    return replace(spelled, shares=[shares[ranks[0]] for ranks in mesh.copies])

@@ -1,12 +1,6 @@
-"""Runs a few samples through model, loss and metrics before the first step, so that what does not fit is told at once.
+"""Run a few samples through model, loss and metrics before the first step, the same ones on every rank.
 
-Owns which samples, and the agreement of all ranks. How they are run, and how everything is put back as it was, is each
-backend's ``try_samples``; the words for what a framework refused are `hvdtrain.backends.misfit`'s.
-
-Two samples, as BatchNorm needs them, or more where integers lie in memory: those with the largest and smallest of
-their numbers, so that the loss itself tells a class that the model has no output for. Every rank takes the same, also
-one whose part of a batch is empty. Where they are refused, as many as a micro-batch has get a second chance: a model
-may be written for that number alone.
+Running and restoring is left to each backend's ``try_samples``, messages to `hvdtrain.backends.misfit`.
 """
 
 from __future__ import annotations
@@ -162,7 +156,6 @@ def _sizes(feed: Feed, n: int) -> list[list[int]]:
 
 
 def _check_fixed(run: Run, backend: Any, feed: Feed, training: bool) -> None:
-    """Refuse micro-batches of other sizes than a Keras model with a fixed batch takes."""
     fixed = fixed_batch(run.spec.model)
     for where, n in _batches(feed, run.config.max_steps if training else 0).items() if fixed else ():
         for rank, size in ((rank, size) for rank, sizes in enumerate(_sizes(feed, n)) for size in {*sizes} - {fixed}):
@@ -213,7 +206,6 @@ def _fits(run: Run, backend: Any, batch: Batch, training: bool) -> list[str] | N
 
 
 def _micro_batch(feed: Feed) -> int:
-    """Samples of this rank's first micro-batch, of another's where its part is empty."""
     n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
     cut = feed.cut_at(0)
     counts = np.diff(cut.offsets(n)).tolist()
@@ -239,7 +231,6 @@ def _samples(feed: Feed, most: int) -> Batch:
 
 
 def _pool(feed: Feed) -> Batch:
-    """Samples from all over the data, as far as they cost no further reading."""
     if feed.samples is None:
         return feed.sample(min(feed.global_batch, CANDIDATES))
     arrays = getattr(feed.data, "arrays", None)

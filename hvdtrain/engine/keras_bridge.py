@@ -1,10 +1,6 @@
-"""Call Keras callbacks in a run of `hvdtrain.Trainer` as `keras.Model.fit` would.
+"""Call Keras callbacks in a run of `hvdtrain.Trainer` as `keras.Model.fit` would, on every rank with the same numbers.
 
-Owns who runs where, what becomes of what they change, and which events are repeated after a resume. Callbacks run on
-every rank with the same numbers, so that what they change (weights, the rate) changes alike; those that only write, on
-rank 0. The rate is rank 0's at the begin of a fit and at both ends of an epoch. ``model.stop_training`` on any rank is
-a wish that all ranks settle by a vote (law 6): after an epoch at once, after a batch with the next one. Knows no
-backend; `callback_state` stores what callbacks hold, `measured_weights` has the weights that they see and write.
+Stored state is left to `keras_callback_state`, the weights that callbacks see to `keras_measured_weights`.
 """
 
 from __future__ import annotations
@@ -18,8 +14,8 @@ import keras
 import numpy as np
 
 from hvdtrain.backends.keras.compiled import setup_of
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import averaged
 from hvdtrain.engine.callbacks.history import History
@@ -54,6 +50,7 @@ class Bridge(History):
         left_out = [type(c).__name__ for c in given if type(c).__name__ in NOT_NEEDED]
         self.callbacks = [c for c in given if type(c).__name__ not in NOT_NEEDED]
         self._mine = [c for c in self.callbacks if run.control.rank == 0 or not writes(c)]
+        self.steers = bool(self.callbacks)
         self._writers = any(writes(c) for c in self.callbacks)
         self._model, self._setup, self._trained = model, setup_of(model), TrainingMetrics(model)
         self._compiled_optimizer: Any = None
@@ -126,12 +123,10 @@ class Bridge(History):
         self._settle(run)
 
     def step_start(self, run: Run) -> None:
-        """``on_train_batch_begin``."""
         self._trained.keep()
         self._tell("on_train_batch_begin", run.state.cursor.epoch_step)
 
     def step_end(self, run: Run) -> None:
-        """``on_train_batch_end``; a skipped step counts in no metric."""
         super().step_end(run)
         if not run.updated:
             self._trained.take_back()
@@ -154,7 +149,6 @@ class Bridge(History):
         return True
 
     def eval_end(self, run: Run) -> None:
-        """``on_test_end``, with the metrics under Keras' names."""
         super().eval_end(run)
         self._evaluated = self._trained.renamed(self._evaluated)
         if not _cut_short(run):
@@ -213,7 +207,6 @@ class Bridge(History):
             "stop": bool(self._model.stop_training) and run.state.stop != STOP}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `saving` brought together; `arrays` are the rest of it."""
         return self._state
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -225,7 +218,6 @@ class Bridge(History):
         self._arrays = dict(arrays)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`; given to the callbacks once training has begun, where Keras' set themselves back."""
         super().load_state_dict(state)
         self._restored = dict(state)
 
@@ -237,7 +229,6 @@ class Bridge(History):
                 getattr(callback, method)(*args)
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        """Give the callbacks, and this one, what a checkpoint holds of them."""
         self._states.restore(state.get("callbacks", []), self._arrays)
         self._opened, self._ended = state.get("opened", -1), state.get("ended", -1)
         self._rate_before, self.steps = state.get("rate_before"), dict(map(tuple, state.get("steps", ())))
@@ -306,7 +297,6 @@ def _check_alike(callbacks: list[Any], run: Run) -> None:
 
 
 def _take_backup(callbacks: list[Any], model: Any, run: Run) -> None:
-    """Go on where rank 0's BackupAndRestore has begun, on all ranks."""
     if not any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         return
     epoch = int(run.control.bcast(getattr(model, "_initial_epoch", None) or 0))
@@ -328,7 +318,7 @@ class Watched:
         return getattr(self._feed, name)
 
     def eval_epoch(self) -> Iterator[Any]:
-        """The feed's, between ``on_test_begin`` and the event EVAL_END."""
+        """Yield the feed's batches, between ``on_test_begin`` and the event EVAL_END."""
         tell: Callable[..., None] = self._bridge._tell if self._bridge.test_begin(self._run) else _nothing
         batches = self._feed.eval_epoch()
         try:

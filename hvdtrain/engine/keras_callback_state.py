@@ -53,7 +53,6 @@ def writes(callback: Any) -> bool:
 
 
 def _of_keras(callback: Any) -> set[str]:
-    """Return the names of Keras' own classes that the callback is made of."""
     return {c.__name__ for c in type(callback).__mro__ if c.__module__.startswith("keras.")}
 
 

@@ -1,6 +1,6 @@
-"""The compiled metrics over the training batches of an epoch, as `model.fit` shows them.
+"""The compiled metrics over the training batches of an epoch, as `model.fit` shows them, summed over ranks.
 
-Owns when they are measured, kept aside and summed over the ranks; `states` has the metrics. Knows no backend.
+The metrics themselves are left to `hvdtrain.backends.keras.states`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from hvdtrain.backends.keras.compiled import setup_of, split, widened, with_class_weight
-from hvdtrain.backends.keras.states import vector, zeros_like_one
+from hvdtrain.backends.keras.metrics import vector, zeros_like_one
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 
@@ -120,7 +120,7 @@ class TrainingMetrics:
             self._losses[name].update_state(value, sample_weight=weight)
 
     def _take(self, reset: bool = True) -> dict[str, np.ndarray]:
-        """The totals since the last call that reset them, those of single outputs' losses among them."""
+        """Return the totals since the last call that reset them, those of single outputs' losses among them."""
         totals: dict[str, np.ndarray] = self._setup.metrics.take(reset)
         for name, mean in self._losses.items():
             totals[name] = vector(mean)

@@ -1,6 +1,6 @@
-"""The training loop: the only one. `hvdtrain.core.events` tells it in pseudo-code; this file is that, no more.
+"""The training loop, as `hvdtrain.core.events` has it in pseudo-code.
 
-Owns the order of a step and where its seconds go. Knows no framework and no wire.
+Frameworks and transports are left to the parts of a run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from hvdtrain.checkpoint.run_directory import release, starting
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.events import Event
-from hvdtrain.core.protocols import Done
+from hvdtrain.core.protocols import StepGradients
 from hvdtrain.core.protocols.types import StepBatch
 from hvdtrain.core.timeline import active, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.weighting import check_weight
 from hvdtrain.engine.average import averaged, leave_final
-from hvdtrain.engine.guards.finite import blame
+from hvdtrain.engine.callbacks.out_of_memory import mended, repeats, tell
 from hvdtrain.engine.model_changes import check_late, follow, watched
-from hvdtrain.engine.out_of_memory.advice import mended, repeats, tell
-from hvdtrain.engine.saving import dry_run
-from hvdtrain.parallel.recovery.evaluating import Evaluating
+from hvdtrain.engine.saving import final
+from hvdtrain.engine.weight_checks import blame
+from hvdtrain.parallel.recovery.evaluating import RecoveringEvaluator
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
@@ -65,7 +65,7 @@ def _start(run: Run) -> None:
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
-        dry_run.check(run)
+        final.check(run)
         _stop_at_max_steps(run)
 
 
@@ -94,7 +94,6 @@ def _fit(run: Run) -> None:
 
 
 def _epoch(run: Run) -> None:
-    """Every step that is left of the current epoch."""
     phases = run.phases
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
         while not run.stopping():
@@ -145,7 +144,7 @@ def _computed_and_updated(run: Run, batch: StepBatch) -> bool:
     return True
 
 
-def _judge(run: Run, batch: StepBatch, done: Done, meets: bool) -> list[int]:
+def _judge(run: Run, batch: StepBatch, done: StepGradients, meets: bool) -> list[int]:
     """Return the ranks whose loss or gradient forbids an update; collective where the replicas synchronize."""
     if done.lost is not None:
         tell(run, done.lost, meets)
@@ -156,7 +155,7 @@ def _judge(run: Run, batch: StepBatch, done: Done, meets: bool) -> list[int]:
     return bad
 
 
-def _update(run: Run, done: Done, meets: bool) -> list[int]:
+def _update(run: Run, done: StepGradients, meets: bool) -> list[int]:
     """Clip and update; return all ranks where the update itself found gradients that are not finite, else []."""
     state, setup, services = run.state, run.setup, run.services
     with services.recovery.once("the update"):
@@ -244,12 +243,12 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
 
 
 def _stop_at_max_steps(run: Run) -> None:
-    """Every rank counts alike, so this needs no vote."""
+    # Every rank counts alike, so this needs no agreement.
     if 0 < run.config.max_steps <= run.state.cursor.step:
         run.state.stop = f"max_steps {run.config.max_steps}"
 
 
-def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
+def _vote(run: Run, batch: StepBatch, done: StepGradients) -> list[int]:
     """Agree on loss, gradient, stop and save in one sum.
 
     Returns the ranks whose loss is not finite; all, where the sum of gradients is not; none: [].
@@ -295,7 +294,7 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     return []
 
 
-def _by_myself(run: Run, done: Done) -> list[int]:
+def _by_myself(run: Run, done: StepGradients) -> list[int]:
     """Judge a step in which the copies do not meet; the state's loss is this rank's own until they do.
 
     Returns this rank, if its loss or gradient is not finite.
@@ -332,7 +331,7 @@ def _measured(run: Run, feed: Feed) -> dict[str, float]:
     run.written.evaluating(run)
     again, samples = True, 0
     while again:
-        adding = Evaluating(evaluator, run.recovery, run.state.cursor.step)
+        adding = RecoveringEvaluator(evaluator, run.recovery, run.state.cursor.step)
         with contextlib.closing(feed.eval_epoch()) as batches:
             for batch in batches:
                 adding.add(batch)

@@ -1,7 +1,6 @@
 """Follow what a user's callbacks change of the model while it trains, on all ranks alike.
 
-Owns the agreement of the ranks on the changes, and the order in which the parts of a run take in parameters that were
-unfrozen. What a framework finds changed, and what it can follow, is `hvdtrain.core.protocols.ModelFacts`.
+What a framework finds changed is left to `hvdtrain.core.protocols.ModelFacts`.
 """
 
 from __future__ import annotations

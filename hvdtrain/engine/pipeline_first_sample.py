@@ -1,8 +1,6 @@
-"""Sends a few samples through all stages of a model that is cut over ranks, forward and loss, then metrics, before the
-first step: so that what does not fit is told at once, in one sentence on every rank.
+"""Send a few samples through all stages of a partitioned model before the first step; the ranks agree after each chunk.
 
-Owns whose turn it is: the ranks agree after each chunk, and what it gave goes on by the control plane. Which samples
-are taken is `hvdtrain.engine.first_sample`'s.
+Which samples are taken is left to `hvdtrain.engine.first_sample`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A run: the object that the loop drives and callbacks see.
+"""The run: the object that the loop drives and callbacks see, which delivers events.
 
-Owns the delivery of events and what ranks ask of each other between agreements. Its state is in
-`hvdtrain.engine.run_parts`; `hvdtrain.engine.assemble` builds it, `hvdtrain.engine.loop` drives it.
+Its state is left to `hvdtrain.engine.run_parts`.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Callback, ChangesTransport, Collectives, Control, DataParallel, Schedule
-from hvdtrain.core.protocols.state import RunSaver
-from hvdtrain.core.protocols.types import StepBatch, Word
-from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.protocols.run import RunSaver
+from hvdtrain.core.protocols.types import Announcement, StepBatch
+from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
-from hvdtrain.engine.phases import RunPhases
-from hvdtrain.engine.run_parts import RunSetup, RunState, Services
+from hvdtrain.engine.run_parts import RunPhases, RunSetup, RunState, Services
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -59,7 +57,7 @@ class Run:
     topology: Topology = _of("setup.topology")
     devices: list[DeviceFacts] = _of("setup.devices")
     mesh: Mesh = _of("setup.mesh")
-    parts: Parts = _of("setup.parts")
+    parts: ModelParts = _of("setup.parts")
     schedule: Schedule = _of("setup.schedule")
     feed: Feed = _of("setup.feed")
     eval_feed: Feed | None = _of("setup.eval_feed")
@@ -71,7 +69,7 @@ class Run:
     directory: RunOutput = _of("services.directory")
     out: Path = _of("services.directory.out")
     begun: bool = _of("services.directory.begun")
-    records: Stream = _of("services.records")
+    records: RecordStream = _of("services.records")
     timeline: Timeline = _of("services.timeline")
     phases: RunPhases = _of("services.phases")
     recovery: Recovery = _of("services.recovery")
@@ -113,6 +111,21 @@ class Run:
         finally:
             state._event, state._alone, timeline.alone = outer, root_alone, outer_alone
 
+    def call(self, method: str) -> None:
+        """Call ``method`` of every callback that has one, outside of events; of "root" on rank 0, where it enters no
+        exchange either."""
+        timeline, control = self.services.timeline, self.services.control
+        outer = timeline.alone
+        for callback in self.callbacks:
+            everywhere = callback.where == "all"
+            if not (everywhere or control.rank == 0) or not hasattr(callback, method):
+                continue
+            timeline.alone = "" if everywhere or control.size == 1 else f"{method} of {type(callback).__name__}"
+            try:
+                getattr(callback, method)(self)
+            finally:
+                timeline.alone = outer
+
     def _listeners(self, event: Event) -> list[tuple[Callback[Run], str, bool]]:
         """Return the callbacks that see ``event`` here, what the heartbeat shows, and whether all ranks call each.
 
@@ -123,8 +136,8 @@ class Run:
             return known[1]
         method, on_root = event.value, self.services.control.rank == 0
         found = [(one, f"{method} of {type(one).__name__}" if hasattr(one, method) else "", one.where == "all")
-                 for one in self.callbacks if (one.where == "all" or on_root)
-                 and (not hasattr(one, "hears") or one.hears(event))]
+                 for one in self.callbacks if (one.where == "all" or on_root) and one.hears(event)]
+        pulse.doing.update({name: one.doing for one, name, _ in found if name and one.doing})
         self._heard[event] = (list(self.callbacks), found)
         return found
 
@@ -136,7 +149,7 @@ class Run:
             say(f"note: {text}")
 
     def record(self, event: str, **values: Any) -> None:
-        """Tell the reports of rank 0 what has happened (`hvdtrain.core.records.schema`); enters no collective."""
+        """Tell the reports of rank 0 what has happened (`hvdtrain.core.records`); enters no collective."""
         if self.control.rank == 0:
             self.records.write(self, event, values)
 
@@ -177,8 +190,8 @@ class Run:
         self.state.wishes.save = True
 
     def tell_all(self, topic: str, text: str) -> None:
-        """Have every rank hear ``text`` at the next vote, as a `Word` in ``state.told`` when TOLD is emitted."""
-        self.state.wishes.words.append(Word(self.control.rank, topic, text))
+        """Announce ``text`` to all at the next agreement: an `Announcement` in ``state.told`` at the event TOLD."""
+        self.state.wishes.words.append(Announcement(self.control.rank, topic, text))
 
     def hear(self) -> None:
         """Exchange what the ranks have to tell each other; collective, entered where a vote says that one has."""
@@ -193,7 +206,7 @@ class Run:
 
     def deliver(self, rows: list[tuple[int, str, str]]) -> None:
         """Emit TOLD for (rank, topic, text) that every rank knows already."""
-        self.state.told = [Word(*row) for row in rows]
+        self.state.told = [Announcement(*row) for row in rows]
         self.emit_told()
 
     def emit_told(self) -> None:
@@ -203,7 +216,7 @@ class Run:
             self.state.told = []
 
     def stopping(self) -> bool:
-        """Whether the ranks have agreed to stop."""
+        """Return whether the ranks have agreed to stop."""
         return bool(self.state.stop)
 
     def settle(self) -> None:

@@ -1,34 +1,34 @@
 """The three parts of a run: what it is (`RunSetup`), where it stands (`RunState`), what it uses (`Services`).
 
-Owns their fields only. `hvdtrain.engine.run.Run` joins the parts; functions that need one part take that part.
+`hvdtrain.engine.run.Run` joins them; the order of the phases of a step is left to `hvdtrain.engine.loop`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.backends.model_spec import Spec
 from hvdtrain.checkpoint.run_directory import RunOutput
+from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.devices import DeviceFacts
+from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
-from hvdtrain.core.group import Group
-from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.mesh import Group, Mesh
 from hvdtrain.core.protocols import Collectives, Control, DataParallel, Schedule
-from hvdtrain.core.protocols.state import RunSaver
-from hvdtrain.core.protocols.types import StepBatch, Word
-from hvdtrain.core.records.stream import Stream
-from hvdtrain.core.timeline import Timeline
+from hvdtrain.core.protocols.run import Position, RunSaver
+from hvdtrain.core.protocols.types import Announcement, Cursor, StepBatch
+from hvdtrain.core.records.stream import RecordStream
+from hvdtrain.core.timeline import StepTotals, Timeline, span
 from hvdtrain.data.feed import Feed
-from hvdtrain.engine.phases import RunPhases
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
 from hvdtrain.planning.batch.line import Line
 
@@ -44,14 +44,14 @@ class RunSetup:
     ``spelled``: ``config`` with a value per rank in place of names of hosts and devices (`hvdtrain.config.placed`).
     ``devices``: what each rank computes on. ``mesh``: the replicas of the model, each a list of ranks. ``dp``: how the
     replicas stay one; set when the first sample has gone through. ``average``: the moving average of the weights, where
-    the configuration asks for one. ``idle``: keys that have no effect as the run is set up (`hvdtrain.config.unused`).
+    the configuration asks for one. ``idle``: keys that have no effect as the run is set up (`hvdtrain.config`).
     """
 
     config: Config
     group: Group
     topology: Topology
     spec: Spec
-    parts: Parts
+    parts: ModelParts
     schedule: Schedule
     feed: Feed
     eval_feed: Feed | None = None
@@ -69,7 +69,7 @@ class RankWishes:
 
     stop: str = ""
     save: bool = False
-    words: list[Word] = field(default_factory=list)
+    words: list[Announcement] = field(default_factory=list)
 
 
 @dataclass
@@ -115,8 +115,8 @@ class Findings:
     """What the run has found so far, for its summary and report.
 
     ``ledger``: of `hvdtrain.engine.callbacks.ledger`. ``memory``: estimated and measured bytes by rank, of
-    `hvdtrain.engine.callbacks.memory`. ``shortages``: each time that a rank ran out of memory, with ``rank`` and the
-    fields of `hvdtrain.core.protocols.shortage.Shortage`. ``solo_lines``: how long each rank takes over a micro-batch,
+    `hvdtrain.engine.callbacks.memory_fit`. ``shortages``: each time that a rank ran out of memory, with ``rank`` and
+    the fields of `hvdtrain.core.protocols.types.Shortage`. ``solo_lines``: how long each rank takes over a micro-batch,
     where balance knows it. ``metrics_at``: the step that ``RunState.metrics`` are of. ``unsaved``: why the last
     checkpoint of the latest fit was not written; the final model is written all the same.
     """
@@ -149,7 +149,7 @@ class RunState:
     stop: str = ""
     requeue: bool = False
     interrupted: bool = False
-    told: list[Word] = field(default_factory=list)
+    told: list[Announcement] = field(default_factory=list)
     wishes: RankWishes = field(default_factory=RankWishes)
     outcome: StepOutcome = field(default_factory=StepOutcome)
     findings: Findings = field(default_factory=Findings)
@@ -161,7 +161,7 @@ class RunState:
 
     @property
     def save_due(self) -> bool:
-        """Whether a checkpoint follows the step at hand; where callbacks may set it is in `hvdtrain.core.events`."""
+        """Return whether a checkpoint follows this step; where callbacks may set it is in `hvdtrain.core.events`."""
         return self._save_due
 
     @save_due.setter
@@ -209,7 +209,7 @@ class Services:
     control: Control
     collectives: Collectives
     directory: RunOutput = field(default_factory=RunOutput)
-    records: Stream = field(default_factory=Stream)
+    records: RecordStream = field(default_factory=RecordStream)
     timeline: Timeline = field(default_factory=Timeline)
     recovery: Recovery = field(default_factory=lambda: Recovery(lambda error: False, shrinks=False))
     written: WrittenState = field(default_factory=WrittenState)
@@ -219,3 +219,71 @@ class Services:
     wires: Wires = field(init=False)
     unused: UnusedParameters = field(init=False)
     phases: RunPhases = field(init=False)
+
+
+class StepPhase(span):
+    """One phase; ``begin_s`` and ``end_s`` of its latest body are by `time.perf_counter`.
+
+    ``beat``: its name in the heartbeat; the watchdog times those of `pulse.COMPUTING`. ``cause``: in the time
+    breakdown. ``at``: whose step the heartbeat publishes, None where the step before stays published. ``totals``: what
+    its seconds are added to, under its name. ``bounded``: what the body waits for, at most ``bound_s``.
+    """
+
+    __slots__ = ("begin_s", "end_s", "_beat", "_at", "_totals", "_bound", "_bounded")
+
+    def __init__(self, name: str, cause: str, beat: str, at: Position | None = None, totals: StepTotals | None = None,
+                 bounded: str = "", bound_s: float = 0.0) -> None:
+        super().__init__(name, cause)
+        self.begin_s = self.end_s = 0.0
+        self._beat, self._at, self._totals, self._bounded = beat, at, totals, bounded
+        self._bound = deadline(bound_s, bounded) if bounded else None
+
+    def __enter__(self) -> StepPhase:
+        at, bound = self._at, self._bound
+        step = None if at is None else at.cursor.step
+        self.begin_s = perf_counter()
+        pulse.at(self._beat, step)
+        if bound is not None:
+            bound.what = f"{self._bounded} of step {step}"
+            bound.__enter__()
+        span.__enter__(self)  # super() takes longer, in each phase of each step
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        span.__exit__(self)
+        if self._bound is not None:
+            self._bound.__exit__()
+        self.end_s = perf_counter()
+        if self._totals is not None:
+            self._totals.add(self.name, self.end_s - self.begin_s)
+
+
+class RunPhases:
+    """Every phase of a run, in the order of a step; `finish` or `lose` adds a step to the timeline's totals."""
+
+    def __init__(self, timeline: Timeline, state: Position, bound_s: float) -> None:
+        self._totals = totals = timeline.totals
+        self.data = StepPhase("data", "input", "data", totals=totals)
+        # The bound covers backward too: a transport inside TensorFlow's graph waits for the other ranks in there.
+        self.gradients = StepPhase("gradients", "compute", "backward and exchange", state,
+                                   bounded="backward and gradient exchange", bound_s=bound_s)
+        self.vote = StepPhase("vote", "compute", "vote")  # looks at the gradient, and waits for a device's loss
+        self.update = StepPhase("update", "update", "update", totals=totals)
+        self.checkpoint = StepPhase("checkpoint", "checkpoint", "checkpoint", state)
+        self.evaluation = StepPhase("evaluation", "evaluation", "evaluation", state)
+
+    def finish(self, batch: StepBatch, waited_s: float, device_s: float | None) -> None:
+        """Count a step that is over. ``waited_s``: of its gradients, for other ranks.
+
+        ``device_s``: of computing, where the host's clock cannot tell computing from waiting.
+        """
+        totals, begin_s, voted_s = self._totals, self.gradients.begin_s, self.vote.end_s
+        updated_s = max(voted_s, self.update.end_s)  # a step without an update leaves the end of the one before
+        compute_s = self.gradients.end_s - begin_s - waited_s if device_s is None else min(device_s, voted_s - begin_s)
+        totals.add("compute", compute_s)
+        totals.add("wait", voted_s - begin_s - compute_s)
+        totals.step(updated_s - begin_s, batch.n_global, batch.n_local, len(batch.micros))
+
+    def lose(self) -> None:
+        """Count a step that is to be repeated."""
+        self._totals.lose(perf_counter() - self.gradients.begin_s)

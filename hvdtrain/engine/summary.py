@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from hvdtrain.core.errors import count
-from hvdtrain.core.terminal import Stdout, say
-from hvdtrain.core.units import shown
+from hvdtrain.core.protocols import DataParallel, DividesState
+from hvdtrain.core.table import facts
+from hvdtrain.core.terminal import say
+from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.pipeline import words
+from hvdtrain.parallel.pipeline import plan
 
 
 MOST_RANKS = 8
@@ -28,7 +30,7 @@ def record(run: Run) -> dict[str, Any]:
         "model": run.spec.name,
         "ranks": run.control.size,
         "hosts": run.topology.describe(),
-        "pipeline": words.facts(run.parts.layout, run.config),
+        "pipeline": plan.facts(run.parts.layout, run.config),
         "wire": run.collectives.name,
         "compression": run.dp.describe(),
         "global_batch": run.config.global_batch,
@@ -54,13 +56,13 @@ def record(run: Run) -> dict[str, Any]:
 
 
 def rows(run: Run) -> list[tuple[str, str]]:
-    """What the table shows, in order."""
+    """Return what the table shows, in order."""
     r = record(run)
     per_rank = f"{r['ranks']} on {r['hosts']}"
     table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank),
              ("wire", f"{r['wire']}, compression {r['compression']}"),
              ("global batch", count(r["global_batch"], "sample")),
-             *([("pipeline", words.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
+             *([("pipeline", plan.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
              ("steps", f"{r['steps']} in {count(r['epochs'], 'epoch')}"
               + (f", stopped: {r['stop']}" if r["stop"] else "")),
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
@@ -85,7 +87,7 @@ def rows(run: Run) -> list[tuple[str, str]]:
 
 
 def _meter(run: Run) -> dict[str, Any] | None:
-    """The meter's reading over the run, JSON-able; None where there was none."""
+    """Return the meter's reading over the run, JSON-able; None where there was none."""
     if "meter" not in run.records.latest:
         return None
     found = run.records.latest["meter"].values
@@ -96,7 +98,7 @@ def _meter(run: Run) -> dict[str, Any] | None:
 
 
 def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was checked of the samples, in words; nothing where no step was made."""
+    """Return what was checked of the samples, in words; nothing where no step was made."""
     epochs = found.get("epochs", 0)
     rows = found.get("compared", 0)  # none where all rows were compared, or there is one rank
     said = [f"each {'index ' if rows else ''}exactly once in {count(epochs, 'epoch')}"
@@ -114,34 +116,35 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [("samples", "; ".join(said))] if said else []
 
 
-def _zero(dp: Any) -> dict[str, Any] | None:
-    """The stage of ZeRO, and the mean milliseconds in which a step's parameters came together; None without it."""
-    if not dp.divides_state or not dp.gathers:
+def _zero(dp: DataParallel) -> dict[str, Any] | None:
+    """Return the stage of ZeRO and the mean milliseconds of gathering parameters in a step; None without it."""
+    zero = cast(DividesState, dp) if dp.divides_state else None
+    if zero is None or not zero.gathers:
         return None
-    return {"stage": dp.stage, "gather_ms": round(1e3 * dp.gathered_s / dp.gathers, 3)}
+    return {"stage": zero.stage, "gather_ms": round(1e3 * zero.gathered_s / zero.gathers, 3)}
 
 
 def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The most that rank 0 and the worst rank have held, beside what was reckoned; nothing where it is unknown."""
+    """Return the peak memory of rank 0 and of the worst rank beside the estimate; nothing where it is unknown."""
     peaks, states = found.get("peak", []), found.get("state", [])
     if not any(peaks) or len(peaks) != len(states):
         return []
     worst = max(range(len(peaks)), key=lambda r: peaks[r])
-    said = [f"rank {r} at most {shown(peaks[r])}, of it {shown(states[r])} parameters, gradients and optimizer as "
-            f"reckoned{_measured(found, r)}" for r in dict.fromkeys((0, worst)) if peaks[r]]
+    said = [f"rank {r} at most {format_bytes(peaks[r])}, of it {format_bytes(states[r])} parameters, gradients and "
+            f"optimizer as predicted{_measured(found, r)}" for r in dict.fromkeys((0, worst)) if peaks[r]]
     return [("memory", "; ".join(said))]
 
 
 def _measured(found: dict[str, Any], rank: int) -> str:
-    """What of ``_memory``'s reckoning was found in the end, in words; "" where a kind of it cannot be told."""
+    """Return what of ``_memory``'s reckoning was found in the end, in words; "" where a kind of it cannot be told."""
     measured = found.get("measured", [])
     held = measured[rank] if rank < len(measured) else {}
     kinds = [held.get(kind) for kind in ("parameters", "gradients", "state")]
-    return "" if None in kinds else f" ({shown(sum(n for n in kinds if n is not None))} found)"
+    return "" if None in kinds else f" ({format_bytes(sum(n for n in kinds if n is not None))} found)"
 
 
 def _mfu(run: Run) -> dict[str, Any] | None:
-    """The utilisation of the ranks' devices over the run; None where no device's peak is known."""
+    """Return the utilisation of the ranks' devices over the run; None where no device's peak is known."""
     if "system" not in run.records.latest:
         return None
     found = run.records.latest["system"].values
@@ -165,8 +168,7 @@ def _utilisation(found: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """How often ranks ran out of memory and which take smaller micro-batches since, in words; nothing where none did.
-    """
+    """Return how often ranks ran out of memory, and which take smaller micro-batches since."""
     if not found["times"]:
         return []
     smaller = [f"rank {rank} takes at most {limit} in a micro-batch" for rank, limit in
@@ -175,7 +177,7 @@ def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _saves(run: Run) -> dict[str, Any] | None:
-    """What the saves have cost rank 0, in seconds; None without any."""
+    """Return what the saves have cost rank 0, in seconds; None without any."""
     if run.saver is None or not run.saver.spent.saves:
         return None
     spent = run.saver.spent
@@ -190,7 +192,7 @@ def _saved(saves: dict[str, Any]) -> str:
 
 
 def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The meter's rows: how much of the devices' speed was used, what was lost, each rank, what to do."""
+    """Return the meter's rows: how much of the devices' speed was used, what was lost, each rank, what to do."""
     lost = ", ".join(f"{WORDS[cause]} {percent:.1f} %" for cause, percent in found["lost_percent"].items())
     rows = [("efficiency", f"{found['percent_of_solo']:.0f} % of the sum of solo speeds"), ("time lost", lost)]
     for rank, row in list(enumerate(found["ranks"]))[:MOST_RANKS]:
@@ -203,24 +205,8 @@ def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def show(run: Run) -> None:
     """Print the table; on rank 0."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     # mpirun gives ranks pseudo-terminals even where its own output goes to a file: plain text under a launcher.
-    # 64 columns leave room for the tag that horovodrun puts before each line.
-    launched = run.control.size > 1
-    console = Console(file=cast(IO[str], Stdout()), highlight=False, force_terminal=False if launched else None,
-                      width=64 if launched else None)
-    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title="hvdtrain")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows(run):
-        table.add_row(name, Text(value))  # as it is: rich would read [brackets] as markup
-    with console.capture() as text:
-        console.print(table)
-    say(text.get().rstrip())
+    say(facts("hvdtrain", rows(run), plain=run.control.size > 1))
 
 
 def _number(value: float) -> float | None:

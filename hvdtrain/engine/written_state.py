@@ -1,10 +1,6 @@
 """Buffers that forward passes write to, BatchNorm's statistics aside: which they are, and when ranks reduce them.
 
-Owns the names, the reductions that a model declares, and the notes. The formulas are `hvdtrain.comm.reducer.written`'s.
-
-DDP broadcasts rank 0's buffers before each forward pass. Here the ranks reduce what is written before the update of
-each step, so that no save and no evaluation decides about a value. Runs without such a buffer send nothing:
-a rank that notices a write to one reports it in the step's agreement.
+The formulas are left to `hvdtrain.comm.reducer.written`.
 """
 
 from __future__ import annotations
@@ -20,8 +16,8 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, Writable
-from hvdtrain.core.protocols.types import Word
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.core.protocols.types import Announcement
+from hvdtrain.parallel.parts import ModelParts
 
 TOPIC = "written buffers"
 BENT = "not independent of the number of ranks: "
@@ -33,7 +29,7 @@ MOST = 6
 class Told(Protocol):
     """Where what ranks have told each other is read."""
 
-    told: list[Word]
+    told: list[Announcement]
 
 
 class Replicas(Protocol):
@@ -44,12 +40,12 @@ class Replicas(Protocol):
     collectives: Collectives
     mesh: Mesh
     spec: Spec
-    parts: Parts
+    parts: ModelParts
     updated: bool
 
     @property
     def state(self) -> Told:
-        """Where the run stands."""
+        """Return where the run stands."""
         ...
 
     def tell_all(self, topic: str, text: str) -> None:

@@ -1,7 +1,6 @@
-"""Horovod's Keras API, correct on Keras 3: ``import hvdtrain.keras as hvd`` instead of ``horovod.tensorflow.keras``.
+"""Horovod's Keras API on Keras 3: ``import hvdtrain.keras as hvd`` instead of ``horovod.tensorflow.keras``.
 
-Owns the list of names and where each lives. Importing this package imports no framework; each name is loaded on first
-use. Those that need TensorFlow say so where Keras runs on another backend.
+Owns the list of names; each is imported on first use, and those that need TensorFlow refuse other backends.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 _MODULES = ("callbacks", "elastic")
 
 _HOME = {
-    "DistributedOptimizer": "optimizer", "PartialDistributedOptimizer": "optimizer", "load_model": "serial",
+    "DistributedOptimizer": "optimizer", "PartialDistributedOptimizer": "optimizer", "load_model": "optimizer",
     "allreduce": "collective", "allgather": "collective", "broadcast": "collective", "reducescatter": "collective",
     "shard": "data",
 }
@@ -48,7 +47,7 @@ def __dir__() -> list[str]:
 
 
 def _needs_tensorflow(name: str) -> None:
-    """Raise `hvdtrain.core.errors.UserError` where Keras computes with something else than TensorFlow."""
+    """Raise `UserError` where Keras runs on another backend than TensorFlow."""
     from hvdtrain.cluster import quiet
 
     quiet.watch_import()

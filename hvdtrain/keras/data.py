@@ -1,15 +1,11 @@
-"""`shard`: this rank's part of every global batch for plain `keras.Model.fit`, exact for unequal parts.
+"""Shard every global batch over ranks for plain `keras.Model.fit`, exactly also for unequal shares: `shard`.
 
-Owns the order, the cut and the sample weights that make Keras' own mean right. Step t of an epoch is the same global
-batch whatever the number of ranks (law 2), and the cut is the sampler's, as in `hvdtrain.Trainer`.
-
-Keras takes the mean over a rank's n_r samples, and ``hvd.DistributedOptimizer(op=Average)`` the mean over P ranks. With
-W samples in the global batch and sample weights w scaled by n_r * P / W
+Owns the order, the cut and the sample weights. With w scaled by n_r * P / W, Keras' mean over a rank's n_r samples and
+``hvd.DistributedOptimizer(op=Average)``'s mean over P ranks give the mean over the global batch of W samples:
 
     (1 / P) sum_r (1 / n_r) sum_i l_i w_i n_r P / W  =  (1 / W) sum_i l_i w_i
 
-which is Keras' mean over the global batch. A rank without samples gets one with weight 0, since Keras takes no empty
-batch. `hvdtrain.keras.metrics.MetricAverageCallback` undoes the scaling in what is logged.
+`hvdtrain.keras.metrics.MetricAverageCallback` undoes the scaling in the logs.
 """
 
 from __future__ import annotations
@@ -23,31 +19,31 @@ import numpy as np
 
 from hvdtrain.backends.keras.compiled import check_class_weight, with_class_weight
 from hvdtrain.core.errors import UserError, count, nearest
-from hvdtrain.planning.batch.sampler import Cut, at_least, epoch_order
+from hvdtrain.planning.batch.sampler import BatchShares, at_least, epoch_order
 
 
 def shard(x: Any, y: Any = None, sample_weight: Any = None, *, global_batch: int, shares: Sequence[float] | None = None,
           class_weight: dict[int, float] | None = None, shuffle: bool = True, seed: int = 0,
-          drop_remainder: bool = False, epoch: int = 0, rank: int | None = None, size: int | None = None) -> Shard:
-    """This rank's part of ``x, y`` for ``model.fit(shard(...))``; all ranks give the same arrays and arguments.
+          drop_remainder: bool = False, epoch: int = 0, rank: int | None = None,
+          size: int | None = None) -> ShardedDataset:
+    """Return this rank's share of ``x, y`` for ``model.fit(shard(...))``; all ranks give the same arrays and arguments.
 
     ``x``, ``y``: arrays, or dicts and tuples of them, first axis samples. ``sample_weight``: one array, or one for each
     output; outputs that a dict leaves out count 1. ``global_batch``: samples of a step over all ranks. ``shares``:
-    weights of the ranks' parts, equal without.
-    ``class_weight``: as in `keras.Model.fit`, and beside sample weights. ``shuffle``: anew each epoch, from (seed,
-    epoch) alone; what fit is told of shuffling does not matter. ``drop_remainder``: no short last batch. ``epoch``: the
-    number of the first epoch, for a fit with ``initial_epoch``. ``rank``, ``size``: hvdtrain's by default.
-    Needs a loss that is a mean over samples (Keras' default) and, over ranks, ``op=Average``; what it cannot put right
-    is refused (`hvdtrain.keras.shardable`). Errors: `UserError`.
+    weights of the ranks' shares, equal by default. ``class_weight``: as in `keras.Model.fit`, also beside sample
+    weights. ``shuffle``: in each epoch, from (seed, epoch) alone; fit's own ``shuffle`` has no effect.
+    ``drop_remainder``: no short last batch. ``epoch``: the number of the first epoch, for a fit with ``initial_epoch``.
+    ``rank``, ``size``: hvdtrain's by default. Needs a loss that is a mean over samples (Keras' default) and, over
+    ranks, ``op=Average``; other models are refused (`hvdtrain.keras.shardable`). Errors: `UserError`.
     """
     if rank is None or size is None:
         rank, size = _place()
-    return Shard(x, y, sample_weight, global_batch, [1.0] * size if shares is None else shares, class_weight, shuffle,
-                 seed, drop_remainder, epoch, rank)
+    return ShardedDataset(x, y, sample_weight, global_batch, [1.0] * size if shares is None else shares, class_weight,
+                          shuffle, seed, drop_remainder, epoch, rank)
 
 
-class Shard(keras.utils.PyDataset):
-    """What `shard` returns: items are (x, y, sample_weight) of this rank. Not for several workers."""
+class ShardedDataset(keras.utils.PyDataset):
+    """The dataset of `shard`: items are (x, y, sample_weight) of this rank. Not for several workers."""
 
     def __init__(self, x: Any, y: Any, sample_weight: Any, global_batch: int, shares: Sequence[float],
                  class_weight: dict[int, float] | None, shuffle: bool, seed: int, drop_remainder: bool, epoch: int,
@@ -67,15 +63,14 @@ class Shard(keras.utils.PyDataset):
                 with_class_weight(check_class_weight(class_weight), self._y, sample_weight))
         self._weight = np.ones(self.samples, np.float32) if sample_weight is None else sample_weight
         self._weighted = sample_weight is not None
-        self._cut, self.rank, self.size = Cut.of(shares), rank, len(shares)
+        self._cut, self.rank, self.size = BatchShares.of(shares), rank, len(shares)
         self._cut.offsets(0)
         assert 0 <= rank < self.size
         self.global_batch, self._shuffle, self._seed = int(global_batch), shuffle, seed
         self._steps = self.samples // self.global_batch if drop_remainder else -(-self.samples // self.global_batch)
         if self._steps == 0:
             raise UserError(f"{count(self.samples, 'sample')} for a global batch of {global_batch}",
-                            "at least one whole batch",
-                            "lower global_batch, or leave drop_remainder out")
+                            "at least one whole batch", "lower global_batch, or leave drop_remainder out")
         self._epoch, self._begun = epoch - 1, False
         self._next: int | None = None
         self._order = np.arange(0)
@@ -84,22 +79,22 @@ class Shard(keras.utils.PyDataset):
         return self._steps
 
     def spread(self, most: int) -> tuple[Any, Any, Any]:
-        """Return (x, y, sample_weight) of up to ``most`` samples from all over the data."""
+        """Return (x, y, sample_weight) of up to ``most`` samples spread over the data."""
         rows = np.linspace(0, self.samples - 1, min(self.samples, most), dtype=np.int64)
         x, y, weight = (keras.tree.map_structure(lambda a: a[rows], part) for part in (self._x, self._y, self._weight))
         return x, y, weight
 
     def total(self, step: int) -> int:
-        """Samples of global batch ``step`` over all ranks."""
+        """Return the samples of global batch ``step`` over all ranks."""
         return min(self.global_batch, self.samples - step * self.global_batch)
 
     def count(self, step: int) -> int:
-        """Samples of it that this rank has, 0 where its item is a stand-in of weight 0."""
+        """Return this rank's samples of ``step``, 0 where its item is a placeholder of weight 0."""
         offsets = self._cut.offsets(self.total(step))
         return int(offsets[self.rank + 1] - offsets[self.rank])
 
     def even(self) -> bool:
-        """Whether all ranks have as many samples in every step."""
+        """Return whether all ranks have as many samples in every step."""
         return all(len({b - a for a, b in zip(offsets, offsets[1:])}) == 1
                    for offsets in (self._cut.offsets(self.total(step)).tolist() for step in (0, self._steps - 1)))
 
@@ -108,19 +103,16 @@ class Shard(keras.utils.PyDataset):
         return self.even() and not self._weighted
 
     def on_epoch_begin(self) -> None:
-        """Take the order of the next epoch."""
         self._epoch += 1
         self._order = epoch_order(self.samples, self._seed, self._epoch, self._shuffle)
         self._next = 0
         _latest[:] = [weakref.ref(self)]
 
     def on_epoch_end(self) -> None:
-        """Read by number again."""
         self._next = None
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
-        """This rank's part of a global batch. Within an epoch the k-th item read is step k: Keras asks for the items
-        in an order of its own, which differs between ranks, where fit's ``shuffle`` is not turned off."""
+        # Within an epoch the k-th item read is step k: Keras asks in an order of its own, which differs between ranks.
         if self._next is not None and self._next < self._steps:
             index, self._next = self._next, self._next + 1
         order = self._order if len(self._order) else epoch_order(
@@ -139,17 +131,17 @@ _latest: list[Any] = []
 
 
 def forget() -> None:
-    """No `Shard` is being read."""
+    """Forget the dataset that `being_read` returns."""
     _latest.clear()
 
 
-def being_read() -> Shard | None:
-    """The `Shard` whose epoch began last since `forget`."""
+def being_read() -> ShardedDataset | None:
+    """Return the `ShardedDataset` whose epoch began last since `forget`."""
     return _latest[0]() if _latest else None
 
 
 def _place() -> tuple[int, int]:
-    """(rank, size) of this process."""
+    """Return (rank, size) of this process."""
     if keras.backend.backend() == "tensorflow":
         from hvdtrain import tensorflow as hvd
 
@@ -163,7 +155,7 @@ def _place() -> tuple[int, int]:
 
 
 def _weights_of_outputs(given: Any, y: Any, samples: int) -> Any:
-    """Sample weights as float32, one array or one for each of ``y``; outputs that a dict leaves out count 1."""
+    """Return sample weights as float32, one array or one for each of ``y``; missing outputs count 1."""
     if isinstance(given, Mapping) and isinstance(y, Mapping):
         unknown = [name for name in given if name not in y]
         if unknown:

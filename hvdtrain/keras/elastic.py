@@ -1,4 +1,4 @@
-"""Horovod's elastic API, left out on purpose: every name answers with the reason and with what replaces it."""
+"""Horovod's elastic API, left out on purpose: every name raises an error with the reason and the replacement."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ def __getattr__(name: str) -> Any:
     """Raise `hvdtrain.core.errors.UserError` for ``run``, ``KerasState`` and the rest."""
     if name.startswith("__"):
         raise AttributeError(name)
-    from hvdtrain.tensorflow.left_out import no_elastic
+    from hvdtrain.tensorflow.capabilities import no_elastic
 
     raise no_elastic()

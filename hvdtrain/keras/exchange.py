@@ -1,10 +1,7 @@
-"""What a distributed Keras optimizer does around its update: accumulate, exchange, treat local variables, guard.
+"""Exchange gradients around a Keras optimizer's update: accumulate, sum over ranks, keep local variables, compare.
 
-Owns one optimizer's settings and state between steps. The sums are `hvdtrain.tensorflow.gradients`'; the update is
-Keras' own, which clips, decays and averages after the exchange, as one process on the whole batch would.
-
-Everything happens while Keras' ``apply`` is traced or run. With several passes per update the exchange and the update
-lie in a branch that only every N-th pass takes; the pass count is the same on all ranks, so they take it together.
+Owns one optimizer's settings and state between steps, while Keras' ``apply`` is traced or run. The sums are
+`hvdtrain.tensorflow.gradients`'; the update is Keras' own, which clips and decays after the exchange.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.optimizer import fused
 from hvdtrain.core.errors import UserError
-from hvdtrain.keras.guard import Guard, frozen_weights, ranks_of
+from hvdtrain.keras.guard import DivergenceGuard, frozen_weights, ranks_of
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted
 
@@ -44,13 +41,13 @@ class Settings:
     local_layers: list[Any] = field(default_factory=list)
 
 
-class Exchange:
-    """Turns one rank's gradients into an update that every rank makes alike."""
+class OptimizerExchange:
+    """Turn one rank's gradients into the same update on every rank."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.inside = False
-        self.guard = Guard(settings.process_set, settings.check_every, settings.name)
+        self.guard = DivergenceGuard(settings.process_set, settings.check_every, settings.name)
         self.model: keras.Model | None = None
         self._name = ""
         self._list: list[Any] = []
@@ -62,7 +59,7 @@ class Exchange:
 
     @property
     def ranks(self) -> int:
-        """Ranks that exchange with this one, itself included."""
+        """Return the number of ranks that exchange, this one included."""
         return ranks_of(self.settings.process_set)
 
     def register_local(self, variable: Any) -> None:
@@ -71,10 +68,7 @@ class Exchange:
 
     @unconverted
     def step(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], update: Update) -> None:
-        """One pass with ``optimizer``: exchange ``grads`` and hand them to ``update``, or keep them for a later pass.
-
-        Within ``update`` the optimizer's ``apply`` runs once more and finds `inside` set.
-        """
+        """Exchange ``grads`` and ``update`` (`inside` is set meanwhile), or keep them for a later pass."""
         grads, variables = list(grads), list(variables)
         if self.ranks > 1:
             refuse_xla("hvd.DistributedOptimizer")
@@ -99,9 +93,7 @@ class Exchange:
         tf.cond(tf.equal(passes % self.settings.passes, 0), flush, lambda: tf.constant(False))
 
     def _take_name(self) -> None:
-        """A name for this optimizer's collectives at its first step: ranks make those together, while one rank alone
-        may make optimizers that never take one."""
-        if not self._name:
+        if not self._name:  # not before the first step: one rank alone may make optimizers that never take a step
             _counts[self.settings.name] += 1
             n = _counts[self.settings.name] - 1
             self._name = self.guard.name = f"{self.settings.name}_{n}" if n else self.settings.name
@@ -109,10 +101,7 @@ class Exchange:
     # --- several passes --------------------------------------------------------------------------------------------
 
     def _accumulate(self, grads: list[Any], variables: list[Any]) -> list[tf.Variable | None]:
-        """Add this pass' gradients to the sums; return the sum of each variable that has had one since the update.
-
-        A graph takes the variables that had one in any graph so far.
-        """
+        """Add this pass' gradients to the sums; return the sums of variables with a gradient."""
         keys = [_key(v) for v in variables]
         self._list = self._list or keys
         if keys != self._list:
@@ -199,7 +188,7 @@ class Exchange:
         return self._reduce(grads, variables) if grads else []
 
     def _alike(self, own: list[Any]) -> list[Any]:
-        """Local gradients with NaN on every rank where one rank's are not finite: loss scales decide by them."""
+        """Make local gradients NaN on every rank where one rank's are not finite: loss scales decide by them."""
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(_values(g))) for g in own])
         flag = tf.where(finite, 0.0, float("nan"))
         wire = basics.wire(self.settings.process_set)
@@ -216,8 +205,8 @@ class Exchange:
         return self._local | layers
 
 
-def exchange_of(optimizer: Any) -> Exchange | None:
-    """The exchange of a distributed optimizer, also of one inside Keras' LossScaleOptimizer; None for others."""
+def exchange_of(optimizer: Any) -> OptimizerExchange | None:
+    """Return the exchange of a distributed optimizer, also inside Keras' LossScaleOptimizer; None for others."""
     found = getattr(optimizer, "_hvd_exchange", None)
     inner = getattr(optimizer, "inner_optimizer", None)
     return found if found is not None or inner is None else exchange_of(inner)
@@ -227,17 +216,17 @@ def _refuse_global_clip(optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if inner.global_clipnorm:
         raise through_trace(UserError(f"global_clipnorm={inner.global_clipnorm} beside local layers",
-                                      "a clip that does not mix them: ranks would scale the shared gradients unlike",
+                                      "a clip of each by itself: ranks would scale the shared gradients differently",
                                       "use clipnorm, which clips each variable by itself"))
 
 
 def _key(variable: Any) -> Any:
-    """A variable's identity, whether it is Keras' or TensorFlow's."""
+    """Return a variable's identity, whether it is Keras' or TensorFlow's."""
     return tf_variable(variable).ref()
 
 
 def tf_variable(variable: Any) -> tf.Variable:
-    """TensorFlow's variable, of Keras' around it too."""
+    """Return TensorFlow's variable of one that may be Keras'."""
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 

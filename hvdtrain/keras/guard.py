@@ -1,9 +1,7 @@
-"""The guard against ranks that train different models: fingerprints of weights and rates, compared every N updates.
+"""Compare fingerprints of weights and learning rates over ranks every N updates, to detect ranks that diverged.
 
-Owns when ranks compare and what each sends; `hvdtrain.engine.guards.divergence` owns the verdict on weights. Three
-numbers per variable and the learning rate travel. Under ``fit`` the comparison runs between two steps, at the end of
-each epoch and of ``fit``, and adds nothing to a step; in a training loop of one's own it lies inside the step's graph,
-in a branch that is taken when it is due.
+Owns when ranks compare and what each sends; `hvdtrain.engine.weight_checks` judges weights. Under ``fit`` ranks
+compare between steps; in a custom training loop inside the step's graph, in a branch taken when due.
 """
 
 from __future__ import annotations
@@ -18,26 +16,23 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine.guards.divergence import Diverged, Rows, judge
+from hvdtrain.engine.weight_checks import Diverged, Rows, judge
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, through_trace
 
 EARLY = (2, 8)
 """Updates after which ranks compare besides every N-th. Not the first: Horovod's own examples broadcast after it."""
 
-MEAN_SQUARE = 13 / 12
-"""Of numbers spread evenly from 0.5 to 1.5."""
-
-RATE_ROUNDING = 1e-6
-"""Relative difference between learning rates that is taken for float32 rounding."""
+MEAN_SQUARE = 13 / 12  # of numbers spread evenly from 0.5 to 1.5
+RATE_ROUNDING = 1e-6  # relative difference between learning rates that is taken for float32 rounding
 
 
-class Guard:
-    """Compares weights and learning rates of the ranks of ``process_set`` after updates 2, 8 and every ``every``-th.
+class DivergenceGuard:
+    """Compare weights and learning rates of the ranks of ``process_set`` after updates 2, 8 and every ``every``-th.
 
-    ``every``: 0 never compares. ``distributed``: whether the updates are known to come from exchanged gradients; it
-    decides the likely cause. Raises `hvdtrain.engine.guards.divergence.Diverged` on every rank; from inside a graph it
-    comes as an error of TensorFlow's that holds the same words.
+    ``every``: 0 never compares. ``distributed``: whether the updates are known to come from exchanged gradients, which
+    decides the likely cause. Raises `hvdtrain.engine.weight_checks.Diverged` on every rank; from inside a graph as
+    an error of TensorFlow's with the same message.
     """
 
     def __init__(self, process_set: Any, every: int, name: str, distributed: bool = True) -> None:
@@ -56,7 +51,7 @@ class Guard:
         self._rows: Callable[[float], tf.Tensor] | None = None
 
     def begin_after(self, updates: int) -> None:
-        """Count from the update after the next ``updates``: ranks may differ until then (a broadcast will come)."""
+        """Count from the update after the next ``updates``: ranks may differ until a broadcast."""
         self._late = updates
         self._between = -updates
         if self._updates is not None:
@@ -64,9 +59,9 @@ class Guard:
 
     def before_update(self, variables: Sequence[Any], rate: Callable[[], Any] | None = None,
                       frozen: Callable[[], list[Any]] = list) -> None:
-        """Remember what is compared and where this rank began; reads the weights once, in the first call.
+        """Remember what is compared and this rank's first values; reads the weights once, in the first call.
 
-        ``rate``: returns the learning rate of now, in a graph too. ``frozen``: returns the weights that are compared
+        ``rate``: returns the current learning rate, in a graph too. ``frozen``: returns weights that are compared
         besides ``variables``, which the optimizer updates.
         """
         if self._before is not None or not self._every or ranks_of(self._process_set) == 1:
@@ -82,7 +77,7 @@ class Guard:
 
     @contextmanager
     def driven(self) -> Iterator[None]:
-        """While a step runs after which `between_steps` will be called: it is not counted inside."""
+        """Leave the count of steps in the body to `between_steps`."""
         self._driven = True
         try:
             yield
@@ -90,7 +85,7 @@ class Guard:
             self._driven = False
 
     def between_steps(self, updates: float) -> None:
-        """Count ``updates``, and compare if that was enough; outside of graphs. Collective."""
+        """Count ``updates``, and compare if due; outside of graphs. Collective."""
         if self._before is None:
             return
         before, self._between = self._between, self._between + updates
@@ -117,7 +112,7 @@ class Guard:
         self._before.assign(fingerprints(self._variables)[0])
 
     def after_update(self) -> None:
-        """Count an update, and compare where it is time to, within the step. Collective."""
+        """Count an update, and compare if due, within the step. Collective."""
         if self._before is None or self._driven:
             return
         if tf.executing_eagerly():
@@ -133,7 +128,6 @@ class Guard:
         _whole(tf.cond(due, lambda: self._compare(count), lambda: tf.constant(False)))
 
     def _compare(self, count: tf.Tensor) -> tf.Tensor:
-        """Nodes that gather the rows and judge them."""
         assert self._before is not None
         rows_PK = self._gathered()
         alike = tf.numpy_function(self._judge, [rows_PK, count], tf.bool)
@@ -142,8 +136,7 @@ class Guard:
         return tf.ensure_shape(alike, [])
 
     def _gathered(self, stops: Any = 0.0) -> tf.Tensor:
-        """Gather float32 (P, 3V + 2): of each rank its fingerprints at the last comparison and now, its norms, learning
-        rate and ``stops``."""
+        """Gather float32 (P, 3V + 2): old and new fingerprints, norms, learning rate, ``stops``."""
         assert self._before is not None
         rate = 0.0 if self._rate is None else keras.ops.convert_to_tensor(self._rate())
         scalars_2 = [tf.cast(x, tf.float32) for x in (rate, stops)]
@@ -160,24 +153,22 @@ class Guard:
         return np.bool_(True)
 
 
-class GuardOfFit(keras.callbacks.Callback):
-    """Compares at the end of each epoch and of ``fit``, after all other callbacks. Collective."""
+class GuardCallback(keras.callbacks.Callback):
+    """Compare at the end of each epoch and of ``fit``, after all other callbacks. Collective."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: DivergenceGuard) -> None:
         super().__init__()
         self._guard = guard
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Compare what the epoch ends with."""
         self._guard.after_epoch(stops_early(self, epoch))
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Compare what ``fit`` ends with."""
         self._guard.after_epoch(fit=True)
 
 
 def frozen_weights(model: keras.Model) -> list[Any]:
-    """Return the weights of frozen layers; no variables that layers make as not trainable, such as statistics."""
+    """Return the weights of frozen layers, without variables that layers make as not trainable."""
     trained = {id(v) for v in model.trainable_variables}
     made = {id(v): v for layer in model._flatten_layers() for v in layer._trainable_variables}
     return [v for key, v in made.items() if key not in trained]
@@ -189,7 +180,7 @@ def stops_early(callback: Any, epoch: int) -> bool:
 
 
 def _settings_apart(rows_P2: np.ndarray, count: int, ranks: Sequence[int] | None) -> Diverged | None:
-    """Return the error for learning rates that differ by more than rounding, or for ranks that stop alone. Pure."""
+    """Return the error for learning rates that differ by more than rounding, or for ranks that stop alone."""
     numbers = list(range(len(rows_P2)) if ranks is None else ranks)
     for name, column_P, said, expected, do in (
             ("learning_rate", rows_P2[:, 0].astype(np.float64), "have different learning rates: {:g}",
@@ -207,13 +198,13 @@ def _settings_apart(rows_P2: np.ndarray, count: int, ranks: Sequence[int] | None
 
 
 def ranks_of(process_set: Any) -> int:
-    """Ranks that work together with this one; 1 where this rank is not in the set. `ValueError` before hvd.init()."""
+    """Return the number of cooperating ranks; 1 where this rank is not in the set. `ValueError` before hvd.init()."""
     wire = basics.wire(process_set)
     return 1 if wire is None else int(wire.size)
 
 
 def fingerprints(variables: Sequence[tf.Variable]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sum of each variable under pseudo-random weights, and its norm: float32 (V,) each."""
+    """Return the sum of each variable under pseudo-random weights, and its norm: float32 (V,) each."""
     prints, norms = [], []
     for variable in variables:
         x = tf.cast(variable, tf.float32)
@@ -226,25 +217,18 @@ def fingerprints(variables: Sequence[tf.Variable]) -> tuple[tf.Tensor, tf.Tensor
 
 
 def _weights(n: tf.Tensor, salt: int) -> tf.Tensor:
-    """n numbers from 0.48 to 1.44 with signs, of mean square 1, the same on every rank: a hash of the index.
-
-    No bare signs: under as many of each a constant that a rank adds to all elements would add up to 0.
-    """
+    """Return n signed hashes of the index of mean square 1; not bare signs, which hide an added constant."""
     i = tf.range(tf.cast(n, tf.int64), dtype=tf.int64)
     mixed = (i * (i + 40503 + 2 * salt) * 2654435761 // 65536 + i * 40503) // 64
     return tf.cast((1 - 2 * (mixed % 2)) * (512 + mixed // 2 % 1024), tf.float32) / (1024 * MEAN_SQUARE ** 0.5)
 
 
 def _eps(dtype: tf.DType) -> float:
-    """Distance from 1 to the next number of a type."""
     return 2.0 ** -{"float16": 10, "bfloat16": 7}.get(dtype.name, 23)  # fingerprints are float32
 
 
 def _whole(out: tf.Tensor) -> None:
-    """Keep the branches of the cond that gave ``out`` as functions.
-
-    TensorFlow would inline them with a switch for each variable they read, which every step would pay for.
-    """
+    """Keep the branches of a cond as functions: inlined, each step would pay a switch for each variable."""
     branch = out.op.inputs[0].op if out.op.type == "Identity" else out.op
     if branch.type in ("If", "StatelessIf"):
         branch._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))

@@ -1,17 +1,6 @@
-"""The places where Keras decides beside the optimizer, and where a distributed one must be heard.
+"""Change Keras' classes where Keras decides beside a distributed optimizer: loss scales, XLA, comparisons, shards.
 
-Owns the changes to Keras' classes. Each is made once, when the first distributed optimizer is made, and does nothing
-for other optimizers:
-
-- ``LossScaleOptimizer.apply`` looks whether *this rank's* gradients are finite and skips the inner optimizer if not:
-  ranks would skip unlike steps, and those that do not skip would wait for ever. The gradients are exchanged before.
-- ``jit_compile="auto"`` takes XLA where there is a GPU; Horovod's operations have no XLA kernels.
-- ``make_train_function`` knows when a step of ``fit`` is over: there the ranks' weights are compared, which costs less
-  than inside the step (3 to 5 % of a step of 6 ms), and the verdict reaches the user as itself. It also knows that
-  XLA was asked for. ``fit`` gets one more callback, which compares at the end of each epoch and of ``fit``.
-- ``fit`` knows that its data is a `hvdtrain.keras.data.Shard`, and ``compute_loss`` what a batch's loss is made of:
-  models for which the shard's weights are not enough are refused (`hvdtrain.keras.shardable`, by the source of their
-  own steps `own_steps`, and by evaluating a few samples `hvdtrain.keras.coupling`).
+Each change is made once, with the first distributed optimizer, and has no effect on other optimizers.
 """
 
 from __future__ import annotations
@@ -19,26 +8,32 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
+import warnings
 import weakref
 from typing import Any
 
 import keras
+import numpy as np
 
+from hvdtrain import tensorflow as hvd
+from hvdtrain.backends.tensorflow.buffers import LARGE, state_variables
+from hvdtrain.backends.tensorflow.nodes import node_errors
+from hvdtrain.backends.tensorflow.state import to_numpy
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError
-from hvdtrain.keras import own_steps, shardable
-from hvdtrain.keras.coupling import check_shard
-from hvdtrain.keras.data import Shard
-from hvdtrain.keras.exchange import Exchange, exchange_of
-from hvdtrain.keras.guard import GuardOfFit
-from hvdtrain.tensorflow.near import failures
+from hvdtrain.keras import custom_steps, shardable
+from hvdtrain.keras.data import ShardedDataset
+from hvdtrain.keras.exchange import OptimizerExchange, exchange_of, tf_variable
+from hvdtrain.keras.guard import EARLY, GuardCallback
+from hvdtrain.keras.shardable import check_shard
+from hvdtrain.tensorflow import functions
 
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """Models whose steps were looked at while they were traced, and whether for even parts only, which ask for less."""
 
 
 def install() -> None:
-    """Make the changes, once per process."""
     if getattr(keras.optimizers.LossScaleOptimizer.apply, "of_hvdtrain", False):
         return
     _scale_after_exchange(keras.optimizers.LossScaleOptimizer)
@@ -49,11 +44,13 @@ def install() -> None:
 
 
 def _owner(cls: type, name: str) -> type:
-    """The class that defines a method."""
+    """Return the class that defines a method."""
     return next(c for c in cls.__mro__ if name in vars(c))
 
 
 def _scale_after_exchange(cls: Any) -> None:
+    # Keras skips the inner optimizer where *this rank's* gradients are not finite: ranks would skip different steps,
+    # and the others would wait for ever.
     plain = cls.apply
 
     @functools.wraps(plain)
@@ -68,6 +65,7 @@ def _scale_after_exchange(cls: Any) -> None:
 
 
 def _auto_without_xla(cls: Any) -> None:
+    # "auto" takes XLA where there is a GPU; Horovod's operations have no XLA kernels.
     plain = cls._resolve_auto_jit_compile
 
     @functools.wraps(plain)
@@ -78,6 +76,7 @@ def _auto_without_xla(cls: Any) -> None:
 
 
 def _compare_between_steps(cls: Any) -> None:
+    # Between steps a comparison costs less than inside (3 to 5 % of a step of 6 ms), and raises its own exception.
     plain = cls.make_train_function
 
     @functools.wraps(plain)
@@ -105,7 +104,7 @@ def _compare_after_epochs(cls: Any) -> None:
         if exchange is None or exchange.ranks == 1:
             return plain(self, *args, **kwargs)
         given = takes.bind(self, *args, **kwargs)
-        own, guard = given.arguments.get("callbacks"), GuardOfFit(exchange.guard)
+        own, guard = given.arguments.get("callbacks"), GuardCallback(exchange.guard)
         if not isinstance(own, keras.callbacks.CallbackList):
             given.arguments["callbacks"] = [*keras.tree.flatten(own or []), guard]
             return plain(*given.args, **given.kwargs)
@@ -125,24 +124,24 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
     @functools.wraps(plain_fit)
     def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         held_out = kwargs.get("validation_data")
-        shards = [data for data in (x, held_out) if isinstance(data, Shard)]
-        if isinstance(x, Shard):
+        shards = [data for data in (x, held_out) if isinstance(data, ShardedDataset)]
+        if isinstance(x, ShardedDataset):
             _refuse_class_weight(plain_fit, self, x, *args, **kwargs)
         exchange = exchange_of(getattr(self, "optimizer", None))
         if not shards or exchange is None:
             _seen.pop(self, None)
             return plain_fit(self, x, *args, **kwargs)
         shardable.check_losses(self)
-        for step, data in zip(own_steps.STEPS, (x, held_out)):
-            if isinstance(data, Shard):
-                own_steps.check(self, step, data)
+        for step, data in zip(custom_steps.STEPS, (x, held_out)):
+            if isinstance(data, ShardedDataset):
+                custom_steps.check(self, step, data)
         even = all(shard.even() for shard in shards)
         if _seen.get(self) not in (False, even):
             self.train_function = self.test_function = None
         _seen[self] = even
         try:
             with shardable.reading(shards), shardable.weighing(x):
-                if isinstance(x, Shard):
+                if isinstance(x, ShardedDataset):
                     check_shard(self, x, exchange.ranks)
                 return plain_fit(self, x, *args, **kwargs)
         except UserError:  # a step whose first trace was refused takes no other
@@ -159,7 +158,8 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
 
 
 def _weighing(plain: Any) -> Any:
-    """``plain``, which reads the data ``x``, with `hvdtrain.keras.shardable.weighing`: callbacks of a fit call it."""
+    """Wrap ``plain``, which reads the data ``x``, in `hvdtrain.keras.shardable.weighing`: callbacks of a fit call it.
+    """
     @functools.wraps(plain)
     def read(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         with shardable.weighing(x):
@@ -174,19 +174,69 @@ def _refuse_class_weight(fit: Any, *args: Any, **kwargs: Any) -> None:
                         "weights by them", "write hvd.shard(x, y, class_weight=...), and leave class_weight out of fit")
 
 
-def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:
-    """``function`` of one or more steps; after them the broadcast of what layers wrote, and the comparison if due."""
-    from hvdtrain.keras.written import Written
+def _guarded(model: Any, function: Any, exchange: OptimizerExchange) -> Any:
+    """Add to a function of one or more steps the broadcast of what layers wrote, and the comparison if due."""
 
-    calls, written = itertools.count(), Written(model, exchange)
+    calls, written = itertools.count(), WrittenVariables(model, exchange)
 
     @functools.wraps(function)
     def train(iterator: Any) -> Any:
         pulse.at("fit", next(calls) * model.steps_per_execution)
         written.before()
-        with exchange.guard.driven(), failures():
+        with exchange.guard.driven(), node_errors():
             out = function(iterator)
             written.after()
         exchange.guard.between_steps(model.steps_per_execution / exchange.settings.passes)
         return out
     return train
+
+
+class WrittenVariables:
+    """Find the variables that layers write in forward passes, and give all ranks one value after each call of ``fit``.
+
+    Compares values before and after the first, second, eighth and every N-th call (``check_every``); later callbacks'
+    changes do not count. Then every rank takes the lowest rank's values after each call. BatchNorm's statistics, random
+    generators and metrics stay each rank's own, as in Horovod.
+    """
+
+    def __init__(self, model: Any, exchange: OptimizerExchange) -> None:
+        self._model, self._exchange = model, exchange
+        self._before: dict[str, np.ndarray] = {}
+        self._known: list[str] = []
+        self._calls = 0
+
+    def before(self) -> None:
+        """Keep the values before a call that is compared."""
+        self._calls += 1
+        every = self._exchange.settings.check_every
+        due = self._calls in (1, *EARLY) or every and self._calls % every == 0
+        self._before = {name: to_numpy(v) for name, v in self._variables().items()} if due and self._model.built else {}
+
+    def after(self) -> None:
+        """Take the lowest rank's values of written variables; collective."""
+        if not (self._before or self._known):
+            return
+        variables = self._variables()
+        if self._before:
+            self._look(variables)
+        if self._known:
+            process_set = self._exchange.settings.process_set
+            root = (getattr(process_set, "ranks", None) or [0])[0]
+            hvd.broadcast_variables([tf_variable(variables[name]) for name in self._known], root_rank=root,
+                                    process_set=process_set)
+
+    def _look(self, variables: dict[str, Any]) -> None:
+        own = [name for name, before in self._before.items()
+               if name not in self._known and before.tobytes() != to_numpy(variables[name]).tobytes()]
+        found = functions.gathered(own, self._exchange.settings.process_set)
+        fresh = [name for name in self._before if any(name in names for names in found)]
+        self._known += fresh
+        if fresh and hvd.rank() == 0:
+            warnings.warn(f"layers write to {', '.join(fresh)} in their forward passes: every rank takes rank 0's "
+                          "value after each step, so that training depends on the number of ranks", stacklevel=2)
+
+    def _variables(self) -> dict[str, Any]:
+        local = {id(v) for layer in self._exchange.settings.local_layers for v in layer.variables}
+        found = [v for v in state_variables(self._model) if id(v) not in local and math.prod(v.shape) < LARGE]
+        return {f"{v.path}#{i}" if any(v.path == w.path for w in found[:i]) else v.path: v
+                for i, v in enumerate(found)}

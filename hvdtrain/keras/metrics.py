@@ -1,8 +1,7 @@
-"""`MetricAverageCallback`: logs of plain `keras.Model.fit` over all ranks, exact.
+"""Average the logs of plain `keras.Model.fit` exactly over all ranks: `MetricAverageCallback`.
 
-Owns when states are read and how they are put together. Horovod's callback of this name averages each rank's result
-without weights; a mean of means is not the mean, and the mean of AUCs is no AUC. Here states of metrics are summed over
-the ranks and the metric says its result of the sum (`hvdtrain.backends.keras.states`).
+Owns when states are read and how they are combined: the states of metrics are summed over ranks and the metric
+evaluates the sum (`hvdtrain.backends.keras.metrics`), since a mean of means or of AUCs is neither.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.backends.keras import states
+from hvdtrain.backends.keras.metrics import in_order, is_additive, result_of, vector
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.keras import data
 from hvdtrain.keras.shardable import check_losses
@@ -23,23 +22,22 @@ from hvdtrain.keras.shardable import check_losses
 
 @dataclass
 class Phase:
-    """What one pass over data has left: the data if it is `hvdtrain.keras.data.Shard`, states before its short last
-    batch (None: it has none), and in the end the averages."""
+    """State of one pass over data: its dataset, metrics before a short last batch (None: no such), and averages."""
 
-    shard: data.Shard | None = None
+    shard: data.ShardedDataset | None = None
     before: dict[str, np.ndarray] | None = None
     mixed: bool = False
     logs: dict[str, Any] | None = None
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """At the end of an epoch and of its validation, replaces the logs by those over all ranks; put it before callbacks
-    that read them. Collective.
+    """Replace the logs by those over all ranks, at the end of an epoch and of its validation. Collective.
 
-    Exact for "loss", the losses of single outputs, and metrics whose states are counts or sums: all of Keras' but
-    `states.NOT_ADDITIVE`, subclasses of Mean and Sum, and classes with ``additive = True``. Others are averaged,
-    weighted by the samples, and named in a warning once. With `hvdtrain.keras.shard` the weights' scaling is undone.
-    ``device``: taken for Horovod's sake. ``process_set``: the ranks that count, all by default.
+    Put it before callbacks that read the logs. Exact for "loss", the losses of single outputs, and metrics whose states
+    are counts or sums: all of Keras' but `hvdtrain.backends.keras.metrics.NOT_ADDITIVE`, subclasses of Mean and Sum,
+    and classes with ``additive = True``. Others are averaged, weighted by samples, and named in a warning once. The
+    scaling of `hvdtrain.keras.shard` is undone. ``device``: accepted as in Horovod, unused. ``process_set``: the ranks
+    that count, all by default.
     """
 
     def __init__(self, device: str = "", process_set: Any = None) -> None:
@@ -50,39 +48,32 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._told: set[str] = set()
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """See that all ranks have as many batches, where each waits for the others. Collective."""
         check_lengths(self.model, self.params, self._gather)
 
     # --- when ------------------------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Begin to watch."""
         data.forget()
         self._train, self._test = Phase(), None
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Read the states before a short last batch."""
         self._watch(self._train, batch)
 
     def on_test_begin(self, logs: dict | None = None) -> None:
-        """Close the training part: Keras forgets its states next."""
         if self._train is not None and self._train.logs is None:
             self._train.logs = self._averages(self._train, "a validation after the epoch")
         data.forget()
         self._test = Phase()
 
     def on_test_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Read the states before a short last batch."""
         self._watch(self._test, batch)
 
     def on_test_end(self, logs: dict | None = None) -> None:
-        """Average the validation."""
         if self._test is not None:
             self._test.logs = self._averages(self._test, "the end of a validation")
             _replace(logs, self._test.logs)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Write the averages into the logs."""
         if self._train is None:
             return
         if self._train.logs is None:
@@ -106,13 +97,13 @@ class MetricAverageCallback(keras.callbacks.Callback):
         last = len(phase.shard) - 1
         if phase.shard.total(last) != phase.shard.global_batch and batch + self._stride() > last:
             phase.mixed = batch != last
-            phase.before = {name: states.vector(metric) for name, metric, _ in named_metrics(self.model)}
+            phase.before = {name: vector(metric) for name, metric, _ in named_metrics(self.model)}
 
     def _stride(self) -> int:
         return int(getattr(self.model, "steps_per_execution", 1))
 
     def _averages(self, phase: Phase, when: str) -> dict[str, Any]:
-        """Every metric of the model over all ranks, which all are at ``when``; collective."""
+        """Return every metric of the model over all ranks, which all are at ``when``; collective."""
         metrics = named_metrics(self.model)
         if phase.mixed:
             self._tell("steps_per_execution joins the short last batch with others: with unequal parts the logs are "
@@ -122,7 +113,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         for name, metric, kind in metrics:
             if kind == "loss":
                 mine[name] = _loss(metric, name, phase, samples)
-            elif states.is_additive(metric):
+            elif is_additive(metric):
                 mine[name] = _state(metric, name, kind, phase)
             else:
                 self._tell(f"{name} ({type(metric).__name__}) is averaged over the ranks, weighted by samples: nothing "
@@ -133,13 +124,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
         found = {}
         for name, metric, kind in metrics:
             total_k = summed[name]
-            exact = kind != "loss" and states.is_additive(metric)
-            found[name] = states.result_of(metric, total_k) if exact else float(total_k[0] / max(total_k[1], 1e-300))
+            exact = kind != "loss" and is_additive(metric)
+            found[name] = result_of(metric, total_k) if exact else float(total_k[0] / max(total_k[1], 1e-300))
         return found
 
     def _average_plainly(self, logs: Any, known: dict[str, Any]) -> None:
-        """What a train step of the user's own logged: weighted by the samples seen, as far as they are known. Names
-        that some ranks lack stay as they are. Collective."""
+        """Average the logs of a custom train step, weighted by samples; names that ranks lack stay. Collective."""
         samples = _samples(self.model)
         mine = {name: np.array([float(value) * samples, samples]) for name, value in (logs or {}).items()
                 if name.removeprefix("val_") not in known and name != "learning_rate" and np.ndim(value) == 0
@@ -166,7 +156,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         return {name: sum(one[name] for one in everyone) for name in everyone[0]}
 
     def _together(self, when: str, mine: dict[str, np.ndarray]) -> list[Any]:
-        """Every rank's numbers, if all ranks are at the same place; collective."""
+        """Return every rank's numbers; `UserError` unless all ranks are at ``when``; collective."""
         found = self._gather((when, mine))
         other = next((r for r, (theirs, _) in enumerate(found) if theirs != found[0][0]), None)
         if other is not None:
@@ -176,11 +166,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         return [numbers for _, numbers in found]
 
     def _gather(self, mine: Any) -> list[Any]:
-        """Every rank's, by rank; collective."""
         if keras.backend.backend() == "tensorflow":
-            from hvdtrain.tensorflow import objects
+            from hvdtrain.tensorflow import functions
 
-            return objects.gathered(mine, *(() if self._process_set is None else (self._process_set,)))
+            return functions.gathered(mine, *(() if self._process_set is None else (self._process_set,)))
         from hvdtrain.cluster import boot
 
         control = boot.current_control()
@@ -193,11 +182,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 def check_lengths(model: Any, params: dict[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-    """`UserError` on every rank where ranks would fit unlike numbers of batches, or epochs, and so wait for ever.
-
-    ``params``: what Keras tells a callback; steps that it does not know (generators) are not compared, nor those of a
-    model whose optimizer is not distributed. Collective.
-    """
+    """Raise `UserError` on every rank where known numbers of batches or epochs differ. Collective."""
     optimizer = getattr(model, "optimizer", None)
     if not hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_hvd_exchange") \
             and not hasattr(optimizer, "_hvd_exchange"):
@@ -214,14 +199,14 @@ def check_lengths(model: Any, params: dict[str, Any], gather: Callable[[Any], li
 
 
 def named_metrics(model: Any) -> list[tuple[str, Any, str]]:
-    """(name in the logs, metric, kind) of a model; kind: "loss", "plain", or "weighted" by sample weights."""
+    """Return (name in the logs, metric, kind) of a model; kind: "loss", "plain", or "weighted" by sample weights."""
     found: list[tuple[str, Any, str]] = []
     tracker, compiled = (getattr(model, name, None) for name in ("_loss_tracker", "_compile_metrics"))
     of_outputs = {id(metric) for metric in getattr(getattr(model, "_compile_loss", None), "metrics", ())}
     for metric in model.metrics:
         if id(metric) == id(compiled):
             found += [(name, one, "weighted" if weighted else "plain")
-                      for name, one, _, weighted in (states.in_order(metric) if metric.built else [])]
+                      for name, one, _, weighted in (in_order(metric) if metric.built else [])]
         else:
             is_loss = id(metric) == id(tracker) or id(metric) in of_outputs
             found.append((metric.name, metric, "loss" if is_loss else "plain"))
@@ -229,8 +214,8 @@ def named_metrics(model: Any) -> list[tuple[str, Any, str]]:
 
 
 def _state(metric: Any, name: str, kind: str, phase: Phase) -> np.ndarray:
-    """This rank's state without the scaling and the stand-ins of `data.Shard`."""
-    now_k = states.vector(metric)
+    """Return this rank's state without the scaling and the placeholders of `ShardedDataset`."""
+    now_k = vector(metric)
     shard = phase.shard
     if shard is None:
         return now_k
@@ -247,11 +232,8 @@ def _state(metric: Any, name: str, kind: str, phase: Phase) -> np.ndarray:
 
 
 def _loss(metric: Any, name: str, phase: Phase, samples: float) -> np.ndarray:
-    """[sum, weight] of a mean over samples, this rank's part of it.
-
-    With `data.Shard` the mean over ranks of their values is the global batch's loss, of W samples.
-    """
-    now_k, shard = states.vector(metric), phase.shard
+    """Return [sum, weight] of this rank's loss, of the global batch's W samples with a `ShardedDataset`."""
+    now_k, shard = vector(metric), phase.shard
     if shard is None and name == "loss":
         return now_k
     if shard is None:  # Keras weighs the losses of single outputs by batches, where a graph leaves their size open
@@ -268,9 +250,9 @@ def _loss(metric: Any, name: str, phase: Phase, samples: float) -> np.ndarray:
 
 
 def _samples(model: Any) -> float:
-    """Samples that this rank has seen since the metrics were reset, 1 where its loss was not tracked."""
+    """Return the samples seen since the metrics were reset, 1 where the loss was not tracked."""
     tracker = getattr(model, "_loss_tracker", None)
-    return float(states.vector(tracker)[1]) or 1.0 if tracker is not None else 1.0
+    return float(vector(tracker)[1]) or 1.0 if tracker is not None else 1.0
 
 
 def _replace(logs: dict | None, found: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""`DistributedOptimizer` and `PartialDistributedOptimizer`: Keras 3 optimizers that update from all ranks' gradients.
+"""Distribute Keras 3 optimizers: `DistributedOptimizer`, `PartialDistributedOptimizer`, `load_model`.
 
-Owns the arguments and the class that is made; `hvdtrain.keras.exchange` owns what happens in a step. The class is a
-subclass of the given optimizer's with its name and module, so that a saved model names the plain optimizer and loads
-where hvdtrain is not installed.
+Owns the arguments and the class that is made, a subclass of the given optimizer's with its name and module, so that a
+saved model loads without hvdtrain. `hvdtrain.keras.exchange` owns the step.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.keras import hooks
-from hvdtrain.keras.exchange import Exchange, Settings, exchange_of
+from hvdtrain.keras.exchange import OptimizerExchange, Settings, exchange_of
 from hvdtrain.tensorflow import Adasum, Average, Compression, Sum, global_process_set
-from hvdtrain.tensorflow.errors import WrongValue
+from hvdtrain.tensorflow.nodes import WrongValue
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
@@ -27,11 +27,11 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
                          average_aggregated_gradients: bool = False, num_groups: int = 0, groups: Any = None,
                          process_set: Any = global_process_set, scale_local_gradients: bool = True, *,
                          check_every: int = 200) -> Any:
-    """A copy of ``optimizer`` that exchanges gradients over the ranks before it clips and updates.
+    """Return a copy of ``optimizer`` that exchanges gradients over the ranks before it clips and updates.
 
     ``optimizer``: any `keras.optimizers.Optimizer`, also a LossScaleOptimizer; a built one hands on its state.
     ``name``: prefix of the collectives' names. ``device_dense``: where the exchange is placed; ``device_sparse`` is
-    taken for Horovod's sake, sparse gradients go the same way. ``op``: Average, Sum or Adasum.
+    accepted as in Horovod, sparse gradients go the same way. ``op``: Average, Sum or Adasum.
     ``backward_passes_per_step``: passes whose gradients are summed on each rank before one exchange and update;
     ``average_aggregated_gradients`` divides that sum by their number. ``iterations`` counts updates, where Horovod's
     counted passes; a schedule of the learning rate is read at passes all the same, and keeps the length it had there.
@@ -40,7 +40,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     ``check_every``: updates between two comparisons of the ranks' weights, 0 for none (`hvdtrain.keras.guard`).
 
     Arguments and defaults are those of ``horovod.tensorflow.keras`` 0.28; ``check_every`` is ours.
-    Raises `UserError` for what is no Keras 3 optimizer, or is distributed already.
+    Raises `UserError` for anything but a Keras 3 optimizer, and for a distributed one.
     """
     if num_groups != 0:
         warnings.warn("num_groups is the old name of groups", DeprecationWarning, stacklevel=2)
@@ -62,10 +62,10 @@ def PartialDistributedOptimizer(optimizer: Any, name: str | None = None, device_
                                 local_layers: Any = None, scale_local_gradients: bool = True, *,
                                 backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
                                 check_every: int = 200) -> Any:
-    """A `DistributedOptimizer` that leaves the layers in ``local_layers`` to their ranks.
+    """Return a `DistributedOptimizer` that leaves the layers in ``local_layers`` to their ranks.
 
-    ``local_layers``: a layer or a collection of them; they need not be built yet. Their variables are updated from
-    their rank's own gradients (divided by the number of ranks with ``scale_local_gradients``) and are not guarded.
+    ``local_layers``: a layer or several; they need not be built yet. Their variables are updated from their rank's own
+    gradients (divided by the number of ranks with ``scale_local_gradients``) and are not compared.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
@@ -98,12 +98,12 @@ def _check(optimizer: Any, op: Any, groups: Any, passes: int) -> None:
 
 
 def _distributed(base: Any, settings: Settings) -> Any:
-    """A subclass of ``base`` whose ``apply`` exchanges first. Its instances each have an `Exchange` of their own."""
+    """Return a subclass of ``base`` whose ``apply`` exchanges first; each instance has an `OptimizerExchange`."""
 
     class Distributed(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._hvd_exchange = Exchange(settings)
+            self._hvd_exchange = OptimizerExchange(settings)
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             exchange = self._hvd_exchange
@@ -128,8 +128,7 @@ def _distributed(base: Any, settings: Settings) -> Any:
 
 
 def _read_schedule_at_passes(cls: Any, passes: int) -> None:
-    """Have ``cls`` read a schedule at the pass that makes an update: Horovod's optimizers counted every pass, so that
-    schedules are as long as a script's data has batches."""
+    """Read a schedule at the pass that makes an update: Horovod's optimizers counted every pass."""
     if passes == 1:
         return
     plain, plain_build = cls._get_current_learning_rate, cls.build
@@ -148,7 +147,7 @@ def _read_schedule_at_passes(cls: Any, passes: int) -> None:
 
 
 def _reading_at_passes(base: Any, passes: int) -> Any:
-    """A subclass of ``base`` with its names, which reads a schedule at passes; of an optimizer within another."""
+    """Return a subclass of ``base``, an inner optimizer, with its names, which reads a schedule at passes."""
     plain = getattr(base, "_hvd_plain", base)
     cls = type(plain.__name__, (plain,), {"_hvd_plain": plain})
     _named_as(cls, plain)
@@ -169,20 +168,21 @@ def _named_as(cls: Any, base: Any) -> None:
 
 
 def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
-    """An unbuilt instance of ``cls`` configured as ``optimizer``. ``passes``: of an optimizer within it, per update."""
+    """Return an unbuilt instance of ``cls`` configured as ``optimizer``; ``passes`` per update of an inner optimizer.
+    """
     config = optimizer.get_config()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = optimizer.inner_optimizer
         kind = _reading_at_passes(type(inner), passes) if passes > 1 else type(inner)
         return cls(**{**config, "inner_optimizer": _taking_state(_like(inner, kind), inner, build=False)})
     if isinstance(optimizer, keras.optimizers.MultiOptimizer) and not hasattr(optimizer._optimizer_map, "values"):
-        return cls(**{**config, "optimizer_map": optimizer._optimizer_map})  # a function, which chooses anew
+        return cls(**{**config, "optimizer_map": optimizer._optimizer_map})  # a function, which chooses again
     takes = inspect.signature(type(optimizer).__init__).parameters
     lost = [p.name for p in takes.values() if p.name not in config and p.name != "self"
             and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if lost:
         raise UserError(f"{type(optimizer).__name__}.get_config() leaves out {', '.join(lost)}",
-                        "all arguments of its __init__: the optimizer is made anew from them", "add them to get_config")
+                        "all arguments of its __init__: the optimizer is rebuilt from them", "add them to get_config")
     rate = optimizer._learning_rate
     if not isinstance(rate, keras.Variable) and "learning_rate" in config:
         config["learning_rate"] = rate  # a schedule or a callable: the object itself
@@ -190,12 +190,11 @@ def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
 
 
 def renewed(optimizer: Any) -> Any:
-    """An unbuilt optimizer of the same kind and settings."""
     return _like(optimizer, type(optimizer))
 
 
 def _taking_state(made: Any, optimizer: Any, build: bool = True) -> Any:
-    """``made`` with the state of ``optimizer``: its slots if it is built, its iterations and learning rate if not."""
+    """Give ``made`` the state of ``optimizer``: its slots if built, else its iterations and learning rate."""
     for key, value in vars(optimizer).items():
         if key.startswith("_exclude_from_weight_decay"):
             setattr(made, key, value)
@@ -206,3 +205,55 @@ def _taking_state(made: Any, optimizer: Any, build: bool = True) -> Any:
         for mine, given in zip(made.variables, optimizer.variables):
             mine.assign(given)
     return made
+
+
+def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dict[str, Any] | None = None,
+               compression: Any = Compression.none, legacy_opts: bool = False, **distributed: Any) -> Any:
+    """Load a Keras model and make its optimizer distributed, with the state it was saved with.
+
+    ``custom_optimizers``: further optimizer classes. ``custom_objects``: as in `keras.models.load_model`.
+    ``distributed``: further arguments of `DistributedOptimizer`. A model saved without an optimizer is returned as it
+    is. A file has no local layers: name their variables again by ``model.optimizer.register_local_var(variable)``
+    before training. ``legacy_opts``: True raises `UserError`, since Keras 3 has no legacy optimizers.
+    """
+    if legacy_opts:
+        raise UserError("legacy_opts=True", "False: Keras 3 has no legacy optimizers",
+                        "leave it out, and save the model with an optimizer of keras.optimizers")
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is None:
+        return model
+    if model.optimizer.built and not model.optimizer._trainable_variables and model.trainable_variables:
+        model.optimizer = _rebuilt(model, filepath)
+    optimizer = DistributedOptimizer(model.optimizer, compression=compression, **distributed)
+    compiled = getattr(model, "_compile_config", None)
+    if compiled is None:
+        model.optimizer = optimizer
+        return model
+    arguments = {**compiled.config, "optimizer": optimizer}
+    if arguments.get("jit_compile"):
+        arguments["jit_compile"] = "auto"
+    model.compile(**arguments)
+    return model
+
+
+def _rebuilt(model: Any, filepath: Any) -> Any:
+    """Return the optimizer of a model from an HDF5 file, built for its variables, with the state in the file."""
+    import h5py
+    from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group as saved
+
+    if isinstance(filepath, h5py.File):
+        values = [np.asarray(value) for value in saved(filepath)]
+    else:
+        with h5py.File(str(filepath), "r") as file:
+            values = [np.asarray(value) for value in saved(file)]
+    optimizer = renewed(model.optimizer)
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(model.trainable_variables)
+    if [tuple(v.shape) for v in optimizer.variables] == [value.shape for value in values]:
+        for variable, value in zip(optimizer.variables, values):
+            variable.assign(value)
+    else:
+        warnings.warn(f"{filepath} holds the state of another optimizer than Keras 3's {type(optimizer).__name__}: it "
+                      "starts from scratch", stacklevel=3)
+    return optimizer

@@ -1,4 +1,4 @@
-"""A model on one rank, taken apart into what a run drives: `Parts`, which each backend's ``make_parts`` makes."""
+"""A model on one rank, taken apart into what a run drives: `ModelParts`, which each backend's ``make_parts`` makes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.core.group import Group
-from hvdtrain.core.mesh import Layout
+from hvdtrain.core.mesh import Group, Layout
 from hvdtrain.core.protocols import (
     Buffers, Collectives, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, ParamSpec, Params, Remat, Stage,
     Transform)
@@ -18,10 +17,10 @@ from hvdtrain.parallel.precision.scaler import LossScale
 
 
 @dataclass
-class Parts:
+class ModelParts:
     """The parts. ``precision``: what every rank computes in; ``scale``: the loss scale.
 
-    ``transforms``: in the order in which they are installed (`hvdtrain.backends.transforms.ORDER`). ``ops_of_place``:
+    ``transforms``: in the order in which they are installed (`hvdtrain.backends.TRANSFORMS`). ``ops_of_place``:
     of a model that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes
     blocks, None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks
     for it. ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by
@@ -45,7 +44,7 @@ class Parts:
     remat: Remat | None = None
     compile: Compile | None = None
     layout: Layout | None = None
-    replicas: Sequence[Replicas] = ()
+    replicas: Sequence[ReplicaGroup] = ()
     facts: ModelFacts | None = None
     batch_weight: LabelWeight | None = None
     _installed: list[Transform] = field(default_factory=list)
@@ -81,7 +80,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaGroup:
     """``group``: one rank of each copy of the model; ``blocks``: the numbers of the blocks that just these ranks have.
 
     ``wire``: between the group's ranks alone.
@@ -96,10 +95,10 @@ class Replicas:
         return [i for i, spec in enumerate(specs) if spec.block in self.blocks]
 
 
-def replicas_of(layout: Layout, wire: Collectives) -> list[Replicas]:
+def replicas_of(layout: Layout, wire: Collectives) -> list[ReplicaGroup]:
     """Return those of this rank, the model's last blocks first; collective over all ranks of the job.
 
     A rank may be in several groups, where copies are of unlike depth. All ranks make the wires of their groups in one
     order, by the last block of each, so that none waits for one that waits for it.
     """
-    return [Replicas(group, blocks, wire.among(group)) for group, blocks in layout.replicas()]
+    return [ReplicaGroup(group, blocks, wire.among(group)) for group, blocks in layout.replicas()]

@@ -1,7 +1,7 @@
 """Decide which ways of computing are kept, from the ranks' times; pure.
 
 Ranks that compute alike (one kind of device) choose alike: by the slowest of them, which the others wait for, and so
-that what one computes another can compute again to the bit (`hvdtrain.engine.guards.recompute`). Unlike ranks choose
+that what one computes another can compute again to the bit (`hvdtrain.engine.recompute`). Unlike ranks choose
 each for their kind: nothing of the choice is seen in what they exchange but rounding.
 """
 
@@ -33,7 +33,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OptionVerdict:
     """Whether an option is kept by the ranks of a kind. ``ratio``: its time over the time without; NaN: not timed."""
 
     kept: bool
@@ -43,7 +43,7 @@ class Verdict:
     why: str
 
 
-def verdict(rows: Sequence[Tried]) -> Verdict:
+def verdict(rows: Sequence[Tried]) -> OptionVerdict:
     """Judge an option from what all ranks of one kind found.
 
     Of each turn the slowest rank counts. An option that one of the ranks cannot use none of them uses.
@@ -53,19 +53,19 @@ def verdict(rows: Sequence[Tried]) -> Verdict:
     if not why and len({row.left for row in timed}) > 1:
         why = f"its ranks would compute unlike parts in it; {next(row.left for row in timed if row.left)}"
     if why or not timed:
-        return Verdict(False, math.nan, math.nan, math.nan, why or "no rank of the kind has samples")
+        return OptionVerdict(False, math.nan, math.nan, math.nan, why or "no rank of the kind has samples")
     base_s = [max(turn) for turn in zip(*(row.base_s for row in timed))]
     tried_s = [max(turn) for turn in zip(*(row.tried_s for row in timed))]
     ratio = median(t / b for b, t in zip(base_s, tried_s))
-    return Verdict(ratio <= 1.0 - MARGIN, ratio, median(base_s), median(tried_s), "")
+    return OptionVerdict(ratio <= 1.0 - MARGIN, ratio, median(base_s), median(tried_s), "")
 
 
-def verdicts(rows: Sequence[Tried]) -> dict[str, Verdict]:
+def verdicts(rows: Sequence[Tried]) -> dict[str, OptionVerdict]:
     """Judge an option for each kind, from what every rank found; in the order of the ranks."""
     return {kind: verdict([row for row in rows if row.kind == kind]) for kind in dict.fromkeys(r.kind for r in rows)}
 
 
-def words(option: str, rows: Sequence[Tried], found: dict[str, Verdict]) -> list[str]:
+def words(option: str, rows: Sequence[Tried], found: dict[str, OptionVerdict]) -> list[str]:
     """Tell what was decided of ``option`` and why, a sentence for each kind; the kind is named where there are more."""
     told = []
     for kind, one in found.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import count
+from hvdtrain.core.table import as_text
 
 NAME = "history.jsonl"
 
@@ -43,14 +44,11 @@ def read(out: Path) -> list[dict[str, Any]]:
     return [one for one in found if isinstance(one, dict)]
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The attempts as lines for a person: number, ranks, steps, lost steps, seconds, cause."""
-    head = ("attempt", "ranks", "steps", "lost", "ran", "cause")
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the attempts as a table: number, ranks, steps, lost steps, seconds, cause."""
     rows = [(str(one["attempt"]), str(one["ranks"] or "?"), f"{_step(one['step_start'])}-{_step(one['step_end'])}",
              str(one["steps_lost"]), f"{one['seconds']['ran']:.1f} s", _cause(one)) for one in records]
-    widths = [max(len(cells[i]) for cells in (head, *rows)) for i in range(len(head) - 1)]
-    return ["  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths)), cells[-1]])
-            for cells in (head, *rows)]
+    return as_text(("attempt", "ranks", "steps", "lost", "ran", "cause"), rows)
 
 
 def sentence(records: Sequence[Mapping[str, Any]], seconds: float) -> str:

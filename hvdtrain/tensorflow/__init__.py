@@ -8,21 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 _HOMES = {
-    "basics": "Adasum Average Max Min Product Sum add_process_set cross_rank cross_size get_process_set_ids_and_ranks "
-              "init is_homogeneous is_initialized local_rank local_size rank remove_process_set shutdown size",
-    "build_facts": "ccl_built check_extension cuda_built ddl_built gloo_built gloo_enabled gpu_available mpi_built "
-                   "mpi_enabled mpi_threads_supported nccl_built rocm_built start_timeline stop_timeline",
+    "basics": "Adasum Average Max Min ProcessSet Product Sum add_process_set cross_rank cross_size "
+              "get_process_set_ids_and_ranks global_process_set init is_homogeneous is_initialized local_rank "
+              "local_size rank remove_process_set shutdown size",
+    "capabilities": "BroadcastGlobalVariablesHook broadcast_global_variables broadcast_object_fn ccl_built "
+                    "check_extension cuda_built ddl_built gloo_built gloo_enabled gpu_available mpi_built mpi_enabled "
+                    "mpi_threads_supported nccl_built rocm_built start_timeline stop_timeline",
     "compression": "Compression",
+    "functions": "allgather_object broadcast_ broadcast_object broadcast_variables",
     "gradients": "GradientExchange",
-    "left_out": "BroadcastGlobalVariablesHook broadcast_global_variables broadcast_object_fn",
-    "objects": "allgather_object broadcast_ broadcast_object broadcast_variables",
     "ops": "allgather allreduce alltoall broadcast check_num_rank_power_of_2 grouped_allgather "
            "grouped_allreduce grouped_reducescatter handle_average_backwards_compatibility join local_rank_op "
            "local_size_op process_set_included_op rank_op reducescatter size_op",
-    "optimizer": "DistributedOptimizer",
-    "process_sets": "ProcessSet global_process_set",
     "sync_batch_norm": "SyncBatchNormalization",
-    "tape": "DistributedGradientTape PartialDistributedGradientTape",
+    "tape": "DistributedGradientTape DistributedOptimizer PartialDistributedGradientTape",
 }
 _MODULES = ("functions", "keras", "mpi_ops", "util")
 _HOME = {name: f"hvdtrain.tensorflow.{home}" for home, names in _HOMES.items() for name in names.split()}
@@ -32,7 +31,7 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562); `UserError` for ``elastic``, which is left out."""
     if name == "elastic":
-        from hvdtrain.tensorflow.left_out import no_elastic
+        from hvdtrain.tensorflow.capabilities import no_elastic
 
         raise no_elastic()
     import importlib

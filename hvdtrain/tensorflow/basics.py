@@ -1,25 +1,23 @@
-"""Start, end and facts of a job, as Horovod's scripts ask for them: `init`, `rank`, `size`, ...
+"""Start and end of a job, its process sets and transports, as Horovod's scripts ask for them: `init`, `rank`, ...
 
-Owns the one `World` of this process and the wires of its process sets. How MPI and Horovod are started is
-`hvdtrain.cluster.boot`'s. A process alone needs neither; several without Horovod talk over plain MPI.
+Owns the one `World` of this process. MPI and Horovod are started by `hvdtrain.cluster.boot`.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.exit import install_hooks
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import Control
-from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 """Reductions, numbered as Horovod's are."""
@@ -27,11 +25,60 @@ Average, Sum, Adasum, Min, Max, Product = range(6)
 ABSENT = "hvdtrain has not been initialized; use hvd.init()."
 
 
+class ProcessSet:
+    """Some ranks of the job, given as numbers or as an mpi4py communicator over them; Horovod's, without Horovod.
+
+    Becomes usable when it is handed to `init` or `add_process_set`; until then ``process_set_id`` is None. The root
+    of a broadcast within a set is still counted over all ranks.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+        else:
+            own = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [ranks_or_comm]
+            if not isinstance(ranks_or_comm, Iterable) or any(not isinstance(r, int) for r in own):
+                raise ValueError(f"ProcessSet got {ranks_or_comm!r}; expected a list of rank numbers, or an mpi4py "
+                                 "communicator")
+            self.ranks = sorted(own)
+        self.here = 0
+
+    def size(self) -> int | None:
+        """Return the number of ranks in the set; None while it is not registered."""
+        return None if self.process_set_id is None else len(self.ranks or [])
+
+    def rank(self) -> int | None:
+        """Return this process's place within the set, None while it is not registered; `ValueError` outside of it."""
+        if self.process_set_id is None:
+            return None
+        if not self.included():
+            raise ValueError(f"rank {self.here} is not part of {self}")
+        return (self.ranks or []).index(self.here)
+
+    def included(self) -> bool | None:
+        """Return whether this process is in the set; None while that is not known."""
+        if self.ranks is None or self.process_set_id is None:
+            return None
+        return self.here in self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+global_process_set = ProcessSet([])
+"""All ranks of the job."""
+global_process_set.process_set_id = 0
+
+
 @dataclass
 class World:
-    """This process's place in the job and what carries its collectives; ``hvd`` is None where that is not Horovod.
+    """This process's place in the job, and its transports; ``hvd``: Horovod's module, None over another transport.
 
-    ``near``: the wire over shared memory, or that there is none, once it was asked for.
+    ``shared``: the transport over shared memory or None, once it was asked for.
     """
 
     control: Control
@@ -45,7 +92,7 @@ class World:
     dynamic: bool
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     wires: dict[int, Any] = field(default_factory=dict)
-    near: list[Any] = field(default_factory=list)
+    shared: list[Any] = field(default_factory=list)
 
 
 _worlds: list[World] = []
@@ -81,8 +128,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _start() -> tuple[Control, Any]:
-    """The control plane, and Horovod where there are several ranks and all of them have it."""
-    facts, exchange, timeout_s = launch_facts(os.environ), Exchange(), Config().control_timeout_s
+    """Return the control plane, and Horovod if there are several ranks and all of them have it."""
+    facts, exchange, timeout_s = launch_facts(os.environ), ExchangeConfig(), Config().control_timeout_s
     control = boot.current_control()
     if facts.size > 1:
         horovod.bound_stalls(timeout_s, os.environ)
@@ -127,7 +174,7 @@ def _check_comm(comm: Any, control: Control) -> None:
 
 
 def _world(control: Control, hvd: Any, dynamic: bool) -> World:
-    """Where every rank is; collective.
+    """Return this rank's place; collective.
 
     A script may choose TensorFlow's devices after `init`, and TensorFlow allows that until its first operation. Over
     Gloo the control plane is made of such operations, so Horovod is asked there.
@@ -139,14 +186,14 @@ def _world(control: Control, hvd: Any, dynamic: bool) -> World:
                      bool(hvd.is_homogeneous()), "", dynamic)
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
     rows = control.gather((control.node, control.local_rank, control.local_size, has_gpu))
-    alike = [node for node, local_rank, _, _ in rows if local_rank == control.local_rank]
+    peers = [node for node, local_rank, _, _ in rows if local_rank == control.local_rank]
     mixed = len({row[3] for row in rows}) > 1
-    return World(control, hvd, control.local_rank, control.local_size, alike.index(control.node), len(alike),
+    return World(control, hvd, control.local_rank, control.local_size, peers.index(control.node), len(peers),
                  len({row[2] for row in rows}) == 1, "cpu" if mixed else "", dynamic)
 
 
 def _open(world: World, sets: Sequence[ProcessSet]) -> None:
-    """Register the sets and make the wires; collective."""
+    """Register the sets and make their transports; collective."""
     control, hvd = world.control, world.hvd
     global_process_set.ranks, global_process_set.here = list(range(control.size)), control.rank
     for one in sets:
@@ -158,20 +205,20 @@ def _open(world: World, sets: Sequence[ProcessSet]) -> None:
         _check_ranks(one, control.size)
         if one.ranks == global_process_set.ranks or one.ranks in [other.ranks for other in sets[:i]]:
             raise ValueError(f"process_sets entry number {i} is a duplicate: {one}")
-    theirs: list[Any] = [None] * len(wanted)
+    registered: list[Any] = [None] * len(wanted)
     if hvd is not None and (wanted or world.dynamic or not hvd.is_initialized()):
         from hvdtrain.backends.tensorflow.collectives import start_again
 
-        theirs = start_again(hvd, wanted, world.dynamic)
+        registered = start_again(hvd, wanted, world.dynamic)
     _adopt(world, global_process_set, None)
     for i, ranks in enumerate(wanted):
         mine = next((one for one in sets if one.ranks == list(ranks)), None) or ProcessSet(list(ranks))
-        mine.process_set_id = i + 1 if theirs[i] is None else theirs[i].process_set_id
-        _adopt(world, mine, theirs[i])
+        mine.process_set_id = i + 1 if registered[i] is None else registered[i].process_set_id
+        _adopt(world, mine, registered[i])
 
 
 def _adopt(world: World, process_set: ProcessSet, theirs: Any) -> None:
-    """Give a registered set its wire, on the ranks that are in it. Collective over those."""
+    """Give a registered set its transport, on its ranks. Collective over those."""
     number, size = process_set.process_set_id, process_set.size()
     assert number is not None and size is not None
     process_set.here = world.control.rank
@@ -184,7 +231,7 @@ def _adopt(world: World, process_set: ProcessSet, theirs: Any) -> None:
         world.wires[number] = HorovodCollectives(world.hvd, world.device, theirs, horovod.stall_bound(os.environ))
         return
     from hvdtrain.comm.collectives.mpi import MpiCollectives
-    from hvdtrain.tensorflow.plain_mpi import PlainMpi
+    from hvdtrain.tensorflow.transports import PlainMpi
 
     comm, ranks = boot.mpi_comm(), process_set.ranks or []
     comm = comm if number == 0 else comm.Create_group(comm.Get_group().Incl(ranks), tag=number)
@@ -195,14 +242,14 @@ def _check_ranks(process_set: ProcessSet, size: int) -> None:
     """Raise `UserError` for ranks that the job does not have, or none."""
     ranks = process_set.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= size or len(set(ranks)) < len(ranks):
-        from hvdtrain.tensorflow.errors import WrongValue
+        from hvdtrain.tensorflow.nodes import WrongValue
 
         raise WrongValue(f"a process set of ranks {ranks} in a job of {size}", f"different ranks from 0 to {size - 1}",
                          "make it of ranks that the job has, or start more")
 
 
 def _ranks_of(process_set: ProcessSet) -> list[int]:
-    """The ranks of a set, read from its communicator where it was made of one."""
+    """Return the ranks of a set, read from its communicator if it was made of one."""
     if process_set.ranks is not None:
         return process_set.ranks
     group = process_set.mpi_comm.Get_group()
@@ -210,14 +257,14 @@ def _ranks_of(process_set: ProcessSet) -> list[int]:
 
 
 def world() -> World:
-    """This process's `World`; `ValueError` before `init`."""
+    """Return this process's `World`; `ValueError` before `init`."""
     if not _worlds:
         raise ValueError(ABSENT)
     return _worlds[0]
 
 
 def wire(process_set: ProcessSet = global_process_set) -> Any:
-    """What carries the collectives of ``process_set``; None where that is this rank alone, or others only.
+    """Return the transport of ``process_set``; None for this rank alone, and for a set of other ranks only.
 
     Errors: `ValueError` before `init`, and for a set that was not registered; `UserError` while a graph of
     TensorFlow 1 is built.
@@ -230,16 +277,16 @@ def wire(process_set: ProcessSet = global_process_set) -> Any:
     return here.wires.get(number)
 
 
-def near_wire(process_set: ProcessSet) -> Any:
-    """What sums dense gradients of ``process_set`` in shared memory; None where there is no such. Collective."""
+def shared_wire(process_set: ProcessSet) -> Any:
+    """Return the transport of dense gradients of ``process_set`` in shared memory, or None. Collective."""
     here = world()
     if process_set.process_set_id != 0:
         return None
-    if not here.near:
-        from hvdtrain.tensorflow.near import open_near
+    if not here.shared:
+        from hvdtrain.tensorflow.transports import open_shared
 
-        here.near.append(open_near(here.control))
-    return here.near[0]
+        here.shared.append(open_shared(here.control))
+    return here.shared[0]
 
 
 def _refuse_sessions() -> None:
@@ -247,7 +294,7 @@ def _refuse_sessions() -> None:
     import tensorflow as tf
 
     if not tf.executing_eagerly() and not tf.inside_function():
-        from hvdtrain.tensorflow.errors import WrongMode
+        from hvdtrain.tensorflow.nodes import WrongMode
 
         raise WrongMode("a collective in a tf.Graph (tf.Graph().as_default(), or a session of TensorFlow 1)",
                         "eager TensorFlow 2, or a tf.function",
@@ -255,55 +302,55 @@ def _refuse_sessions() -> None:
 
 
 def shutdown() -> None:
-    """Stop Horovod; the control plane stays up until the process ends. Nothing where nothing was started."""
+    """Stop Horovod, if it was started; the control plane stays up until the process ends."""
     if _worlds:
         last = _worlds.pop()
         for one in last.sets.values():
             if one is not global_process_set:
                 one.process_set_id = None
-        for near in filter(None, last.near):
-            near.leave()
+        for shared in filter(None, last.shared):
+            shared.leave()
         if last.hvd is not None:
             last.hvd.shutdown()
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+    """Return whether `init` has been called, and `shutdown` not since."""
     return bool(_worlds)
 
 
 def rank() -> int:
-    """This process's number in the job, from 0."""
+    """Return this process's number in the job, from 0."""
     return world().control.rank
 
 
 def size() -> int:
-    """Number of processes in the job."""
+    """Return the number of processes in the job."""
     return world().control.size
 
 
 def local_rank() -> int:
-    """This process's number on its host, from 0."""
+    """Return this process's number on its host, from 0."""
     return world().local_rank
 
 
 def local_size() -> int:
-    """Number of the job's processes on this host."""
+    """Return the number of the job's processes on this host."""
     return world().local_size
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a process with this `local_rank`."""
+    """Return this host's number among those that have a process with this `local_rank`."""
     return world().cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a process with this `local_rank`."""
+    """Return the number of hosts that have a process with this `local_rank`."""
     return world().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of processes."""
+    """Return whether every host has the same number of processes."""
     return world().homogeneous
 
 
@@ -346,5 +393,5 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Number of each registered set -> its ranks."""
+    """Return the ranks of each registered set by its number."""
     return {number: list(one.ranks or []) for number, one in sorted(world().sets.items())}

@@ -1,7 +1,6 @@
 """`Compression`: how gradients travel, by Horovod's names (none, fp16) and those of this project's compressors.
 
-Owns the names and their settings. What a compression does to a bucket is `hvdtrain.comm.compressors`'; here is only
-Horovod's interface for one tensor, ``compress`` and ``decompress``, for scripts that call it or write their own.
+Owns Horovod's interface for one tensor, ``compress`` and ``decompress``. Buckets are `hvdtrain.comm.compressors`'.
 """
 
 from __future__ import annotations
@@ -11,21 +10,23 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.comm.compressors import choices, create
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.errors import UserError
 
 
 class Compressor:
-    """What a script may subclass: both methods see one tensor; what ``compress`` returns is summed over ranks.
+    """Base class for scripts: both methods see one tensor; the result of ``compress`` is summed over ranks.
 
     ``project``: the compressor of this project that a gradient exchange uses instead, "" for the script's own.
+    ``narrow``: the type that floating point of a single tensor travels as, None for its own.
     """
 
     project = ""
+    narrow: Any = None
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """(what travels, what `decompress` needs to know)."""
+        """Return (what travels, what `decompress` needs to know)."""
         raise NotImplementedError
 
     @staticmethod
@@ -35,7 +36,7 @@ class Compressor:
 
     @classmethod
     def made(cls) -> Any:
-        """A `hvdtrain.core.protocols.Compressor` of this kind."""
+        """Return a `hvdtrain.core.protocols.Compressor` of this kind."""
         return create(cls.project, Config())
 
 
@@ -46,29 +47,23 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The tensor."""
         return tensor
 
 
 class _Cast(Compressor):
     """Floating point travels as ``narrow``, all else as it is."""
 
-    narrow: Any = None
-
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Floating point rounded, all else as it is."""
         dtype = tf.as_dtype(tensor.dtype)
         return (tf.cast(tensor, cls.narrow) if dtype.is_floating else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The type it had."""
         return tf.cast(tensor, ctx) if tf.as_dtype(ctx).is_floating else tensor
 
 
@@ -85,11 +80,11 @@ class BF16Compressor(_Cast):
 
 
 class _Buckets(Compressor):
-    """What works on a whole bucket of gradients, with what it still owes kept in between."""
+    """A compressor of a whole bucket of gradients, which keeps its error for the next step."""
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """`UserError`: no tensor by itself."""
+        """Raise `UserError`: it compresses no tensor alone."""
         raise UserError(f"Compression.{cls.project} for a single tensor", "Compression.none, fp16 or bf16: the others "
                         "keep what they owe between steps", "use it in DistributedGradientTape or DistributedOptimizer")
 
@@ -100,42 +95,41 @@ class TopKCompressor(_Buckets):
     """The 1 % of largest magnitude, the others wait; ``Compression.topk.of(ratio)`` for another share."""
 
     project = "topk"
-    ratio = Exchange().topk_ratio
+    ratio = ExchangeConfig().topk_ratio
 
     @classmethod
     def of(cls, ratio: float) -> type[TopKCompressor]:
-        """The same with ``ratio`` of the entries, above 0 and at most 1."""
+        """Return the same with ``ratio`` of the entries, above 0 and at most 1."""
         if not 0 < ratio <= 1:
             raise UserError(f"topk with a ratio of {ratio}", "above 0 and at most 1", "pass such a share")
         return type(f"TopK{ratio:g}", (cls,), {"ratio": ratio})
 
     @classmethod
     def made(cls) -> Any:
-        """With this ratio, without a momentum of its own: the optimizer may have one."""
-        return create("topk", Config(exchange=Exchange(topk_ratio=cls.ratio)))
+        """Return one with this ratio, without a momentum of its own: the optimizer may have one."""
+        return create("topk", Config(exchange=ExchangeConfig(topk_ratio=cls.ratio)))
 
 
 class PowerSGDCompressor(_Buckets):
     """Each matrix as the product of two thin ones; ``Compression.powersgd.of(rank)`` for other than 4 columns."""
 
     project = "powersgd"
-    rank = Exchange().powersgd_rank
+    rank = ExchangeConfig().powersgd_rank
 
     @classmethod
     def of(cls, rank: int) -> type[PowerSGDCompressor]:
-        """The same with factors of ``rank`` columns."""
+        """Return the same with factors of ``rank`` columns."""
         if rank < 1:
             raise UserError(f"powersgd of rank {rank}", "at least 1", "pass such a number of columns")
         return type(f"PowerSGD{rank}", (cls,), {"rank": rank})
 
     @classmethod
     def made(cls) -> Any:
-        """With this rank."""
-        return create("powersgd", Config(exchange=Exchange(powersgd_rank=cls.rank)))
+        return create("powersgd", Config(exchange=ExchangeConfig(powersgd_rank=cls.rank)))
 
 
 class Compression:
-    """How gradients travel: the attributes below, and one for each other compressor of this project."""
+    """Horovod's name for the compressors below, and for each other compressor of this project."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -150,7 +144,7 @@ for _name in choices():
 
 
 def kind_of(compression: Any) -> str:
-    """The project's name of ``compression``; "" for a script's own class with compress and decompress.
+    """Return the project's name of ``compression``; "" for a script's own class with compress and decompress.
 
     Horovod's own classes are known by their names. Errors: `UserError` for anything else.
     """

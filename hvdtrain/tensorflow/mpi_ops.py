@@ -15,7 +15,6 @@ __all__ = sorted(_NAMES.split())
 
 
 def __getattr__(name: str) -> Any:
-    """The name of `hvdtrain.tensorflow`."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     import hvdtrain.tensorflow

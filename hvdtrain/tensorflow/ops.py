@@ -1,7 +1,7 @@
 """Collectives on one tensor or several, by Horovod's names: `allreduce`, `allgather`, `broadcast`, ...
 
-Owns what a call means: factors, means, types, what one rank alone gets. Moving is a wire's (`basics.wire`). Gradients
-flow through all of them where Horovod is the wire.
+Owns the meaning of a call: factors, means, types, and the result of a rank alone. Transports are `basics.wire`'s.
+Gradients flow through all of them over Horovod.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.collectives import peer_failures
-from hvdtrain.tensorflow import basics, roots
-from hvdtrain.tensorflow.basics import Adasum, Average, Max, Min, Product, Sum
+from hvdtrain.tensorflow import basics
+from hvdtrain.tensorflow.basics import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
 from hvdtrain.tensorflow.compression import Compression, kind_of
-from hvdtrain.tensorflow.errors import InvalidArgument, NotSupported, WrongMode
-from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted, unfolded
-from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
-from hvdtrain.tensorflow.wiretypes import Back, differentiable, summable
+from hvdtrain.tensorflow.nodes import (
+    Back, InvalidArgument, NotSupported, WrongMode, assert_same_root, check_root, differentiable, member_root,
+    node_name, refuse_xla, same_root, summable, through_trace, unconverted, unfolded)
 
 KINDS = {Average: "sum", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 """Reduction -> what a wire calls it; an average is a sum, divided."""
@@ -31,14 +30,14 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = '', 
               compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
               ignore_name_scope: bool = False) -> Any:
-    """Combine a tensor over the ranks: the mean by default (the sum, then divided), or what ``op`` says.
+    """Combine a tensor over the ranks: the mean by default (the sum, then divided), or by ``op``.
 
     The same shape on every rank; of `tf.IndexedSlices` rows are gathered instead. ``average`` is the old form of
-    ``op``. Factors multiply on this rank, before and after; they may differ between ranks. They count with their own
-    digits: float16 and bfloat16 are multiplied, summed and divided in float32 and rounded once, at the end (Horovod
-    rounds after each of the three); whole numbers are multiplied in float64 and cut to whole ones after each factor,
-    an average's division and ``postscale_factor`` being one. Where the graph's name scope is concerned nothing need be
-    ignored: it never is part of a name. Collective. Errors: `UserError` on a rank outside of ``process_set``.
+    ``op``. Factors multiply on this rank, before and after; they may differ between ranks. They keep their own digits:
+    float16 and bfloat16 are multiplied, summed and divided in float32 and rounded once, at the end (Horovod rounds
+    after each of the three); whole numbers are multiplied in float64 and truncated after each factor, an average's
+    division and ``postscale_factor`` being one. ``ignore_name_scope`` has no effect: scopes are never part of a name.
+    Collective. Errors: `UserError` on a rank outside of ``process_set``.
     """
     op = reduction(op, average)
     if isinstance(tensor, tf.IndexedSlices):
@@ -62,7 +61,7 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
                       prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
                       name: str | None = None) -> list[Any]:
-    """`allreduce` of several tensors, which travel together. Collective."""
+    """Run `allreduce` of several tensors, which travel together. Collective."""
     op = reduction(op, average)
     scale = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     if op == Adasum or any(isinstance(t, tf.IndexedSlices) for t in tensors) or compression not in (
@@ -89,7 +88,7 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
 @unconverted
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> Any:
-    """Every rank's rows, one rank behind the other: (R_r, ...) -> (sum R_r, ...).
+    """Return every rank's rows, one rank behind the other: (R_r, ...) -> (sum R_r, ...).
 
     All dimensions but the first are the same on every rank. Collective.
     """
@@ -103,7 +102,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
-    """`allgather` of several tensors, all at the same time. Collective."""
+    """Run `allgather` of several tensors, all at the same time. Collective."""
     label, each = name or "group", _each(process_set, "gather_rows_each", tensors)
     if each is None:
         return [allgather(t, f"{label}.{i}", ignore_name_scope, process_set) for i, t in enumerate(tensors)]
@@ -115,33 +114,33 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_na
 @unconverted
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> Any:
-    """Rank ``root_rank``'s tensor, on every rank; the same shape everywhere. Collective.
+    """Return rank ``root_rank``'s tensor, on every rank; the same shape everywhere. Collective.
 
-    Errors: `UserError` on every rank where ``root_rank`` is not the same on all of them, with each rank's; inside of a
-    tf.function `tf.errors.InvalidArgumentError`, which says the same.
+    Errors: `UserError` on every rank if ``root_rank`` is not the same on all of them, with each rank's; inside of a
+    tf.function `tf.errors.InvalidArgumentError` with the same text.
     """
     x = tf.convert_to_tensor(tensor)
     wire = member_wire(process_set)
     if wire is None:
-        roots.check(root_rank, process_set)
+        check_root(root_rank, process_set.ranks)
         return tf.identity(x)
     moved, back = differentiable(x)
     label = _name("broadcast", name, x)
     if not tf.inside_function():
-        with roots.compared(wire, root_rank, process_set) as root:
+        with same_root(wire, root_rank, process_set.ranks) as root:
             return back(sent(wire.broadcast, moved, label, root))
     refuse_xla("broadcast")
-    with tf.control_dependencies([roots.assertion(wire, root_rank, process_set, label)]):
+    with tf.control_dependencies([assert_same_root(wire, root_rank, process_set.ranks, label)]):
         moved = tf.identity(moved)
-    return back(sent(wire.broadcast, moved, label, roots.stand_in(root_rank, process_set)))
+    return back(sent(wire.broadcast, moved, label, member_root(root_rank, process_set.ranks)))
 
 
 @unconverted
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> Any:
-    """Rows for every rank: ``splits[p]`` of them go to the p-th, the same number to each where ``splits`` is None.
+    """Send rows to every rank: ``splits[p]`` of them to the p-th, the same number to each if ``splits`` is None.
 
-    Returns what came, by source; with ``splits`` also int32 (P,): how many rows came from whom. Collective.
+    Return the received rows, by source; with ``splits`` also int32 (P,): how many came from each rank. Collective.
     """
     x, wire = tf.convert_to_tensor(tensor), member_wire(process_set)
     given = None if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int32)
@@ -165,9 +164,9 @@ def reducescatter(tensor: Any, device_dense: str = '', compression: Any = Compre
                   name: str | None = None, process_set: ProcessSet = global_process_set,
                   ignore_name_scope: bool = False, prescale_factor: float = 1.0,
                   postscale_factor: float = 1.0) -> Any:
-    """This rank's rows of the mean (or sum) over the ranks: (R, ...) -> (R_r, ...).
+    """Return this rank's rows of the mean (or sum) over the ranks: (R, ...) -> (R_r, ...).
 
-    Where P does not divide R the first ranks get a row more. Factors as in `allreduce`. Collective.
+    If P does not divide R the first ranks get a row more. Factors as in `allreduce`. Collective.
     """
     if op not in (Average, Sum):
         raise through_trace(InvalidArgument(f"reducescatter by {KINDS.get(op, op)}", "hvd.Average or hvd.Sum",
@@ -185,7 +184,7 @@ def reducescatter(tensor: Any, device_dense: str = '', compression: Any = Compre
 def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = '', compression: Any = Compression.none,
                           op: int = Average, process_set: ProcessSet = global_process_set,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> list[Any]:
-    """`reducescatter` of several tensors, all at the same time. Collective."""
+    """Run `reducescatter` of several tensors, all at the same time. Collective."""
     each = _each(process_set, "scatter_rows_each", tensors) if op in (Average, Sum) else None
     if each is None:
         return [reducescatter(t, device_dense, compression, op, f"group.{i}", process_set, False, prescale_factor,
@@ -201,7 +200,7 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = '', compre
 def join() -> Any:
     """Wait until every rank has called it, and return the number of one that came last, an int32 scalar; collective.
 
-    Over Horovod ranks that have not come yet go on with their `allreduce`s, in which those that wait count as zeros.
+    Over Horovod ranks that have not come yet continue with their `allreduce`s, in which those that wait count as zeros.
     Batches of unequal number are better given a weight: a mean over ranks counts a rank that waits.
     """
     wire = basics.wire()
@@ -215,32 +214,32 @@ def join() -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """`size`, of a process set, as an int32 tensor."""
+    """Return `size`, of a process set, as an int32 tensor."""
     return tf.constant(basics.world().sets[process_set_id].size(), tf.int32, name=name or "size")
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 where this rank is in the process set and 0 where it is not, as an int32 tensor."""
+    """Return 1 if this rank is in the process set, else 0, as an int32 tensor."""
     return tf.constant(int(bool(basics.world().sets[process_set_id].included())), tf.int32, name=name or "included")
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """`local_size` as an int32 tensor."""
+    """Return `local_size` as an int32 tensor."""
     return tf.constant(basics.local_size(), tf.int32, name=name or "local_size")
 
 
 def rank_op(name: str | None = None) -> Any:
-    """`rank` as an int32 tensor."""
+    """Return `rank` as an int32 tensor."""
     return tf.constant(basics.rank(), tf.int32, name=name or "rank")
 
 
 def local_rank_op(name: str | None = None) -> Any:
-    """`local_rank` as an int32 tensor."""
+    """Return `local_rank` as an int32 tensor."""
     return tf.constant(basics.local_rank(), tf.int32, name=name or "local_rank")
 
 
 def reduction(op: int | None, average: bool | None) -> int:
-    """The reduction that ``op`` and the old ``average`` mean together; `ValueError` where both are given."""
+    """Return the reduction of ``op`` and the old ``average``; `ValueError` if both are given."""
     if average is None:
         if op is not None and op not in KINDS:
             raise ValueError(f"op is {op!r}; expected hvd.Average, Sum, Adasum, Min, Max or Product")
@@ -252,17 +251,17 @@ def reduction(op: int | None, average: bool | None) -> int:
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
-    """`reduction`, by Horovod's name."""
+    """Return `reduction`, by Horovod's name."""
     return reduction(op, average)
 
 
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Whether ``num_rank`` is 1, 2, 4, 8, ..., as Adasum needs it."""
+    """Return whether ``num_rank`` is 1, 2, 4, 8, ..., as Adasum needs it."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def member_wire(process_set: ProcessSet) -> Any:
-    """`basics.wire`, for a call that this rank must be one of; `UserError` where the set leaves it out."""
+    """Return `basics.wire`; `UserError` if the set leaves this rank out."""
     wire = basics.wire(process_set)
     if not process_set.included():
         raise through_trace(InvalidArgument(
@@ -272,14 +271,16 @@ def member_wire(process_set: ProcessSet) -> Any:
 
 
 def _each(process_set: ProcessSet, collective: str, tensors: Sequence[Any]) -> Any:
-    """The wire's ``collective`` of several tensors at the same time; None where it has none, and in a graph, whose
-    operations run at the same time anyway."""
-    return None if tf.inside_function() or not tensors else getattr(member_wire(process_set), collective, None)
+    """Return the transport's ``collective`` of several tensors at once; None if it has none, and in a graph, whose
+    operations run at the same time anyway.
+    """
+    wire = None if tf.inside_function() or not tensors else member_wire(process_set)
+    return None if wire is None or not wire.has_each else getattr(wire, collective)
 
 
 def _sums(each: Any, tensors: Sequence[Any], compression: Any, op: int, before: float, after: float,
           name: str) -> list[tf.Tensor]:
-    """`allreduce` of several tensors by a wire's ``each``."""
+    """Run `allreduce` of several tensors by a transport's ``each``."""
     owns, backs, kinds = zip(*(_reduced(each.__self__, tf.convert_to_tensor(t), compression, op, before, after)
                                for t in tensors))
     parts = each(owns, node_name(f"allreduce.{KINDS[op]}.{name}"), kinds).wait()
@@ -288,12 +289,12 @@ def _sums(each: Any, tensors: Sequence[Any], compression: Any, op: int, before: 
 
 def _reduced(wire: Any, x: tf.Tensor, compression: Any, op: int, before: float, after: float) -> tuple[
         tf.Tensor, Back, str]:
-    """(what the wire reduces for ``x``, what makes the result of it, the wire's reduction).
+    """Return (the tensor that is reduced for ``x``, the way back to the result, the transport's reduction).
 
-    Where a wire can divide without other bits it does, which saves a pass over memory. Factors have no say in that:
-    they may be another rank's other ones.
+    A transport that can divide without other bits does, which saves a pass over memory. Factors do not decide that:
+    they may differ between ranks.
     """
-    if op == Average and compression is Compression.none and getattr(wire, "halves", False):
+    if op == Average and compression is Compression.none and wire.halves:
         own, back = _packed(x, compression, before, after)
         if own.dtype.is_floating:
             return own, back, "mean"
@@ -301,7 +302,7 @@ def _reduced(wire: Any, x: tf.Tensor, compression: Any, op: int, before: float, 
 
 
 def _rows(tensor: Any) -> tf.Tensor:
-    """A tensor whose rows can be gathered or handed out; `ValueError` for a scalar."""
+    """Return a tensor with rows; `ValueError` for a scalar."""
     x = tf.convert_to_tensor(tensor)
     if x.shape.rank == 0:
         raise ValueError("a scalar to gather or scatter; expected at least one dimension, along which its rows lie")
@@ -309,7 +310,7 @@ def _rows(tensor: Any) -> tf.Tensor:
 
 
 def _sparse(slices: tf.IndexedSlices, op: int, factor: float, name: str | None, process_set: ProcessSet) -> Any:
-    """Rows and indices of all ranks."""
+    """Return rows and indices of all ranks."""
     if op not in (Average, Sum):
         raise through_trace(NotSupported(f"a sparse tensor reduced by {KINDS[op]}", "hvd.Average or hvd.Sum",
                                          "pass one of them, or tf.convert_to_tensor(slices)"))
@@ -324,34 +325,36 @@ def _sparse(slices: tf.IndexedSlices, op: int, factor: float, name: str | None, 
 
 
 def sent(collective: Any, x: tf.Tensor, name: str, *more: Any) -> tf.Tensor:
-    """What ``collective`` of a wire makes of ``x``, in a graph or outside."""
+    """Return the result of a transport's ``collective`` for ``x``, in a graph or outside."""
     refuse_xla(name.partition(".")[0])
     return _any_gradient(collective(unfolded(x), name, *more).wait())
 
 
 def _any_gradient(y: tf.Tensor) -> tf.Tensor:
-    """``y``, whose gradient may be of another floating point type: a cast to its own type costs nothing forward and
-    casts on the way back, where the function that runs a collective takes one type alone."""
+    """Return ``y`` with a cast to its own type, which costs nothing forward.
+
+    On the way back it casts the gradient to that type, the only one that the function of a collective takes.
+    """
     return tf.raw_ops.Cast(x=y, DstT=y.dtype) if y.dtype.is_floating else y
 
 
 def _name(kind: str, name: str | None, x: tf.Tensor) -> str:
-    """A node's name: the caller's, or in a graph that of the tensor."""
+    """Return a node's name: the caller's, or in a graph that of the tensor."""
     if name is None and tf.inside_function():
         name = x.op.name
     return node_name(kind if name is None else f"{kind}.{name}")
 
 
 def _packed(x: tf.Tensor, compression: Any, before: float, after: float, divisor: int = 1) -> tuple[tf.Tensor, Back]:
-    """(what is summed for ``before * x``, what makes ``after / divisor`` times the sum of it, of x's type).
+    """Return (the sum's input for ``before * x``, the way from the sum to ``after / divisor`` times it, of x's type).
 
     float16 is summed in float32 unless the caller asks for it as compression; factors have the digits of the sum, and
-    where the caller compresses those of ``x``.
+    if the caller compresses those of ``x``.
     """
-    kind = kind_of(compression)
-    if kind in ("fp16", "bf16") and x.dtype not in (tf.float16, tf.bfloat16):
+    narrow = compression.narrow if kind_of(compression) else None  # a script's own class has no such attribute
+    if narrow is not None and x.dtype not in (tf.float16, tf.bfloat16):
         small, context = compression.compress(_times(x, before))
-        own, wide = (small, lambda y: y) if kind == "fp16" else summable(small)
+        own, wide = (small, lambda y: y) if narrow == tf.float16 else summable(small)
         return own, lambda y: _part(compression.decompress(wide(y), context), after, divisor)
     small, context = compression.compress(x)
     own, narrow = summable(small)
@@ -359,7 +362,7 @@ def _packed(x: tf.Tensor, compression: Any, before: float, after: float, divisor
 
 
 def _times(x: tf.Tensor, factor: float) -> tf.Tensor:
-    """x times factor; whole numbers in float64, towards zero."""
+    """Return x times factor; whole numbers in float64, towards zero."""
     if factor == 1.0:
         return x
     if x.dtype.is_integer:
@@ -368,7 +371,7 @@ def _times(x: tf.Tensor, factor: float) -> tf.Tensor:
 
 
 def _part(x: tf.Tensor, factor: float, divisor: int) -> tf.Tensor:
-    """x times factor / divisor; whole numbers towards zero, once."""
+    """Return x times factor / divisor; whole numbers towards zero, once."""
     if divisor == 1 or factor != 1.0:
         return _times(x, factor / divisor)
     by = tf.cast(divisor, x.dtype)

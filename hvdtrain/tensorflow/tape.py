@@ -1,6 +1,7 @@
-"""Gradient tapes whose gradients are those of all ranks.
+"""Gradient tapes and optimizers, by Horovod's signatures, whose gradients are those of all ranks.
 
-Owns how a tape is wrapped and which sources stay local. The exchange is `hvdtrain.tensorflow.gradients`'.
+Owns how a tape is wrapped and which sources stay local. The exchange is `hvdtrain.tensorflow.gradients`', the optimizer
+`hvdtrain.keras`'.
 """
 
 from __future__ import annotations
@@ -15,20 +16,19 @@ import tensorflow as tf
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.tensorflow import basics
-from hvdtrain.tensorflow.basics import Average
+from hvdtrain.tensorflow.basics import Average, ProcessSet, global_process_set
 from hvdtrain.tensorflow.compression import Compression
 from hvdtrain.tensorflow.gradients import GradientExchange, identity_of
 from hvdtrain.tensorflow.nodes import unconverted
-from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 
-KEPT = 64
-"""Exchanges kept for tapes, which a training loop makes anew in every step."""
+MOST_EXCHANGES = 64
+"""Exchanges that wait for the next tape: a training loop makes a tape in every step."""
 
 _exchanges: OrderedDict[Any, GradientExchange] = OrderedDict()
 
 
 class _Distributed:
-    """What `DistributedGradientTape` adds to the class of the tape that it was given."""
+    """Methods that `DistributedGradientTape` adds to the class of its tape."""
 
     _exchange: GradientExchange
     _local: list[Any]
@@ -45,14 +45,14 @@ class _Distributed:
     @unconverted
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
                  unconnected_gradients: Any = tf.UnconnectedGradients.NONE) -> Any:
-        """`tf.GradientTape.gradient`, over all ranks but for local sources; collective.
+        """Compute `tf.GradientTape.gradient` over all ranks, except for local sources; collective.
 
         ``sources``: a variable or any nest of variables; the result has its structure. Local sources keep their own
         gradient, divided by the number of ranks where ``scale_local_gradients``, as an average over ranks divides
         theirs. ``use_generic_names`` has no meaning here: nodes never carry names of gradients.
         """
-        found = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
-        flat, grads = tf.nest.flatten(sources), tf.nest.flatten(found)
+        nest = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
+        flat, grads = tf.nest.flatten(sources), tf.nest.flatten(nest)
         local = {identity_of(v) for v in self._local}
         shared = [i for i, v in enumerate(flat) if identity_of(v) not in local]
         with tf.device(self._place) if self._place else nullcontext():
@@ -67,7 +67,7 @@ class _Distributed:
 
     def get_local_and_global_gradients(self, target: Any, sources: Any, output_gradients: Any = None,
                                        use_generic_names: bool = False) -> tuple[list[Any], list[Any]]:
-        """Pairs of source and gradient: (of local sources, of all others); collective."""
+        """Return pairs of source and gradient: (of local sources, of all others); collective."""
         flat = tf.nest.flatten(sources)
         pairs = list(zip(flat, self.gradient(target, flat, output_gradients, use_generic_names)))
         local = {identity_of(v) for v in self._local}
@@ -78,19 +78,17 @@ def DistributedGradientTape(gradtape: Any, device_dense: str = '', device_sparse
                             compression: Any = Compression.none, sparse_as_dense: bool = False, op: int = Average,
                             gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
                             process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True) -> Any:
-    """A tape like ``gradtape``, of the same class and recording, whose `gradient` is that of all ranks.
+    """Return a tape like ``gradtape``, of the same class and recording, whose `gradient` is that of all ranks.
 
     ``device_dense``: where its collectives are placed; "" leaves that to TensorFlow. ``device_sparse`` is not
     needed. ``num_groups`` is the old name of ``groups``. The rest is `GradientExchange`'s. The tape's
     ``register_local_source`` tells the variables that it leaves alone. Errors: those of `GradientExchange`.
     """
-    if num_groups:
-        warnings.warn("num_groups is the old name of groups", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
     tape = copy.copy(gradtape)
     tape.__class__ = type(type(gradtape).__name__, (_Distributed, type(gradtape)), {})
     tape._local, tape._scale_local, tape._place = [], scale_local_gradients, device_dense
-    tape._exchange = _exchange(op, compression, sparse_as_dense, gradient_predivide_factor, groups, process_set)
+    tape._exchange = _exchange(op, compression, sparse_as_dense, gradient_predivide_factor,
+                               _groups_of(num_groups, groups), process_set)
     return tape
 
 
@@ -99,7 +97,7 @@ def PartialDistributedGradientTape(gradtape: Any, device_dense: str = '', device
                                    op: int = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
                                    groups: Any = None, process_set: ProcessSet = global_process_set,
                                    local_layers: Any = None, scale_local_gradients: bool = True) -> Any:
-    """`DistributedGradientTape` that leaves the variables of ``local_layers`` (one Keras layer, or several) local."""
+    """Return a `DistributedGradientTape` that leaves ``local_layers`` (one Keras layer or several) local."""
     tape = DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
                                    gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients)
     for variable in variables_of(local_layers):
@@ -107,8 +105,25 @@ def PartialDistributedGradientTape(gradtape: Any, device_dense: str = '', device
     return tape
 
 
+def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: bool = False,  # noqa: N802
+                         device_dense: str = '', device_sparse: str = '', compression: Any = Compression.none,
+                         sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: int = Average,
+                         gradient_predivide_factor: float = 1.0, average_aggregated_gradients: bool = False,
+                         num_groups: int = 0, groups: Any = None, process_set: ProcessSet = global_process_set,
+                         scale_local_gradients: bool = True) -> Any:
+    """Return `hvdtrain.keras.DistributedOptimizer` of a Keras optimizer; ``use_locking`` was TensorFlow 1's."""
+    from hvdtrain import keras
+
+    return keras.DistributedOptimizer(
+        optimizer, name=name, device_dense=device_dense, device_sparse=device_sparse, compression=compression,
+        sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor, op=op,
+        groups=_groups_of(num_groups, groups), backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients, process_set=process_set,
+        scale_local_gradients=scale_local_gradients)
+
+
 def variables_of(local_layers: Any) -> list[Any]:
-    """The trainable variables of a Keras layer, of several, or of None; `ValueError` for anything else."""
+    """Return the trainable variables of a Keras layer, of several, or of None; `ValueError` for anything else."""
     layers = [] if local_layers is None else [local_layers] if _is_layer(local_layers) else list(local_layers)
     wrong = [layer for layer in layers if not _is_layer(layer)]
     if wrong:
@@ -117,12 +132,20 @@ def variables_of(local_layers: Any) -> list[Any]:
 
 
 def divided(grad: Any, divisor: int) -> Any:
-    """A gradient, sparse ones and None included, by a whole number."""
+    """Return a gradient, which may be sparse or None, by a whole number."""
     if grad is None or divisor == 1:
         return grad
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(grad.values / tf.cast(divisor, grad.values.dtype), grad.indices, grad.dense_shape)
     return grad / tf.cast(divisor, grad.dtype)
+
+
+def _groups_of(num_groups: int, groups: Any) -> Any:
+    """Return ``groups``, or the number of them in the old argument."""
+    if not num_groups:
+        return groups
+    warnings.warn("num_groups is the old name of groups", DeprecationWarning, stacklevel=3)
+    return num_groups if groups is None else groups
 
 
 def _is_layer(layer: Any) -> bool:
@@ -133,7 +156,7 @@ def _is_layer(layer: Any) -> bool:
 
 def _exchange(op: int, compression: Any, sparse_as_dense: bool, predivide: float, groups: Any,
               process_set: ProcessSet) -> GradientExchange:
-    """The exchange of these options: one for all tapes of a loop, so that it keeps its plans and their state."""
+    """Return the exchange of these options: one for all tapes of a loop, which keeps plans and their state."""
     basics.world()
     grouped = groups if groups is None or isinstance(groups, int) else tuple(
         tuple(identity_of(v) for v in group) for group in groups)
@@ -142,7 +165,7 @@ def _exchange(op: int, compression: Any, sparse_as_dense: bool, predivide: float
         _exchanges[key] = GradientExchange(
             op=op, compression=compression, sparse_as_dense=sparse_as_dense, gradient_predivide_factor=predivide,
             groups=groups, process_set=process_set, name="tape")
-        if len(_exchanges) > KEPT:
+        if len(_exchanges) > MOST_EXCHANGES:
             _exchanges.popitem(last=False)
     _exchanges.move_to_end(key)
     return _exchanges[key]

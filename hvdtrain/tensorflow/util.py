@@ -1,4 +1,4 @@
-"""What Horovod's scripts ask of ``horovod.tensorflow.util``."""
+"""Names of ``horovod.tensorflow.util`` for Horovod's scripts."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import tensorflow as tf
 
 
 def _executing_eagerly() -> bool:
-    """Whether operations run as they are called, outside of graphs and functions."""
+    """Return whether operations run as they are called, outside of graphs and functions."""
     return bool(tf.executing_eagerly())

@@ -79,11 +79,15 @@ def check_alltoall(wire, make, host):
 
 
 def check_alltoallv(wire, make, host):
-    """Parts of unlike lengths, some empty: rank r sends (r + p) % 3 elements to rank p."""
+    """Parts of unlike lengths, some empty: rank r sends (r + p) % 3 elements to rank p; in turn 2 rank 0 sends nothing.
+    """
     P, r = wire.size, wire.rank
     for dtype in (np.int8, np.int16, np.int32):
         for turn in (1, 2):
-            sent, got = [(r + p) % 3 + (r == p) for p in range(P)], [(q + r) % 3 + (q == r) for q in range(P)]
+            def length(q, p):
+                return 0 if turn == 2 and q == 0 else (q + p) % 3 + (q == p)
+
+            sent, got = [length(r, p) for p in range(P)], [length(q, r) for q in range(P)]
             x = np.concatenate([np.full(k, turn * (10 * r + p)) for p, k in enumerate(sent)]).astype(dtype)
             found = host(wire.alltoallv(make(x), sent, got, f"case.allv.{np.dtype(dtype).name}").wait())
             assert found.dtype == dtype

@@ -158,7 +158,7 @@ def check_like_numpy(name, make_ops, size, shapes):
 
 
 def check_not_finite_is_seen(name, make_ops):
-    """NaN or infinity in any kind of tensor of one rank: no rank may read a finite vector."""
+    """NaN or infinity in any kind of tensor of one rank: no rank may read a finite vector, nor all a finite shard."""
     shapes, size = SHAPES["model"], 3
     n = buckets(shapes)[0].n
     for bad in (np.nan, np.inf, -np.inf):
@@ -172,6 +172,9 @@ def check_not_finite_is_seen(name, make_ops):
             outcome = exchanged(MAKE[name](), make_ops, size, shapes, 2, give)
             for first, second in outcome.sums:
                 assert np.isfinite(first).all() and not np.isfinite(second).all(), (bad, where)
+            shards = scattered(MAKE[name](), make_ops, cuts(n, size)[1], shapes, 2, give).sums
+            first, second = (np.concatenate(of_ranks) for of_ranks in zip(*shards))
+            assert np.isfinite(first).all() and not np.isfinite(second).all(), (bad, where)
 
 
 def check_not_finite_among_many(make_ops):

@@ -11,14 +11,14 @@ import keras
 import numpy as np
 from step_kit import Kit, given
 
-from hvdtrain.config import Schedule
+from hvdtrain.config import ScheduleConfig
 
 
 class KerasKit(Kit):
     """``framework``: what Keras computes with."""
 
     adam = "adam, epsilon hat"
-    halving = Schedule("exponentialdecay", {"decay_steps": 1, "decay_rate": 0.5})
+    halving = ScheduleConfig("exponentialdecay", {"decay_steps": 1, "decay_rate": 0.5})
 
     def __init__(self) -> None:
         self.framework = keras.config.backend()

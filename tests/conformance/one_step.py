@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain import backends
 from hvdtrain.backends.model_spec import Spec
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport
@@ -28,7 +28,7 @@ from hvdtrain.parallel.precision.policy import FP32, Precision
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Batch, Collectives, Compressor
-    from hvdtrain.parallel.parts import Parts
+    from hvdtrain.parallel.parts import ModelParts
 
 SGD = Config(optimizer=Named("sgd", {"momentum": 0.9}), lr=0.1)
 RNG = np.random.default_rng(0)
@@ -55,7 +55,7 @@ class OneStep:
                  control: Any = None, sample: Any = None, **more: Any) -> None:
         made, self.model, wire = backends.load(backend), model, wire or NullCollectives()
         control = control or SimpleNamespace(rank=rank)
-        self.parts: Parts = made.make_parts(spec(model, **more), config, control, wire, 10, precision, sample)
+        self.parts: ModelParts = made.make_parts(spec(model, **more), config, control, wire, 10, precision, sample)
         self.dp: Any = Alone(self.parts.optimizer, made.Ops())
         if wire.size > 1 or compressor:
             buckets = plan_buckets(self.parts.params.specs, bucket_mb)

@@ -13,8 +13,7 @@ import pytest
 from small_runs import apart, config, fitted, lockstep, samples
 from step_kit import COUNTER, needs
 
-from hvdtrain.config import Named, Pipeline
-from hvdtrain.config.pipeline import FOR_EACH
+from hvdtrain.config import FOR_EACH, Named, PipelineConfig
 
 DATA = samples(100)
 """Four global batches of 24 samples and one of four, of which some micro-batches have none."""
@@ -59,7 +58,7 @@ def same_curve(kit, size, cut, clip_norm=0.0):
 
 @needs("pipelines")
 @pytest.mark.parametrize(("size", "cut"), [
-    (2, Pipeline(2, "gpipe")), (4, Pipeline(4)), (2, Pipeline(2, "interleaved"))], ids=str)
+    (2, PipelineConfig(2, "gpipe")), (4, PipelineConfig(4)), (2, PipelineConfig(2, "interleaved"))], ids=str)
 def test_stages_have_the_curve_of_one_process_and_keep_no_more_than_their_order_needs(kit, size, cut):
     runs, _ = same_curve(kit, size, cut)
     for run in runs:
@@ -73,7 +72,7 @@ def test_stages_have_the_curve_of_one_process_and_keep_no_more_than_their_order_
 
 @needs("pipelines")
 def test_a_whole_copy_beside_a_cut_one_clips_by_the_norm_of_the_whole_gradient(kit):
-    runs, alone = same_curve(kit, 3, Pipeline(depths=[1, 2]), clip_norm=0.05)
+    runs, alone = same_curve(kit, 3, PipelineConfig(depths=[1, 2]), clip_norm=0.05)
     assert sorted(len(run.parts.replicas) for run in runs) == [1, 1, 2]
     assert alone.state.grad_norm > 0.05
     assert all(run.state.grad_norm == pytest.approx(alone.state.grad_norm, rel=1e-5) for run in runs)
@@ -83,7 +82,7 @@ def test_a_whole_copy_beside_a_cut_one_clips_by_the_norm_of_the_whole_gradient(k
 def test_fewer_samples_than_stages_and_an_evaluation_larger_than_the_training(kit):
     data, asked = (samples(10), samples(41, 1)), settings(max_steps=6, global_batch=2, eval_every=1)
     _, (alone,) = trained(kit, 1, asked, data)
-    for run in trained(kit, 4, replace(asked, pipeline=Pipeline(depths=[3, 1])), data)[1]:
+    for run in trained(kit, 4, replace(asked, pipeline=PipelineConfig(depths=[3, 1])), data)[1]:
         assert run.state.metrics == pytest.approx(alone.state.metrics, rel=1e-5)
         assert run.state.loss == pytest.approx(alone.state.loss, rel=1e-5)
 

@@ -15,12 +15,12 @@ from torch_tools import spec
 
 from hvdtrain.backends.torch import placement
 from hvdtrain.backends.torch.maker import Maker
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Named
-from hvdtrain.parallel.pipeline.devices import Plan
+from hvdtrain.parallel.pipeline.plan import DevicePlan
 from hvdtrain.parallel.precision.policy import FP32
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.devices.cut import Cut
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
+from hvdtrain.planning.pipeline.search import Partition, Task
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 BASE = config(global_batch=32, max_steps=12, optimizer=Named("SGD", {"momentum": 0.5}), lr=0.1, control_timeout_s=30.0)
@@ -41,7 +41,11 @@ def all_cpu(monkeypatch):
 
 def plan_of(named, starts, devices, micros=4):
     made = tuple(Block(name, 1.0, 4, 4) for name, _ in named)
-    return Plan(Cut(starts), made, tuple(map(str, devices)), (0,) * len(devices), Needs(micros=micros))
+    names = tuple(map(str, devices))
+    task = Task(tuple(DeviceProfile(made, 1, 0, Needs(), name) for name in names), tuple(range(len(names))), "gpipe",
+                micros, ordered=True)
+    choice = Partition(task.kind_of, tuple(starts))
+    return DevicePlan(task, choice, choice.played(task), names)
 
 
 def split_parts(model, starts, settings, devices=None, **parts):

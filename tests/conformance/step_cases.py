@@ -18,9 +18,9 @@ from pipeline_cases import *  # noqa: F401,F403
 from step_kit import (
     EPSILON, Halves, by_hand, given, gradient, length, near, needs, same, same_state, spoilt)
 
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
-from hvdtrain.config import Config, Named, Schedule
+from hvdtrain.config import Config, Named, ScheduleConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.parallel.precision.policy import Precision
 
@@ -192,7 +192,7 @@ def test_a_norm_that_nobody_asks_for_is_not_taken(kit):
 @pytest.mark.parametrize("value, wire", [(np.nan, NullCollectives), (np.inf, TwoRanksInOne)])
 def test_no_update_from_what_is_not_finite(kit, value, wire):
     """Nor of the optimizer's memory and the schedule."""
-    config = SGD if "Adam" in kit.lacks else Config(lr=0.01, schedule=Schedule(warmup_steps=10))
+    config = SGD if "Adam" in kit.lacks else Config(lr=0.01, schedule=ScheduleConfig(warmup_steps=10))
     step = kit.step(config=config, wire=wire())
     step.run([batch(1)], 1 / 32, check=True)
     before = step.state()
@@ -369,7 +369,7 @@ def test_a_loaded_state_goes_on_to_the_bit(kit):
 
 @needs("Adam")
 def test_a_loaded_state_of_adam_in_its_warm_up_goes_on_to_the_bit(kit):
-    config = Config(lr=0.01, schedule=Schedule(warmup_steps=8))
+    config = Config(lr=0.01, schedule=ScheduleConfig(warmup_steps=8))
     goes_on(*(kit.step(kit.noisy(start), config, TwoRanksInOne()) for start in (1, 2)))
 
 

@@ -16,7 +16,7 @@ from one_step import SGD, OneStep, batch
 
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.compressors.base import Uncompressed
-from hvdtrain.config import Config, Schedule
+from hvdtrain.config import Config, ScheduleConfig
 from hvdtrain.core.protocols import AllReduce
 
 EPSILON = 1e-4
@@ -37,7 +37,7 @@ class Kit:
     epsilon = "epsilon"
     adam = "adam"
     """Which of `by_hand`'s."""
-    halving = Schedule()
+    halving = ScheduleConfig()
     """Half the rate after each step."""
 
     def model(self, start: int = 3, hidden: int = 16, noisy: bool = False) -> Any:

@@ -12,7 +12,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from tensorflow_tools import SGD, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.keras import compiled  # noqa: E402

@@ -16,7 +16,7 @@ from torch_tools import (  # noqa: E402,F401
 
 from hvdtrain.backends.torch.task import loss_sum  # noqa: E402
 from hvdtrain.backends.torch.transforms.precision import widened  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.parallel.precision.policy import Precision  # noqa: E402

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from collectives_cases import CASES, as_is, name_of
 
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 
 
 @pytest.mark.parametrize("check", CASES, ids=name_of)

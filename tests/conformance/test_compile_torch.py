@@ -16,9 +16,8 @@ from small_runs import apart, bits, config, fitted, solo, weights
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402
 
-from hvdtrain.backends.torch import compiler  # noqa: E402
 from hvdtrain.backends.torch.transforms import compile as transform  # noqa: E402
-from hvdtrain.engine.compile import timing  # noqa: E402
+from hvdtrain.engine.callbacks import auto_compile as timing  # noqa: E402
 
 
 class Drops(nn.Module):
@@ -58,7 +57,7 @@ def graphs(monkeypatch):
 
     from torch._dynamo.backends.debugging import aot_eager
 
-    monkeypatch.setattr(compiler, "compiled", lambda function: torch.compile(function, backend=backend))
+    monkeypatch.setattr(transform, "compiled", lambda function: torch.compile(function, backend=backend))
     monkeypatch.setattr(transform, "missing", lambda kind: "")
     yield made
     torch._dynamo.reset()
@@ -108,10 +107,10 @@ def test_copies_and_pickles_of_a_model_in_training_are_plain(graphs, faster):
     run = solo(settings(), model, data())
     run.parts.compile.use(["compiled"])
     run.parts.compile.prepare(lambda: run.parts.stage.trial(run.feed.sample(16)), time.monotonic() + 60)
-    assert isinstance(vars(model[0])["forward"], compiler.Forward)
+    assert isinstance(vars(model[0])["forward"], transform.Forward)
     x = torch.ones(4, 12)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not any(isinstance(vars(m).get("forward"), compiler.Forward) for m in other.modules())
+        assert not any(isinstance(vars(m).get("forward"), transform.Forward) for m in other.modules())
         with torch.no_grad():
             for block in other:  # its own weights, not the original's
                 for parameter in block.parameters():
@@ -141,14 +140,14 @@ def test_other_sizes_and_evaluation_compute_as_they_were_written(graphs):
 
 
 def test_a_block_that_does_not_compile_is_named_and_left(graphs, faster, monkeypatch):
-    usual = compiler.compiled
+    usual = transform.compiled
 
     def some(function):
         if function.__self__.linear.in_features == 12:
             raise RuntimeError("no such instruction\nand much more")
         return usual(function)
 
-    monkeypatch.setattr(compiler, "compiled", some)
+    monkeypatch.setattr(transform, "compiled", some)
     run = fitted(solo(settings(), make(), data()))
     noted(run, "left as they are: 0 (RuntimeError: no such instruction)")
     assert run.state.cursor.step == 4
@@ -162,7 +161,7 @@ def test_without_a_compiler_or_with_none_of_the_blocks_compiled_training_goes_on
         raise OSError("disk full")
 
     monkeypatch.setattr(transform, "missing", lambda kind: "")
-    monkeypatch.setattr(compiler, "compiled", broken)
+    monkeypatch.setattr(transform, "compiled", broken)
     run = fitted(solo(settings(), make(), data()))
     noted(run, "compiled is left: RuntimeError: no block was compiled: 0, 1 (OSError: disk full)")
     assert run.state.cursor.step == 4
@@ -172,12 +171,12 @@ def test_a_compiler_that_takes_too_long_is_interrupted(graphs, faster, monkeypat
     def slow(function):
         time.sleep(60)
 
-    monkeypatch.setattr(compiler, "compiled", slow)
+    monkeypatch.setattr(transform, "compiled", slow)
     monkeypatch.setattr(timing, "COMPILE_S", 0.3)
     begin = time.monotonic()
     run = fitted(solo(settings(), make(), data()))
     assert time.monotonic() - begin < 30
-    noted(run, f"no block was compiled: 0, 1 ({compiler.NO_TIME})")
+    noted(run, f"no block was compiled: 0, 1 ({transform.NO_TIME})")
 
 
 def test_a_resumed_run_keeps_the_choice(graphs, faster):
@@ -247,13 +246,13 @@ def test_blocks_that_are_left_say_why():
 def test_the_folder_of_compiled_code_is_the_users_own(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    first = compiler.own_folder()
+    first = transform.own_folder()
     assert first.startswith(str(tmp_path)) and (tmp_path / first).stat().st_mode & 0o077 == 0
     (tmp_path / first).chmod(0o777)  # anybody could have put code there
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert compiler.own_folder() != first
+    assert transform.own_folder() != first
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    assert compiler.own_folder() == "/elsewhere"
+    assert transform.own_folder() == "/elsewhere"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler is here")

@@ -8,16 +8,17 @@ from compressor_cases import (
 )
 
 from hvdtrain.backends.numpy.ops import Ops
+from hvdtrain.comm.collectives.base import ReadyHandle
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import Done
 from hvdtrain.comm.compressors.adasum import Adasum
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.compressors.powersgd import PowerSGD
 from hvdtrain.comm.compressors.topk import TopK
 from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.units import MIB
 
 
 def exchange(compressor, size, n, dtype, give, steps=1):
@@ -267,11 +268,11 @@ class Adding:
         assert op == "adasum"
         rows = self._wire.allgather(flat_N, name).wait().astype(np.float64)
         if len(rows) == 1:
-            return Done(flat_N)
+            return ReadyHandle(flat_N)
         a, b = rows
         parts = [(1 - a @ b / (2 * x @ x)) * x for x in (a, b) if x.any()]
         total = np.sum(parts, axis=0)
-        return Done(total.astype(flat_N.dtype))
+        return ReadyHandle(total.astype(flat_N.dtype))
 
 
 def adasum(size, give):

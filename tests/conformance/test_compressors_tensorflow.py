@@ -10,7 +10,7 @@ from compressor_cases import (  # noqa: E402
 )
 
 from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.comm.reducer.reducer import Reducer  # noqa: E402
 
 

@@ -12,8 +12,8 @@ import keras  # noqa: E402
 
 from hvdtrain.backends.tensorflow.data import adapt  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.config import Checkpoint  # noqa: E402
-from hvdtrain.core.cursor import Cursor  # noqa: E402
+from hvdtrain.config import CheckpointConfig  # noqa: E402
+from hvdtrain.core.protocols.types import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
 from hvdtrain.data.sources import ArraySource, Source, interpret  # noqa: E402
 from hvdtrain.data.stream import Stream  # noqa: E402
@@ -243,7 +243,7 @@ def test_a_stream_that_each_rank_shuffles_is_not_verified():
 
 def test_a_run_resumed_in_its_first_epoch_opens_a_shuffling_dataset_once(tmp_path):
     settings = config(out=str(tmp_path / "run"), epochs=1, global_batch=8, max_steps=3,
-                      checkpoint=Checkpoint(at_end=True))
+                      checkpoint=CheckpointConfig(at_end=True))
     dataset = [tf.data.Dataset.from_tensor_slices(samples(40)).shuffle(40, seed=3).batch(8) for _ in range(3)]
     whole = replace(settings, max_steps=0, out=str(tmp_path / "whole"))
     want = fitted(solo(whole, make_model("tensorflow"), dataset[0]))

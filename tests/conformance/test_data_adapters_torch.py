@@ -12,9 +12,9 @@ from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableD
 
 from hvdtrain.backends.torch.data import adapt  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.core.cursor import Cursor  # noqa: E402
+from hvdtrain.core.protocols.types import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
-from hvdtrain.data.rows import Rows  # noqa: E402
+from hvdtrain.data.rows import ColumnNames  # noqa: E402
 from hvdtrain.data.sources import ArraySource, Source, interpret  # noqa: E402
 from hvdtrain.data.stream import Stream  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
@@ -109,7 +109,7 @@ def test_dataclasses_are_taken_by_the_names_of_their_fields():
 
     loader = DataLoader(Samples(6, None), batch_size=4)
     for data in (Samples(6, None), Items(), loader):
-        rows = Rows(whole=True)
+        rows = ColumnNames(whole=True)
         source = adapt(data, rows=rows)
         arrays = source.fetch(np.arange(4)) if isinstance(source, Source) else next(iter(source.chunks(0)))
         assert [a[:4].tolist() for a in arrays] == [[[i] * 3 for i in range(4)], list(range(4)), [0, 1, 2, 0]]

@@ -11,7 +11,7 @@ import pytest
 from small_runs import CLASSES, FEATURES, FRAMEWORKS, Record, config, fitted, lockstep, samples, solo, weights
 
 from hvdtrain.cluster.control import SoloControl
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import first_sample
 from hvdtrain.engine import assemble as assembling

@@ -15,7 +15,7 @@ from hvdtrain.engine import loop  # noqa: E402
 from hvdtrain.engine.callbacks.history import History  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.backends.keras.evaluation import Evaluation  # noqa: E402
+from hvdtrain.backends.keras.metrics import Evaluation  # noqa: E402
 from hvdtrain.backends.keras.task import Task  # noqa: E402
 from hvdtrain.backends.model_spec import spec_of  # noqa: E402
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from hvdtrain.backends.keras.names import stable_names  # noqa: E402
+from hvdtrain.backends.keras.saving import stable_names  # noqa: E402
 
 
 def named(*paths):

@@ -11,9 +11,9 @@ import pytest
 from small_runs import FEATURES, config, fitted, lockstep, solo, weights
 
 from hvdtrain.backends.loss_coupling import LossValue, choose_rows, judge
-from hvdtrain.config import Data, Named, Pipeline
+from hvdtrain.config import DataConfig, Named, PipelineConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.planning.batch.sampler import Cut
+from hvdtrain.planning.batch.sampler import BatchShares
 
 N = 24
 DRAW = np.random.default_rng(5)
@@ -265,16 +265,16 @@ def test_a_model_that_is_cut_over_ranks_is_judged_too(name):
         net = type("Chain", (nn.Sequential,), {"__module__": module.__name__})
         return net(*(nn.Linear(FEATURES, FEATURES) for _ in range(3)))
 
-    settings = config(global_batch=8, max_steps=2, pipeline=Pipeline(2, cut=["1"]), metrics=[])
+    settings = config(global_batch=8, max_steps=2, pipeline=PipelineConfig(2, cut=["1"]), metrics=[])
     with contextlib.nullcontext() if name in fine else pytest.raises(UserError, match=REFUSED):
         lockstep(2, settings, chain, (X, MASK), fitted)
 
 
 def test_a_batch_that_is_divided_later_is_refused_then():
     run = solo(config(global_batch=8), torch_model(torch_tasks()[0]["dice"]), (X, MASK))
-    run.feed.recut(Cut.of([1]), 0)
+    run.feed.recut(BatchShares.of([1]), 0)
     with pytest.raises(UserError, match=REFUSED):
-        run.feed.recut(Cut.of([1], micro_batch=4), 0)
+        run.feed.recut(BatchShares.of([1], micro_batch=4), 0)
 
 
 def test_out_of_memory_ends_the_run_where_smaller_micro_batches_would_change_the_loss():
@@ -365,7 +365,7 @@ def test_one_number_for_the_batch_is_refused_where_the_batch_is_divided_and_trai
     def made():
         return keras_model("mse" if way == "by name" else getattr(keras.losses, way)())
 
-    settings = {"global_batch": 8, "metrics": [], "max_steps": 2, "data": Data(shuffle=False, prefetch=0),
+    settings = {"global_batch": 8, "metrics": [], "max_steps": 2, "data": DataConfig(shuffle=False, prefetch=0),
                 **({"loss": Named("Dice")} if way == "by name" else {})}
     with pytest.raises(UserError, match=REFUSED):
         solo(config(**settings, accumulate=2), made(), (X, MASK))

@@ -11,8 +11,10 @@ from small_runs import FRAMEWORKS, apart, bits, config, fitted, solo, weights
 
 from hvdtrain import backends
 from hvdtrain.config import Named
-from hvdtrain.engine.memory import plan, settle, survey
-from hvdtrain.planning.memory.fit import Room
+from hvdtrain.engine import memory_plan as plan
+from hvdtrain.engine import memory_plan as settle
+from hvdtrain.engine import memory_survey as survey
+from hvdtrain.planning.memory.fit import MemoryRoom
 
 BATCH, WIDTH = 1024, 256
 
@@ -49,7 +51,7 @@ def test_what_does_not_fit_is_recomputed_or_cut_smaller(framework, tmp_path, mon
     assert saved > 12 << 20, "else what the process holds beside hides it"
     want = fitted(run)
     # Relative to what this process needs then: it still holds the runs before.
-    monkeypatch.setattr(settle, "Room", lambda need, free, *rest: Room(need, need(BATCH) - saved // 2, *rest))
+    monkeypatch.setattr(settle, "Room", lambda need, free, *rest: MemoryRoom(need, need(BATCH) - saved // 2, *rest))
     less = fitted(solo(replace(settings, remat="auto", out=str(tmp_path / "auto")), model(framework), data()))
     fit, = less.memory["fit"]
     assert fit["recomputed"] and bits(less) == bits(want), fit

@@ -11,11 +11,12 @@ from small_runs import FRAMEWORKS, config, lockstep, make_model, samples, solo
 
 from hvdtrain import backends
 from hvdtrain.commands.plan import checked
-from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.engine import loop
+from hvdtrain.engine import memory_plan as plan
+from hvdtrain.engine import memory_survey as survey
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.memory import plan, survey
 from hvdtrain.planning.memory.forecast import forecast
 
 DATA = samples(96)
@@ -46,7 +47,8 @@ def test_state_is_told_to_the_byte(framework, name, args, tmp_path):
 @pytest.mark.parametrize("stage", (1, 2))
 def test_divided_state_is_told_to_the_byte(framework, stage, tmp_path):
     settings = config(optimizer=Named("Adam"), max_steps=2, global_batch=24, out=str(tmp_path),
-                      exchange=Exchange(bucket_mb=0.0005), data_parallel=DataParallel("zero", stage, [2, 1]))
+                      exchange=ExchangeConfig(bucket_mb=0.0005),
+                      data_parallel=DataParallelConfig("zero", stage, [2, 1]))
     found = lockstep(2, settings, lambda rank: make_model(framework), DATA, counted)
     assert all(told == held for told, held in found) and found[0][0] > found[1][0]
 
@@ -80,7 +82,7 @@ def test_all_ranks_come_to_one_plan(framework, tmp_path):
 
 def test_options_have_the_parts_that_the_settings_give(tmp_path):
     settings = replace(config(global_batch=24, out=str(tmp_path), optimizer=Named("Adam")), shares=[3, 1],
-                       data_parallel=DataParallel("replicate", 2, [0, 1]))
+                       data_parallel=DataParallelConfig("replicate", 2, [0, 1]))
 
     def work(run):
         return plan.made(survey.scene_of(run, backends.load("torch")), run.dp, measures=False)
@@ -132,7 +134,7 @@ def test_a_users_way_of_keeping_copies_alike_is_counted_as_whole(tmp_path):
 def test_zero_is_not_offered_for_the_optimizer_that_keras_on_pytorch_compiled():
     """It is refused there, whatever its rule is."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from hvdtrain.backends.torch.footprint import model_bytes
+    from hvdtrain.backends.torch.memory import model_bytes
 
     model = torch.nn.Linear(3, 2)
     tensors = list(model.parameters())

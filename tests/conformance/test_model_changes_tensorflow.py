@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_runs import bits, config, fitted, lockstep, samples, weights
 
-from hvdtrain.config import Checkpoint, Data, DataParallel, Named
+from hvdtrain.config import CheckpointConfig, DataConfig, DataParallelConfig, Named
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
 
@@ -18,7 +18,7 @@ import keras  # noqa: E402
 from hvdtrain.backends.keras.facts import KerasFacts  # noqa: E402
 
 RUN = config(max_steps=6, global_batch=24, lr=0.05, optimizer=Named("AdamW", {"weight_decay": 0.1}), metrics=[],
-             data=Data(shuffle=False, prefetch=0))
+             data=DataConfig(shuffle=False, prefetch=0))
 DATA = samples(60)
 """Each third batch has 12 samples, for which TensorFlow traces another graph."""
 
@@ -64,7 +64,7 @@ def switch(model):
 
 
 @pytest.mark.parametrize("frozen, changes", [
-    (False, {"data_parallel": DataParallel("zero")}), (True, {"accumulate": 2})], ids=str)
+    (False, {"data_parallel": DataParallelConfig("zero")}), (True, {"accumulate": 2})], ids=str)
 def test_trainable_has_no_effect_and_a_note(frozen, changes, tmp_path):
     """Also where a graph is traced after the change: BatchNorm in a frozen layer takes its averages."""
     want = trained(None, 2, frozen, out=str(tmp_path / "a"), **changes)
@@ -81,12 +81,12 @@ def freeze(model):
     model.get_layer("backbone").trainable = False
 
 
-@pytest.mark.parametrize("changes", [{}, {"data_parallel": DataParallel("zero"), "accumulate": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"data_parallel": DataParallelConfig("zero"), "accumulate": 2}], ids=str)
 def test_freezing_before_the_first_step_is_freezing_before_the_run(changes, tmp_path):
     """Also of a run that resumes, whose callback changes the model later than the first run's."""
     want = trained(None, frozen=True, out=str(tmp_path / "a"), **changes)
     whole = trained(freeze, at=(0,), out=str(tmp_path / "b"), **changes)
-    cut = {**changes, "max_steps": 2, "out": str(tmp_path / "c"), "checkpoint": Checkpoint(at_end=True)}
+    cut = {**changes, "max_steps": 2, "out": str(tmp_path / "c"), "checkpoint": CheckpointConfig(at_end=True)}
     trained(freeze, at=(0,), **cut)
     resumed = trained(freeze, at=(3,), out=str(tmp_path / "d"), resume=str(tmp_path / "c"), **changes)
     for got in (*whole, *resumed):

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from unfreezing import BASE, WAYS, Net, arrays, data, model, plain, work  # noqa: E402
 
 from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
-from hvdtrain.config import Checkpoint  # noqa: E402
+from hvdtrain.config import CheckpointConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 
@@ -52,7 +52,7 @@ def test_unfreezing_and_freezing_are_plain_pytorchs(tmp_path, monkeypatch, ranks
 @pytest.mark.parametrize("way", ("replicate", "zero 2", "ema"))
 def test_a_checkpoint_holds_what_is_trained(tmp_path, way, stop):
     """Also of a run that goes on with another number of ranks, whose callback changes nothing at its begin."""
-    setting = replace(BASE, out=str(tmp_path), checkpoint=Checkpoint(at_end=True), **WAYS[way])
+    setting = replace(BASE, out=str(tmp_path), checkpoint=CheckpointConfig(at_end=True), **WAYS[way])
     lockstep(2, replace(setting, max_steps=stop), lambda rank: model(), data(), work)
     for ranks in (3, 2):
         again = replace(setting, resume=str(tmp_path), out=str(tmp_path / f"on{ranks}"))
@@ -133,7 +133,7 @@ def test_modes_that_callbacks_set_come_back_with_a_checkpoint(tmp_path):
 
     setting = replace(BASE, out=str(tmp_path / "whole"))
     want = work(solo(setting, model(Normed), data()), Freeze())[0]
-    setting = replace(BASE, out=str(tmp_path / "cut"), max_steps=5, checkpoint=Checkpoint(at_end=True))
+    setting = replace(BASE, out=str(tmp_path / "cut"), max_steps=5, checkpoint=CheckpointConfig(at_end=True))
     work(solo(setting, model(Normed), data()), Freeze())
     run = solo(replace(BASE, out=str(tmp_path / "on"), resume=str(tmp_path / "cut")), model(Normed), data())
     assert not run.spec.model.norm.training
@@ -205,7 +205,7 @@ def test_statistics_that_a_mode_brings_in_are_equal_on_all_ranks(tmp_path, saves
             if run.state.cursor.step == 2:
                 run.spec.model.norm.eval()
 
-    setting = replace(BASE, out=str(tmp_path), checkpoint=Checkpoint(at_end=False, every_steps=saves))
+    setting = replace(BASE, out=str(tmp_path), checkpoint=CheckpointConfig(at_end=False, every_steps=saves))
     runs = lockstep(2, setting, lambda rank: model(Normed), data(), lambda run: (work(run, Freeze()), run)[1])
     held = [[t.detach().numpy() for t in run.spec.model.state_dict().values()] for run in runs]
     assert apart(held[0], held[1]) == 0

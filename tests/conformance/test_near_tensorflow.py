@@ -9,13 +9,14 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from hvdtrain.backends.tensorflow.host import zeros  # noqa: E402
+from hvdtrain.backends.tensorflow.nodes import node_errors  # noqa: E402
 from hvdtrain.comm.collectives import shared  # noqa: E402
 from hvdtrain.comm.collectives.shared import SharedUnavailable  # noqa: E402
 from hvdtrain.core.errors import PeerFailed  # noqa: E402
-from hvdtrain.tensorflow import near  # noqa: E402
-from hvdtrain.tensorflow.near import NearSum, failures  # noqa: E402
+from hvdtrain.tensorflow import transports  # noqa: E402
+from hvdtrain.tensorflow.transports import SharedSum  # noqa: E402
 
-SHAPES = ((near.SMALL,), (3, 2), (), (130, 257), (0, 4))
+SHAPES = ((transports.SMALL,), (3, 2), (), (130, 257), (0, 4))
 DTYPES = ("float32", "float64", "float32", "float32", "float32")
 
 
@@ -42,7 +43,7 @@ class Twice:
 
 def node(wire, mean=False, shapes=SHAPES, dtypes=DTYPES):
     back = lambda dys: [dy * (1 if mean else 2) for dy in dys]  # noqa: E731
-    return NearSum(wire, "tape", shapes, dtypes, mean, back)
+    return SharedSum(wire, "tape", shapes, dtypes, mean, back)
 
 
 def values(turn=0):
@@ -90,7 +91,7 @@ def test_a_sum_that_somebody_keeps_stays():
 
 
 def test_gradients_flow_through_the_sum():
-    sums = node(Twice(), shapes=[(3,), (near.SMALL,)], dtypes=["float32", "float32"])
+    sums = node(Twice(), shapes=[(3,), (transports.SMALL,)], dtypes=["float32", "float32"])
 
     @tf.function(autograph=False)
     def graph(x, y):
@@ -100,20 +101,20 @@ def test_gradients_flow_through_the_sum():
             value = tf.reduce_sum(small ** 2) + 3 * tf.reduce_sum(large)
         return tape.gradient(value, [x, y])
 
-    dx, dy = graph(tf.constant([1.0, 2.0, 3.0]), tf.zeros([near.SMALL]))
+    dx, dy = graph(tf.constant([1.0, 2.0, 3.0]), tf.zeros([transports.SMALL]))
     np.testing.assert_array_equal(dx, [8, 16, 24])
-    np.testing.assert_array_equal(dy, np.full(near.SMALL, 6.0))
+    np.testing.assert_array_equal(dy, np.full(transports.SMALL, 6.0))
 
 
 def test_what_ends_the_node_comes_out_as_itself():
     wire = Twice()
     graph = tf.function(node(wire, shapes=[(3,)], dtypes=["float32"]), autograph=False)
     wire.error = PeerFailed("rank 1 left")
-    with pytest.raises(PeerFailed, match="rank 1 left"), failures():
+    with pytest.raises(PeerFailed, match="rank 1 left"), node_errors():
         graph([tf.zeros([3])])
     with pytest.raises(tf.errors.OpError, match="rank 1 left"):
         graph([tf.zeros([3])])
-    with pytest.raises(tf.errors.OpError, match="nobody's"), failures():
+    with pytest.raises(tf.errors.OpError, match="nobody's"), node_errors():
         raise tf.errors.UnknownError(None, None, "nobody's")
 
 
@@ -130,9 +131,9 @@ def test_where_memory_is_shared(monkeypatch, lacks):
                               gather=lambda row: [row, *others])
     boot = SimpleNamespace(has_mpi=lambda: lacks != "MPI", mpi_threads=lambda: lacks != "threads",
                            mpi_comm=lambda: None, stall_bound=lambda env: 60.0)
-    monkeypatch.setattr(near, "boot", boot)
+    monkeypatch.setattr(transports, "boot", boot)
     monkeypatch.setattr(shared, "SharedCollectives", wire)
-    monkeypatch.setenv(near.KEY, "horovod" if lacks == "consent" else "auto")
-    monkeypatch.setattr(near.tf.config, "list_physical_devices", lambda kind: ["GPU:0"] * (lacks == "a CPU"))
+    monkeypatch.setenv(transports.KEY, "horovod" if lacks == "consent" else "auto")
+    monkeypatch.setattr(transports.tf.config, "list_physical_devices", lambda kind: ["GPU:0"] * (lacks == "a CPU"))
     with pytest.warns(UserWarning, match="Horovod: separate") if lacks == "memory" else nullcontext():
-        assert near.open_near(control) == (None if lacks else "the wire")
+        assert transports.open_shared(control) == (None if lacks else "the wire")

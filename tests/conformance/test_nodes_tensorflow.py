@@ -12,7 +12,7 @@ from hvdtrain.backends.tensorflow import nodes  # noqa: E402
 from hvdtrain.backends.tensorflow.collectives import peer_failures  # noqa: E402
 from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.comm.collectives.null import Done, NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle  # noqa: E402
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout  # noqa: E402
 
 
@@ -35,7 +35,7 @@ class Wire(NullCollectives):
         if self.error:
             raise self.error
         flat_N *= 2
-        return Done(flat_N[sizes_P[0]:])
+        return ReadyHandle(flat_N[sizes_P[0]:])
 
 
 def traced(wire, n=3):
@@ -45,7 +45,7 @@ def traced(wire, n=3):
     def graph(x):
         ready_s = tf.timestamp()
         parts = [own.reducescatterv(x + i, [3, 5], f"b{i}").wait() for i in range(n)]
-        return parts, nodes.stood_s(ready_s + 60, parts)
+        return parts, nodes.blocked_s(ready_s + 60, parts)
 
     return graph
 

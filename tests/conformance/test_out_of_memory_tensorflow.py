@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from small_runs import apart, bits, config, fitted, lockstep, samples, weights
 
-from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
 
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from fragile_keras import Faults, model  # noqa: E402
 
-from hvdtrain.backends.tensorflow.entered import Graph  # noqa: E402
+from hvdtrain.backends.tensorflow.graphs import Graph  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 SETTINGS = config(global_batch=24, max_steps=3, lr=0.01, accumulate=2, optimizer=Named("Adam"),
-                  exchange=Exchange(bucket_mb=0.0005))
+                  exchange=ExchangeConfig(bucket_mb=0.0005))
 DATA = samples(72)
 
 
@@ -66,7 +66,7 @@ PLACES = [(layer, way, at) for layer in ("low", "high") for way in ("forward", "
 @pytest.mark.parametrize("ranks, zero", [(1, 0), (2, 1), (3, 2)])
 def test_a_repeated_step_leaves_no_trace(ranks, zero, entered):
     """In the first micro-batch of a step and in the last, below and above what has been summed already."""
-    settings = replace(SETTINGS, data_parallel=DataParallel("zero", zero) if zero else DataParallel())
+    settings = replace(SETTINGS, data_parallel=DataParallelConfig("zero", zero) if zero else DataParallelConfig())
     want = [all_state(run) for run in undisturbed(settings, ranks)]
     faults = [Faults() for _ in range(ranks)]
     faults[-1] = Faults(PLACES)
@@ -79,7 +79,7 @@ def test_a_repeated_step_leaves_no_trace(ranks, zero, entered):
 
 def test_halves_of_a_micro_batch_give_the_same_gradient(tmp_path):
     settings = replace(SETTINGS, eval_every=1, epochs=1, max_steps=0, optimizer=Named("SGD"),
-                       data_parallel=DataParallel("zero", 2))
+                       data_parallel=DataParallelConfig("zero", 2))
     data = DATA, samples(30)
 
     def ran(faults, out):

@@ -18,7 +18,7 @@ from hvdtrain import backends  # noqa: E402
 from hvdtrain.core import rng  # noqa: E402
 from hvdtrain.cluster.machine import memory  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
-from hvdtrain.config import DataParallel  # noqa: E402
+from hvdtrain.config import DataParallelConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 nn = torch.nn
@@ -70,7 +70,7 @@ def test_masks_noise_and_statistics_are_those_of_an_undisturbed_run(place, remat
 
 
 @pytest.mark.parametrize("changes", [{"model_parallel": 2}, {"precision": "fp16"},
-                                     {"model_parallel": 2, "data_parallel": DataParallel("zero", 2)}])
+                                     {"model_parallel": 2, "data_parallel": DataParallelConfig("zero", 2)}])
 def test_split_models_and_scaled_losses_repeat_to_the_bit(changes, monkeypatch):
     """A repeat leaves the loss scale as it is."""
     monkeypatch.setattr(placement, "devices", lambda n: [torch.device("cpu")] * n)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo
 
-from hvdtrain.config import Named, Pipeline, Rebalance
+from hvdtrain.config import Named, PipelineConfig, RebalanceConfig
 from hvdtrain.core.errors import UserError
 
 keras = pytest.importorskip("keras", reason="Keras is not installed")
@@ -41,7 +41,7 @@ def trained(size: int, made: Any = model, steps: int = 20, data: Any = None, wor
 def test_copies_with_unequal_shares_have_the_curve_of_one_process() -> None:
     adam = Named("Adam", {"epsilon": 1e-3})
     want, (alone,) = trained(1, optimizer=adam)
-    got, runs = trained(4, optimizer=adam, pipeline=Pipeline(2), shares=[3, 1])
+    got, runs = trained(4, optimizer=adam, pipeline=PipelineConfig(2), shares=[3, 1])
     assert apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)]) < 1e-5
     assert all(run.state.loss == pytest.approx(alone.state.loss, rel=1e-5) for run in runs)
 
@@ -70,7 +70,7 @@ def test_what_goes_over_cuts_and_what_layers_write_to_is_that_of_one_process() -
     draw = np.random.default_rng(0)
     data = draw.integers(0, 9, (48, 4)).astype(np.int32), draw.integers(0, CLASSES, 48)
     want, _ = trained(1, odd, 2, data, accumulate=3)
-    got, _ = trained(3, odd, 2, data, pipeline=Pipeline(3, micro_batches=3, cut=["embed", "back"]))
+    got, _ = trained(3, odd, 2, data, pipeline=PipelineConfig(3, micro_batches=3, cut=["embed", "back"]))
     assert apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)]) < 1e-5
 
 
@@ -96,7 +96,7 @@ def test_blocks_are_measured_with_fewer_samples_where_memory_lacks(monkeypatch, 
         return measure(chain, x, *args, **named)
 
     monkeypatch.setattr(costs, "measure", short)
-    _, (run, _) = trained(2, steps=1, pipeline=Pipeline(2, micro_batches=4), progress="plain")
+    _, (run, _) = trained(2, steps=1, pipeline=PipelineConfig(2, micro_batches=4), progress="plain")
     with pytest.raises(UserError, match="an earlier run with a pipeline.*Build the model again"):
         solo(config(), run.spec.model, samples(20))
     assert sorted(tried) == [3, 3, 6, 6] and run.parts.layout.plans[0].task.kinds[0].samples == 6
@@ -116,8 +116,9 @@ def test_metrics_of_training_batches_are_counted_where_the_outputs_are() -> None
         return fitted(run)
 
     _, (alone,) = trained(1, compiled, 5, work=followed, metrics=[])
-    _, runs = trained(3, compiled, 5, work=followed, metrics=[], pipeline=Pipeline(depths=[1, 2], micro_batches=2),
-                      balance="static", rebalance=Rebalance(probe_s=0.01))
+    _, runs = trained(3, compiled, 5, work=followed, metrics=[],
+                      pipeline=PipelineConfig(depths=[1, 2], micro_batches=2),
+                      balance="static", rebalance=RebalanceConfig(probe_s=0.01))
     want = alone.callbacks[-1].history
     for run in runs:
         assert {name: pytest.approx(values) for name, values in run.callbacks[-1].history.items()} == want

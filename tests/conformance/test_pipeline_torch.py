@@ -18,9 +18,9 @@ from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402,F401
 
 from hvdtrain.backends.torch.pipelined import measuring  # noqa: E402
-from hvdtrain.backends.torch.pipelined.own import Cut, is_cut, take_out  # noqa: E402
-from hvdtrain.config import Named, Pipeline  # noqa: E402
-from hvdtrain.core.curve import LEAST  # noqa: E402
+from hvdtrain.backends.torch.pipelined.stage import Cut, is_cut, take_out  # noqa: E402
+from hvdtrain.config import Named, PipelineConfig  # noqa: E402
+from hvdtrain.core.comparison import LEAST  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.model_spec import Spec  # noqa: E402
 
@@ -49,7 +49,7 @@ def trained(size, model, data=DATA, settings=BASE, work=fitted, **changes) -> tu
 
 
 def same_curve(model, cut, data=DATA, settings=BASE, within=LEAST, also=None, **changes):
-    """Train on one rank and on ``cut`` = (ranks, `Pipeline`), there with ``also``; compare, and return the latter's
+    """Train on one rank and on ``cut`` = (ranks, section), there with ``also``; compare, and return the latter's
     runs by place."""
     want, (alone,) = trained(1, model, data, settings, **changes)
     got, runs = trained(cut[0], model, data, settings, pipeline=cut[1], **changes, **(also or {}))
@@ -79,7 +79,7 @@ def gpt():
 # --- the curve of one process ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("size", "cut", "changes"), [
-    (3, Pipeline(3, "gpipe"), {}), (4, Pipeline(2), {"shares": [3, 1]})], ids=str)
+    (3, PipelineConfig(3, "gpipe"), {}), (4, PipelineConfig(2), {"shares": [3, 1]})], ids=str)
 def test_named_blocks_have_the_curve_of_one_process(size, cut, changes):
     for run in same_curve(lambda: deep(3), (size, cut), also=changes, optimizer=ADAM):
         own = {name.partition(".")[0] for name, _ in run.parts.model.named_parameters()}
@@ -87,7 +87,7 @@ def test_named_blocks_have_the_curve_of_one_process(size, cut, changes):
 
 
 def test_a_transformer_whose_tokens_weigh_in_four_stages(tokens):
-    runs = same_curve(gpt, (4, Pipeline(4, cut=["block_0", "block_1", "block_2"])), tokens, metrics=[])
+    runs = same_curve(gpt, (4, PipelineConfig(4, cut=["block_0", "block_1", "block_2"])), tokens, metrics=[])
     assert [run.parts.layout.blocks for run in runs] == [[0], [1], [2], [3, 4]]
     assert [run.parts.stage.most_held for run in runs] == [4, 3, 2, 1]
 
@@ -136,7 +136,7 @@ def forked():
 
 def test_trees_of_tensors_travel_and_blocks_may_write_to_what_came():
     """The model has a stage without parameters."""
-    same_curve(forked, (5, Pipeline(5)), clip_norm=0.05)
+    same_curve(forked, (5, PipelineConfig(5)), clip_norm=0.05)
 
 
 def test_a_sequential_of_sequentials_needs_no_names():
@@ -147,7 +147,7 @@ def test_a_sequential_of_sequentials_needs_no_names():
         hooked.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 0.5,))
         return nn.Sequential(OrderedDict(body=inner, hooked=hooked, last=nn.Linear(HIDDEN, CLASSES)))
 
-    runs = same_curve(model, (3, Pipeline(3, cut=["body.1", "last"])), max_steps=3)
+    runs = same_curve(model, (3, PipelineConfig(3, cut=["body.1", "last"])), max_steps=3)
     assert runs[0].parts.layout.names == ("body.0", "body.1", "hooked", "last")
 
 
@@ -179,13 +179,13 @@ def outside():
     (plain, {}, "has no named blocks, and whose children"),
     (lambda: deep(kind=Skips), {}, "do not give what the model gives"),
     (outside, {}, "more of the model is in none of its blocks"),
-    (tied, {"pipeline": Pipeline(2, cut=["third"])}, "blocks second and third share a parameter"),
+    (tied, {"pipeline": PipelineConfig(2, cut=["third"])}, "blocks second and third share a parameter"),
     (deep, {"sync_batchnorm": True}, "sync_batchnorm with a pipeline"),
     (deep, {"compile": "auto"}, "compile: auto with a pipeline"),
-    (deep, {"pipeline": Pipeline(5)}, "has 4 blocks.*for 5 stages"),
+    (deep, {"pipeline": PipelineConfig(5)}, "has 4 blocks.*for 5 stages"),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_what_cannot_be_cut_is_refused_on_every_rank(model, changes, said):
-    settings = replace(BASE, **{"pipeline": Pipeline(2), **changes})
+    settings = replace(BASE, **{"pipeline": PipelineConfig(2), **changes})
     with pytest.raises(UserError, match=said):
         trained(settings.pipeline.stages, model, settings=settings)
 
@@ -201,7 +201,7 @@ def noisy(seed=0):
 
 def test_statistics_are_those_of_one_process_with_the_same_micro_batches():
     want, _ = trained(1, noisy, samples(96), accumulate=8, max_steps=8)
-    got, runs = trained(2, noisy, samples(96), pipeline=Pipeline(2, cut=["second"]), max_steps=8)
+    got, runs = trained(2, noisy, samples(96), pipeline=PipelineConfig(2, cut=["second"]), max_steps=8)
     assert sorted(got) == sorted(want) and "second.1.running_var" in got
     assert apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)]) < LEAST
     assert any("BatchNorm" in note for run in runs for note in run.notes)
@@ -213,22 +213,22 @@ def test_copies_have_one_mean_of_their_statistics():
         fitted(run).parts.buffers.sync()
         return run
 
-    got, runs = trained(4, noisy, samples(96), pipeline=Pipeline(2, cut=["second"], micro_batches=3), max_steps=8,
+    got, runs = trained(4, noisy, samples(96), pipeline=PipelineConfig(2, cut=["second"], micro_batches=3), max_steps=8,
                         shares=[2, 1], work=meeting)
     assert got["second.1.num_batches_tracked"] == 24 and len(runs) == 4
     with pytest.raises(UserError, match="1 sample on rank 0 in the last step of an epoch with BatchNorm"):
-        trained(2, noisy, samples(97), pipeline=Pipeline(2, cut=["second"]))
+        trained(2, noisy, samples(97), pipeline=PipelineConfig(2, cut=["second"]))
 
 
 @pytest.mark.parametrize("metric", [["accuracy"], []])
 def test_evaluation_goes_through_all_stages(metric):
     data = DATA, samples(50, 1)
-    runs = same_curve(lambda: deep(3), (3, Pipeline(3)), data, max_steps=6, metrics=metric, eval_every=1)
+    runs = same_curve(lambda: deep(3), (3, PipelineConfig(3)), data, max_steps=6, metrics=metric, eval_every=1)
     assert set(runs[0].state.metrics) == {"loss", *metric}
 
 
 def test_blocks_that_are_recomputed_change_no_bit_but_keep_less():
-    cut = Pipeline(2, cut=["block_1"])
+    cut = PipelineConfig(2, cut=["block_1"])
     settings = replace(BASE, metrics=[], max_steps=5)
     x = np.random.default_rng(0).integers(0, 20, (40, 8))
     data = x, np.roll(x, -1, axis=1)
@@ -245,14 +245,15 @@ def test_dropout_needs_no_agreement():
     def model():
         return deep(3, drop=nn.Dropout(0.5))
 
-    _, runs = trained(2, model, pipeline=Pipeline(2), max_steps=6)
+    _, runs = trained(2, model, pipeline=PipelineConfig(2), max_steps=6)
     assert np.isfinite(runs[0].state.loss) and any("dropout" in note for note in runs[0].notes)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16:fp32", "fp32:bf16"])
 def test_ranks_compute_in_their_own_types(precision):
     want, _ = trained(1, lambda: deep(3))
-    got, runs = trained(2, lambda: deep(3), pipeline=Pipeline(2, cut=["third"]), precision=precision, loss_scale=1024.0)
+    got, runs = trained(2, lambda: deep(3), pipeline=PipelineConfig(2, cut=["third"]), precision=precision,
+                        loss_scale=1024.0)
     distance = apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)])
     assert 1e-6 < distance < 3e-2
     if "fp16" in precision:
@@ -260,7 +261,8 @@ def test_ranks_compute_in_their_own_types(precision):
 
 
 def test_a_float16_overflow_leaves_the_step_out_on_all_stages():
-    got, runs = trained(2, lambda: deep(3), pipeline=Pipeline(2, cut=["third"]), precision="fp16", loss_scale=2.0**24,
+    got, runs = trained(2, lambda: deep(3), pipeline=PipelineConfig(2, cut=["third"]), precision="fp16",
+                        loss_scale=2.0**24,
                         max_steps=12)
     assert len({run.parts.scale.value for run in runs}) == 1 and runs[0].parts.scale.skipped > 0
     assert runs[0].parts.scale.value < 2.0**24 and all(np.isfinite(a).all() for a in got.values())
@@ -271,7 +273,7 @@ def test_a_nan_is_told_with_the_parameter_and_the_rank_that_it_began_on():
     x = x.copy()
     x[30, 3] = np.nan
     with pytest.raises(UserError, match="not finite at step.*first there: .*the gradient of") as told:
-        trained(2, lambda: deep(3), (x, y), pipeline=Pipeline(2, cut=["third"]))
+        trained(2, lambda: deep(3), (x, y), pipeline=PipelineConfig(2, cut=["third"]))
     assert "first.0.weight" in str(told.value) and "third.weight" not in str(told.value)
 
 
@@ -309,7 +311,7 @@ def test_what_a_micro_batch_has_kept_is_freed_after_its_backward():
         finally:
             gc.enable()
 
-    trained(3, model, pipeline=Pipeline(3), max_steps=3, work=work)
+    trained(3, model, pipeline=PipelineConfig(3), max_steps=3, work=work)
     assert len(most) == 36 and max(most) <= 3
 
 

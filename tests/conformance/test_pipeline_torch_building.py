@@ -24,7 +24,7 @@ from hvdtrain.backends.torch.pipelined.outline import outline, source_of  # noqa
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape  # noqa: E402
 from hvdtrain.cluster.control import agreed  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.config import Pipeline  # noqa: E402
+from hvdtrain.config import PipelineConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.mesh import Mesh  # noqa: E402
 from hvdtrain.backends.model_spec import Spec  # noqa: E402
@@ -183,7 +183,7 @@ def measured_in_turn(control, work, what):
 
 def parts_of(models, task=None, again=None, cut=("third",), control_wire=None):
     """Each rank's tensors by name, of two ranks over ``models``."""
-    settings = config(global_batch=8, shares=[], pipeline=Pipeline(2, cut=list(cut)))
+    settings = config(global_batch=8, shares=[], pipeline=PipelineConfig(2, cut=list(cut)))
 
     def rank(control, wire):
         spec = Spec("m", models[control.rank], "torch", task=task, blocks=split_models.blocks,
@@ -270,7 +270,8 @@ def test_no_block_is_in_memory_while_another_is_measured(monkeypatch):
     spec = Spec("m", model, "torch", again=lambda: pytest.fail("it was built whole"))
 
     def rank(control, wire):
-        create.make_parts(spec, config(global_batch=8, shares=[], pipeline=Pipeline(1, depths=[1])), control, wire, 1,
+        create.make_parts(spec, config(global_batch=8, shares=[], pipeline=PipelineConfig(1, depths=[1])), control,
+                          wire, 1,
                           FP32, lambda n: (np.zeros((n, 64), np.float32), np.zeros((n, 64), np.float32)),
                           Mesh.of([1], 0))
 

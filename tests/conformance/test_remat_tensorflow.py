@@ -16,7 +16,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 from tensorflow_tools import SGD, attached, batch, cut  # noqa: E402
 
-from hvdtrain.comm.collectives.null import Done, NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle  # noqa: E402
 from hvdtrain.parallel.precision.policy import Precision  # noqa: E402
 
 L = keras.layers
@@ -185,7 +185,7 @@ class Asked(NullCollectives):
             self.asked.append(name)
             return twin(x)
 
-        return Done(tf.numpy_function(run, [x], x.dtype))
+        return ReadyHandle(tf.numpy_function(run, [x], x.dtype))
 
     def allgather(self, x_K, name):
         if not name.startswith("bn."):
@@ -193,7 +193,7 @@ class Asked(NullCollectives):
         return self._node(name, x_K, lambda x: np.stack([x, x]))
 
     def allreduce(self, flat_N, name, op="sum"):
-        return self._node(name, flat_N, lambda x: 2 * x) if name.startswith("bn.") else Done(2 * flat_N)
+        return self._node(name, flat_N, lambda x: 2 * x) if name.startswith("bn.") else ReadyHandle(2 * flat_N)
 
 
 def test_batchnorm_over_ranks_is_recomputed_from_the_statistics_that_ranks_agreed_on():

@@ -16,7 +16,7 @@ from remat_layers import EXACT, REFUSED, WIDTH  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402, F401
 
-from hvdtrain.backends.torch import footprint  # noqa: E402
+from hvdtrain.backends.torch import memory  # noqa: E402
 from hvdtrain.parallel.precision.policy import Precision  # noqa: E402
 from torch_models import gpt  # noqa: E402
 
@@ -164,7 +164,7 @@ def test_costs_are_what_the_memory_of_a_pass_falls_by():
     remat, given = step.parts.remat, gpt.example(4)
 
     def peak():
-        return int(footprint.traced(step.parts, given).live_E.max())
+        return int(memory.traced(step.parts, given).live_E.max())
 
     found = {cost.name: cost for cost in remat.costs(given)}
     assert list(found) == remat.names and all(cost.forward_s > 0 for cost in found.values())

@@ -15,12 +15,12 @@ from sync_models import with_norms  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402, F401
 
-from hvdtrain.config import DataParallel, Exchange, Named  # noqa: E402
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 DATA = samples(107)
 BASE = config(global_batch=32, max_steps=6, optimizer=Named("SGD", {"momentum": 0.5}),
-              exchange=Exchange(bucket_mb=0.0005))
+              exchange=ExchangeConfig(bucket_mb=0.0005))
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +46,8 @@ def left(size, settings, models):
     ({"sync_batchnorm": True, "audit": 2}, with_norms),
     ({"accumulate": 2, "clip_norm": 0.1, "audit": 2, "eval_every": 3, "check_every": 2}, with_norms),
     ({"precision": "fp16", "shares": [2, 1]}, lambda _: deep()),
-    ({"data_parallel": DataParallel("zero", 2), "clip_norm": 0.1, "accumulate": 2}, lambda _: deep()),
-    ({"data_parallel": DataParallel("zero", 2), "sync_batchnorm": True}, with_norms),
+    ({"data_parallel": DataParallelConfig("zero", 2), "clip_norm": 0.1, "accumulate": 2}, lambda _: deep()),
+    ({"data_parallel": DataParallelConfig("zero", 2), "sync_batchnorm": True}, with_norms),
     ({"compression": "topk"}, lambda _: deep()), ({"compression": "int8"}, lambda _: deep()),
 ], ids=str)
 def test_ranks_that_recompute_end_with_the_bits_of_those_that_do_not(changes, make):

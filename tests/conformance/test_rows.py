@@ -8,9 +8,9 @@ import pytest
 from small_runs import FRAMEWORKS, bits, config, fitted, make_model, samples, solo
 
 from hvdtrain import backends
-from hvdtrain.config import Data
+from hvdtrain.config import DataConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.rows import Rows, note_of
+from hvdtrain.data.rows import ColumnNames, note_of
 from hvdtrain.data.sources import Source, interpret
 
 X, Y = samples(40)
@@ -29,12 +29,12 @@ def plain(part):
     ({"features": X}, "features"), ({"sample_weight": SITE, "x": X, "target": Y}, "x target sample_weight"),
 ])
 def test_known_names_are_taken_in_any_order(row, order):
-    rows = Rows()
+    rows = ColumnNames()
     got = rows.arrays(row, plain)
     assert all(a is row[name] for a, name in zip(got, order.split(), strict=True))
     assert rows.note.startswith(f"data: x is {order.split()[0]}")
     made = namedtuple("Sample", row)(**row)
-    assert all(a is b for a, b in zip(Rows().arrays(made, plain), got, strict=True))
+    assert all(a is b for a, b in zip(ColumnNames().arrays(made, plain), got, strict=True))
 
 
 @pytest.mark.parametrize("row", [
@@ -43,13 +43,13 @@ def test_known_names_are_taken_in_any_order(row, order):
 ])
 def test_other_columns_are_refused(row):
     with pytest.raises(UserError, match="not taken by position"):
-        Rows().arrays(row, plain)
+        ColumnNames().arrays(row, plain)
     with pytest.raises(UserError, match="not taken by position"):
-        Rows().arrays(namedtuple("Sample", row)(**row), plain)
+        ColumnNames().arrays(namedtuple("Sample", row)(**row), plain)
 
 
 def test_a_task_gets_names_and_one_length_has_one_meaning():
-    rows = Rows(whole=True)
+    rows = ColumnNames(whole=True)
     first = rows.for_source().arrays({"site": SITE, "label": Y, "image": X}, plain)
     assert [a is b for a, b in zip(first, (X, Y, SITE))] == [True] * 3
     again = rows.packed(rows.for_source().arrays({"image": X, "label": Y, "site": SITE}, plain))
@@ -63,11 +63,11 @@ def test_a_task_gets_names_and_one_length_has_one_meaning():
 
 
 def test_a_model_with_named_inputs_and_outputs_gets_its_columns():
-    rows = Rows(inputs=("b", "a"), outputs=("p", "q"))
+    rows = ColumnNames(inputs=("b", "a"), outputs=("p", "q"))
     x, y, weight = rows.parts({"a": 1, "q": 2, "b": 3, "p": 4, "weight": 5})
     assert (x, y, weight) == ({"b": 3, "a": 1}, {"p": 4, "q": 2}, 5)
     assert rows.note == "data: x is b, a, y is p, q, the sample weight is weight"
-    assert Rows(inputs=("label",)).parts({"label": 1, "target": 2}) == [1, 2]
+    assert ColumnNames(inputs=("label",)).parts({"label": 1, "target": 2}) == [1, 2]
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ CASES = [(framework, kind) for framework in FRAMEWORKS for kind in ("rows", "bat
 @pytest.mark.parametrize("framework, kind", CASES)
 def test_columns_become_arrays_by_their_names(framework, kind):
     for names, whole in ((("label", "image"), False), (("site", "label", "image"), True)):
-        rows = Rows(whole, nests=framework == "tensorflow")
+        rows = ColumnNames(whole, nests=framework == "tensorflow")
         data = backends.load(framework).adapt_data(records(framework, kind, *names), rows=rows)
         batches = [data.fetch(np.arange(40))] if isinstance(data, Source) else list(data.chunks(0))
         arrays = [np.concatenate(column) for column in zip(*batches)]
@@ -136,7 +136,7 @@ def test_columns_become_arrays_by_their_names(framework, kind):
 
 @pytest.mark.parametrize("framework, kind", [("torch", "rows"), ("tensorflow", "columns")])
 def test_training_by_names_is_training_by_position(framework, kind):
-    settings = replace(SHORT, max_steps=2, data=Data(prefetch=0, workers=0, shuffle=False))
+    settings = replace(SHORT, max_steps=2, data=DataConfig(prefetch=0, workers=0, shuffle=False))
     want = fitted(solo(settings, make_model(framework), (X, Y)))
     got = fitted(solo(settings, make_model(framework), records(framework, kind, "label", "image")))
     assert bits(got) == bits(want)
@@ -204,7 +204,7 @@ def test_a_task_gets_whole_rows(framework, kind, workers, tmp_path, monkeypatch)
     (tmp_path / "named_rows.py").write_text(LOSSES[framework] + TASK.format(framework=framework))
     data = records(framework, kind, "site", "image", "label")
     settings = replace(SHORT, model=f"{tmp_path}/named_rows.py:build", eval_every=1,
-                       data=Data(prefetch=0, workers=workers, shuffle=False))
+                       data=DataConfig(prefetch=0, workers=workers, shuffle=False))
     run = fitted(solo(settings, None, (data, data)))
     assert run.state.metrics["sites"] == pytest.approx(SITE.sum() / 5)
     assert "data: the task gets each batch as a dict of image, label, site" in run.notes
@@ -223,7 +223,7 @@ def test_inputs_of_a_keras_model_are_taken_by_their_names():
     inputs = {name: columns[name] for name in ("left", "right")}
     want = fitted(solo(SHORT, model(), tf.data.Dataset.from_tensor_slices((inputs, Y)).batch(8)))
     for data in (tf.data.Dataset.from_tensor_slices(columns), columns):
-        settings = replace(SHORT, data=Data(prefetch=0, shuffle=False))
+        settings = replace(SHORT, data=DataConfig(prefetch=0, shuffle=False))
         got = fitted(solo(settings, model(), data))
         assert bits(got) == bits(want)
         assert "data: x is left, right, y is label" in got.notes

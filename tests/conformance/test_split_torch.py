@@ -25,7 +25,7 @@ from hvdtrain.backends.torch.optimizer import check_slots, slot_share  # noqa: E
 from hvdtrain.backends.torch.transforms.placement import Placement  # noqa: E402
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.parallel.data_parallel.replicate import Replicate  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
@@ -34,10 +34,10 @@ from hvdtrain.comm.compressors import create  # noqa: E402
 from hvdtrain.comm.compressors.base import Stateless  # noqa: E402
 from hvdtrain.comm.reducer.reducer import Reducer  # noqa: E402
 from hvdtrain.planning.pipeline.blocks import Block  # noqa: E402
-from hvdtrain.parallel.pipeline.devices import agree  # noqa: E402
 from hvdtrain.parallel.precision.policy import FP32  # noqa: E402
 from hvdtrain.parallel.precision.scaler import LossScale  # noqa: E402
 from hvdtrain.core.protocols import AllReduce, ParamSpec  # noqa: E402
+from hvdtrain.parallel.pipeline.partition import agree_devices  # noqa: E402
 
 
 EXACT = MixedPrecision(FP32, LossScale(), [CPU])
@@ -306,8 +306,8 @@ def test_a_cpu_beside_a_gpu_is_given_what_it_can_do(monkeypatch):
     monkeypatch.setattr(placement, "devices", lambda n: [CPU, META])
     made = Placement(spec(deep(), blocks=blocks, example=example), replace(BASE, model_parallel=2))
     found = made.measure(lambda model, batch: model(batch[0]), None, SoloControl(), EXACT)
-    assert found.speeds == (1.0, 3.0)
-    assert agree(found, replace(BASE, model_parallel=2), SoloControl()).cut.starts == (0, 1)
+    assert [profile.cost_s / len(profile.blocks) for profile in found] == [3.0, 1.0]
+    assert agree_devices(found, replace(BASE, model_parallel=2), SoloControl()).choice.starts == (0, 1)
 
 
 @pytest.mark.parametrize("model, words", [

@@ -19,7 +19,7 @@ import torch_models.cnn  # noqa: E402
 import torch_models.device_split  # noqa: E402
 import torch_models.gpt  # noqa: E402
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices  # noqa: E402
-from hvdtrain.config import Checkpoint, Exchange, Named  # noqa: E402
+from hvdtrain.config import CheckpointConfig, ExchangeConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 
@@ -84,7 +84,7 @@ def test_joint_batchnorm_where_a_split_model_computes_in_one_part(cpus):
 @pytest.mark.parametrize("cut", [[1, 1], [3, 1], [0, 1]], ids=["equal", "unequal", "one with nothing"])
 @pytest.mark.parametrize("changes", [
     {},
-    {"compression": "topk", "exchange": Exchange(topk_ratio=1.0, bucket_mb=0.0005)},
+    {"compression": "topk", "exchange": ExchangeConfig(topk_ratio=1.0, bucket_mb=0.0005)},
 ], ids=["plain", "compressed"])
 def test_hybrid_two_ranks_of_two_devices_equal_one_of_one(cpus, cut, changes):
     """topk that sends every entry loses nothing, so that law 2 holds to 1e-5 through a compressor with state."""
@@ -162,7 +162,7 @@ def test_a_step_that_is_not_finite_is_left_out_of_a_split_model(cpus):
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3), (2, 2)])
 def test_a_checkpoint_goes_on_with_another_number_of_devices(cpus, tmp_path, before, after):
     settings = replace(BASE, out=str(tmp_path), optimizer=Named("Adam"), lr=1e-2)
-    trained(replace(settings, max_steps=5, model_parallel=before, checkpoint=Checkpoint(at_end=True)))
+    trained(replace(settings, max_steps=5, model_parallel=before, checkpoint=CheckpointConfig(at_end=True)))
     run = trained(replace(settings, max_steps=12, model_parallel=after, resume="auto"))
     want = trained(replace(settings, out=str(tmp_path / "whole"), max_steps=12))
     assert run.state.cursor.step == 12 and apart(weights(run), weights(want)) < 1e-5

@@ -16,11 +16,14 @@ from collectives_cases import CASES, name_of
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from host_lane import HostLane  # noqa: E402
+
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.backends.torch import Ops, stage  # noqa: E402
-from hvdtrain.backends.torch.staged import CudaLane, Here, HostLane, Memory, StagedCollectives  # noqa: E402
+from hvdtrain.backends.torch.collectives import StagedCollectives  # noqa: E402
+from hvdtrain.backends.torch.pinned import CudaLane, DirectLane, Memory  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Config  # noqa: E402
 from hvdtrain.core.errors import PeerFailed  # noqa: E402
 from hvdtrain.core.buckets import plan_buckets  # noqa: E402
@@ -28,7 +31,7 @@ from hvdtrain.comm.compressors import create  # noqa: E402
 from hvdtrain.comm.reducer.reducer import Reducer  # noqa: E402
 from hvdtrain.core.protocols import ParamSpec  # noqa: E402
 
-LANES = [HostLane, Here]
+LANES = [HostLane, DirectLane]
 
 
 def wire_over(inner, lane=HostLane):
@@ -77,7 +80,7 @@ def test_cases_over_numpy_collectives_of_three_ranks(check, lane):
 def test_ranks_with_and_without_copies_are_in_one_job():
     """As a job of CPUs beside GPUs: the same sequence, whatever a rank's lane."""
     def work(control, inner):
-        wire = wire_over(inner, HostLane if control.rank else Here)
+        wire = wire_over(inner, HostLane if control.rank else DirectLane)
         handles = [wire.allreduce(torch.full((3,), float(control.rank + i)), f"mixed.{i}") for i in range(4)]
         return [h.wait().tolist() for h in handles]
 
@@ -201,7 +204,7 @@ def test_ranks_that_disagree_are_told_so():
 
 def test_a_wait_is_bounded(monkeypatch):
     opened = []
-    monkeypatch.setattr("hvdtrain.backends.torch.staged.deadline", lambda *limit: opened.append(limit) or _Nothing())
+    monkeypatch.setattr("hvdtrain.backends.torch.pinned.deadline", lambda *limit: opened.append(limit) or _Nothing())
     StagedCollectives(NullCollectives(), timeout_s=7.0).allreduce(torch.ones(2), "w").wait()
     assert opened == [(7.0, "allreduce 'w' (2,) float32 over host memory")]
 

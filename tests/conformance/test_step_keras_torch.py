@@ -30,8 +30,8 @@ if HERE:
     from hvdtrain.backends.model_spec import spec_of
     from hvdtrain.backends.torch.create import make_parts
     from hvdtrain.cluster.control import SoloControl
-    from hvdtrain.comm.collectives.null import NullCollectives
-    from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
+    from hvdtrain.comm.collectives.base import NullCollectives
+    from hvdtrain.config import CheckpointConfig, Config, DataConfig, DataParallelConfig, Named
     from hvdtrain.core.buckets import plan_buckets
     from hvdtrain.core.errors import UserError
     from hvdtrain.engine.callbacks.base import Callback
@@ -107,17 +107,17 @@ if HERE:
                 model.compile(optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
             return lockstep(2, settings, lambda rank: models[rank], samples(48), fitted)
 
-        whole, divided = (job("Adam", way) for way in (DataParallel(), DataParallel("zero", 2, [2, 1])))
+        whole, divided = (job("Adam", way) for way in (DataParallelConfig(), DataParallelConfig("zero", 2, [2, 1])))
         for got in divided:
             assert apart(weights(got), weights(whole[0])) == 0
         with pytest.raises(UserError, match="Adam that a Keras model on PyTorch was compiled with.*optimizer.name"):
-            job("auto", DataParallel("zero", 2))
+            job("auto", DataParallelConfig("zero", 2))
 
     def test_a_loss_by_name_ignores_a_class_as_keras_does():
         x, y = samples(22)
         y[[0, 1, 5, 9, *range(16, 22)]] = -1
         settings = config(global_batch=16, max_steps=2, loss=Named("auto", {"ignore_class": -1}),
-                          data=Data(shuffle=False))
+                          data=DataConfig(shuffle=False))
         runs = lockstep(2, settings, lambda rank: KerasOnTorch().model(), ((x, y), (x, y)), fitted)
         one = KerasOnTorch().model()
         loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
@@ -142,7 +142,7 @@ if HERE:
 
     def plain_settings(out, **changes):
         return config(**{"global_batch": 24, "max_steps": 8, "optimizer": Named("auto"), "metrics": [], "out": str(out),
-                         "data": Data(shuffle=False, prefetch=0), **changes})
+                         "data": DataConfig(shuffle=False, prefetch=0), **changes})
 
     def both():
         return tuple(np.concatenate(arrays) for arrays in zip(*batches(2)))
@@ -185,7 +185,7 @@ if HERE:
         settings = plain_settings(tmp_path / "run")
         run, = lockstep(1, settings, lambda rank: normed(), both(), work)
         assert apart(run.spec.model.get_weights(), plain.get_weights()) < 1e-5
-        half = plain_settings(tmp_path / "half", max_steps=4, checkpoint=Checkpoint(at_end=True))
+        half = plain_settings(tmp_path / "half", max_steps=4, checkpoint=CheckpointConfig(at_end=True))
         lockstep(1, half, lambda rank: normed(), both(), work)
         half = plain_settings(tmp_path / "half", resume="auto")
         run, = lockstep(1, half, lambda rank: normed(), both(), work)
@@ -198,7 +198,7 @@ if HERE:
 
         def trained(**changes):
             model = adamw(normed())
-            settings = plain_settings(tmp_path / "run", checkpoint=Checkpoint(at_end=True), **changes)
+            settings = plain_settings(tmp_path / "run", checkpoint=CheckpointConfig(at_end=True), **changes)
             Trainer(settings).fit(model, (both(), None), callbacks=[Halves()])
             return float(model.optimizer.learning_rate)
 

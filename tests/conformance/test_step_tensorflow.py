@@ -14,7 +14,7 @@ from step_cases import goes_on  # noqa: E402
 from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
 from hvdtrain.backends.tensorflow import placement  # noqa: E402
-from hvdtrain.config import Config, Named, Schedule  # noqa: E402
+from hvdtrain.config import Config, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 
@@ -159,8 +159,8 @@ def test_optimizers_that_cannot_be():
     for model, config, said in (
             (mlp(), Config(optimizer=Named("adm")), "did you mean 'Adam'"),
             (mlp(), Config(optimizer=Named("sgd", {"momentun": 1})), "momentun"),
-            (mlp(), Config(schedule=Schedule("cosinedecay")), "decay_steps"),
-            (mlp(), Config(schedule=Schedule("cosine")), "CosineDecay"),
+            (mlp(), Config(schedule=ScheduleConfig("cosinedecay")), "decay_steps"),
+            (mlp(), Config(schedule=ScheduleConfig("cosine")), "CosineDecay"),
             (compiled, Config(), "accumulate")):
         with pytest.raises(UserError, match=said):
             attached(model, config)

@@ -11,10 +11,10 @@ from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, s
 
 from hvdtrain.engine.compare_ranks import check_alike  # noqa: E402
 from hvdtrain.backends.tensorflow import make_parts  # noqa: E402
-from hvdtrain.backends.keras.states import SHAPES  # noqa: E402
-from hvdtrain.core.group import world  # noqa: E402
+from hvdtrain.backends.keras.metrics import SHAPES  # noqa: E402
+from hvdtrain.core.mesh import world  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.config import Config, Named, Schedule  # noqa: E402
+from hvdtrain.config import Config, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -110,7 +110,7 @@ def test_ranks_with_other_schedules_are_refused():
 
 def test_linear_scaling_starts_from_the_owners_rate_every_time():
     model = compiled(keras.optimizers.SGD(0.1))
-    scaled = Config(global_batch=32, schedule=Schedule(linear_scaling_base=8))
+    scaled = Config(global_batch=32, schedule=ScheduleConfig(linear_scaling_base=8))
     for _ in range(3):
         assert attached(model, scaled).learning_rate() == pytest.approx(0.4)
     model.optimizer.learning_rate = 0.2
@@ -121,7 +121,7 @@ def test_linear_scaling_starts_from_the_owners_rate_every_time():
 @pytest.mark.parametrize("rate", [0.1, keras.optimizers.schedules.ExponentialDecay(0.1, 1, 1.0)], ids=["plain", "own"])
 def test_warm_up_does_not_nest(rate):
     model = compiled(keras.optimizers.SGD(rate))
-    warm = Config(global_batch=32, schedule=Schedule(warmup_steps=4, linear_scaling_base=16))
+    warm = Config(global_batch=32, schedule=ScheduleConfig(warmup_steps=4, linear_scaling_base=16))
     for _ in range(3):
         step = attached(model, warm)
         assert step.learning_rate() == pytest.approx(0.2 / 4)
@@ -133,20 +133,21 @@ def test_warm_up_does_not_nest(rate):
 
 def test_a_configured_schedule_twice_on_one_optimizer():
     model = compiled(keras.optimizers.SGD(0.1))
-    config = Config(schedule=Schedule("exponentialdecay", {"decay_steps": 1, "decay_rate": 0.5}))
+    config = Config(schedule=ScheduleConfig("exponentialdecay", {"decay_steps": 1, "decay_rate": 0.5}))
     for _ in range(2):
         assert attached(model, config).learning_rate() == pytest.approx(0.1)
 
 
 def test_schedules_by_epoch_are_refused():
-    schedule = Schedule("ExponentialDecay", {"decay_steps": 1, "decay_rate": 0.5}, "epoch")
+    schedule = ScheduleConfig("ExponentialDecay", {"decay_steps": 1, "decay_rate": 0.5}, "epoch")
     with pytest.raises(UserError, match="counts steps; expected step. Set .*steps per epoch"):
         attached(mlp(), Config(schedule=schedule))
-    attached(mlp(), Config(schedule=Schedule(interval="epoch")))  # no schedule: no matter
+    attached(mlp(), Config(schedule=ScheduleConfig(interval="epoch")))  # no schedule: no matter
 
 
-@pytest.mark.parametrize("schedule", [Schedule(), Schedule(warmup_steps=1), Schedule(linear_scaling_base=32),
-                                      Schedule("ExponentialDecay", {"decay_steps": 1, "decay_rate": 1.0})],
+@pytest.mark.parametrize("schedule",
+                         [ScheduleConfig(), ScheduleConfig(warmup_steps=1), ScheduleConfig(linear_scaling_base=32),
+                                      ScheduleConfig("ExponentialDecay", {"decay_steps": 1, "decay_rate": 1.0})],
                          ids=["plain", "warm-up", "scaled", "schedule"])
 def test_a_new_rate_takes_effect_on_resume(schedule):
     def made(lr):
@@ -162,7 +163,7 @@ def test_a_new_rate_takes_effect_on_resume(schedule):
     assert new.learning_rate() == pytest.approx(0.5 * factor)
     legacy = made(0.5)
     legacy.load(groups, {"optimizer": rest["optimizer"]})
-    assert legacy.learning_rate() == pytest.approx(0.05 if schedule == Schedule() else
+    assert legacy.learning_rate() == pytest.approx(0.05 if schedule == ScheduleConfig() else
                                                    0.1 if factor == 2 else 0.5)
 
 

@@ -13,7 +13,7 @@ from torch_tools import (  # noqa: E402,F401
 )
 
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 
 

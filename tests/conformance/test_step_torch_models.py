@@ -15,8 +15,8 @@ from torch_tools import (  # noqa: E402,F401
 )
 
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
-from hvdtrain.config import Config, Named, Schedule  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
+from hvdtrain.config import Config, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.trainer import Trainer  # noqa: E402
 
@@ -349,7 +349,7 @@ def test_the_kernel_is_chosen_for_the_memory_order_of_this_run():
                                         ("OneCycleLR", {"max_lr": 0.3, "total_steps": 30})])
 def test_a_rate_changed_on_resume_takes_effect(name, args):
     def build(lr, start=3):
-        return attached(mlp(start), Config(optimizer=Named("sgd"), lr=lr, schedule=Schedule(name, args)))
+        return attached(mlp(start), Config(optimizer=Named("sgd"), lr=lr, schedule=ScheduleConfig(name, args)))
 
     old, resumed, fresh, kept = build(0.1), build(0.4, 8), build(0.4), build(0.4)
     for t in range(3):

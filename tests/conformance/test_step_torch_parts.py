@@ -16,9 +16,9 @@ from torch_tools import (  # noqa: E402,F401
 )
 
 from hvdtrain.backends.torch import seed  # noqa: E402
-from hvdtrain.backends.torch.stage import check_loss  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
-from hvdtrain.config import Config, Named, Schedule  # noqa: E402
+from hvdtrain.backends.torch.modules import check_loss  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
+from hvdtrain.config import Config, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 
@@ -120,7 +120,7 @@ def test_schedules_are_torchs_own(name, args):
     want = mlp()
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1, momentum=0.9, fused=True)
     plain(want, optimizer, schedule=getattr(torch.optim.lr_scheduler, name)(optimizer, **args))
-    step = attached(mlp(), replace(SGD, schedule=Schedule(name, args)))
+    step = attached(mlp(), replace(SGD, schedule=ScheduleConfig(name, args)))
     for t in range(20):
         run(step, [batch(t)], 1 / 32)
     close(weights(step), weights(want), 0)
@@ -132,7 +132,7 @@ def test_an_epoch_schedule_moves_with_epochs():
         Config(
             optimizer=Named("sgd"),
             lr=0.8,
-            schedule=Schedule("steplr", {"step_size": 1, "gamma": 0.5}, "epoch"),
+            schedule=ScheduleConfig("steplr", {"step_size": 1, "gamma": 0.5}, "epoch"),
         ),
     )
     rates = []
@@ -150,9 +150,9 @@ def test_optimizers_that_cannot_be():
         (Config(optimizer=Named("lbfgs")), "closure"),
         (Config(optimizer=Named("sgd", {"momentun": 1})), "momentun"),
         (Config(optimizer=Named("sgd", {"lr": 1})), "lr"),
-        (Config(schedule=Schedule("cosineannealinglr")), "T_max"),
-        (Config(schedule=Schedule("cosine")), "CosineAnnealingLR"),
-        (Config(schedule=Schedule("ReduceLROnPlateau")), "is not one of"),
+        (Config(schedule=ScheduleConfig("cosineannealinglr")), "T_max"),
+        (Config(schedule=ScheduleConfig("cosine")), "CosineAnnealingLR"),
+        (Config(schedule=ScheduleConfig("ReduceLROnPlateau")), "is not one of"),
     ):
         with pytest.raises(UserError, match=said):
             attached(mlp(), settings)
@@ -167,13 +167,13 @@ def test_optimizers_that_cannot_be():
 
 RESUMED = {
     "sgd": SGD,
-    "adam": Config(lr=0.01, schedule=Schedule(warmup_steps=8)),
+    "adam": Config(lr=0.01, schedule=ScheduleConfig(warmup_steps=8)),
     "cycle": Config(
-        lr=0.01, schedule=Schedule("OneCycleLR", {"max_lr": 0.05, "total_steps": 12})
+        lr=0.01, schedule=ScheduleConfig("OneCycleLR", {"max_lr": 0.05, "total_steps": 12})
     ),  # moves Adam's betas too
-    "cosine": replace(SGD, schedule=Schedule("CosineAnnealingLR", {"T_max": 5})),
-    "restarts": replace(SGD, schedule=Schedule("CosineAnnealingWarmRestarts", {"T_0": 2, "T_mult": 2})),
-    "milestones": replace(SGD, schedule=Schedule("MultiStepLR", {"milestones": [2, 4]})),
+    "cosine": replace(SGD, schedule=ScheduleConfig("CosineAnnealingLR", {"T_max": 5})),
+    "restarts": replace(SGD, schedule=ScheduleConfig("CosineAnnealingWarmRestarts", {"T_0": 2, "T_mult": 2})),
+    "milestones": replace(SGD, schedule=ScheduleConfig("MultiStepLR", {"milestones": [2, 4]})),
     "amsgrad": Config(optimizer=Named("adamw", {"amsgrad": True}), lr=0.01),
     "adagrad": Config(optimizer=Named("adagrad"), lr=0.05),
     "rmsprop": Config(optimizer=Named("rmsprop", {"centered": True, "momentum": 0.5}), lr=0.005),

@@ -16,7 +16,7 @@ from tensorflow_tools import X, Y, attached, close, mlp, run, weights  # noqa: E
 
 from hvdtrain.backends.tensorflow.transforms.sync_batchnorm import Across, local_statistics, release  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.comm.collectives.null import Done, NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
@@ -34,11 +34,11 @@ class Twins(NullCollectives):
         self.names.append(name)
         if not name.startswith("bn."):
             return super().allgather(x_K, name)
-        return Done(tf.stack([x_K, x_K, tf.zeros_like(x_K)]))
+        return ReadyHandle(tf.stack([x_K, x_K, tf.zeros_like(x_K)]))
 
     def allreduce(self, flat_N, name, op="sum"):
         self.names.append(name)
-        return Done(2 * flat_N)
+        return ReadyHandle(2 * flat_N)
 
 
 def passed(layer, x, outer, mask=None, times=2, factor=1.0, across=None):

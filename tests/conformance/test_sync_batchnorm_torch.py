@@ -20,7 +20,7 @@ from torch_tools import attached, batch, close, mlp, one_thread, run, weights  #
 from hvdtrain.backends.torch import Ops  # noqa: E402
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm, release  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.comm.reducer.transport import Transport  # noqa: E402

@@ -13,7 +13,7 @@ from small_runs import config, fitted, lockstep, solo  # noqa: E402
 from tensorflow_tools import attached, close  # noqa: E402
 from unused_keras import SOMETIMES, Heads, chain  # noqa: E402
 
-from hvdtrain.config import Config, Data, DataParallel, Named, Pipeline  # noqa: E402
+from hvdtrain.config import Config, DataConfig, DataParallelConfig, Named, PipelineConfig  # noqa: E402
 
 DECAY = {"weight_decay": 0.3}
 STEPS = [[32], [SOMETIMES], [32], [SOMETIMES, 12], [12, SOMETIMES], [8, 8]]
@@ -86,14 +86,14 @@ SHARES = [[20, 4], [20, 4], [13, 3], [20, 4]]
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("changes, rtol", [
-    ({}, 1e-5), ({"data_parallel": DataParallel("zero", 2)}, 1e-5),
+    ({}, 1e-5), ({"data_parallel": DataParallelConfig("zero", 2)}, 1e-5),
     ({"precision": "fp16", "loss_scale": 1.0}, 1e-2)], ids=str)
 def test_ranks_leave_alone_what_none_of_them_used(changes, rtol, tmp_path):
     x, y = data(0, 64)
     begins = [0, 24, 48, 0]
     want, state = plain("sgd", SHARES, lambda t, n: (x[begins[t]:begins[t] + n], y[begins[t]:begins[t] + n]))
     settings = config(max_steps=4, global_batch=24, shares=[5, 1], optimizer=Named("sgd", OPTIMIZERS["sgd"]),
-                      loss=Named("mse"), metrics=[], data=Data(shuffle=False, prefetch=0),
+                      loss=Named("mse"), metrics=[], data=DataConfig(shuffle=False, prefetch=0),
                       out=str(tmp_path), **changes)
     first = [v.numpy() for v in Heads().weights]
     for run in lockstep(2, settings, lambda rank: Heads(), (x, y), fitted):
@@ -124,8 +124,8 @@ def test_stages_of_a_pipeline_leave_alone_what_the_whole_model_does(tmp_path, mo
     x, y = data(0, 48)
     want, _ = plain("adamw", [[24]] * 3, lambda t, n: (x[:n], y[:n]), chain)
     asked = config(max_steps=3, global_batch=24, optimizer=Named("adamw", OPTIMIZERS["adamw"]), loss=Named("mse"),
-                   metrics=[], data=Data(shuffle=False, prefetch=0), out=str(tmp_path),
-                   pipeline=Pipeline(depths=[3, 1]))
+                   metrics=[], data=DataConfig(shuffle=False, prefetch=0), out=str(tmp_path),
+                   pipeline=PipelineConfig(depths=[3, 1]))
     for run in lockstep(4, asked, lambda rank: chain(), (x[:24], y[:24]), fitted):
         for name, array in run.parts.state.state()[0]["model"].items():
             close([array], [want[int(name[:5])]], 1e-5)

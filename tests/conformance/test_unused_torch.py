@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from small_runs import apart, config, fitted, lockstep, solo  # noqa: E402
 from torch import nn  # noqa: E402
 
-from hvdtrain.config import Data, DataParallel, Exchange, Named, Pipeline  # noqa: E402
+from hvdtrain.config import DataConfig, DataParallelConfig, ExchangeConfig, Named, PipelineConfig  # noqa: E402
 
 N, BATCH = 96, 16
 
@@ -59,13 +59,15 @@ def plain(optimizer, epochs: int = 2, clip: float = 0.0, zeros: bool = False) ->
 
 
 ADAMW = Named("AdamW", {"weight_decay": 0.1})
-BASE = config(epochs=2, global_batch=BATCH, lr=0.05, optimizer=ADAMW, metrics=[], data=Data(shuffle=False, prefetch=0),
-              exchange=Exchange(bucket_mb=0.00002))
+BASE = config(epochs=2, global_batch=BATCH, lr=0.05, optimizer=ADAMW, metrics=[],
+              data=DataConfig(shuffle=False, prefetch=0),
+              exchange=ExchangeConfig(bucket_mb=0.00002))
 WAYS = {
     "adamw": {}, "accumulate": {"accumulate": 3}, "uneven": {"shares": [3, 1]}, "without samples": {"shares": [0, 1]},
-    "clip": {"clip_norm": 0.5}, "zero 1": {"data_parallel": DataParallel("zero", 1)},
-    "zero 2": {"data_parallel": DataParallel("zero", 2)}, "momentum": {"optimizer": Named("SGD", {"momentum": 0.9})},
-    "zero 2, accumulate": {"data_parallel": DataParallel("zero", 2), "accumulate": 2},
+    "clip": {"clip_norm": 0.5}, "zero 1": {"data_parallel": DataParallelConfig("zero", 1)},
+    "zero 2": {"data_parallel": DataParallelConfig("zero", 2)},
+    "momentum": {"optimizer": Named("SGD", {"momentum": 0.9})},
+    "zero 2, accumulate": {"data_parallel": DataParallelConfig("zero", 2), "accumulate": 2},
 }
 
 
@@ -184,7 +186,7 @@ def test_stages_of_a_pipeline_agree_with_their_replicas(tmp_path, monkeypatch, r
         return held, len(run.unused.agreed), run.notes
 
     want, _, notes = work(solo(setting, build(), arrays))
-    cut = config(**{**vars(setting), "pipeline": Pipeline(2, micro_batches=2), "out": str(tmp_path / "cut")})
+    cut = config(**{**vars(setting), "pipeline": PipelineConfig(2, micro_batches=2), "out": str(tmp_path / "cut")})
     for got, unused, said in lockstep(ranks, cut, lambda rank: build(), arrays, work):
         assert unused >= 2 and apart([got[k] for k in sorted(got)], [want[k] for k in sorted(got)]) < 1e-5
         assert [n.split(" (")[0] for n in said if "no step so far" in n] == [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo, weights
 
-from hvdtrain.config import Checkpoint, Data
+from hvdtrain.config import CheckpointConfig, DataConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
 
@@ -99,13 +99,13 @@ def test_by_default_ranks_take_rank_0s_and_the_note_names_them():
 @pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
 def test_saves_and_evaluations_change_no_bit(reductions, tmp_path):
     quiet = weights(ranks(short(), reductions))
-    saving = short(eval_every=1, epochs=9, checkpoint=Checkpoint(every_steps=1), out=str(tmp_path / "run"))
+    saving = short(eval_every=1, epochs=9, checkpoint=CheckpointConfig(every_steps=1), out=str(tmp_path / "run"))
     assert all(np.array_equal(a, b) for a, b in zip(quiet, weights(ranks(saving, reductions))))
 
 
 @pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
 def test_a_step_without_an_update_writes_nothing(reductions):
-    run = ranks(short(nan_guard="skip", data=Data(prefetch=0, shuffle=False)), reductions, poisoned=DATA[0][6])
+    run = ranks(short(nan_guard="skip", data=DataConfig(prefetch=0, shuffle=False)), reductions, poisoned=DATA[0][6])
     assert int(values(run)["count"]) == (18 if reductions else 12)
 
 
@@ -146,7 +146,7 @@ def stateful(n):
 
 
 def test_a_stateful_layer_on_equal_ranks_is_that_of_one_process():
-    settings = config(global_batch=6, max_steps=4, data=Data(prefetch=0, shuffle=False))
+    settings = config(global_batch=6, max_steps=4, data=DataConfig(prefetch=0, shuffle=False))
     alone = fitted(solo(settings, stateful(6), DATA))
     run, other = lockstep(2, settings, lambda rank: stateful(3), DATA, fitted)
     assert apart(weights(run), weights(alone)) < 1e-5

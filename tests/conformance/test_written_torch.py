@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo, weights
 
-from hvdtrain.config import Checkpoint, Data, DataParallel, Pipeline
+from hvdtrain.config import CheckpointConfig, DataConfig, DataParallelConfig, PipelineConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
 
@@ -62,7 +62,7 @@ def short(**changes):
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_declared_buffers_are_those_of_one_process(zero):
-    changes = {"data_parallel": DataParallel("zero")} if zero else {}
+    changes = {"data_parallel": DataParallelConfig("zero")} if zero else {}
     alone = fitted(solo(short(), Counting(RIGHT), DATA)).spec.model
     got = ranks(short(**changes), reductions=RIGHT)[0]
     for name in ("count", "seen", "flag", "at"):
@@ -82,7 +82,7 @@ def test_by_default_ranks_take_rank_0s_and_the_note_names_them():
 @pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
 def test_saves_and_evaluations_change_no_bit(reductions, tmp_path):
     quiet = weights(ranks(short(), reductions=reductions)[0])
-    saving = short(eval_every=1, epochs=9, checkpoint=Checkpoint(every_steps=1), out=str(tmp_path / "run"))
+    saving = short(eval_every=1, epochs=9, checkpoint=CheckpointConfig(every_steps=1), out=str(tmp_path / "run"))
     noisy = weights(ranks(saving, reductions=reductions)[0])
     assert all(np.array_equal(a, b) for a, b in zip(quiet, noisy))
 
@@ -108,7 +108,7 @@ class Poisoned(Counting):
 
 @pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
 def test_a_step_without_an_update_writes_nothing(reductions):
-    run = ranks(short(nan_guard="skip", data=Data(prefetch=0, shuffle=False)), reductions=reductions,
+    run = ranks(short(nan_guard="skip", data=DataConfig(prefetch=0, shuffle=False)), reductions=reductions,
                 model=Poisoned)[0]
     assert int(run.spec.model.count) == (18 if reductions else 12)
 
@@ -120,7 +120,8 @@ def test_an_update_that_is_left_out_gives_back_what_was_combined(name):
         run.dp.update = lambda step, *rest: (False, float("nan")) if step == 1 else update(step, *rest)
         return fitted(run)
 
-    settings = short(nan_guard="skip", data_parallel=DataParallel(name), data=Data(prefetch=0, shuffle=False))
+    settings = short(nan_guard="skip", data_parallel=DataParallelConfig(name),
+                     data=DataConfig(prefetch=0, shuffle=False))
     for run in lockstep(2, settings, lambda rank: Counting(RIGHT), DATA, one):
         kept = torch.from_numpy(np.delete(DATA[0], range(6, 12), 0))
         assert int(run.spec.model.count) == 18 and int(run.spec.model.at) == 18 % 16
@@ -185,7 +186,7 @@ class Centred(nn.Module):
 
 def test_an_update_starts_from_what_was_written_to_a_parameter():
     """ZeRO's owner of a parameter may be another rank than the one whose value all take."""
-    replicate, *zero = [weights(lockstep(2, short(data_parallel=DataParallel(*how)), lambda rank: Centred(), DATA,
+    replicate, *zero = [weights(lockstep(2, short(data_parallel=DataParallelConfig(*how)), lambda rank: Centred(), DATA,
                                          fitted)[0]) for how in (("replicate",), ("zero", 1), ("zero", 2))]
     assert all(apart(one, replicate) < 1e-6 for one in zero)
 
@@ -266,7 +267,8 @@ def test_statistics_that_enter_training_are_written_state(tmp_path):
     run = lockstep(2, short(), model, DATA, fitted)[0]
     noted = next(note for note in run.notes if "write to" in note)
     assert "1.running_mean" in noted and "3." not in noted
-    saving = lockstep(2, short(checkpoint=Checkpoint(every_steps=1), out=str(tmp_path / "run")), model, DATA, fitted)[0]
+    saving = lockstep(2, short(checkpoint=CheckpointConfig(every_steps=1), out=str(tmp_path / "run")), model, DATA,
+                      fitted)[0]
     trained = [[p.detach() for p in each.spec.model.parameters()] for each in (run, saving)]
     assert all(map(torch.equal, *trained))
 
@@ -330,7 +332,7 @@ LAZY = {"total": "sum", "least": "min", "first": "mean", "centre": "mean"}
 
 @pytest.mark.parametrize("shares", [[2, 1], [0, 1]], ids=str)
 def test_the_first_samples_leave_no_state_behind(shares):
-    settings = short(max_steps=1, data=Data(prefetch=0, shuffle=False))
+    settings = short(max_steps=1, data=DataConfig(prefetch=0, shuffle=False))
     x = torch.from_numpy(DATA[0][:6])
     want = {"total": x.sum(0), "least": x.amin(0), "first": x.mean(0), "centre": x.mean(0)}
     alone = fitted(solo(settings, Lazy(), DATA)).spec.model
@@ -360,7 +362,7 @@ def test_a_skipped_first_step_makes_no_buffer():
 @pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
 def test_a_resumed_run_goes_on_with_the_same_values(reductions, tmp_path):
     out = str(tmp_path / "run")
-    saved = short(max_steps=2, checkpoint=Checkpoint(every_steps=1), out=out)
+    saved = short(max_steps=2, checkpoint=CheckpointConfig(every_steps=1), out=out)
     ranks(saved, reductions=reductions)
     rest = ranks(short(max_steps=4, resume=out, out=str(tmp_path / "rest")), reductions=reductions)[0]
     assert all(np.array_equal(a, b) for a, b in zip(weights(rest), weights(ranks(short(), reductions=reductions)[0])))
@@ -421,7 +423,7 @@ class Staged(nn.Sequential):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_pipeline_reduces_over_the_replicas_of_each_block(size):
-    settings = config(global_batch=8, max_steps=3, pipeline=Pipeline(2, cut=["1"], micro_batches=2))
+    settings = config(global_batch=8, max_steps=3, pipeline=PipelineConfig(2, cut=["1"], micro_batches=2))
     runs = lockstep(size, settings, lambda rank: Staged(), DATA, fitted)
     held = [dict(run.parts.model.named_buffers()) for run in runs]
     for name in ("0.count", "1.count", "0.last", "1.last"):

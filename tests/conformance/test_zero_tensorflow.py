@@ -9,14 +9,14 @@ import pytest
 from small_runs import bits, config, fitted, lockstep, make_model, samples, weights
 
 from hvdtrain.backends.model_spec import spec_of
-from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Head
+from hvdtrain.core.protocols.run import Head
 from hvdtrain.parallel.precision.scaler import LossScale
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-RUN = config(global_batch=24, max_steps=5, lr=0.01, exchange=Exchange(bucket_mb=0.0005))
+RUN = config(global_batch=24, max_steps=5, lr=0.01, exchange=ExchangeConfig(bucket_mb=0.0005))
 DATA = samples(96)
 OPTIMIZERS = {
     "SGD": {}, "momentum": {"momentum": 0.9}, "Nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -97,7 +97,7 @@ def test_the_state_of_slices_is_that_of_the_unsharded_run(tmp_path):
     settings = replace(RUN, optimizer=Named("Nadam"))
     whole = trained(3, settings, tmp_path / "whole")[0].parts.state.state()[0]["optimizer"]
     whole = {without_counters(name): array for name, array in whole.items()}
-    runs = trained(3, replace(settings, data_parallel=DataParallel("zero", 2, [3, 0, 2])), tmp_path / "zero")
+    runs = trained(3, replace(settings, data_parallel=DataParallelConfig("zero", 2, [3, 0, 2])), tmp_path / "zero")
     given = [shard for run in runs for shard in run.parts.state.slices()]
     assert len({shard.name for shard in given}) == len(whole)  # rank 0's names, whatever numbers Keras gave
     found = {name: np.full(array.shape, -9, array.dtype) for name, array in whole.items()}
@@ -122,7 +122,7 @@ def test_the_state_of_slices_is_that_of_the_unsharded_run(tmp_path):
 def both(size, settings, out, **zero):
     """Return a run of rank 0 unsharded, and those of all ranks under zero."""
     return (trained(size, settings, out / "whole")[0],
-            trained(size, replace(settings, data_parallel=DataParallel("zero", **zero)), out / "zero"))
+            trained(size, replace(settings, data_parallel=DataParallelConfig("zero", **zero)), out / "zero"))
 
 
 @pytest.mark.parametrize("size, shares, shards", [(2, [0, 1], [1, 0]), (4, [1, 2, 4, 0], [1, 3, 0, 1])])
@@ -147,7 +147,7 @@ def test_what_goes_together_gives_the_bits_of_the_unsharded_run(changes, tmp_pat
         data = DATA[0].copy(), DATA[1]
         data[0][7] = np.nan
     settings = replace(RUN, optimizer=Named("Adam"), max_steps=4, **changes)
-    runs = {way: lockstep(2, replace(settings, data_parallel=DataParallel(way, 2), out=str(tmp_path / way)),
+    runs = {way: lockstep(2, replace(settings, data_parallel=DataParallelConfig(way, 2), out=str(tmp_path / way)),
                           lambda rank: make_model("tensorflow"), data, fitted) for way in ("replicate", "zero")}
     assert {bits(run) for run in runs["zero"]} == {bits(runs["replicate"][0])}
     if "nan_guard" in changes:
@@ -168,7 +168,7 @@ def test_the_norm_is_clipped_as_a_whole(tmp_path):
     (Named("SGD", {"global_clipnorm": 1.0}), "global_clipnorm.*set clip_norm")], ids=str)
 def test_what_needs_whole_tensors_is_refused(named, said, tmp_path):
     with pytest.raises(UserError, match=said):
-        trained(2, replace(RUN, optimizer=named, data_parallel=DataParallel("zero", 2)), tmp_path)
+        trained(2, replace(RUN, optimizer=named, data_parallel=DataParallelConfig("zero", 2)), tmp_path)
 
 
 def compiled(optimizer, constraint=None):
@@ -186,13 +186,13 @@ def of_compiled(way, out, optimizer, prepare=lambda model, rank: None, work=fitt
     for rank, model in enumerate(models):
         prepare(model, rank)
     settings = replace(RUN, optimizer=Named("auto"), metrics=[], max_steps=3, out=str(out / way),
-                       data_parallel=DataParallel(way, 2), **changes)
+                       data_parallel=DataParallelConfig(way, 2), **changes)
     return lockstep(2, settings, lambda rank: models[rank], DATA, work)
 
 
 def test_constraints_are_refused(tmp_path):
     with pytest.raises(UserError, match="constraint on .*last/kernel"):
-        lockstep(2, replace(RUN, out=str(tmp_path), data_parallel=DataParallel("zero", 2)),
+        lockstep(2, replace(RUN, out=str(tmp_path), data_parallel=DataParallelConfig("zero", 2)),
                  lambda rank: compiled("sgd", "non_neg"), DATA, fitted)
 
 

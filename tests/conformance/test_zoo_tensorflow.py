@@ -14,7 +14,7 @@ import zoo  # noqa: E402
 from small_runs import config, weights  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
-from hvdtrain.config import DataParallel, Named, Pipeline  # noqa: E402
+from hvdtrain.config import DataParallelConfig, Named, PipelineConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.resolve import load_callable  # noqa: E402
 
@@ -60,7 +60,8 @@ def test_ranks_with_remat_and_zero_have_the_curve_of_one_process(tmp_path):
     assert all((v.numpy() == want).all() for v, want in zip(made.backbone.weights, begin, strict=True))
     alone, run = left(1, asked, data)
     assert run.state.grad_norm > 0
-    got, run = left(2, replace(asked, shares=[3, 1], data_parallel=DataParallel("zero", 2), remat="every:1"), data)
+    got, run = left(2, replace(asked, shares=[3, 1], data_parallel=DataParallelConfig("zero", 2), remat="every:1"),
+                    data)
     assert zoo.same(got, alone) and run.parts.remat.chosen == ("transformer_layer_0", "transformer_layer_1")
 
 
@@ -74,7 +75,7 @@ def test_an_application_trains_with_blocks_that_are_recomputed():
 def test_what_is_no_chain_is_refused_where_it_is_to_be_cut():
     asked, data = hub()
     with pytest.raises(UserError, match="token_embedding/embeddings belongs to no block"):
-        zoo.runs(2, replace(asked, pipeline=Pipeline(2)), data)
+        zoo.runs(2, replace(asked, pipeline=PipelineConfig(2)), data)
 
 
 def task_of_hub(**more):

@@ -13,7 +13,7 @@ import zoo  # noqa: E402
 from small_runs import config, solo, weights  # noqa: E402
 from torch_tools import one_thread  # noqa: E402,F401
 
-from hvdtrain.config import DataParallel, Named, Pipeline  # noqa: E402
+from hvdtrain.config import DataParallelConfig, Named, PipelineConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 BASE = config(global_batch=8, max_steps=4, optimizer=Named("SGD", {"momentum": 0.9}), metrics=[],
@@ -68,7 +68,8 @@ def test_ranks_remat_and_zero_have_the_curve_of_one_process(case, tmp_path):
     asked, data = case(tmp_path)
     alone, run = left(1, asked, data)
     assert run.spec.model.training and run.state.grad_norm > 0
-    for size, changes in ((2, {"shares": [3, 1]}), (2, {"data_parallel": DataParallel("zero", 2), "remat": "every:1"})):
+    for size, changes in ((2, {"shares": [3, 1]}),
+                          (2, {"data_parallel": DataParallelConfig("zero", 2), "remat": "every:1"})):
         got, run = left(size, replace(asked, **changes), data)
         assert zoo.same(got, alone), changes
         assert bool(run.parts.remat.chosen) == ("remat" in changes)
@@ -76,7 +77,7 @@ def test_ranks_remat_and_zero_have_the_curve_of_one_process(case, tmp_path):
 
 def test_a_resnet_of_timm_is_cut_over_ranks(tmp_path):
     asked, data = timm_model(tmp_path, "resnet10t", stem_width=8, channels=(16, 16, 32, 32))
-    asked = replace(asked, max_steps=2, pipeline=Pipeline(2, micro_batches=2))
+    asked = replace(asked, max_steps=2, pipeline=PipelineConfig(2, micro_batches=2))
     runs = zoo.runs(2, asked, data)
     names = [set(run.parts.state.state()[0]["model"]) for run in runs]
     assert all(names) and not names[0] & names[1] and {"conv1.0.weight", "fc.weight"} <= names[0] | names[1]
@@ -87,7 +88,7 @@ def test_a_resnet_of_timm_is_cut_over_ranks(tmp_path):
 def test_what_is_no_chain_is_refused_where_it_is_to_be_cut(case, words, tmp_path):
     asked, data = case(tmp_path)
     with pytest.raises(UserError, match=words):
-        zoo.runs(2, replace(asked, pipeline=Pipeline(2)), data)
+        zoo.runs(2, replace(asked, pipeline=PipelineConfig(2)), data)
 
 
 def test_a_models_dataclass_without_a_task_is_told(tmp_path):

@@ -13,7 +13,7 @@ from step_kit import Kit, given
 from torch import nn
 from torch.nn import functional as F
 
-from hvdtrain.config import Schedule
+from hvdtrain.config import ScheduleConfig
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ class TorchKit(Kit):
 
     framework = "torch"
     epsilon = "eps"
-    halving = Schedule("exponentiallr", {"gamma": 0.5})
+    halving = ScheduleConfig("exponentiallr", {"gamma": 0.5})
 
     def model(self, start=3, hidden=16, noisy=False):
         between = [nn.BatchNorm1d(hidden), nn.Dropout(0.3)] if noisy else []

@@ -30,7 +30,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from shortages import drawn, wrong  # noqa: E402
 
-from hvdtrain.core import curve  # noqa: E402
+from hvdtrain.core import comparison  # noqa: E402
 from hvdtrain.commands.verify import weights_of  # noqa: E402
 
 LIMIT_S = 120
@@ -99,10 +99,10 @@ def verdict(job: dict[str, Any], folder: Path, plain: Path) -> str:
         return f"these shortages were told: {told}"
     own, other = weights_of(folder / "run"), weights_of(plain)
     sizes = all(each["then"] == each["size"] or each["phase"] == "evaluation" for each in told)
-    apart, where = curve.largest_difference(other, own)
-    if sizes and not curve.same_bits(own, other):
+    apart, where = comparison.largest_difference(other, own)
+    if sizes and not comparison.same_bits(own, other):
         return f"no size has changed, but {where} is {apart:.1e} apart"
-    if job["options"]["compression"] == "none" and not apart <= curve.MOST:
+    if job["options"]["compression"] == "none" and not apart <= comparison.MOST:
         return f"{where} is {apart:.1e} apart"
     print(f"  {job['options']} {job['fails']}: {len(told)} times, {'same bits' if sizes else f'{apart:.1e} apart'}")
     return ""

@@ -7,7 +7,7 @@ mask (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). What is recomputed 
 
 from __future__ import annotations
 
-from hvdtrain.engine.machine.flops import peak_tflops
+from hvdtrain.engine.machine import peak_tflops
 
 
 def flops_of_token(matrix_weights: int, depth: int, width: int, context: int) -> float:

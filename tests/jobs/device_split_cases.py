@@ -177,7 +177,7 @@ def assert_places(step):
     chain, plan = step.stage._gradients.split.chain, step.stage._gradients.split.plan
     names = [short(d) for d in plan.devices]
     for layer, i in zip(chain.layers, range(len(chain.layers))):
-        assert set(where(layer.variables)) <= {names[plan.cut.stage_of(i)]}, chain.names[i]
+        assert set(where(layer.variables)) <= {names[plan.stage_of(i)]}, chain.names[i]
     trainable = step.model.trainable_variables
     assert set(where(trainable)) == {"CPU:0", "CPU:1"}
     assert [f"CPU:{p.place}" for p in step.params()] == where(trainable)
@@ -197,7 +197,7 @@ def assert_places(step):
         block = next((i for i, name in enumerate(chain.names) if home == name or home.removeprefix(name + "_").isdigit()
                       and home.startswith(name + "_")), None)
         if block is not None and op.device:
-            assert short(op.device) == names[plan.cut.stage_of(block)], (op.name, op.device)
+            assert short(op.device) == names[plan.stage_of(block)], (op.name, op.device)
             seen[block] += 1
     assert len(seen) == len(chain.names), seen
 
@@ -480,7 +480,7 @@ def case_what_only_training_shows_is_refused(folder):
 
 def case_variables_are_lent(folder):
     """Check that timing a block on another device, by copies of its variables, changes none of them."""
-    from hvdtrain.backends.tensorflow.moving import lent
+    from hvdtrain.backends.tensorflow.placement import lent
 
     spec = built("mlp")
     before = [v.value for v in spec.model.weights]
@@ -523,7 +523,7 @@ def case_too_large_is_said_before_anything_moves(folder):
     placement.capacity_bytes = lambda devices, local: ((60_000, 60_000), 0)
     spec = built("mlp")
     try:
-        text = refused("has 0.06 MiB", lambda: step_of(spec, split()))
+        text = refused("has 58.6 KiB", lambda: step_of(spec, split()))
     finally:
         placement.capacity_bytes = real
     assert "stage" in text and "parameters" in text and set(where(spec.model.weights)) == {"CPU:0"}, text

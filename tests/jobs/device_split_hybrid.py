@@ -11,15 +11,15 @@ import numpy as np
 
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.comm.collectives.null import NullCollectives
-from hvdtrain.config import Checkpoint, Config, Exchange, Named
+from hvdtrain.comm.collectives.base import NullCollectives
+from hvdtrain.config import CheckpointConfig, Config, ExchangeConfig, Named
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.engine import loop
 from hvdtrain.engine.assemble import assemble
 
 CONFIG = Config(model="tf_models.mlp:build", global_batch=32, max_steps=5, eval_every=0, progress="off", lr=0.1,
-                optimizer=Named("sgd", {"momentum": 0.9}), checkpoint=Checkpoint(at_end=False), clip_norm=1.0,
-                exchange=Exchange(bucket_mb=0.05))
+                optimizer=Named("sgd", {"momentum": 0.9}), checkpoint=CheckpointConfig(at_end=False), clip_norm=1.0,
+                exchange=ExchangeConfig(bucket_mb=0.05))
 HYBRID = dataclasses.replace(CONFIG, model_parallel=2, split_micro_batches=4, shares=[3, 1])
 
 
@@ -51,7 +51,7 @@ def main():
         control = run.control
         alike = control.gather([w.tobytes() for w in found])
         assert alike[0] == alike[1], "ranks with other weights"
-        cuts = control.gather(run.parts.stage._gradients.split.plan.cut)
+        cuts = control.gather(run.parts.stage._gradients.split.plan.choice)
         assert cuts[0] == cuts[1]
         _, whole = weights(dataclasses.replace(CONFIG, out=f"{folder}/one-{wire}-{compression}-{control.rank}"),
                            control=SoloControl(), collectives=NullCollectives())

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from hvdtrain import Config, Trainer
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.core.errors import UserError
 
 OUT = Path(sys.argv[1])
@@ -51,7 +51,7 @@ def cnn(norm="group"):
 def train(model, case, data=((X, Y), (X, Y)), more=None, **settings):
     """(trainer, facts): the curve of losses, metrics, weights, and whether all ranks hold the same bits."""
     settings = {"global_batch": 10, "max_steps": 20, "log_every": 1, "progress": "off", "out": str(OUT / "runs" / case),
-                "checkpoint": Checkpoint(at_end=False), **settings}
+                "checkpoint": CheckpointConfig(at_end=False), **settings}
     trainer = Trainer(Config(**settings))
     result = trainer.fit(model, data, **(more or {}))
     bits = hashlib.sha256(b"".join(np.ascontiguousarray(w).tobytes() for w in model.get_weights())).hexdigest()
@@ -153,7 +153,7 @@ def resumed():
         made.compile(keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.05, 7, 0.5)), CE)
         return made
     whole = train(model(), "whole")[1]
-    train(model(), "half", max_steps=10, checkpoint=Checkpoint())
+    train(model(), "half", max_steps=10, checkpoint=CheckpointConfig())
     trainer, rest = train(model(), "rest", resume=str(OUT / "runs" / "half"))
     return {"whole": whole, "rest": rest, "names": [p.name for p in trainer.run.parts.params.specs],
             "state": sorted(trainer.run.parts.state.state()[0]["optimizer"]),
@@ -171,7 +171,7 @@ def callbacks_resumed():
         made = perceptron()
         made.compile(keras.optimizers.SGD(0.1), CE, metrics=["accuracy"])
         return made
-    settings = {"epochs": 3, "checkpoint": Checkpoint(at_end=True), "ema": 0.5}
+    settings = {"epochs": 3, "checkpoint": CheckpointConfig(at_end=True), "ema": 0.5}
     trainer, whole = train(model(), "undisturbed", more=more(), **{**settings, "max_steps": 0})
     train(model(), "cut", more=more(), **{**settings, "max_steps": 8})
     own = model()
@@ -203,11 +203,11 @@ def frozen():
 
 def rates():
     """Return the owner of a compiled optimizer may set its rate; warm-up and scaling are laid over it."""
-    from hvdtrain.config import Schedule
+    from hvdtrain.config import ScheduleConfig
 
     model = perceptron()
     model.compile(keras.optimizers.SGD(0.1), CE)
-    trainer, _ = train(model, "rates", max_steps=2, schedule=Schedule(warmup_steps=4, linear_scaling_base=5))
+    trainer, _ = train(model, "rates", max_steps=2, schedule=ScheduleConfig(warmup_steps=4, linear_scaling_base=5))
     warming = trainer.run.parts.optimizer.learning_rate()
     model.optimizer.learning_rate = 0.01
     warmed = trainer.run.parts.optimizer.learning_rate()
@@ -231,7 +231,7 @@ def seeded():
     def drawn(seed, n):
         trainer = Trainer(Config(model="tf_models.mlp:build", model_args={"hidden": [5]}, seed=seed, max_steps=1,
                                  progress="off", out=str(OUT / "runs" / f"seed{n}"),
-                                 checkpoint=Checkpoint(at_end=False)))
+                                 checkpoint=CheckpointConfig(at_end=False)))
         trainer.fit(data=(X, Y))
         return [w.tolist() for w in trainer.run.spec.model.get_weights()]
     return [drawn(5, 0), drawn(5, 1), drawn(6, 2)]
@@ -289,13 +289,13 @@ def mistakes():
             train(model, "mistakes", max_steps=1, **settings)
         except UserError as error:
             return str(error)
-    from hvdtrain.config import Schedule
+    from hvdtrain.config import ScheduleConfig
 
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
     elsewhere = perceptron()
     elsewhere.compile("sgd", CE)
     try:
-        from hvdtrain.backends.torch.keras.module import KerasModule
+        from hvdtrain.backends.torch.keras.create import KerasModule
 
         KerasModule(elsewhere).to("meta")
     except UserError as error:
@@ -303,7 +303,7 @@ def mistakes():
     return {"batchnorm": said(perceptron(keras.layers.BatchNormalization()), sync_batchnorm=True),
             "scaled": said(perceptron(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))),
             "accumulating": said(perceptron(), keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)),
-            "schedules": said(perceptron(), keras.optimizers.SGD(decay), schedule=Schedule(name="ConstantLR")),
+            "schedules": said(perceptron(), keras.optimizers.SGD(decay), schedule=ScheduleConfig(name="ConstantLR")),
             "function": said(perceptron(), keras.optimizers.SGD(lambda: 0.1)),
             "misfit": said(keras.Sequential([keras.Input((64,)), keras.layers.Dense(4)])),
             "width": said(keras.Sequential([keras.Input((8, 8)), keras.layers.Flatten(), keras.layers.Dense(3)])),

@@ -31,7 +31,7 @@ import json, sys
 from pathlib import Path
 import numpy as np
 from hvdtrain import Config, Trainer
-from hvdtrain.config import Checkpoint, Data, Named
+from hvdtrain.config import CheckpointConfig, DataConfig, Named
 from hvdtrain.commands import train
 from hvdtrain.commands.convert import Request, source_of, target_of, worker
 OPTIMIZERS, STEPS, HALF = {OPTIMIZERS!r}, {STEPS}, {HALF}
@@ -54,9 +54,10 @@ if __name__ == "__main__":
     for name, (optimizer, args, lr) in OPTIMIZERS.items():
         out = top / f"tf-{name}"
         config = Config(model="tf_models.mlp:build", model_args={"in_features": 8, "hidden": [16], "classes": 4},
-                        data=Data(name=f"{__file__}:data", prefetch=0), global_batch=32, epochs=1000, max_steps=STEPS,
+                        data=DataConfig(name=f"{__file__}:data", prefetch=0), global_batch=32, epochs=1000,
+                        max_steps=STEPS,
                         optimizer=Named(optimizer, args), lr=lr, eval_every=0, log_every=1, progress="off",
-                        checkpoint=Checkpoint(every_steps=HALF, keep=9), out=str(out))
+                        checkpoint=CheckpointConfig(every_steps=HALF, keep=9), out=str(out))
         trainer = Trainer(config)
         trainer.save()
         trainer.fit()

@@ -12,7 +12,7 @@ from hvdtrain import Config, Trainer
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.cluster import boot
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 
 WHERE, RANK, OUT = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
@@ -49,7 +49,7 @@ class Bad(Model):
             fail("forward")
         return super().forward(*args, **kwargs)
 
-Trainer(Config(epochs=3, global_batch=9, out=OUT, progress="off", checkpoint=Checkpoint(every_steps=2))).fit(
+Trainer(Config(epochs=3, global_batch=9, out=OUT, progress="off", checkpoint=CheckpointConfig(every_steps=2))).fit(
     Bad((12, 16, 5)), (Data("loader", 4), Data("evaluation", 1)), callbacks=[Mine()])
 """
 

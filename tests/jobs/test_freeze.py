@@ -11,7 +11,7 @@ import os, signal, sys
 import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 
 class Freeze(Callback):
     where = "all"
@@ -23,7 +23,7 @@ class Freeze(Callback):
 {model}
 x, y = np.random.default_rng(0).standard_normal((24, {features})).astype(np.float32), np.arange(24) % {classes}
 Trainer(Config(epochs=3, global_batch=8, collectives="horovod", progress="off", out=sys.argv[1], control_timeout_s=6.0,
-               checkpoint=Checkpoint(every_steps=3))).fit(model, ((x, y), (x, y)), callbacks=[Freeze()])
+               checkpoint=CheckpointConfig(every_steps=3))).fit(model, ((x, y), (x, y)), callbacks=[Freeze()])
 """
 
 MODELS = {

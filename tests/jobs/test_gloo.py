@@ -16,7 +16,7 @@ from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.core.launcher import launch_facts
-from hvdtrain.config import Exchange
+from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.errors import UserError
 
 facts = launch_facts(os.environ)
@@ -25,7 +25,7 @@ def main():
     assert facts.kind == "gloo", facts
     rank = facts.rank
     {early}
-    hvd = horovod.start_horovod("{framework}", Exchange(), facts)
+    hvd = horovod.start_horovod("{framework}", ExchangeConfig(), facts)
     control = boot.start_control(facts, 60, hvd)
     for turn in range(2):
         assert control.bcast({{"a": turn}} if rank == 0 else None) == {{"a": turn}}

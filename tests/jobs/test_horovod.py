@@ -20,11 +20,11 @@ from collectives_cases import CASES
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.core.launcher import launch_facts
-from hvdtrain.config import Exchange
+from hvdtrain.config import ExchangeConfig
 
 def main():
     control = boot.start_control(launch_facts(os.environ), 60)
-    hvd = horovod.start_horovod("{framework}", Exchange(fusion_threshold_mb=4, cycle_time_ms=0.5), control)
+    hvd = horovod.start_horovod("{framework}", ExchangeConfig(fusion_threshold_mb=4, cycle_time_ms=0.5), control)
     other = {{"torch": "tensorflow", "tensorflow": "torch"}}["{framework}"]
     assert other not in sys.modules, "one process, one framework"
     if "{framework}" == "torch":

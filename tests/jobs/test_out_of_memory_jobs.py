@@ -8,8 +8,7 @@ from runner import mpirun
 TRAINS = """
 import sys
 from hvdtrain import Config, Trainer
-from hvdtrain.backends.numpy import params
-from hvdtrain.backends.numpy.model import Model
+from hvdtrain.backends.numpy.model import Model, Params
 from hvdtrain.commands.train import parse
 from hvdtrain.cluster import boot
 import numpy as np
@@ -31,14 +30,14 @@ def update(*args, **more):
         raise MemoryError("in the update")
     return own(*args, **more)
 
-made = params.Params.optimizer
+made = Params.optimizer
 def short_of_memory(self, *args):
     global own
     found = made(self, *args)
     own = found.step
     found.step = update
     return found
-params.Params.optimizer = short_of_memory
+Params.optimizer = short_of_memory
 
 x = np.random.default_rng(0).standard_normal((48, 12))
 config = parse(["--progress", "off", "--epochs", "2", "--global_batch", "12", "--out", OUT, *OPTIONS])

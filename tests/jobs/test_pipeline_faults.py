@@ -11,9 +11,9 @@ TRAIN = """
 import os, signal, sys
 import numpy as np
 from hvdtrain import Config, Trainer
-from hvdtrain.backends.numpy.chunks import Chunks
+from hvdtrain.backends.numpy.stage import Chunks
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.config import Checkpoint, Pipeline
+from hvdtrain.config import CheckpointConfig, PipelineConfig
 
 own, calls = Chunks.backward, []
 
@@ -25,8 +25,8 @@ def backward(self, chunk, micro, came):
 
 Chunks.backward = backward
 x, y = np.random.default_rng(0).standard_normal((48, 12)).astype(np.float32), np.arange(48) % 5
-Trainer(Config(epochs=2000, global_batch=8, pipeline=Pipeline(3), progress="off", out=sys.argv[1], eval_every=0,
-               heartbeat_timeout_s=2.0, control_timeout_s=20.0, checkpoint=Checkpoint(at_end=False))).fit(
+Trainer(Config(epochs=2000, global_batch=8, pipeline=PipelineConfig(3), progress="off", out=sys.argv[1], eval_every=0,
+               heartbeat_timeout_s=2.0, control_timeout_s=20.0, checkpoint=CheckpointConfig(at_end=False))).fit(
     Model((12, 10, 9, 8, 5), 3), (x, y))
 """
 

@@ -17,7 +17,7 @@ import os, sys, time
 import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.reports.progress import silence
 
 silence.SILENT_S, silence.LOOK_S = 0.3, 0.05  # over 3 s would be a long test
@@ -40,7 +40,7 @@ class Data:
         return np.zeros((len(indices_n), 12)), np.zeros(len(indices_n), np.int64)
 
 Trainer(Config(global_batch=8, epochs=1, max_steps=25, eval_every=0, out=sys.argv[1],
-               checkpoint=Checkpoint(at_end=False))).fit(Model((12, 16, 5)), Data())
+               checkpoint=CheckpointConfig(at_end=False))).fit(Model((12, 16, 5)), Data())
 """
 
 

@@ -42,7 +42,7 @@ import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 
 class Slowly(Callback):
     where = "all"
@@ -53,7 +53,7 @@ class Slowly(Callback):
 
 x, y = np.random.default_rng(0).standard_normal((640, 12)), np.arange(640) % 5
 result = Trainer(Config(global_batch=8, epochs=9, out=sys.argv[1], resume="auto", collectives="mpi", progress="off",
-                        checkpoint=Checkpoint(every_steps=int(sys.argv[2])))
+                        checkpoint=CheckpointConfig(every_steps=int(sys.argv[2])))
                  ).fit(Model((12, 16, 5)), (x, y), callbacks=[Slowly()])
 sys.exit(75 if result.requeue else 0)
 """

@@ -36,7 +36,7 @@ HOST = """
 import json, os, socket, sys, time
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.cluster.liveness import pulse, watch
-from hvdtrain.cluster.liveness.watch.meet import meet
+from hvdtrain.cluster.liveness.watch import meet
 
 rank, folder, bound_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 

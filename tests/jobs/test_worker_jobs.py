@@ -16,7 +16,7 @@ from files_of_samples import Files
 from small_runs import make_model
 from hvdtrain import Config, Trainer
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.config import Data
+from hvdtrain.config import DataConfig
 
 
 class Killed(Callback):
@@ -30,7 +30,7 @@ class Killed(Callback):
 
 
 if __name__ == "__main__":
-    config = Config(epochs=2, global_batch=16, progress="off", out={out!r}, data=Data(workers=2), seed=1)
+    config = Config(epochs=2, global_batch=16, progress="off", out={out!r}, data=DataConfig(workers=2), seed=1)
     Trainer(config).fit(make_model("numpy"), Files(80, {bad}), callbacks=[Killed()])
 """
 

@@ -14,8 +14,8 @@ import pytest
 from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, HIDDEN, SLOW_TENSORFLOW, apart, config, gradient, lockstep,
                         make_model, samples, weights)
 
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.weighting import check_weight, loss_scale
 from hvdtrain.engine import loop
 from hvdtrain.planning.batch.sampler import epoch_order

@@ -14,10 +14,10 @@ import pytest
 from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, SLOW_TENSORFLOW, Recut, apart, config, fitted, lockstep,
                         make_model, replans, samples, weights)
 
-from hvdtrain.comm.collectives.null import Done
-from hvdtrain.config import DataParallel, Exchange, Named
-from hvdtrain.core import curve as curve_of
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.comm.collectives.base import ReadyHandle
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
+from hvdtrain.core import comparison as curve_of
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.augment import Augmented
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource
@@ -68,11 +68,11 @@ def test_the_curve_is_one_in_float32(framework, size, tmp_path):
 def test_the_curve_is_one_where_owners_update_their_parts(framework, stage, tmp_path):
     """data_parallel zero: parts of the state follow neither the ranks' shares nor their number."""
     make_model(framework)
-    small = settings(tmp_path / "1", exchange=Exchange(bucket_mb=0.0005))
+    small = settings(tmp_path / "1", exchange=ExchangeConfig(bucket_mb=0.0005))
     ((want, loss, _),) = lockstep(1, small, lambda rank: make_model(framework), samples(N), curve)
     for size in (2, 3, 4):
         for i, shares in enumerate(CUTS[size][-1:]):
-            way = DataParallel("zero", stage, [i, *range(1, size)])
+            way = DataParallelConfig("zero", stage, [i, *range(1, size)])
             sized = replace(small, out=str(tmp_path / f"{size}{i}"), shares=shares, data_parallel=way)
             for got in lockstep(size, sized, lambda rank: make_model(framework), samples(N), curve):
                 assert apart(got[0], want) < (1e-12 if framework == "numpy" else 1e-5)
@@ -143,7 +143,7 @@ def heavier(run):
 def averaged(run):
     """Average the ranks' gradients, where their sum is right."""
     wire, plain = run.collectives, run.collectives.allreduce
-    wire.allreduce = lambda flat_N, name, op="sum": Done(plain(flat_N, name, op).wait() / wire.size)
+    wire.allreduce = lambda flat_N, name, op="sum": ReadyHandle(plain(flat_N, name, op).wait() / wire.size)
 
 
 @pytest.mark.parametrize("framework", SLOW_TENSORFLOW)

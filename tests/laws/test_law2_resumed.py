@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 from small_runs import SLOW_TENSORFLOW, apart, bits, config, fitted, lockstep, make_model, samples, weights
 
-from hvdtrain.config import Checkpoint, Named
-from hvdtrain.core.curve import LEAST
+from hvdtrain.config import CheckpointConfig, Named
+from hvdtrain.core.comparison import LEAST
 
 N, BATCH, STEPS, STOP = 107, 53, 12, 5
 """Steps of 53, 53 and 1 samples: the first part stops between two steps of an epoch."""
@@ -25,7 +25,7 @@ WAYS = [(2, [3, 1]), (1, []), (3, [5, 0, 2]), (4, [])]
 
 def settings(out, **changes):
     return config(global_batch=BATCH, out=str(out), optimizer=Named("SGD", {"momentum": 0.5}), epochs=STEPS // 3,
-                  checkpoint=Checkpoint(), **changes)
+                  checkpoint=CheckpointConfig(), **changes)
 
 
 def ended(run):

@@ -86,11 +86,11 @@ SCRIPT = """
 import json, sys
 import numpy as np
 from hvdtrain import Config, Trainer
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 {model}
 x = np.random.default_rng(0).standard_normal((16, 4)).astype("float32")
 y = np.arange(16) % 3
-config = Config(global_batch=8, max_steps=2, progress="off", out={out!r}, checkpoint=Checkpoint(at_end=False))
+config = Config(global_batch=8, max_steps=2, progress="off", out={out!r}, checkpoint=CheckpointConfig(at_end=False))
 result = Trainer(config).fit(model, ((x, y), (x, y)))
 print(json.dumps({{"steps": result.steps, "tops": sorted({{name.partition(".")[0] for name in sys.modules}})}}))
 """

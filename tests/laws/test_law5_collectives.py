@@ -16,14 +16,14 @@ from small_runs import Record, config, fitted, lockstep, make_model, samples
 
 import hvdtrain.engine.callbacks
 from hvdtrain.backends.numpy import Ops
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors.base import Uncompressed
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import Group, world
+from hvdtrain.core.mesh import Group, world
 from hvdtrain.core.protocols import AllGather, AllReduce, AllToAll, ParamSpec
 from hvdtrain.engine.callbacks.base import Callback
 
@@ -200,10 +200,10 @@ def test_root_only_callbacks_call_nothing_collective():
     root = [cls for cls in callbacks() if cls.where == "root"]
     assert "Recorder" in {cls.__name__ for cls in root} and len(root) > 1
     shown = [member for module in (
-                "hvdtrain.reports.gauges", "hvdtrain.reports.jsonl", "hvdtrain.reports.progress.report")
+                "hvdtrain.reports.trackers.prometheus", "hvdtrain.reports.jsonl", "hvdtrain.reports.progress.report")
              for member in vars(importlib.import_module(module)).values()
              if isinstance(member, type) and member.__module__ == module]
-    assert {"Jsonl", "Lines"} <= {cls.__name__ for cls in shown}
+    assert {"Jsonl", "PlainProgress"} <= {cls.__name__ for cls in shown}
     root += shown
     wrong = {cls.__name__: calls for cls in root for calls in [collective_calls(inspect.getsource(cls))] if calls}
     assert not wrong

@@ -10,7 +10,7 @@ import pytest
 from small_runs import (CLASSES, FEATURES, FRAMEWORKS, SLOW_TENSORFLOW, Record, bits, config, hiding_model, lockstep,
                         make_model, samples, weights)
 
-from hvdtrain.config import Checkpoint, EarlyStop
+from hvdtrain.config import CheckpointConfig, EarlyStopConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.base import Callback
@@ -60,7 +60,8 @@ def test_a_wish_at_the_end_of_an_epoch_stops_before_the_next(tmp_path):
 
 def test_a_clock_of_rank_0_saves_on_all(tmp_path):
     """Clocks differ: only rank 0's counts, and it goes through the vote."""
-    setting = config(global_batch=5, max_steps=4, out=str(tmp_path), checkpoint=Checkpoint(every_s=1e-6, at_end=False))
+    setting = config(global_batch=5, max_steps=4, out=str(tmp_path),
+                     checkpoint=CheckpointConfig(every_s=1e-6, at_end=False))
     results = lockstep(3, setting, lambda rank: make_model("numpy"), samples(40), seen)
     assert len(set(map(repr, results))) == 1 and results[0][2] == [2, 4]  # step 2's wish is met by its save
 
@@ -95,7 +96,7 @@ def test_what_some_ranks_tell_all_hear_in_rank_order(tmp_path):
 
 def test_early_stop_stops_all_at_one_step(tmp_path):
     setting = config(global_batch=5, epochs=50, eval_every=1, lr=1e-12, out=str(tmp_path), shares=[1, 0, 3],
-                     early_stop=EarlyStop("loss", patience=2, min_delta=0.1))
+                     early_stop=EarlyStopConfig("loss", patience=2, min_delta=0.1))
     results = lockstep(3, setting, lambda rank: make_model("numpy"), (samples(10), samples(6, 1)), seen)
     assert len(set(map(repr, results))) == 1
     assert results[0][0] == 6 and results[0][1].startswith("early stop: loss not better")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_runs import FRAMEWORKS, SLOW_TENSORFLOW, apart, bits, config, lockstep, make_model, samples, weights
 
-from hvdtrain.config import Exchange, Named
+from hvdtrain.config import ExchangeConfig, Named
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.base import Callback
@@ -91,7 +91,7 @@ def test_the_scale_leaves_no_trace_in_the_gradient(framework, tmp_path):
 @pytest.mark.parametrize("compression", ["none", "topk", "powersgd"])
 def test_an_overflow_on_one_rank_is_skipped_by_all(framework, compression, tmp_path):
     """2^24 is too much for float16 in a step of 8 samples: the first steps are left out, and seldom a later one."""
-    exchange = Exchange(bucket_mb=0.0005, powersgd_rank=1, topk_ratio=0.1)
+    exchange = ExchangeConfig(bucket_mb=0.0005, powersgd_rank=1, topk_ratio=0.1)
     results = job(framework, "fp32:fp16", tmp_path, loss_scale=2.0**24, compression=compression, exchange=exchange,
                   optimizer=Named("SGD", {"momentum": 0.5}), threads=1)
     a, b = (result[0] for result in results)

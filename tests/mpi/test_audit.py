@@ -10,7 +10,7 @@ from small_runs import FRAMEWORKS, config, fitted, samples
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.audit import Audit
 from hvdtrain.engine.callbacks.divergence import Divergence
-from hvdtrain.engine.guards.miscomputed import Miscomputed
+from hvdtrain.engine.recompute import Miscomputed
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 

@@ -12,17 +12,17 @@ import pytest
 from small_runs import FRAMEWORKS, apart, config, fitted, make_model, samples, weights
 
 from hvdtrain.cluster import horovod
-from hvdtrain.cluster.topology import Host, Topology
+from hvdtrain.cluster.topology import HostRanks, Topology
 from hvdtrain.comm import wires
 from hvdtrain.comm.collectives.mpi import MpiCollectives
-from hvdtrain.comm.measure import wire_sweep
-from hvdtrain.config import Checkpoint
+from hvdtrain.comm.measure import transports
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.engine import assemble as assembling
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks import auto_compression, auto_wire
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
 from hvdtrain.engine.callbacks.auto_wire import AutoWire
-from hvdtrain.planning.exchange.choice import Choice
+from hvdtrain.planning.exchange.choice import CompressorChoice
 from hvdtrain.planning.exchange.wire_choice import WireChoice
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -34,8 +34,8 @@ STEPS = 2 * (WARM_STEPS + WINDOW_STEPS) + 52
 def hosts(monkeypatch):
     """Each rank is said to be on a host of its own, the last two on one where there are three."""
     def survey(control):
-        first = Host("a", (0,), 2)
-        return Topology((first, Host("b", tuple(range(1, control.size)), 2)))
+        first = HostRanks("a", (0,), 2)
+        return Topology((first, HostRanks("b", tuple(range(1, control.size)), 2)))
 
     monkeypatch.setattr(assembling, "survey", survey)
 
@@ -46,7 +46,7 @@ def auto_of(run):
 
 def run_of(framework, out, **changes):
     setting = config(global_batch=8, max_steps=STEPS, epochs=STEPS, collectives="auto", out=str(out),
-                     checkpoint=Checkpoint(), **changes)
+                     checkpoint=CheckpointConfig(), **changes)
     return assemble(setting, make_model(framework), samples(16))
 
 
@@ -123,12 +123,12 @@ def test_the_sweep_is_the_same_everywhere_and_sane(control, comm):
     from hvdtrain.backends.numpy.ops import Ops
 
     two = {"mpi": MpiCollectives(comm, 60), "again": MpiCollectives(comm, 60)}
-    found = wire_sweep.measure(two, Ops(), control, 1e9, 0.3)
+    found = transports.measure(two, Ops(), control, 1e9, 0.3)
     assert all(other == found for other in control.gather(found))
     assert [m.name for m in found] == list(two)
     for m in found:
         assert m.link.seconds(1e6) > 0 and 0 <= m.busy_cores < 64 and m.idle_cores == 0 and m.most_bytes > 1 << 18
-    small, _ = wire_sweep.measure(two, Ops(), control, 1e5, 0.3)
+    small, _ = transports.measure(two, Ops(), control, 1e5, 0.3)
     assert small.most_bytes == 1 << 19, "no more than a step sends"
 
 
@@ -147,7 +147,7 @@ def test_wire_and_compressor_are_decided_together_and_alike(control, tmp_path, m
 
     def decide(rows, margin):
         tables.append({(r.name, r.wire) for r in rows})
-        return Choice("fp16", 0.1, "made up", next((r.wire for r in rows if r.wire), ""))
+        return CompressorChoice("fp16", 0.1, "made up", next((r.wire for r in rows if r.wire), ""))
 
     monkeypatch.setattr(auto_compression.choice, "decide", decide)
     monkeypatch.setattr(auto_compression.choice, "verdict", lambda *_: (True, "stays"))

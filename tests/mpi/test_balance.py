@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from small_runs import FRAMEWORKS, Recut, apart, bits, config, fitted, make_model, replans, samples, solo, weights
 
-from hvdtrain.config import Data, Named, Rebalance
+from hvdtrain.config import DataConfig, Named, RebalanceConfig
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter
@@ -48,7 +48,7 @@ def follows_one_process(control, run, settings, framework, out):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_law2_across_new_plans_with_a_rank_without_samples(control, framework, prefetch, out):
-    settings = config(global_batch=BATCH, max_steps=20, out=out[0], data=Data(prefetch=prefetch),
+    settings = config(global_batch=BATCH, max_steps=20, out=out[0], data=DataConfig(prefetch=prefetch),
                       optimizer=Named("SGD", {"momentum": 0.5}))
     run = run_of(settings, framework, samples(N), Recut(replans(control.size)))
     follows_one_process(control, run, settings, framework, out)
@@ -75,7 +75,7 @@ def test_new_plans_trace_a_few_graphs_or_one(control, framework, out, balance, m
     count.seen = []
     moves = {step: [1 + (rank + step) % 5 for rank in range(control.size)] for step in range(4, 20, 2)}
     settings = config(global_batch=BATCH, max_steps=20, out=out[0], balance=balance,
-                      rebalance=Rebalance(probe_s=0.1, probe_cache=False))
+                      rebalance=RebalanceConfig(probe_s=0.1, probe_cache=False))
     run_of(settings, framework, samples(N), Recut(moves), count)
     assert count.seen[-1] <= most
 
@@ -85,7 +85,7 @@ def test_the_slow_rank_gets_less_and_the_curve_stays(control, framework, out):
         pytest.skip("one rank takes all")
     settings = config(global_batch=BATCH, max_steps=20, out=out[0], balance="auto",
                       emulate_speed=[0.2] + [1.0] * (control.size - 1), optimizer=Named("SGD", {"momentum": 0.5}),
-                      rebalance=Rebalance(probe_s=0.1, probe_cache=False))
+                      rebalance=RebalanceConfig(probe_s=0.1, probe_cache=False))
     run = run_of(settings, framework, samples(N))
     assert any(note.startswith("balance auto: ") for note in run.notes)
     own = control.gather(run.timeline.totals.own_samples)

@@ -11,11 +11,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from hvdtrain.cluster.messages import far, near
+from hvdtrain.cluster.messages import channel, shared_memory
 from hvdtrain.cluster.messages import carrier as carriers
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.protocols import Cargo
-from hvdtrain.parallel.pipeline.post import BACK, FORTH, Label, Post
+from hvdtrain.parallel.pipeline.post import BACK, FORTH, MessageLabel, Post
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 
@@ -36,17 +36,17 @@ def cargo(*arrays):
 
 
 def test_cargo_of_all_sizes_goes_round(carrier, control, monkeypatch):
-    monkeypatch.setattr(far, "CHUNK", 1 << 20)  # so that a message is cut
+    monkeypatch.setattr(channel, "CHUNK", 1 << 20)  # so that a message is cut
     post, to, source = Post(carrier, "h"), (control.rank + 1) % control.size, (control.rank - 1) % control.size
     sizes = [0, 1, 4000, 16384, 300_000, 5_000_000, 1, 70_000]
     for micro, n in enumerate(sizes):
         for kind in (FORTH, BACK):
             post.send(cargo(np.full(n, control.rank + micro, np.uint8), np.ones((2, kind))), to,
-                      Label(kind, 3 + kind, micro, n))
+                      MessageLabel(kind, 3 + kind, micro, n))
             post._shapes[2 + kind, micro] = [[2, kind]] if kind == FORTH else [[n], [2, kind]]
     for micro, n in enumerate(sizes):
         for kind in (BACK, FORTH):
-            got = post.receive(source, Label(kind, 3 + kind, micro, n)).arrays
+            got = post.receive(source, MessageLabel(kind, 3 + kind, micro, n)).arrays
             assert got[0].shape == (n,) and (got[0] == source + micro).all() and got[1].shape == (2, kind)
 
 
@@ -54,9 +54,9 @@ def test_more_messages_than_there_is_room_for_wait_for_their_receiver(carrier, c
     post, other = Post(carrier, "h", room=3), control.size - 1
     if control.rank == 0:
         for micro in range(200):
-            post.send(cargo(np.full(3000, micro)), other, Label(FORTH, 0, micro, 1))
+            post.send(cargo(np.full(3000, micro)), other, MessageLabel(FORTH, 0, micro, 1))
     if control.rank == other:
-        kept = [post.receive(0, Label(FORTH, 0, micro, 1)) for micro in range(200)]
+        kept = [post.receive(0, MessageLabel(FORTH, 0, micro, 1)) for micro in range(200)]
         assert all((x.arrays[0] == micro).all() for micro, x in enumerate(kept))
 
 
@@ -65,8 +65,8 @@ def test_both_sides_of_a_disagreement_are_named_on_both(carrier, control):
     if control.rank > 1:
         return
     if control.rank == 0:
-        post.send(cargo(np.ones(3)), 1, Label(FORTH, 0, 5, 4))
-    label = Label(BACK, 1, 5, 4) if control.rank == 0 else Label(FORTH, 0, 6, 4)
+        post.send(cargo(np.ones(3)), 1, MessageLabel(FORTH, 0, 5, 4))
+    label = MessageLabel(BACK, 1, 5, 4) if control.rank == 0 else MessageLabel(FORTH, 0, 6, 4)
     with pytest.raises(RuntimeError, match="rank 0 on host host0 sent .* micro-batch 5 of .* rank 1 on host host1 "
                                            "expects .* micro-batch 6"):
         post.receive(other, label)
@@ -89,8 +89,8 @@ def test_memory_of_messages_is_used_again_and_none_of_it_has_a_name(comm, contro
     before = set(os.listdir("/dev/shm"))
     for step in range(20):
         post.begin(step)
-        post.send(cargo(np.full(100_000, step)), other, Label(FORTH, 0, 0, 1))
-        got = post.receive((control.rank - 1) % control.size, Label(FORTH, 0, 0, 1))
+        post.send(cargo(np.full(100_000, step)), other, MessageLabel(FORTH, 0, 0, 1))
+        got = post.receive((control.rank - 1) % control.size, MessageLabel(FORTH, 0, 0, 1))
         assert (got.arrays[0] == step).all()
         del got
         gc.collect()
@@ -120,8 +120,9 @@ def test_no_more_open_files_are_said_in_words(monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
     try:
-        near._more_files()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (near._FILES if hard < 0 else min(hard, near._FILES))
+        shared_memory._more_files()
+        most = shared_memory._FILES
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (most if hard < 0 else min(hard, most))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -130,4 +131,4 @@ def test_no_more_open_files_are_said_in_words(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(UserError, match=r"Too many open files.*ulimit -n"):
-        near._Slot(1, 10)
+        shared_memory._Slot(1, 10)

@@ -11,11 +11,10 @@ from small_runs import CLASSES, FEATURES, config, fitted, samples
 
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.checkpoint import read_snapshot, weights, write_snapshot
-from hvdtrain.checkpoint.passage import give, take
-from hvdtrain.checkpoint.stream import PIECE_BYTES, Stream, head, held, in_order
-from hvdtrain.checkpoint.transfer import arriving, fetch
-from hvdtrain.config import Exchange
-from hvdtrain.core.protocols.state import Head, Shard, Want
+from hvdtrain.checkpoint.stream import PIECE_BYTES, StreamedContent, head, in_order, local_pieces
+from hvdtrain.checkpoint.transfer import arriving, fetch, receive_shards, send_shards
+from hvdtrain.config import ExchangeConfig
+from hvdtrain.core.protocols.run import Head, Shard, Want
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.saving import session
 
@@ -45,14 +44,16 @@ def test_no_rank_ever_holds_the_whole_state(control, tmp_path, way):
 
     def save():
         if way == "channel" and rank:
-            give(channel, {}, shards)
+            send_shards(channel, {}, shards)
             return
         if way == "channel":
-            came = [({}, [head(one) for one in shards], held(shards)), *(take(channel, r) for r in range(1, size))]
-            content = Stream([heads for _, heads, _ in came], [pieces for *_, pieces in came], {"framework": "torch"})
+            came = [({}, [head(one) for one in shards], local_pieces(shards)),
+                    *(receive_shards(channel, r) for r in range(1, size))]
+            content = StreamedContent([heads for _, heads, _ in came], [pieces for *_, pieces in came],
+                                      {"framework": "torch"})
         else:
             heads_P = [[Head(*one) for one in row] for row in control.gather([tuple(head(one)) for one in shards])]
-            content = Stream(heads_P, arriving(control, heads_P, shards), {"framework": "torch"})
+            content = StreamedContent(heads_P, arriving(control, heads_P, shards), {"framework": "torch"})
         if rank == 0:
             write_snapshot(out, content)
         else:
@@ -86,7 +87,7 @@ def test_no_rank_ever_holds_the_whole_state(control, tmp_path, way):
 def test_each_rank_gets_its_residuals_and_generators_back(control, tmp_path):
     out = control.bcast(str(tmp_path / "run"))
     settings = config(global_batch=4 * control.size, max_steps=3, out=out, compression="int8",
-                      exchange=Exchange(bucket_mb=0.0005))
+                      exchange=ExchangeConfig(bucket_mb=0.0005))
 
     def run():
         return assemble(settings, Model((FEATURES, 16, CLASSES), dtype="float32"), samples(60))

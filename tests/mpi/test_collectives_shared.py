@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from collectives_cases import CASES, as_is, cuts, mixed, name_of
 
-from hvdtrain.cluster.messages import segments
+from hvdtrain.cluster.messages import shared_memory
 from hvdtrain.comm.collectives import shared
 from hvdtrain.comm.collectives.shared import SharedCollectives, SharedUnavailable
 from hvdtrain.core.errors import PeerFailed
@@ -130,7 +130,7 @@ def test_no_buffer_for_what_is_not_summed_here(wire):
 
 def test_ranks_that_cannot_share_say_so_together(comm, monkeypatch):
     if comm.Get_rank() == comm.Get_size() - 1:
-        monkeypatch.setattr(segments.mmap, "mmap", refuse)
+        monkeypatch.setattr(shared_memory.mmap, "mmap", refuse)
     with pytest.raises(SharedUnavailable, match="a rank cannot open the memory of another: not allowed"):
         SharedCollectives(comm, timeout_s=60)
 

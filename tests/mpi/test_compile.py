@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_runs import apart, bits, config, fitted, samples, solo, weights
 
-from hvdtrain.config import DataParallel
+from hvdtrain.config import DataParallelConfig
 from hvdtrain.engine.assemble import assemble
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -33,12 +33,11 @@ def make():
 @pytest.mark.usefixtures("few_ranks")
 @pytest.mark.parametrize("zero, remat", [("", "off"), ("zero", "every:2")])
 def test_ranks_compile_alike_and_stay_one_model(control, monkeypatch, tmp_path, zero, remat):
-    from hvdtrain.backends.torch import compiler
     from hvdtrain.backends.torch.transforms import compile as transform
-    from hvdtrain.engine.compile import timing
+    from hvdtrain.engine.callbacks import auto_compile as timing
 
     torch._dynamo.reset()
-    monkeypatch.setattr(compiler, "compiled", lambda function: torch.compile(function, backend="aot_eager"))
+    monkeypatch.setattr(transform, "compiled", lambda function: torch.compile(function, backend="aot_eager"))
     monkeypatch.setattr(transform, "missing", lambda kind: "")
     slower = control.rank == control.size - 1
 
@@ -47,7 +46,7 @@ def test_ranks_compile_alike_and_stay_one_model(control, monkeypatch, tmp_path, 
         return (1.0,) * 3, ((0.9 if slower else 0.2),) * 3
 
     monkeypatch.setattr(timing, "_turns", turns)
-    divided = DataParallel("zero", 2) if zero else DataParallel()
+    divided = DataParallelConfig("zero", 2) if zero else DataParallelConfig()
     settings = config(global_batch=21, max_steps=4, compile="auto", remat=remat, data_parallel=divided, check_every=2,
                       audit=0 if zero else 2,
                       out=control.bcast(str(tmp_path / "run")))

@@ -12,7 +12,7 @@ import pytest
 from small_runs import CUTS, FRAMEWORKS, apart, bits, config, fitted, make_model, samples, solo, weights
 
 from hvdtrain.cluster import horovod
-from hvdtrain.config import Checkpoint, Exchange, Named
+from hvdtrain.config import CheckpointConfig, ExchangeConfig, Named
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.base import Callback
 
@@ -58,7 +58,7 @@ def settings(control, out):
 
     def made(name, wire="auto", at="", **changes):
         """``at``: a directory to use again; each call has its own otherwise."""
-        exchange = Exchange(bucket_mb=0.0005, **OPTIONS.get(name, {}))
+        exchange = ExchangeConfig(bucket_mb=0.0005, **OPTIONS.get(name, {}))
         return replace(config(global_batch=BATCH, out=f"{out}-{at or next(count)}", collectives=wire,
                               compression=name, exchange=exchange, shares=CUTS[control.size][-1],
                               accumulate=2, clip_norm=0.5), **changes)
@@ -107,7 +107,7 @@ def test_powersgd_does_not_depend_on_how_samples_are_cut(control, settings, fram
 
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
 def test_state_goes_on_bit_by_bit_from_a_checkpoint(two, settings, framework, name):
-    each = Checkpoint(every_steps=3, at_end=False)
+    each = CheckpointConfig(every_steps=3, at_end=False)
     whole = fitted(assemble(settings(name, max_steps=6), make_model(framework), samples(60)))
     fitted(assemble(settings(name, at="kept", max_steps=3, checkpoint=each), make_model(framework), samples(60)))
     again = assemble(settings(name, at="kept", max_steps=6, resume="auto"), make_model(framework, seed=1), samples(60))
@@ -116,7 +116,7 @@ def test_state_goes_on_bit_by_bit_from_a_checkpoint(two, settings, framework, na
 
 
 def test_state_of_another_plan_starts_anew_and_says_so(two, settings, framework):
-    fitted(assemble(settings("topk", at="kept", max_steps=3, checkpoint=Checkpoint(every_steps=3, at_end=False)),
+    fitted(assemble(settings("topk", at="kept", max_steps=3, checkpoint=CheckpointConfig(every_steps=3, at_end=False)),
                     make_model(framework), samples(60)))
     again = assemble(settings("int8", at="kept", max_steps=6, resume="auto"), make_model(framework), samples(60))
     assert any("compressor state starts anew" in note for note in again.notes)
@@ -126,7 +126,7 @@ def test_state_of_another_plan_starts_anew_and_says_so(two, settings, framework)
 
 def test_a_checkpoint_without_state_clears_the_state(control, framework, out):
     options = {"global_batch": 12, "max_steps": 3}
-    fitted(assemble(config(out=out, checkpoint=Checkpoint(every_steps=3), **options), make_model(framework),
+    fitted(assemble(config(out=out, checkpoint=CheckpointConfig(every_steps=3), **options), make_model(framework),
                     samples(60)))
     run = fitted(assemble(config(out=out + "-topk", compression="topk", **options), make_model(framework), samples(60)))
     exchange = run.dp.reducer
@@ -167,7 +167,7 @@ def test_adasum_of_a_short_batch_has_the_gradients_own_size(control, out):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     if horovod.horovod_reason("torch"):
         pytest.skip(horovod.horovod_reason("torch"))
-    settings = {"global_batch": 4 * control.size, "max_steps": 1, "exchange": Exchange(adasum=True)}
+    settings = {"global_batch": 4 * control.size, "max_steps": 1, "exchange": ExchangeConfig(adasum=True)}
     run = fitted(assemble(config(out=out, **settings), make_model("torch"), samples(1)))
     assert run.collectives.name == "horovod" and run.dp.reducer.compressor.name == "adasum"
     alone = fitted(solo(config(global_batch=4, max_steps=1, out=out + f"-solo{control.rank}"), make_model("torch"),
@@ -190,7 +190,7 @@ def test_a_parameter_without_elements_is_carried_along(control, name, out):
 
     torch.manual_seed(0)
     run = fitted(assemble(config(global_batch=12, max_steps=2, compression=name, out=out,
-                                 exchange=Exchange(bucket_mb=1e-5)), Model(), samples(60)))
+                                 exchange=ExchangeConfig(bucket_mb=1e-5)), Model(), samples(60)))
     assert 0 in [b.n for b in run.dp.reducer.buckets]
     assert set(control.gather(bits(run))) == {bits(run)}
 

@@ -15,7 +15,7 @@ from split_models import Chain, Skips, deep  # noqa: E402
 from hvdtrain.engine.assemble import assemble  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
-from hvdtrain.config import Checkpoint, Exchange, Named  # noqa: E402
+from hvdtrain.config import CheckpointConfig, ExchangeConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
@@ -57,7 +57,7 @@ def test_law2_split_ranks_follow_one_rank_with_one_device(control, settings, tmp
 
 
 @pytest.mark.parametrize("changes", [
-    {"compression": "topk", "exchange": Exchange(topk_ratio=1.0, bucket_mb=0.0005)},
+    {"compression": "topk", "exchange": ExchangeConfig(topk_ratio=1.0, bucket_mb=0.0005)},
     {"clip_norm": 0.05, "accumulate": 2, "optimizer": Named("Adam"), "lr": 1e-2},
 ], ids=["compressed", "clipped"])
 def test_unequal_shares_with(control, settings, tmp_path, changes):
@@ -69,8 +69,8 @@ def test_unequal_shares_with(control, settings, tmp_path, changes):
 
 
 def test_a_checkpoint_of_split_ranks_goes_on_whole_and_back(control, settings, tmp_path):
-    fitted(assemble(replace(settings, max_steps=6, checkpoint=Checkpoint(at_end=True)), deep(), DATA))
-    middle = replace(settings, model_parallel=1, max_steps=12, checkpoint=Checkpoint(at_end=True), resume="auto")
+    fitted(assemble(replace(settings, max_steps=6, checkpoint=CheckpointConfig(at_end=True)), deep(), DATA))
+    middle = replace(settings, model_parallel=1, max_steps=12, checkpoint=CheckpointConfig(at_end=True), resume="auto")
     fitted(assemble(middle, deep(), DATA))
     run = fitted(assemble(replace(settings, resume="auto"), deep(), DATA))
     assert run.state.cursor.step == 20

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from collectives_cases import CASES, as_is, name_of
 
-from hvdtrain.cluster.messages.progress import Operation, Progress
+from hvdtrain.cluster.messages.progress import MpiProgress, Operation
 from hvdtrain.comm.collectives import rounds
 from hvdtrain.comm.collectives.mpi import MpiCollectives
 from hvdtrain.comm.collectives.rounds import Peers, Reduced
@@ -118,7 +118,7 @@ def test_ranks_whose_exchanges_ask_for_other_things_all_hear_of_it(wire):
 
 
 def test_without_threads_in_mpi_operations_move_where_they_are_waited_for(comm):
-    peers = Peers(comm.Dup(), Progress(threaded=False))
+    peers = Peers(comm.Dup(), MpiProgress(threaded=False))
     x = np.full(100_000, 1.0, np.float32)
     sizes = rounds.even_parts(x.size, peers.size)
     first = Reduced(peers, "first", 0, 0, x, sizes, spread=True)
@@ -140,7 +140,7 @@ def test_a_late_rank_costs_the_others_no_processor_time(wire, comm):
 
 
 def test_what_follows_on_an_operation_that_failed_is_dropped():
-    progress, calls = Progress(threaded=False), []
+    progress, calls = MpiProgress(threaded=False), []
     operation = Operation()
     progress.guarded(operation, lambda: 1 / 0)
     progress.guarded(operation, lambda: calls.append(1))

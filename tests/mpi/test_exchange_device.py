@@ -11,7 +11,7 @@ from small_runs import CUTS, FRAMEWORKS, bits, config, fitted, make_model, sampl
 from hvdtrain.backends import load
 from hvdtrain.cluster import horovod
 from hvdtrain.comm.collectives.mpi import MpiCollectives
-from hvdtrain.config import Exchange, Named
+from hvdtrain.config import ExchangeConfig, Named
 from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -25,7 +25,7 @@ def over_horovod(framework, control, **options):
     def start(name, exchange):
         return horovod.start_horovod(name, exchange, control, over_host=True)
 
-    return load(framework).collectives("horovod", control, Exchange(), start, **options)
+    return load(framework).collectives("horovod", control, ExchangeConfig(), start, **options)
 
 
 @pytest.fixture(params=["horovod", "mpi"])
@@ -36,7 +36,9 @@ def inner(request, control, comm):
 
 @pytest.fixture
 def staged(inner):
-    from hvdtrain.backends.torch.staged import HostLane, StagedCollectives
+    from host_lane import HostLane
+
+    from hvdtrain.backends.torch.collectives import StagedCollectives
 
     return StagedCollectives(inner, timeout_s=30.0, lane=HostLane())
 
@@ -80,9 +82,12 @@ def test_ranks_with_and_without_copies_are_one_job(control, inner):
     """As CPU ranks beside ranks with a GPU."""
     import torch
 
-    from hvdtrain.backends.torch.staged import Here, HostLane, StagedCollectives
+    from host_lane import HostLane
 
-    wire = StagedCollectives(inner, timeout_s=30.0, lane=Here() if control.rank == 0 else HostLane())
+    from hvdtrain.backends.torch.collectives import StagedCollectives
+    from hvdtrain.backends.torch.pinned import DirectLane
+
+    wire = StagedCollectives(inner, timeout_s=30.0, lane=DirectLane() if control.rank == 0 else HostLane())
     handles = [wire.allreduce(torch.full((7,), float(control.rank)), f"mixed.{i}") for i in range(5)]
     assert all(h.wait().tolist() == [control.size * (control.size - 1) / 2] * 7 for h in handles)
 

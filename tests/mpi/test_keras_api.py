@@ -12,7 +12,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.engine.guards.divergence import Diverged  # noqa: E402
+from hvdtrain.engine.weight_checks import Diverged  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

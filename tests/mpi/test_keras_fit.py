@@ -17,7 +17,7 @@ if keras.backend.backend() != "tensorflow":
 from small_runs import config  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
-from hvdtrain.config import Checkpoint, Named  # noqa: E402
+from hvdtrain.config import CheckpointConfig, Named  # noqa: E402
 from hvdtrain.keras.data import shard  # noqa: E402
 from hvdtrain.keras.metrics import MetricAverageCallback  # noqa: E402
 
@@ -96,7 +96,7 @@ def test_callbacks_resume_and_leave_what_was_measured_on_all_ranks(control, tmp_
         files = keras.callbacks.ModelCheckpoint(f"{out}-{{epoch}}-{{batch}}.keras", save_freq=3)
         rates = keras.callbacks.ReduceLROnPlateau("accuracy", patience=0, factor=0.5)
         base = config(epochs=3, optimizer=Named("auto"), metrics=[], global_batch=BATCH, eval_every=1, out=out,
-                      checkpoint=Checkpoint(at_end=True), shares=[3.0, 1.0], ema=0.5, **changes)
+                      checkpoint=CheckpointConfig(at_end=True), shares=[3.0, 1.0], ema=0.5, **changes)
         result = Trainer(base).fit(model, ((X["a"], Y["kind"]), (X["a"], Y["kind"])), callbacks=[stop, files, rates])
         return model, result
 
@@ -148,7 +148,7 @@ def test_plain_fit_over_shards_is_keras_fit(control, weighted):
 
 def test_the_guard_compares_at_the_end_of_a_fit_of_one_update(control):
     import hvdtrain.keras as hvd
-    from hvdtrain.engine.guards.divergence import Diverged
+    from hvdtrain.engine.weight_checks import Diverged
 
     class Spoils(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hvdtrain.cluster import links
-from hvdtrain.cluster.pair_links import PIECE, plan
+from hvdtrain.cluster.links import PIECE, plan
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

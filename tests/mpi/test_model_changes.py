@@ -13,12 +13,12 @@ from unfreezing import BASE, data, model, plain, work  # noqa: E402
 
 from hvdtrain.engine.assemble import assemble  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
-from hvdtrain.config import DataParallel  # noqa: E402
+from hvdtrain.config import DataParallelConfig  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 
 
-@pytest.mark.parametrize("way", (DataParallel(), DataParallel("zero", 2)), ids=("replicate", "zero 2"))
+@pytest.mark.parametrize("way", (DataParallelConfig(), DataParallelConfig("zero", 2)), ids=("replicate", "zero 2"))
 @pytest.mark.parametrize("wire", ("horovod", "mpi", "shared"))
 def test_unfreezing_over_every_wire(control, tmp_path, monkeypatch, wire, way):
     if wire == "horovod" and horovod.horovod_reason("torch"):

@@ -8,11 +8,11 @@ import keras  # noqa: E402
 
 import hvdtrain.keras as hvd  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
-from hvdtrain.tensorflow import basics, near  # noqa: E402
+from hvdtrain.tensorflow import basics, transports  # noqa: E402
 from hvdtrain.tensorflow.gradients import GradientExchange  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("few_ranks")]
-SHAPES = ((near.SMALL + 3,), (5, 7), (), (300, 128), (2, 2))
+SHAPES = ((transports.SMALL + 3,), (5, 7), (), (300, 128), (2, 2))
 DTYPES = ("float32", "float32", "float32", "float64", "float16")
 
 
@@ -28,7 +28,7 @@ def job(control):
 @pytest.fixture
 def without(monkeypatch):
     """Leaves gradients to Horovod from when it is called."""
-    return lambda: monkeypatch.setattr(basics.world(), "near", [None])
+    return lambda: monkeypatch.setattr(basics.world(), "shared", [None])
 
 
 def gradients(rank, bad=None):
@@ -54,7 +54,7 @@ def exchanged(grads, own, inside, **options):
     exchange = GradientExchange(**options)
     call = tf.function(exchange, autograph=False) if inside else exchange
     found = [x if x is None else tf.convert_to_tensor(x).numpy() for x in (call(grads, own), call(grads, own))[1]]
-    return found, next(iter(exchange._plans.values()))[0]._near
+    return found, next(iter(exchange._plans.values()))[0]._shared
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in a graph", "outside"])
@@ -122,9 +122,9 @@ def test_fit_ends_where_it_does_over_horovod(control, without, steps_per_executi
 
 
 def test_started_again_it_shares_memory_again(control):
-    before = basics.near_wire(hvd.global_process_set)
+    before = basics.shared_wire(hvd.global_process_set)
     hvd.shutdown()
     hvd.init()
     got, carried = exchanged(gradients(control.rank), variables(), True)
-    assert carried and basics.near_wire(hvd.global_process_set) is not before
+    assert carried and basics.shared_wire(hvd.global_process_set) is not before
     assert alike(control, got[:5])

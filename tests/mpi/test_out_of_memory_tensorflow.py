@@ -8,7 +8,7 @@ import pytest
 from small_runs import apart, config, fitted, samples
 
 from hvdtrain.cluster import horovod
-from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
 from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
@@ -16,10 +16,10 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from fragile_keras import Faults, model  # noqa: E402
 
-from hvdtrain.backends.tensorflow.entered import Graph  # noqa: E402
+from hvdtrain.backends.tensorflow.graphs import Graph  # noqa: E402
 
 SETTINGS = config(global_batch=24, max_steps=4, lr=0.01, accumulate=2, optimizer=Named("Adam"),
-                  exchange=Exchange(bucket_mb=0.0005))
+                  exchange=ExchangeConfig(bucket_mb=0.0005))
 PLACES = [(layer, way, at) for layer in ("low", "high") for way in ("forward", "backward") for at in (0, 5)]
 """In the first micro-batch of a step, and in one that exchanges."""
 
@@ -54,8 +54,10 @@ def state(run):
 
 
 @pytest.mark.parametrize("wire, changes", [
-    ("horovod", {}), ("horovod", {"compression": "topk"}), ("horovod", {"data_parallel": DataParallel("zero", 2)}),
-    ("shared", {"data_parallel": DataParallel("zero", 2)})], ids=lambda v: v if isinstance(v, str) else "-".join(v))
+    ("horovod", {}), ("horovod", {"compression": "topk"}),
+    ("horovod", {"data_parallel": DataParallelConfig("zero", 2)}),
+    ("shared", {"data_parallel": DataParallelConfig("zero", 2)})],
+                         ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_others_get_what_they_wait_for_and_the_step_is_repeated(control, wire, changes, left, tmp_path):
     if wire == "horovod" and horovod.horovod_reason("tensorflow"):
         pytest.skip(horovod.horovod_reason("tensorflow"))

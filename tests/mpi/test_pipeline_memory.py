@@ -14,9 +14,9 @@ from small_runs import config, solo
 from hvdtrain import trainer
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.checkpoint import stream
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.cluster.machine.memory import host_peak_bytes, resident_bytes
-from hvdtrain.config import Checkpoint, Named, Pipeline
+from hvdtrain.config import CheckpointConfig, Named, PipelineConfig
 from hvdtrain.engine import loop
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.saving import session
@@ -32,7 +32,7 @@ WHOLE_MIB = WIDTH * WIDTH * LAYERS * 4 / MIB
 
 def settings(out: Path, **changes: Any) -> Any:
     return config(max_steps=2, global_batch=8, optimizer=Named("SGD", {"momentum": 0.9}), metrics=[], lr=1e-4,
-                  checkpoint=Checkpoint(every_steps=1, at_end=False), out=str(out), **changes)
+                  checkpoint=CheckpointConfig(every_steps=1, at_end=False), out=str(out), **changes)
 
 
 def model() -> Model:
@@ -78,7 +78,7 @@ def test_no_rank_of_a_pipeline_comes_near_the_memory_of_the_whole_model(control,
         print(f"alone: {alone}")
     alone = control.bcast(alone)
     base = held_mib()
-    run = assemble(settings(out / "cut", pipeline=Pipeline(size, micro_batches=2)), model(), data())
+    run = assemble(settings(out / "cut", pipeline=PipelineConfig(size, micro_batches=2)), model(), data())
     rows = control.gather(phases(run, base, out / "cut", control.rank))
     print(rows)
     assert alone["training"] > 3 * WHOLE_MIB, "parameters, gradients and velocities at least"

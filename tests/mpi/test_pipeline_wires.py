@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, samples, solo, weights
 
-from hvdtrain.backends.numpy import create
+from hvdtrain.backends import numpy as numpy_backend
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.collectives.shared import SharedCollectives
 from hvdtrain.comm.measure.sweep import exchange
-from hvdtrain.config import DataParallel, Exchange, Named, Pipeline
-from hvdtrain.core.group import Group
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named, PipelineConfig
+from hvdtrain.core.mesh import Group
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.parallel.pipeline.plan import even_layout
+from hvdtrain.parallel.pipeline.partition import even_layout
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.timeout(120)]
 SIZES = (FEATURES, 16, 14, 12, 10, CLASSES)
 BASE = config(global_batch=24, max_steps=10, lr=0.05, clip_norm=0.05, optimizer=Named("SGD", {"momentum": 0.9}),
-              exchange=Exchange(bucket_mb=0.001))
+              exchange=ExchangeConfig(bucket_mb=0.001))
 DATA = samples(100)
 
 
 @pytest.fixture(autouse=True)
 def even(monkeypatch: pytest.MonkeyPatch) -> None:
     """About as many blocks on each rank: then copies of unlike depth share blocks."""
-    monkeypatch.setattr(create, "agree", lambda measured, config, control, mesh, *_: even_layout(
+    monkeypatch.setattr(numpy_backend, "agree", lambda measured, config, control, mesh, *_: even_layout(
         config, mesh, [block.name for block in measured.blocks]))
 
 
@@ -41,11 +41,12 @@ def whole(control: Any, run: Any) -> list[Any]:
     return [held[name] for name in sorted(held)]
 
 
-@pytest.mark.parametrize("pipeline, wire, way", [(Pipeline(2), "mpi", DataParallel()),
-                                                 (Pipeline(2), "shared", DataParallel("zero", 2)),
-                                                 (Pipeline(depths=[1, 1, 2]), "mpi", DataParallel("zero", 1)),
-                                                 (Pipeline(depths=[1, 1, 2]), "shared", DataParallel())])
-def test_copies_follow_one_rank(control: Any, pipeline: Pipeline, wire: str, way: DataParallel) -> None:
+@pytest.mark.parametrize("pipeline, wire, way", [(PipelineConfig(2), "mpi", DataParallelConfig()),
+                                                 (PipelineConfig(2), "shared", DataParallelConfig("zero", 2)),
+                                                 (PipelineConfig(depths=[1, 1, 2]), "mpi",
+                                                  DataParallelConfig("zero", 1)),
+                                                 (PipelineConfig(depths=[1, 1, 2]), "shared", DataParallelConfig())])
+def test_copies_follow_one_rank(control: Any, pipeline: PipelineConfig, wire: str, way: DataParallelConfig) -> None:
     run = fitted(assemble(replace(BASE, collectives=wire, pipeline=pipeline, data_parallel=way), Model(SIZES, 3), DATA))
     alone = fitted(solo(BASE, Model(SIZES, 3), DATA))
     assert run.collectives.name == wire and run.parts.replicas[0].wire.name == wire
@@ -71,7 +72,7 @@ def test_memory_is_shared_within_a_group_and_a_host_alone(comm: Any, pairs: Any)
 
 
 def test_a_rank_that_enters_other_buckets_first_fails_by_name(control: Any) -> None:
-    run = assemble(replace(BASE, collectives="mpi", pipeline=Pipeline(2)), Model(SIZES, 3), DATA)
+    run = assemble(replace(BASE, collectives="mpi", pipeline=PipelineConfig(2)), Model(SIZES, 3), DATA)
     if control.rank == 3:
         run.dp.reducer.buckets = [replace(b, group="other") for b in run.dp.reducer.buckets]
     if control.rank in (1, 3):

@@ -10,7 +10,7 @@ import pytest
 from small_runs import FRAMEWORKS, apart, bits, config, fitted, make_model, samples, weights
 
 from hvdtrain.cluster import horovod
-from hvdtrain.config import Checkpoint, Exchange
+from hvdtrain.config import CheckpointConfig, ExchangeConfig
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.base import Callback
 
@@ -42,7 +42,7 @@ def settings(control, tmp_path):
     def made(first, wire="auto", at="", **changes):
         """``at``: a directory to use again; each call has its own otherwise."""
         base = config(global_batch=16, out=f"{out}-{at or next(count)}", collectives=wire, accumulate=2, max_steps=12,
-                      exchange=Exchange(bucket_mb=0.0005, topk_ratio=0.1), precision=f"{first}:fp32")
+                      exchange=ExchangeConfig(bucket_mb=0.0005, topk_ratio=0.1), precision=f"{first}:fp32")
         return replace(base, **changes)
     return made
 
@@ -87,7 +87,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(settings, framework, wire):
 
 
 def test_the_scale_goes_on_from_a_checkpoint(settings, framework):
-    each = Checkpoint(every_steps=6, at_end=False)
+    each = CheckpointConfig(every_steps=6, at_end=False)
     whole, _, watch = watched(settings("fp16", loss_scale=2.0**20, compression="topk"), framework)
     watched(settings("fp16", at="kept", loss_scale=2.0**20, compression="topk", max_steps=6, checkpoint=each),
             framework)

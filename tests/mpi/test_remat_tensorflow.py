@@ -6,7 +6,7 @@ import pytest
 from small_runs import CUTS, bits, config, fitted, samples
 
 from hvdtrain.cluster import horovod
-from hvdtrain.config import DataParallel, Exchange
+from hvdtrain.config import DataParallelConfig, ExchangeConfig
 from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
@@ -25,7 +25,7 @@ def model():
 
 @pytest.mark.parametrize("wire, changes", [
     ("horovod", {"sync_batchnorm": True, "clip_norm": 0.5}),
-    ("shared", {"data_parallel": DataParallel("zero", 2), "accumulate": 2}),
+    ("shared", {"data_parallel": DataParallelConfig("zero", 2), "accumulate": 2}),
 ], ids=["horovod, BatchNorm over ranks", "shared, zero"])
 def test_recomputed_blocks_train_the_same_model(control, wire, changes, tmp_path):
     if wire == "horovod" and horovod.horovod_reason("tensorflow"):
@@ -34,7 +34,7 @@ def test_recomputed_blocks_train_the_same_model(control, wire, changes, tmp_path
 
     def run(remat):
         settings = config(global_batch=23, max_steps=3, lr=0.01, shares=CUTS[control.size][-2], collectives=wire,
-                          exchange=Exchange(bucket_mb=0.0005), out=f"{out}-{remat}", remat=remat, **changes)
+                          exchange=ExchangeConfig(bucket_mb=0.0005), out=f"{out}-{remat}", remat=remat, **changes)
         done = fitted(assemble(settings, model(), samples(60)))
         return bits(done), done.parts.describe().get("recomputed", "")
 

@@ -7,7 +7,7 @@ from small_runs import bits, config, fitted, samples
 from sync_models import with_norms
 
 from hvdtrain.cluster import horovod
-from hvdtrain.config import DataParallel
+from hvdtrain.config import DataParallelConfig
 from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -15,7 +15,7 @@ DATA = samples(106)
 
 
 @pytest.mark.parametrize("wire", ["shared", "horovod"])
-@pytest.mark.parametrize("changes", [{}, {"data_parallel": DataParallel("zero", 2)}], ids=["replicated", "zero"])
+@pytest.mark.parametrize("changes", [{}, {"data_parallel": DataParallelConfig("zero", 2)}], ids=["replicated", "zero"])
 def test_ranks_that_recompute_end_with_the_bits_of_those_that_do_not(control, tmp_path, wire, changes):
     if control.size > 2:
         pytest.skip("shown on two ranks")

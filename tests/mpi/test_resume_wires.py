@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from small_runs import CUTS, FRAMEWORKS, apart, config, fitted, make_model, samples, solo, weights
 
-from hvdtrain.config import Checkpoint, Named
-from hvdtrain.core.curve import LEAST
+from hvdtrain.config import CheckpointConfig, Named
+from hvdtrain.core.comparison import LEAST
 from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -25,7 +25,7 @@ def test_a_resumed_run_follows_the_curve_over_any_wire(framework, control, tmp_p
 
     def settings(name, **changes):
         return config(global_batch=23, epochs=EPOCHS, out=str(root / name), optimizer=Named("SGD", {"momentum": 0.5}),
-                      checkpoint=Checkpoint(), **changes)
+                      checkpoint=CheckpointConfig(), **changes)
 
     def train(name, **changes):
         run = fitted(assemble(settings(name, **changes), make_model(framework), samples(60)))

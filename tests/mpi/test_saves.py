@@ -11,7 +11,7 @@ from small_runs import bits, config, fitted, make_model, samples
 
 from hvdtrain.checkpoint import adapters, files, read_snapshot
 from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.saving.saving import Saving
@@ -58,7 +58,7 @@ def test_saves_beside_training_have_the_bits_of_saves_that_are_waited_for(contro
     for name, layout, saver in (("beside", "gathered", BackgroundSaver), ("shards", "sharded", BackgroundSaver),
                                 ("waited", "gathered", InlineSaver)):
         monkeypatch.setattr("hvdtrain.engine.saving.saving.BackgroundSaver", saver)
-        keys = Checkpoint(every_steps=2, keep=9, layout=layout)
+        keys = CheckpointConfig(every_steps=2, keep=9, layout=layout)
         run = assemble(replace(settings, out=str(out / name), checkpoint=keys), make_model(framework), DATA)
         watch = Slow()
         run.callbacks[:0] = [watch]
@@ -71,7 +71,7 @@ def test_saves_beside_training_have_the_bits_of_saves_that_are_waited_for(contro
             beside, shards, waited = (state_of(out / name, step) for name in ("beside", "shards", "waited"))
             assert beside == waited and shards == waited
     control.barrier("compared")
-    again = replace(settings, out=str(out / "shards"), resume="auto", max_steps=10, checkpoint=Checkpoint())
+    again = replace(settings, out=str(out / "shards"), resume="auto", max_steps=10, checkpoint=CheckpointConfig())
     run = fitted(assemble(again, make_model(framework, seed=3), DATA))
     assert run.state.cursor.step == 10 and len(set(control.gather(bits(run)))) == 1
 
@@ -84,7 +84,7 @@ def test_a_failed_write_is_told_on_every_rank_at_the_next_vote(control, tmp_path
 
     monkeypatch.setattr(files, "write_durably", full)
     settings = config(global_batch=12, max_steps=9, out=str(out / "run"),
-                      checkpoint=Checkpoint(every_steps=4, at_end=False))
+                      checkpoint=CheckpointConfig(every_steps=4, at_end=False))
     run = fitted(assemble(settings, make_model("numpy"), DATA))
     assert any("step 4: checkpoint not written ([Errno 28] No space left on device)" in note for note in run.notes)
     assert "2 checkpoints could not be written, the last 2 in a row" in run.notes

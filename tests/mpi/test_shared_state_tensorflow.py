@@ -10,7 +10,7 @@ from tensorflow_tools import X, Y, attached, batch, close, cut, mlp, run, weight
 from hvdtrain.backends.tensorflow import collectives  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
-from hvdtrain.config import Config, Exchange  # noqa: E402
+from hvdtrain.config import Config, ExchangeConfig  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("few_ranks")]
 
@@ -22,7 +22,7 @@ def wire(request, control, comm):
     reason = horovod.horovod_reason("tensorflow")
     if reason:
         pytest.skip(reason)
-    return collectives("horovod", control, Exchange(),
+    return collectives("horovod", control, ExchangeConfig(),
                        lambda name, exchange: horovod.start_horovod(name, exchange, control))
 
 
@@ -106,7 +106,7 @@ class Still(keras.layers.Layer):
 
 def test_gradients_that_are_known_to_be_zero_leave_once_for_each_step(comm):
     """TensorFlow would run a node that is fed constants alone while it optimises the graph, and not in it."""
-    wire, settings = MpiCollectives(comm, timeout_s=60), Config(exchange=Exchange(bucket_mb=0.01))
+    wire, settings = MpiCollectives(comm, timeout_s=60), Config(exchange=ExchangeConfig(bucket_mb=0.01))
     step = attached(mlp(extra=[Still()]), settings, wire=wire, rank=wire.rank)
     single = attached(mlp(extra=[Still()]), settings)
     for t in range(3):

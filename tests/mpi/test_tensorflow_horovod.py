@@ -13,10 +13,10 @@ from collectives_cases import CASES, name_of  # noqa: E402
 from tensorflow.python.eager import context  # noqa: E402
 from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
-from hvdtrain.backends.tensorflow import collectives, named  # noqa: E402
+from hvdtrain.backends.tensorflow import collectives, nodes  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
-from hvdtrain.config import Exchange  # noqa: E402
+from hvdtrain.config import ExchangeConfig  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
 FEW = pytest.mark.usefixtures("few_ranks")
@@ -31,7 +31,7 @@ def wire(control):
     def start(name, exchange):
         return horovod.start_horovod(name, exchange, control)
 
-    return collectives("horovod", control, Exchange(), start)
+    return collectives("horovod", control, ExchangeConfig(), start)
 
 
 @pytest.mark.parametrize("check", CASES, ids=name_of)
@@ -60,7 +60,7 @@ def test_calls_outside_graphs_pair_by_name_and_not_by_order(wire, control):
 @FEW
 @pytest.mark.parametrize("tape", [None, tf.GradientTape], ids=["plain", "taped"])
 def test_ever_new_names_take_no_ever_more_memory(wire, monkeypatch, tape):
-    monkeypatch.setattr(named, "MOST", 4)
+    monkeypatch.setattr(nodes, "MOST_NAMES", 4)
     for n in range(24):
         if n == 8:
             gc.collect()
@@ -72,7 +72,7 @@ def test_ever_new_names_take_no_ever_more_memory(wire, monkeypatch, tape):
 
 
 def test_other_kinds_are_the_cores():
-    assert collectives("mpi", None, Exchange(), None) is None
+    assert collectives("mpi", None, ExchangeConfig(), None) is None
 
 
 def parts_of(turn, size):

@@ -13,7 +13,7 @@ from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.tensorflow import basics  # noqa: E402
-from hvdtrain.tensorflow.plain_mpi import PlainMpi  # noqa: E402
+from hvdtrain.tensorflow.transports import PlainMpi  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -11,8 +11,8 @@ import pytest
 from small_runs import FRAMEWORKS, bits, config, fitted, make_model, samples
 from test_training import usable
 
-from hvdtrain.config import Exchange
-from hvdtrain.config.sections import Trace
+from hvdtrain.config import ExchangeConfig
+from hvdtrain.config.sections import TraceConfig
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.reports.trace import chrome
 
@@ -27,9 +27,9 @@ def test_buckets_are_seen_on_the_wire_and_beside_the_frameworks_own_events(contr
         pytest.skip("each rank's file is joined alike on any number of ranks: tried on 2")
     out = Path(control.bcast(str(tmp_path)))
     settings = config(collectives=wire, global_batch=32, max_steps=6, out=str(out / "plain"),
-                      exchange=Exchange(bucket_mb=0.0005))
+                      exchange=ExchangeConfig(bucket_mb=0.0005))
     plain = fitted(assemble(settings, make_model(framework), samples(64)))
-    traced = fitted(assemble(replace(settings, out=str(out / "traced"), trace=Trace("2:4", profiler=True)),
+    traced = fitted(assemble(replace(settings, out=str(out / "traced"), trace=TraceConfig("2:4", profiler=True)),
                              make_model(framework), samples(64)))
     assert bits(plain) == bits(traced), "to look on changes nothing"
     if control.rank:

@@ -15,7 +15,7 @@ from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, Record, apart, bits
                         solo, weights)
 
 from hvdtrain.cluster import horovod
-from hvdtrain.config import Checkpoint, Exchange, Named
+from hvdtrain.config import CheckpointConfig, ExchangeConfig, Named
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.assemble import assemble
@@ -145,7 +145,7 @@ def test_a_gradient_that_comes_twice_is_refused(control, out):
             return self.head(x)
 
     run = assemble(config(global_batch=24, max_steps=1, collectives="mpi", out=out[0],
-                          exchange=Exchange(bucket_mb=1e-4)), Twice(), samples(24))
+                          exchange=ExchangeConfig(bucket_mb=1e-4)), Twice(), samples(24))
     with pytest.raises(UserError, match="use_reentrant=False"):
         loop.fit(run)
 
@@ -294,7 +294,7 @@ def test_law6_a_nan_on_one_rank_is_everyones(control, framework, mode, out):
 @FEW
 @pytest.mark.parametrize("first", ["world", "solo"])
 def test_a_run_resumed_at_another_number_of_ranks(control, framework, first, out):
-    saving = Checkpoint(every_steps=0, at_end=True)
+    saving = CheckpointConfig(every_steps=0, at_end=True)
     settings = config(global_batch=11, max_steps=16, optimizer=Named("SGD", {"momentum": 0.9}), lr=0.02)
     half = replace(settings, max_steps=7, checkpoint=saving)
     data = samples(40)

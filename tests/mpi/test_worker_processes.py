@@ -13,11 +13,11 @@ from small_runs import CUTS, FRAMEWORKS, Recut, apart, config, fitted, make_mode
 from sync_models import with_norms
 
 from hvdtrain.cluster import horovod
-from hvdtrain.config import Checkpoint, Data
+from hvdtrain.config import CheckpointConfig, DataConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop, summary
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.engine.feeds import eval_feed
+from hvdtrain.engine.build_model import eval_feed
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 N, BATCH = 107, 53
@@ -27,13 +27,15 @@ N, BATCH = 107, 53
 def test_law2_holds_with_workers(control, few_ranks, framework, tmp_path):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     out = control.bcast(str(tmp_path / "run"))
-    settings = config(global_batch=BATCH, max_steps=8, out=out, data=Data(prefetch=2, workers=2), collectives="mpi")
+    settings = config(global_batch=BATCH, max_steps=8, out=out, data=DataConfig(prefetch=2, workers=2),
+                      collectives="mpi")
     run = assemble(settings, make_model(framework), (Files(N), Files(31)))
     pools = {run.feed.data.pool, run.eval_feed.data.pool}
     assert len(pools) == 1 and len(pools.pop().workers) == 2
     assert "data.workers: 2 processes read the data of rank 0" in run.notes
     fitted(run)
-    reference = fitted(solo(replace(settings, out=str(tmp_path / "solo"), collectives="auto", data=Data(prefetch=0)),
+    reference = fitted(solo(replace(settings, out=str(tmp_path / "solo"), collectives="auto",
+                                    data=DataConfig(prefetch=0)),
                             make_model(framework), (samples(N), samples(31))))
     assert apart(weights(run), weights(reference)) < 1e-5
     assert run.state.metrics == pytest.approx(reference.state.metrics, abs=1e-5)
@@ -50,7 +52,7 @@ def test_law1_holds_where_samples_cannot_be_read(control, few_ranks, tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     out = control.bcast(str(tmp_path / "run"))
     settings = config(global_batch=40, epochs=2, max_steps=0, out=out, collectives="mpi", on_bad_sample="skip",
-                      data=Data(prefetch=2, workers=2, shuffle=False))
+                      data=DataConfig(prefetch=2, workers=2, shuffle=False))
     # The third batch is one sample, which cannot be read: no step is made of it.
     run = fitted(assemble(settings, make_model("torch"), (Files(81, bad=(2, 80)), Files(31, bad=(4,)))))
     said = [note for note in run.notes if "cannot be read" in note]
@@ -82,7 +84,8 @@ def test_law2_holds_where_samples_cannot_be_read(control, few_ranks, framework, 
     root = Path(control.bcast(str(tmp_path)))
     data = Files(83, bad=(0, 41, 82)), Files(31, bad=(0, 15, 30))  # those that are looked at first among them
     settings = config(global_batch=40, epochs=3, eval_every=1, out=str(root / "half"), sync_batchnorm=True,
-                      collectives=wire, on_bad_sample="skip", checkpoint=Checkpoint(), data=Data(workers=2, prefetch=2))
+                      collectives=wire, on_bad_sample="skip", checkpoint=CheckpointConfig(),
+                      data=DataConfig(workers=2, prefetch=2))
 
     def train(settings):
         run = assemble(settings, with_norms(framework), data)
@@ -94,8 +97,8 @@ def test_law2_holds_where_samples_cannot_be_read(control, few_ranks, framework, 
     if control.rank == 0:
         shutil.copytree(root / "half", root / "on")
     control.barrier("copied")
-    run = train(replace(settings, out=str(root / "on"), resume="auto", data=Data(workers=1)))
-    want = fitted(solo(replace(settings, out=str(tmp_path / "solo"), collectives="auto", data=Data(prefetch=0)),
+    run = train(replace(settings, out=str(root / "on"), resume="auto", data=DataConfig(workers=1)))
+    want = fitted(solo(replace(settings, out=str(tmp_path / "solo"), collectives="auto", data=DataConfig(prefetch=0)),
                        with_norms(framework), data))
     assert apart(weights(run), weights(want)) < 1e-5
     assert run.state.metrics == pytest.approx(want.state.metrics, abs=1e-5)

@@ -31,8 +31,9 @@ from hvdtrain.backends.tensorflow import convert as keras_side  # noqa: E402
 from hvdtrain.backends.torch import convert as torch_side  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot  # noqa: E402
 from hvdtrain.commands import train  # noqa: E402
-from hvdtrain.config import Data  # noqa: E402
-from hvdtrain.commands.convert import check, places, worker  # noqa: E402
+from hvdtrain.config import DataConfig  # noqa: E402
+from hvdtrain.commands.convert import check, worker  # noqa: E402
+from hvdtrain.commands.convert import request as places  # noqa: E402
 from hvdtrain.backends.interchange.pairing import carry, hints, pair  # noqa: E402
 from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
@@ -212,7 +213,7 @@ def test_layers_that_are_refused():
 
 
 def request(tmp_path, source, target, model, twin, **more):
-    places_ = [places.Place(tmp_path / name, places.kind_of_file(tmp_path / name)) for name in (source, target)]
+    places_ = [places.ModelPath(tmp_path / name, places.kind_of_file(tmp_path / name)) for name in (source, target)]
     return Request(*places_, model, twin, {"hidden": [6]}, {"hidden": [6]}, **more)
 
 
@@ -266,7 +267,7 @@ def straight(zero=True):
 def test_a_weight_of_zero_hides_no_wrong_pair(tmp_path):
     torch.save(swapped().state_dict(), tmp_path / "a.pt")
     text = f"{__file__}:"
-    asked = Request(places.Place(tmp_path / "a.pt", "state_dict"), places.Place(tmp_path / "b.keras", "keras"),
+    asked = Request(places.ModelPath(tmp_path / "a.pt", "state_dict"), places.ModelPath(tmp_path / "b.keras", "keras"),
                     text + "swapped", text + "straight", input_shape=[4])
     worker.read(asked, tmp_path / "x")
     with pytest.raises(UserError, match="with random ones carried over the same pairs they differ"):
@@ -332,7 +333,7 @@ def trained(tmp_path, optimizer, **more):
     draw = np.random.default_rng(0)
     data = draw.standard_normal((24, 4)).astype(np.float32), draw.integers(0, 3, 24)
     config = Config(model=f"{tmp_path}/nets.py:keras_net", global_batch=8, max_steps=3, eval_every=0, progress="off",
-                    data=Data(prefetch=0), out=str(tmp_path / "run"), **more)
+                    data=DataConfig(prefetch=0), out=str(tmp_path / "run"), **more)
     Trainer(config).fit(data=data)
     asked = completed(Request(places.source_of(str(tmp_path / "run"), print), places.target_of(str(tmp_path / "new")),
                               twin=f"{tmp_path}/nets.py:torch_net"))

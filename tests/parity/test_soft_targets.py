@@ -16,7 +16,7 @@ from twins import copy_torch_to_keras  # noqa: E402
 
 import tf_models.mlp  # noqa: E402
 import torch_models.mlp  # noqa: E402
-from hvdtrain.config import Data, Named  # noqa: E402
+from hvdtrain.config import DataConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 AUGMENT = {"crop": 1, "flip": 0.5, "cutout": 2, "mixup": 0.5}
@@ -59,7 +59,7 @@ def test_both_frameworks_learn_alike(case, tmp_path):
     got = []
     for model, loss in zip(twins(), losses):
         where = tmp_path / str(len(got))
-        run = solo(settings(where, data=Data(prefetch=0, augment=augment), loss=loss), model,
+        run = solo(settings(where, data=DataConfig(prefetch=0, augment=augment), loss=loss), model,
                    (pictures(40), pictures(20, 1)))
         got.append(curve(run))
     (torch_losses, torch_metrics, _), (keras_losses, keras_metrics, _) = got
@@ -71,7 +71,7 @@ def test_both_frameworks_learn_alike(case, tmp_path):
 
 @pytest.mark.parametrize("framework", [0, 1], ids=["torch", "keras"])
 def test_two_ranks_train_on_the_pictures_of_one(framework, tmp_path):
-    base = settings(tmp_path, data=Data(prefetch=0, augment=AUGMENT))
+    base = settings(tmp_path, data=DataConfig(prefetch=0, augment=AUGMENT))
     copies = [twins()[framework] for _ in range(3)]
     (alone,) = lockstep(1, replace(base, out=str(tmp_path / "1")), lambda rank: copies[2], pictures(40), curve)
     for losses, _, held in lockstep(2, replace(base, shares=[1, 3]), lambda rank: copies[rank], pictures(40), curve):
@@ -80,7 +80,7 @@ def test_two_ranks_train_on_the_pictures_of_one(framework, tmp_path):
 
 
 def test_keras_refuses_mixup_with_a_loss_of_class_numbers_in_words(tmp_path):
-    base = settings(tmp_path, data=Data(prefetch=0, augment=AUGMENT))
+    base = settings(tmp_path, data=DataConfig(prefetch=0, augment=AUGMENT))
     with pytest.raises(UserError, match="mixup.*sparse.*Set loss.name: CategoricalCrossentropy"):
         solo(replace(base, loss=Named("sparse_categorical_crossentropy")), twins()[1], pictures(40))
     compiled = twins()[1]

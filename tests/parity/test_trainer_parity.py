@@ -26,7 +26,7 @@ import torch_models.gpt  # noqa: E402
 import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402
 from hvdtrain.engine import loop  # noqa: E402
-from hvdtrain.config import Named, Schedule  # noqa: E402
+from hvdtrain.config import Named, ScheduleConfig  # noqa: E402
 
 STEPS, BATCH, N = 20, 16, 37
 """Steps of 16, 16 and 5 samples."""
@@ -79,7 +79,7 @@ def test_twins_learn_alike_through_the_trainer(case, tmp_path):
 
 @pytest.mark.parametrize("changes", [
     {"accumulate": 3, "clip_norm": 0.5, "optimizer": Named("SGD", {"momentum": 0.9})},
-    {"schedule": Schedule(warmup_steps=8, linear_scaling_base=2)},
+    {"schedule": ScheduleConfig(warmup_steps=8, linear_scaling_base=2)},
 ], ids=["accumulate-clip", "warmup-scaling"])
 def test_what_is_done_to_the_gradient_and_the_rate_is_the_same(changes, tmp_path):
     """Momentum only at a fixed rate: torch scales the velocity by the newest rate, Keras each gradient by its own."""

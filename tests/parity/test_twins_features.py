@@ -21,7 +21,7 @@ import keras  # noqa: E402
 from small_runs import config, fitted, lockstep  # noqa: E402
 
 from hvdtrain.backends.torch import placement  # noqa: E402
-from hvdtrain.config import DataParallel, Named, Pipeline  # noqa: E402
+from hvdtrain.config import DataParallelConfig, Named, PipelineConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 BASE = config(global_batch=8, max_steps=2, lr=0.05, optimizer=Named("SGD", {"momentum": 0.9}), metrics=[])
@@ -42,9 +42,9 @@ TWINS = {
 """File and builder, and the arguments of small ones."""
 FEATURES = {
     "remat": (1, {"remat": "every:1"}),
-    "zero": (2, {"data_parallel": DataParallel("zero", 2), "shares": [3, 1], "remat": "every:1"}),
+    "zero": (2, {"data_parallel": DataParallelConfig("zero", 2), "shares": [3, 1], "remat": "every:1"}),
     "device split": (1, {"model_parallel": 2, "split_micro_batches": 2}),
-    "pipeline": (2, {"pipeline": Pipeline(2, micro_batches=2)}),
+    "pipeline": (2, {"pipeline": PipelineConfig(2, micro_batches=2)}),
 }
 """Ranks, and what is changed."""
 CANNOT = {

@@ -1,8 +1,6 @@
-"""Which layer of a PyTorch model is which layer of its Keras twin, and all their weights carried over.
+"""Pairs of layers of a PyTorch model and its Keras twin, and all their weights carried over.
 
-Owns the matching of layers: as the user says, by names where all are equal, else by kind and order. What a pair's
-weights look like is in `hvdtrain.backends.interchange.layouts`. A wrong match with fitting shapes is found by the check
-of outputs.
+A wrong match with fitting shapes is found by the check of outputs.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.backends.interchange import layouts
-from hvdtrain.backends.interchange.layers import Layer, Model, Shape, Weight
-from hvdtrain.backends.interchange.layouts import Ends, Move
+from hvdtrain.backends.interchange import layers
+from hvdtrain.backends.interchange.layers import Ends, Layer, Model, Move, Shape, Weight
 from hvdtrain.core.errors import UserError, nearest
 
 UNSUPPORTED = "unsupported: "
@@ -23,20 +20,20 @@ UNSUPPORTED = "unsupported: "
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of layers in torch's order, and ``how`` they were found, in words."""
+    """The pairs of layers in torch's order, and ``how`` they were found."""
 
     ends: tuple[Ends, ...]
     how: str
 
     def moves(self) -> Iterator[tuple[Ends, Move, list[Weight]]]:
-        """Every move with its pair, and the weights that it concerns on both sides."""
+        """Yield every move with its pair, and the weights that it concerns on both sides."""
         for ends in self.ends:
-            for move in layouts.moves(ends):
+            for move in layers.moves(ends):
                 yield ends, move, [*(ends.torch.weights[r] for r in move.torch),
                                    *(ends.keras.weights[r] for r in move.keras)]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(weight in torch, weight in Keras, what changes) of every move, for a table."""
+        """Return (weight in torch, weight in Keras, what changes) of every move, for a table."""
         return [(f"{ends.torch.name}: " + ", ".join(f"{r} {ends.torch.weights[r].shape}" for r in move.torch),
                  f"{ends.keras.name}: " + ", ".join(f"{r} {ends.keras.weights[r].shape}" for r in move.keras),
                  move.words + (f", flattened as {ends.flat}" if ends.flat and "kernel" in move.keras else ""))
@@ -62,17 +59,17 @@ def pair(torch: Model, keras: Model, said: Mapping[str, str] | None = None,
             if layer.kind.startswith(UNSUPPORTED):
                 why = layer.kind.removeprefix(UNSUPPORTED)
                 raise UserError(f"{layer.said} {layer.name} is not converted: {why}",
-                                f"layers of these kinds: {', '.join(sorted(layouts.KINDS))}",
+                                f"layers of these kinds: {', '.join(sorted(layers.KINDS))}",
                                 "convert such a layer by hand, or build both twins without it")
     matched, how = _match(torch, keras, said)
     ends = tuple(Ends(a, b, _flat(a, flats)) for a, b in matched)
     for one in ends:
-        layouts.moves(one)
+        layers.moves(one)
     return Pairs(ends, how)
 
 
 def carry(pairs: Pairs, arrays: Mapping[str, np.ndarray], to: str) -> dict[str, np.ndarray]:
-    """All weights in framework ``to`` ("torch" or "keras") by name, from those of the other model.
+    """Return all weights in framework ``to`` ("torch" or "keras") by name, from those of the other model.
 
     Errors: `UserError` naming the first pair whose shapes or dtypes do not fit.
     """
@@ -80,14 +77,14 @@ def carry(pairs: Pairs, arrays: Mapping[str, np.ndarray], to: str) -> dict[str, 
     for ends, move, weights in pairs.moves():
         dtypes = {weight.dtype for weight in weights}
         if len(dtypes) > 1:
-            raise UserError(f"{layouts.in_words(ends)} are of different types: {', '.join(sorted(dtypes))}",
+            raise UserError(f"{layers.in_words(ends)} are of different types: {', '.join(sorted(dtypes))}",
                             "the same dtype on both sides", "build both twins in the same type")
-        out |= layouts.apply(move, ends, dict(arrays), to)
+        out |= layers.apply(move, ends, dict(arrays), to)
     return out
 
 
 def carry_moments(pairs: Pairs, moments: Mapping[str, np.ndarray], to: str) -> dict[str, np.ndarray]:
-    """As `carry`, for what an optimizer keeps entry by entry of the trained weights; the others have none.
+    """Do `carry` for what an optimizer keeps entry by entry of the trained weights; the others have none.
 
     Errors: `UserError` where a weight is trained in one twin only, or where its entries have no counterparts.
     """
@@ -97,19 +94,19 @@ def carry_moments(pairs: Pairs, moments: Mapping[str, np.ndarray], to: str) -> d
         if trained == {False}:
             continue
         if trained != {True}:
-            raise UserError(f"{layouts.in_words(ends)}: part of it is trained and part is not",
+            raise UserError(f"{layers.in_words(ends)}: part of it is trained and part is not",
                             "the same weights trained in both twins", "freeze the same layers in both")
         if not move.exact:
-            raise UserError(f"{layouts.in_words(ends)}: {move.words}, which an update moves otherwise",
+            raise UserError(f"{layers.in_words(ends)}: {move.words}, which an update moves otherwise",
                             "weights whose entries have counterparts, for optimizer state",
                             "convert the weights alone: give a file as TARGET")
-        out |= layouts.apply(move, ends, dict(moments), to)
+        out |= layers.apply(move, ends, dict(moments), to)
     return out
 
 
 def hints(pairs: Pairs) -> list[str]:
-    """What may be wrong where the outputs differ although all shapes fit, in words."""
-    found = [text for ends in pairs.ends for text in layouts.remark(ends)]
+    """Return what may be wrong where the outputs differ although all shapes fit."""
+    found = [text for ends in pairs.ends for text in layers.remark(ends)]
     channels = 0
     for ends in pairs.ends:
         weight = ends.torch.weights.get("weight")
@@ -133,7 +130,7 @@ _BY_NAME = "by name"
 
 
 def _match(torch: Model, keras: Model, said: Mapping[str, str]) -> tuple[list[tuple[Layer, Layer]], str]:
-    """Pairs of layers in torch's order, and how they were found."""
+    """Return pairs of layers in torch's order, and how they were found."""
     theirs = {b.name: b for b in keras.layers}
     found = {name: theirs[other] for name, other in said.items()}
     left = [a for a in torch.layers if a.name not in said]
@@ -146,14 +143,14 @@ def _match(torch: Model, keras: Model, said: Mapping[str, str]) -> tuple[list[tu
         found |= _in_order(left, right)
     for a in torch.layers:
         if found[a.name].kind != _kind_there(a, [found[a.name]]):
-            raise UserError(f"{layouts.in_words(Ends(a, found[a.name]))}: {a.kind} and {found[a.name].kind}",
+            raise UserError(f"{layers.in_words(Ends(a, found[a.name]))}: {a.kind} and {found[a.name].kind}",
                             "layers of the same kind where names are equal",
                             "build both twins with the same layers, or say which belong together with --pair")
     return [(a, found[a.name]) for a in torch.layers], how + (" and --pair" if said else "")
 
 
 def _in_order(left: list[Layer], right: list[Layer]) -> dict[str, Layer]:
-    """The k-th layer of a kind with the k-th of that kind; `UserError` naming the first that has no counterpart."""
+    """Pair the k-th layers of each kind; `UserError` naming the first that has no counterpart."""
     rest = list(right)
     found: dict[str, Layer] = {}
     for a in left:
@@ -168,7 +165,7 @@ def _in_order(left: list[Layer], right: list[Layer]) -> dict[str, Layer]:
 
 
 def _kind_there(layer: Layer, keras: list[Layer]) -> str:
-    """A torch layer's kind in Keras, which may say a depthwise convolution as one with groups too."""
+    """Return a torch layer's kind in Keras, which may have a depthwise convolution as one with groups."""
     known = {b.kind for b in keras}
     return layer.kind if layer.kind in known else layer.kind.removeprefix("depthwise ")
 
@@ -181,7 +178,7 @@ def _alone(layer: Layer, model: str, rest: list[Layer]) -> UserError:
 
 
 def _flat(layer: Layer, flats: Mapping[str, Shape]) -> Shape:
-    """The shape that ``--flatten`` gives a layer, checked."""
+    """Return the checked shape that ``--flatten`` gives a layer."""
     if layer.name not in flats:
         return ()
     shape, inputs = tuple(flats[layer.name]), layer.weights["weight"].shape[-1] if layer.kind == "dense" else 0

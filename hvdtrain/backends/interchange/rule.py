@@ -1,9 +1,9 @@
-"""What an optimizer does, told without its framework, and what its state is in each.
+"""An optimizer's update rule without its framework, and its state in PyTorch and in Keras.
 
-Owns the formulas between PyTorch's and Keras' conventions:
+Conventions of the two:
 
 - SGD with momentum u. PyTorch keeps b <- u b + g and moves by -r b; Keras keeps m <- u m - r g and moves by m. With r
-  the rate of the next update, m = -r b makes the next steps the same, for as long as the rate stays what it is.
+  the rate of the next update, m = -r b makes the next steps the same while the rate stays.
 - Adam. Both keep the same two moments. PyTorch divides by sqrt(v / (1 - beta2^t)) + eps, Keras (as Kingma & Ba 2014,
   arXiv 1412.6980, at the end of their section 2) by (sqrt(v) + eps) / sqrt(1 - beta2^t): eps itself is scaled too.
 - Weight decay. AdamW and every Keras optimizer shrink a weight by rate x decay on its own; PyTorch's SGD and Adam add
@@ -31,7 +31,7 @@ KERAS_SLOTS = {"momentum": "momentums", "m": "_momentums", "v": "_velocities", "
 
 @dataclass(frozen=True)
 class Rule:
-    """SGD or Adam with all that decides its updates.
+    """SGD or Adam with all settings of its updates.
 
     ``base_lr``: as configured; ``lr``: of now, without warm-up; ``next_lr``: of the next update. ``updates``: done so
     far. ``decay``: weight decay apart from the gradient.
@@ -50,13 +50,13 @@ class Rule:
     amsgrad: bool = False
 
     def slots(self) -> tuple[str, ...]:
-        """The slots it has for every trained weight."""
+        """Return the slots of every trained weight."""
         if self.family == "sgd":
             return ("momentum",) if self.momentum else ()
         return ("m", "v", "vmax") if self.amsgrad else ("m", "v")
 
     def in_torch(self) -> tuple[str, dict[str, Any]]:
-        """Its name in torch.optim and the keyword arguments besides lr."""
+        """Return its name in torch.optim and the keyword arguments besides lr."""
         if self.family == "sgd":
             args = {"momentum": self.momentum, "nesterov": self.nesterov, "weight_decay": self.decay}
             return "SGD", {k: v for k, v in args.items() if v}
@@ -64,7 +64,7 @@ class Rule:
         return "AdamW" if self.decay else "Adam", adam | ({"amsgrad": True} if self.amsgrad else {})
 
     def in_keras(self) -> tuple[str, dict[str, Any]]:
-        """Its name in keras.optimizers and the keyword arguments besides learning_rate."""
+        """Return its name in keras.optimizers and the keyword arguments besides learning_rate."""
         decay = {"weight_decay": self.decay} if self.decay else {}
         if self.family == "sgd":
             args = {"momentum": self.momentum, "nesterov": self.nesterov}
@@ -73,7 +73,7 @@ class Rule:
         return "AdamW" if self.decay else "Adam", args | decay | ({"amsgrad": True} if self.amsgrad else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON."""
+        """Return plain data, fit for JSON."""
         return {**vars(self), "betas": list(self.betas)}
 
     @classmethod
@@ -83,7 +83,7 @@ class Rule:
 
 
 def from_torch(name: str, group: Mapping[str, Any], base_lr: float, next_lr: float, updates: int) -> Rule:
-    """The rule of a torch optimizer's group; `UserError` for one that Keras' optimizers do not follow."""
+    """Return the rule of a torch optimizer's group; `UserError` for one that Keras' optimizers do not follow."""
     rates: dict[str, Any] = {"base_lr": float(base_lr), "lr": float(group["lr"]), "next_lr": float(next_lr),
                              "updates": int(updates)}
     decay = float(group.get("weight_decay", 0.0))
@@ -104,7 +104,7 @@ def from_torch(name: str, group: Mapping[str, Any], base_lr: float, next_lr: flo
 
 def from_keras(name: str, settings: Mapping[str, Any], base_lr: float, lr: float, next_lr: float,
                updates: int) -> Rule:
-    """The rule of a Keras optimizer's ``get_config()``; `UserError` for one that torch.optim does not have."""
+    """Return the rule of a Keras optimizer's ``get_config()``; `UserError` for one that torch.optim does not have."""
     rates: dict[str, Any] = {"base_lr": float(base_lr), "lr": float(lr), "next_lr": float(next_lr),
                              "updates": int(updates)}
     decay = float(settings.get("weight_decay") or 0.0)
@@ -125,8 +125,11 @@ def from_keras(name: str, settings: Mapping[str, Any], base_lr: float, lr: float
 
 
 def require_one_rule(optimizer: Any) -> None:
-    """`UserError` for an optimizer that updates some weights by another rule: parameter groups of PyTorch, and weights
-    left out of a Keras optimizer's decay (``exclude_from_weight_decay``), which its ``get_config()`` does not tell."""
+    """Raise `UserError` for an optimizer that updates some weights by another rule.
+
+    Parameter groups of PyTorch, and weights left out of a Keras optimizer's decay (``exclude_from_weight_decay``),
+    which its ``get_config()`` does not tell.
+    """
     groups = len(getattr(optimizer, "param_groups", ()))
     _refuse(type(optimizer).__name__, f"{groups} parameter groups", "whose options differ" if groups > 1 else "")
     left_out = getattr(optimizer, "_exclude_from_weight_decay", None) or getattr(
@@ -136,12 +139,12 @@ def require_one_rule(optimizer: Any) -> None:
 
 
 def velocity(rule: Rule, buffers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Keras' momentum from PyTorch's, m = -rate x b, in float64 and rounded once."""
+    """Return Keras' momentum from PyTorch's, m = -rate x b, in float64 and rounded once."""
     return {name: (b.astype(np.float64) * -rule.next_lr).astype(b.dtype) for name, b in buffers.items()}
 
 
 def buffer(rule: Rule, velocities: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """PyTorch's momentum from Keras', b = -m / rate, in float64 and rounded once; `UserError` for a rate of 0."""
+    """Return PyTorch's momentum from Keras', b = -m / rate, computed in float64; `UserError` for a rate of 0."""
     if not (math.isfinite(rule.next_lr) and rule.next_lr > 0):
         raise UserError(f"the rate of the next update is {rule.next_lr}", "a rate above 0, by which Keras' momentum is "
                         "divided", "convert a checkpoint of a step with such a rate")
@@ -149,7 +152,7 @@ def buffer(rule: Rule, velocities: Mapping[str, np.ndarray]) -> dict[str, np.nda
 
 
 def same_updates(steps: Mapping[str, float], updates: int) -> int:
-    """The one count of updates of all weights; `UserError` naming a weight that had another number (torch's Adam)."""
+    """Return the count of updates of all weights; `UserError` naming a weight with another (torch's Adam)."""
     for name, step in steps.items():
         if int(step) != updates:
             raise UserError(f"{name} has had {int(step)} updates and the run {updates}",
@@ -159,7 +162,7 @@ def same_updates(steps: Mapping[str, float], updates: int) -> int:
 
 
 def remarks(rule: Rule, warmup_steps: int) -> list[str]:
-    """What of the curve is not exactly the same afterwards, in words."""
+    """Return what of the training trajectory is not exactly the same afterwards."""
     found = []
     if rule.family == "sgd" and rule.momentum and rule.updates < warmup_steps:
         found.append(f"update {rule.updates} is within the {warmup_steps} of the warm-up: PyTorch's momentum follows a "

@@ -1,17 +1,7 @@
 """The loss that `model.compile` asks for, as a sum over samples and its weight (law 1), on any backend of Keras.
 
-Owns which losses can be told as such a sum, and what is known of a model while a run uses it (`setup_of`). Keras' own
-`CompileLoss` matches losses, outputs, targets and weights; only the reduction at its end is taken out. Writes nothing
-with a backend but through `keras.ops`. Metrics are in `states`, the order of a batch's arrays in `layout`.
-
-With values v of shape (B, ...), one per element, sample weights s and B samples, Keras' loss of the whole batch is
-
-    sum_over_batch_size, mean:   sum_b mean(v_b * s_b) / B                  here: weight B
-    ... where a loss ignores a class:    sum(v * s) / valid                 here: weight valid, the elements that count
-    mean_with_sample_weight:     sum(v * s) / sum(s)                        here: weight sum(s)
-
-so the sums of numerator and weight over any parts of the batch give the whole, whatever the parts. ``sum`` and
-``None`` are no such mean and are refused, as is a mask that the model makes, whose count is known too late.
+Owns which losses can be written as such a sum, and what a run knows of a model (`setup_of`). Keras' own `CompileLoss`
+matches losses, outputs, targets and weights; only its reduction is removed (`_Sum`).
 """
 
 from __future__ import annotations
@@ -24,23 +14,23 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.backends.keras.shapes import guarded, has_fixed_batch, refuse_mask, weight_of_batch
+from hvdtrain.backends.keras.losses import guarded, has_fixed_batch, refuse_mask, weight_of_batch
 from hvdtrain.backends.misfit import told
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.layout import Layout
+from hvdtrain.data.layout import BatchLayout
 
 Pair = tuple[Any, Any]
 
 
 @dataclass
 class Setup:
-    """What a run knows of a model: where its data's layout is told, and what `Trainer.fit` was given beside it.
+    """Facts of a model while a run uses it: its data's layout, and what `Trainer.fit` was given.
 
-    ``data``: has a ``layout`` where x or y is nested. ``class_weight``: class -> weight, while training.
-    ``optimizer``: the Keras optimizer in use. ``metrics``: the `states.CompiledMetrics` of evaluations.
-    ``follow(y, outputs, sample_weight, losses={name: (sum, weight)})``: measures training batches as they pass; None
-    does not. ``task``: the model's `CompiledTask`, where `model.compile` rules the loss. ``outputs``: of one sample, in
-    shape and type alone, of a compiled model that is cut over ranks, which nobody can call.
+    ``data``: has a ``layout`` where x or y is nested. ``class_weight``: class -> weight, while training. ``optimizer``:
+    the Keras optimizer in use. ``metrics``: the `metrics.CompiledMetrics` of evaluations. ``follow(y, outputs,
+    sample_weight, losses={name: (sum, weight)})``: measures training batches as they pass; None does not. ``task``: the
+    model's `CompiledTask`, if `model.compile` decides the loss. ``outputs``: of one sample, in shape and type alone, of
+    a compiled model that is partitioned over ranks, which nobody can call.
     """
 
     data: Any = None
@@ -52,8 +42,8 @@ class Setup:
     outputs: Any = None
 
     @property
-    def layout(self) -> Layout | None:
-        """The structure of the data's x and y, where it is not plain."""
+    def layout(self) -> BatchLayout | None:
+        """The structure of the data's x and y, unless it is plain."""
         return getattr(self.data, "layout", None)
 
 
@@ -61,12 +51,12 @@ _setups: weakref.WeakKeyDictionary[Any, Setup] = weakref.WeakKeyDictionary()
 
 
 def setup_of(model: Any) -> Setup:
-    """What is known of ``model``; lives as long as the model."""
+    """Return the facts of ``model``; they live as long as the model."""
     return _setups.setdefault(model, Setup())
 
 
 def begin(model: Any, data: Any) -> None:
-    """Forget what a run before knew of ``model``; ``data``: the training data, whose layout tells how inputs lie."""
+    """Forget what an earlier run knew of ``model``; ``data``: the training data, which knows how inputs lie."""
     setup = setup_of(model)
     setup.data, setup.follow, setup.class_weight = data, None, None
 
@@ -93,7 +83,7 @@ def build(spec: Any, sample: Callable[[int], Sequence[Any]] | None) -> None:
 
 
 def split(model: Any, batch: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """(x, y, sample_weight) of a flat batch, packed as the data had them; None for what it lacks."""
+    """Return (x, y, sample_weight) of a flat batch, packed as the data had them; None for what it lacks."""
     layout = setup_of(model).layout
     if layout is not None:
         return layout.pack(batch)
@@ -105,7 +95,7 @@ def split(model: Any, batch: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 
 def widened(outputs: Any) -> Any:
-    """16-bit floating tensors in float32; anything else as it is. Drops Keras' masks of what it casts."""
+    """Return 16-bit floating tensors in float32, anything else as it is. Drops Keras' masks of what it casts."""
     def wide(x: Any) -> Any:
         narrow = hasattr(x, "dtype") and keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
         return keras.ops.cast(x, "float32") if narrow else x
@@ -113,7 +103,7 @@ def widened(outputs: Any) -> Any:
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether `model.compile` gave a loss."""
+    """Return whether `model.compile` gave a loss."""
     return bool(getattr(model, "compiled", False)) and getattr(model, "_compile_loss", None) is not None
 
 
@@ -138,7 +128,7 @@ class CompiledTask:
     """``task(model, batch, training) -> (loss_sum, weight)``: the compiled loss with loss_weights, sample and class
     weights, and what layers add, which counts once after the division by the global weight.
 
-    Errors: `UserError` where the compiled loss is no mean over samples.
+    Errors: `UserError` if the compiled loss is no mean over samples.
     """
 
     def __init__(self, model: Any) -> None:
@@ -154,7 +144,7 @@ class CompiledTask:
         return self.of_outputs(model, model(x, training=training), batch, training)
 
     def of_outputs(self, model: Any, outputs: Any, batch: Sequence[Any], training: bool) -> Pair:
-        """The same of ``outputs`` that the model has just returned for this batch."""
+        """Return the same of ``outputs`` that the model has just returned for this batch."""
         _, y, weight = split(model, batch)
         setup = setup_of(model)
         if training and setup.class_weight is not None:
@@ -166,7 +156,7 @@ class CompiledTask:
         return total
 
     def pairs(self, model: Any, outputs: Any, batch: Sequence[Any]) -> dict[str, Pair]:
-        """(sum, weight) of "loss" and, of several outputs, of each one's own loss before its loss weight."""
+        """Return (sum, weight) of "loss" and, of several outputs, of each one's own loss before its loss weight."""
         _, y, weight = split(model, batch)
         return self._pairs(model, outputs, y, weight)
 
@@ -199,14 +189,14 @@ def _refuse_reduction(loss: Any) -> None:
 
 
 def _summed(compile_loss: Any, fixed: bool) -> Any:
-    """A fresh copy of Keras' `CompileLoss` that returns sums instead of means, and keeps no metric.
+    """Return a fresh copy of Keras' `CompileLoss` that returns sums instead of means, and keeps no metric.
 
     ``fixed``: the model is for one number of samples.
     """
     kind = type(compile_loss)
 
     class Summed(kind):  # type: ignore[valid-type, misc]
-        """Keras matches losses with outputs, targets and weights; each loss hands over its sum."""
+        """Keras' matching of losses with outputs, targets and weights; each loss returns its sum."""
 
         _flat_losses: Any
 
@@ -215,15 +205,16 @@ def _summed(compile_loss: Any, fixed: bool) -> Any:
             with keras.StatelessScope():  # Keras makes a metric for each output: no variable while a graph is traced
                 super().build(y_true, y_pred)
             self._flat_losses = [entry._replace(loss=_Sum(entry.loss, fixed)) for entry in self._flat_losses]
-            self._kept = [_Kept(entry.name) for entry in self._flat_losses] if len(self._flat_losses) > 1 else []
+            several = len(self._flat_losses) > 1
+            self._output_losses = [_OutputLoss(entry.name) for entry in self._flat_losses] if several else []
 
         @property
         def metrics(self) -> list[Any]:
-            """Keras tells these each output's loss before its weight."""
-            return getattr(self, "_kept", [])
+            """Objects that Keras updates with each output's loss before its weight."""
+            return getattr(self, "_output_losses", [])
 
         def totals(self, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, Any, dict[str, Any]]:
-            """(sum of the loss, its weight, the sum of each output's loss by name)."""
+            """Return (sum of the loss, its weight, the sum of each output's loss by name)."""
             if isinstance(sample_weight, dict) and isinstance(outputs, (list, tuple)) \
                     and self.output_names and set(sample_weight) == set(self.output_names):
                 sample_weight = [sample_weight[name] for name in self.output_names]
@@ -246,25 +237,34 @@ def _shared(kind: str, sample_weight: Any) -> bool:
 
 
 class _NoMetrics:
-    """Stands for Keras' tracker of one metric for each output, which `_Kept` replaces."""
+    """Placeholder for Keras' tracker of one metric for each output, which `_OutputLoss` replaces."""
 
     def add_to_store(self, store: str, metric: Any) -> None:
-        """Forget it."""
+        """Ignore ``metric``."""
 
 
-class _Kept:
-    """Stands for Keras' metric of one output's loss: keeps the tensor."""
+class _OutputLoss:
+    """Placeholder for Keras' metric of one output's loss: keeps the sum, which Keras hands over as the mean."""
 
     def __init__(self, name: str) -> None:
         self.name, self.value = name, None
 
     def update_state(self, value: Any, sample_weight: Any = None) -> None:
-        """Keep the sum, which Keras hands over as the mean."""
         self.value = value
 
 
 class _Sum:
-    """One of Keras' losses: called as it, returns the sum in the head of this file; ``weight`` and ``kind`` beside."""
+    """A loss of Keras that returns a sum when it is called; ``weight`` divides the sum, ``kind`` names its unit.
+
+    With values v of shape (B, ...), one per element, sample weights s and B samples, Keras' loss of the whole batch is
+
+        sum_over_batch_size, mean:   sum_b mean(v_b * s_b) / B                  here: weight B
+        ... where a loss ignores a class:    sum(v * s) / valid                 here: weight valid, those that count
+        mean_with_sample_weight:     sum(v * s) / sum(s)                        here: weight sum(s)
+
+    so the sums of numerator and weight over any shares of the batch give the whole. ``sum`` and ``None`` are no such
+    mean and are refused, as is a mask that the model makes, whose count is known too late.
+    """
 
     def __init__(self, loss: Any, fixed: bool) -> None:
         fn = getattr(loss, "fn", None)
@@ -275,7 +275,7 @@ class _Sum:
         self.name, self.weight, self.kind = loss.name, None, ""
 
     def _called(self, y_true: Any, y_pred: Any) -> Any:
-        """One value per element, in the types in which Keras hands them to the loss."""
+        """Return one value per element, in the types in which Keras hands them to the loss."""
         y_true, y_pred = (keras.tree.map_structure(
             lambda t: keras.ops.convert_to_tensor(t, dtype=self._loss.dtype), part) for part in (y_true, y_pred))
         return self._loss.call(y_true, y_pred)
@@ -325,7 +325,7 @@ def ignored_class(model: Any) -> int | None:
 
 
 def aligned(values: Any, sample_weight: Any) -> Pair:
-    """Values and weights that multiply: weights of fewer dimensions weigh the means over the dimensions they lack."""
+    """Return values and weights that multiply: weights of fewer dimensions weigh means over the missing dimensions."""
     ops, ranks = keras.ops, (len(values.shape), len(sample_weight.shape))
     if ranks[1] == ranks[0] + 1 and sample_weight.shape[-1] == 1:
         sample_weight = ops.squeeze(sample_weight, axis=-1)
@@ -338,7 +338,7 @@ def aligned(values: Any, sample_weight: Any) -> Pair:
 
 
 def mean_of_sample(values: Any) -> Any:
-    """(B, ...) -> (B,): mean over all but the first dimension."""
+    """Return the mean over all but the first dimension: (B, ...) -> (B,)."""
     rank = len(values.shape)
     return keras.ops.mean(values, axis=list(range(1, rank))) if rank > 1 else values
 
@@ -346,7 +346,7 @@ def mean_of_sample(values: Any) -> Any:
 # --- weights -----------------------------------------------------------------------------------------------------
 
 def check_class_weight(class_weight: Any) -> dict[int, float]:
-    """``class_weight`` as numbers; `UserError` for anything that is no {class: weight}."""
+    """Return ``class_weight`` as numbers; `UserError` for anything that is no {class: weight}."""
     def usable(c: Any, w: Any) -> bool:
         return isinstance(c, (int, np.integer)) and isinstance(w, (int, float, np.number)) and 0 <= float(w) < np.inf
     if not isinstance(class_weight, dict) or not class_weight or not all(usable(c, w) for c, w in class_weight.items()):
@@ -356,8 +356,10 @@ def check_class_weight(class_weight: Any) -> dict[int, float]:
 
 
 def with_class_weight(class_weight: dict[int, float], y: Any, sample_weight: Any) -> Any:
-    """``sample_weight`` (None: ones) times the weight of each sample's class: numbers (B,) or (B, 1), or one-hot
-    (B, C). Classes that ``class_weight`` lacks count 1, as in `keras.Model.fit`.
+    """Return ``sample_weight`` (None: ones) times the weight of each sample's class: numbers (B,) or (B, 1), or one-hot
+    (B, C).
+
+    Classes that ``class_weight`` lacks count 1, as in `keras.Model.fit`.
     """
     ops = keras.ops
     leaves = keras.tree.flatten(y) if y is not None else []
@@ -382,7 +384,9 @@ def with_class_weight(class_weight: dict[int, float], y: Any, sample_weight: Any
 
 
 def batch_weight(model: Any) -> Callable[[Sequence[np.ndarray]], float] | None:
-    """The weight of this rank's part of a batch of numpy arrays, the same as the task's; None: its samples."""
+    """Return a function of the weight of this rank's share of a batch of numpy arrays, the same as the task's; None:
+    its samples.
+    """
     if not is_compiled(model):
         return None
     special = [loss for loss in _losses(model) if getattr(loss, "reduction", "") == "mean_with_sample_weight"

@@ -1,8 +1,6 @@
-"""What of a Keras model trains, on any backend of Keras: as the run began, as callbacks leave it, and in one update.
+"""Changes of a Keras model's layers, variables, `trainable` and `compile()` by callbacks, on any backend of Keras.
 
-Owns the comparison of layers, variables, `trainable` and `compile()` with those that the run began with, and the update
-that leaves variables without a gradient alone. The ranks' agreement on both is the core's
-(`hvdtrain.engine.model_changes`, `hvdtrain.parallel.data_parallel.unused`).
+Owns the comparison with the model that the run began with. The ranks agree in `hvdtrain.engine.model_changes`.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ class _Look(NamedTuple):
     optimizer: Any
 
     def equals(self, other: _Look) -> bool:
-        """Return whether nothing differs."""
         return (self.flags == other.flags and self.compiled is other.compiled and self.optimizer is other.optimizer
                 and _same(self.layers, other.layers) and _same(self.variables, other.variables))
 
@@ -65,13 +62,11 @@ class KerasFacts:
                      getattr(model, "_compile_config", None), own if optimizer is None else optimizer)
 
     def renew(self) -> None:
-        """Take the model as it is now for unchanged."""
         self._last = self._look()
         if self._inner is not None:
             self._inner.renew()
 
     def changes(self) -> list[str]:
-        """Return what differs from the last call, or from `renew`."""
         self._steps += 1  # `changes` is called once before each step, on every rank
         before, now = self._last, self._look()
         followed = [] if self._inner is None else self._inner.changes()
@@ -87,7 +82,6 @@ class KerasFacts:
         return [*self._refused, *(_switched(before, now) if self._inner is None else []), *followed]
 
     def follow(self, changes: Sequence[str], note: Callable[[str], None]) -> int | None:
-        """Go along with ``changes``; return the index of the first parameter that joins the run's, or None."""
         refused, self._refused = self._refused, []
         if refused:
             raise UserError(f"a callback changed the model while it trains: {_short(refused)}",
@@ -107,11 +101,10 @@ class KerasFacts:
         return None
 
     def late(self) -> str:
-        """Return what ``inner`` finds, or ""."""
         return "" if self._inner is None else str(self._inner.late())
 
     def _begin(self, changes: Sequence[str]) -> None:
-        """Train what is trainable before the first step. Errors: `UserError` for what the optimizer does not have."""
+        """Train what is trainable before the first step. Errors: `UserError` for variables outside the optimizer."""
         trained = {id(v) for v in self._model.trainable_variables}
         if not trained or trained - set(self._trained):
             raise UserError(f"a callback changed the model before the first step: {_short(changes)}",
@@ -127,12 +120,10 @@ class KerasFacts:
         self._retrace()
 
     def take_in(self, names: Sequence[str]) -> int | None:
-        """Add parameters to the run's; none without ``inner``."""
         found: int | None = None if self._inner is None else self._inner.take_in(names)
         return found
 
     def extend(self, first: int, spans: Sequence[tuple[int, int]] | None) -> None:
-        """Update the parameters from index ``first`` on too."""
         if self._inner is not None:
             self._inner.extend(first, spans)
 
@@ -168,7 +159,6 @@ class KerasFacts:
         return {**found, "layers_trainable": layers} if layers else found
 
     def resume(self, rest: Mapping[str, Any]) -> list[list[str]]:
-        """Bring the model to what `saved` gave; return lists of names to `take_in` one after another."""
         if self._inner is None:
             flags = [rest.get("trainable_at_first_step", {}).get(str(i), flag)
                      for i, flag in enumerate(self._assembled.flags)]
@@ -188,7 +178,7 @@ class KerasFacts:
 def apply_gradients(own: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
     """Update by Keras' optimizer ``own``; a gradient of None leaves its variable and state as they are.
 
-    The run reports such variables by name, in place of Keras' warning. Without any gradient, of a rank's part of a
+    The run reports such variables by name, in place of Keras' warning. Without any gradient, of a rank's shard of a
     model, the update is counted all the same; Keras would refuse it.
     """
     if all(grad is None for grad in grads):
@@ -205,14 +195,14 @@ def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 
 
 def _replaced(kind: str, before: Sequence[Any], now: Sequence[Any]) -> list[str]:
-    """Return which layers or variables went and came."""
+    """Return the layers or variables that went and came."""
     old, new = set(map(id, before)), set(map(id, now))
     return [*(f"{kind} {_name(x, i)} was removed" for i, x in enumerate(before) if id(x) not in new),
             *(f"{kind} {_name(x, i)} was added" for i, x in enumerate(now) if id(x) not in old)]
 
 
 def _switched(before: _Look, now: _Look) -> list[str]:
-    """Return what is trainable now or no longer is; of a layer alone, where what is in it went the same way."""
+    """Return what is now trainable or no longer; of a layer alone, if what is in it changed the same way."""
     was = dict(zip(map(id, (*before.layers, *before.variables)), before.flags))
     changed = {id(x): flag for x, flag in zip((*now.layers, *now.variables), now.flags) if was.get(id(x), flag) != flag}
     inside = {id(x): id(layer) for layer in now.layers
@@ -226,7 +216,7 @@ def _switched(before: _Look, now: _Look) -> list[str]:
 
 
 def _name(x: Any, number: int) -> str:
-    """The name of a layer or variable, alike on all ranks: Keras' own names of layers are counted within a process."""
+    """Return a name of a layer or variable that is the same on all ranks: Keras counts layers within a process."""
     if not isinstance(x, keras.layers.Layer):
         return f"{x.name} (number {number})"
     plain = keras.src.utils.naming.to_snake_case(type(x).__name__)

@@ -1,4 +1,4 @@
-"""`OneCycle`: the one-cycle schedule, which keras.optimizers.schedules has not; with keras.ops only.
+"""`OneCycle`: the one-cycle schedule, which keras.optimizers.schedules lacks; with keras.ops only.
 
 Owns its formula, that of ``torch.optim.lr_scheduler.OneCycleLR`` with cosines in two phases, so that twins follow one
 rate. The momentum stays: Keras compiles it into an update.
@@ -31,7 +31,7 @@ class OneCycle(keras.optimizers.schedules.LearningRateSchedule):
         self.pct_start, self.div_factor, self.final_div_factor = pct_start, div_factor, final_div_factor
 
     def __call__(self, step: Any) -> Any:
-        """The rate of update ``step``, counted from 0."""
+        """Return the rate of update ``step``, counted from 0."""
         ops = keras.ops
         step = ops.minimum(ops.cast(step, "float32"), float(self.total_steps - 1))
         low = self.max_learning_rate / self.div_factor
@@ -42,11 +42,10 @@ class OneCycle(keras.optimizers.schedules.LearningRateSchedule):
         return ops.where(step <= peak, up, down)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments, for Keras' serialisation."""
         return {name: getattr(self, name) for name in (
             "max_learning_rate", "total_steps", "pct_start", "div_factor", "final_div_factor")}
 
 
 def _between(first: float, last: float, share: Any) -> Any:
-    """Half a cosine from ``first`` at ``share`` 0 to ``last`` at 1."""
+    """Return half a cosine from ``first`` at ``share`` 0 to ``last`` at 1."""
     return last + (first - last) / 2 * (1 + keras.ops.cos(math.pi * share))

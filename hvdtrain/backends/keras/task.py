@@ -1,12 +1,7 @@
 """The loss of a Keras model as a sum over samples, on any backend of Keras.
 
-A model file's own ``task(model, batch) -> (loss_sum, weight)`` comes before everything here and owns all of the loss.
-Without one and without a loss in the configuration, what the model was compiled with counts, as
-`hvdtrain.backends.keras.compiled` has it. Else the loss is evaluated per element, averaged over a sample's trailing
-dimensions, weighted by sample weights if there are any, and summed over the samples; the weight is the number of
-samples, less where labels are ignored (``ignore_class``): their part of each sample, as Keras' own mean divides. What
-layers add (``model.losses``: regularisers, ``add_loss``) counts once per sample, so that it counts once after the
-division by the global weight.
+A model file's own ``task(model, batch) -> (loss_sum, weight)`` owns all of the loss; else config's loss by name, what
+the model was compiled with (`compiled`), or the targets' type decides.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.backends.keras import compiled, losses, shapes
+from hvdtrain.backends.keras import compiled, losses
 from hvdtrain.backends.pairs import Pair, checked_pair
 from hvdtrain.config import Config, Named
 from hvdtrain.core.errors import UserError
@@ -31,8 +26,11 @@ Loss = Callable[[Any, Any], Any]
 class Task:
     """``task(model, batch, training) -> (loss_sum, weight)``, two scalars, of a spec whose model is a `keras.Model`.
 
-    ``full(outputs)``: the context in which a loss of such outputs is taken. ``ignored``: the label that the loss does
-    not count, None without one. ``batch_weight``: weighs a numpy batch as the loss by name does that ignores a label;
+    A loss by name is evaluated per element, averaged over a sample's trailing dimensions, weighted by sample weights,
+    and summed over samples; the weight is the number of samples, less their share of ignored labels (``ignore_class``),
+    as Keras' own mean divides. What layers add (``model.losses``) counts once per sample, so once after the division by
+    the global weight. ``full(outputs)``: the context in which a loss of such outputs is taken. ``ignored``: the label
+    that the loss does not count. ``batch_weight``: weighs a numpy batch as a loss by name that ignores a label does;
     None for other losses. Errors: `UserError` for an unknown loss.
     """
 
@@ -58,7 +56,7 @@ class Task:
 
     @property
     def of_layers(self) -> bool:
-        """Return whether what layers add is part of the loss."""
+        """True if losses that layers add are part of the loss."""
         return self._own is None
 
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
@@ -71,7 +69,9 @@ class Task:
         return self._by_name(model, outputs, batch, training)
 
     def pairs(self, model: Any, outputs: Any, batch: Sequence[Any]) -> dict[str, Pair]:
-        """(sum, weight) of "loss" in an evaluation, and of a compiled model with several outputs of each one's own."""
+        """Return (sum, weight) of "loss" in an evaluation, and of a compiled model with several outputs of each one's
+        own.
+        """
         if self._compiled is not None:
             return self._compiled.pairs(model, outputs, batch)
         return {"loss": self._by_name(model, outputs, batch, False)}
@@ -85,7 +85,7 @@ class Task:
             setup.follow(keras.ops.argmax(y, axis=-1) if self._mixes else y, outputs, weight)
         n, added = keras.ops.shape(keras.tree.flatten(outputs)[0])[0], model.losses
         if self.ignored is not None:
-            n = keras.ops.sum(compiled.mean_of_sample(shapes.counted(y, self.ignored)))
+            n = keras.ops.sum(compiled.mean_of_sample(losses.counted(y, self.ignored)))
         if y is None and getattr(model, "compiled", False) and added:  # layers bring all of the loss
             total: Any = 0.0
         else:
@@ -96,12 +96,12 @@ class Task:
                 raise UserError(f"the data's targets are {'missing' if y is None else 'several'}",
                                 "one array, where the loss is by name", "compile the model with a loss for each output")
             assert self._loss is not None
-            shapes.refuse_mask(outputs)
+            losses.refuse_mask(outputs)
             with self._full(outputs):
                 values = self._loss(y, compiled.widened(outputs))
             if len(values.shape) == 0:
-                alike = weight is None and self.ignored is None and not shapes.has_fixed_batch(model)
-                weight = shapes.weight_of_batch(values, outputs, alike)
+                alike = weight is None and self.ignored is None and not losses.has_fixed_batch(model)
+                weight = losses.weight_of_batch(values, outputs, alike)
             total = _summed(values, weight)
         for extra in added:
             extra = keras.ops.sum(keras.ops.cast(extra, getattr(total, "dtype", "float32")))
@@ -110,12 +110,12 @@ class Task:
 
 
 def _labels(model: Any, batch: Sequence[Any]) -> Any:
-    """Class numbers of a numpy batch, which Keras takes as floating numbers too."""
+    """Return class numbers of a numpy batch, which Keras takes as floating numbers too."""
     return np.asarray(compiled.split(model, batch)[1]).astype(np.int64, copy=False)
 
 
 def _summed(values: Any, weight: Any) -> Any:
-    """Sum over samples of the per-sample mean of unreduced ``values``, times weights per sample or element if given."""
+    """Return the sum over samples of the mean of each, times weights per sample or element if given."""
     wide = "float64" if keras.backend.standardize_dtype(values.dtype) == "float64" else "float32"
     values = keras.ops.cast(values, wide)
     if weight is not None:
@@ -142,13 +142,13 @@ class Phase(keras.layers.Layer):
 
 
 def by_compile(spec: Any, config: Config) -> bool:
-    """Whether `model.compile` rules the loss: no task in the model file, and no loss in the configuration."""
+    """Return whether `model.compile` decides the loss: no task in the model file, and no loss in the configuration."""
     own = config.loss.name == "auto" and not config.loss.args
     return spec.task is None and own and compiled.is_compiled(spec.model)
 
 
 def loss_name(spec: Any, config: Config) -> str:
-    """In words, for the summary."""
+    """Return the loss's name for the summary."""
     if spec.task is not None:
         return "the model file's task"
     if config.loss.name != "auto":
@@ -162,18 +162,18 @@ def loss_name(spec: Any, config: Config) -> str:
 
 
 def compiled_loss(model: Any) -> Any:
-    """What `model.compile` was given as loss; None without one."""
+    """Return what `model.compile` was given as loss; None without one."""
     return getattr(model, "loss", None) if getattr(model, "compiled", False) else None
 
 
 def name_of(loss: Any) -> str:
-    """The name of a loss that `model.compile` was given as a name, a function or an object."""
+    """Return the name of a loss that `model.compile` was given as a name, a function or an object."""
     return loss if isinstance(loss, str) else str(getattr(loss, "name", getattr(loss, "__name__", "as compiled")))
 
 
 def _check_mixed(spec: Any, config: Config) -> None:
-    """Raise `UserError` for a loss that takes no shares of classes, where the run makes such."""
-    sparse = shapes.sparse(config.loss.name)
+    """Raise `UserError` for a loss that takes no shares of classes, if the run makes such."""
+    sparse = losses.sparse(config.loss.name)
     if config.mixes_classes and (sparse or by_compile(spec, config)):
         raise UserError("data.augment.mixup, whose targets are shares of classes, with "
                         + (f"loss {config.loss.name}" if sparse else "the loss that the model was compiled with"),
@@ -182,13 +182,13 @@ def _check_mixed(spec: Any, config: Config) -> None:
 
 
 def _resolved(config: Config, model: Any) -> Loss:
-    """``loss(y, outputs)`` without reduction: config's, else the compiled model's, else by the targets' type."""
+    """Return ``loss(y, outputs)`` without reduction: config's, else the compiled model's, else by the targets' type."""
     named = config.loss
     if named.name != "auto":
         return losses.by_name(named)
     own = compiled_loss(model)
     if own is None:
-        return shapes.guarded(_auto(named.args, config.mixes_classes), "auto")
+        return losses.guarded(_auto(named.args, config.mixes_classes), "auto")
     if not isinstance(own, str):
         raise UserError(f"loss.args {named.args} beside a loss that model.compile was given ready made",
                         "one of the two", "leave loss.args empty")
@@ -196,18 +196,19 @@ def _resolved(config: Config, model: Any) -> Loss:
 
 
 def _auto(args: dict[str, Any], mixes: bool) -> Loss:
-    """Cross entropy of logits for integer targets, and for shares of classes where the run ``mixes`` them; squared
-    error for others; decided when the graph is traced."""
+    """Return cross entropy of logits for integer targets, and for shares of classes if the run ``mixes`` them; squared
+    error for others.
+    """
     args = losses.without_reduction(Named("auto", args))
     settings = {"from_logits": True, **args, "reduction": None}
 
     def loss(y: Any, outputs: Any) -> Any:
-        if not shapes.is_integer(y) and not mixes:
+        if not losses.is_integer(y) and not mixes:
             return keras.losses.MeanSquaredError(**args, reduction=None)(y, outputs)
         if len(outputs.shape) < 2 or outputs.shape[-1] == 1:
             raise UserError(f"the targets are integers and the model's outputs have shape {tuple(outputs.shape)}",
                             "one output per class", "set loss, for example to BinaryCrossentropy")
         if mixes or "label_smoothing" in args:  # which Keras' sparse loss lacks
-            return keras.losses.CategoricalCrossentropy(**settings)(shapes.as_shares(y, outputs), outputs)
+            return keras.losses.CategoricalCrossentropy(**settings)(losses.as_shares(y, outputs), outputs)
         return keras.losses.SparseCategoricalCrossentropy(**settings)(y, outputs)
     return loss

@@ -1,6 +1,6 @@
 """The readable reference of `hvdtrain.core.protocols.Ops`, in numpy.
 
-Owns what each operation means; the other backends' ops must pass the same cases (tests/conformance/ops_cases.py).
+The other backends' ops must pass the same cases (tests/conformance/ops_cases.py).
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.comm.compressors.base import DEPENDENT
-from hvdtrain.comm.compressors.candidates import LEAST, sample
-from hvdtrain.comm.reducer.cell import Held
+from hvdtrain.comm.compressors.base import DEPENDENT, LEAST, sample
+from hvdtrain.comm.reducer.transport import ArrayCell
 from hvdtrain.core.protocols import Collectives
 
 
@@ -22,38 +21,33 @@ class Ops:
     writes = True
 
     def zeros(self, n: int, dtype: str) -> np.ndarray:
-        """A vector of ``n`` zeros."""
         return np.zeros(n, dtype)
 
     def buffer(self, n: int, dtype: str, own: np.ndarray | None = None) -> np.ndarray:
-        """``own``, or zeros."""
         return self.zeros(n, dtype) if own is None else own
 
     def cast(self, x: np.ndarray, dtype: str) -> np.ndarray:
-        """``x`` as ``dtype``; floats become integers by dropping the fraction, NaN becomes any integer."""
+        """Return ``x`` as ``dtype``; floats become integers by dropping the fraction, NaN becomes any integer."""
         with np.errstate(over="ignore", invalid="ignore"):  # quiet, as the frameworks are
             return x.astype(dtype)
 
     def reshape(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """The same elements in row-major order; one entry of ``shape`` may be -1."""
         return x.reshape(tuple(shape))
 
     def pack(self, xs: Sequence[np.ndarray]) -> np.ndarray:
-        """Flatten and join: arrays of any shape and one dtype -> (N,)."""
         return np.concatenate([x.reshape(-1) for x in xs])
 
     def unpack(self, flat_N: np.ndarray, shapes: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Undo `pack`."""
         sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
         assert sum(sizes) == flat_N.size, f"{flat_N.size} elements for shapes {list(map(tuple, shapes))}"
         ends = np.cumsum(sizes)
         return [flat_N[end - n:end].reshape(tuple(shape)) for end, n, shape in zip(ends, sizes, shapes)]
 
     def bits16(self, x: np.ndarray) -> np.ndarray:
-        """The bits of float32 ``x`` rounded to bfloat16 (to nearest, ties to even), as int16.
+        """Return the bits of float32 ``x`` rounded to bfloat16 (to nearest, ties to even), as int16.
 
-        Adding 0x7fff, plus 1 where the kept part is odd, carries into it exactly when rounding must go up. That
-        could turn a NaN into infinity, so a NaN is cut and made quiet instead.
+        Adding 0x7fff, plus 1 where the kept part is odd, carries into it exactly when rounding must go up. That could
+        turn a NaN into infinity, so a NaN is truncated and made quiet instead.
         """
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
         rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
@@ -61,18 +55,16 @@ class Ops:
         return np.where(np.isnan(x), quiet, rounded).astype(np.uint16).view(np.int16)
 
     def from_bits16(self, bits: np.ndarray) -> np.ndarray:
-        """Undo `bits16`: int16 -> float32."""
         return (np.ascontiguousarray(bits, np.int16).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
     def bitcast(self, x: np.ndarray, dtype: str) -> np.ndarray:
-        """The bits of a vector read as another dtype: (n,) -> (n * itemsize / itemsize of ``dtype``,)."""
         bits = np.ascontiguousarray(x).view(dtype)
         if not bits.flags.aligned:  # PyTorch raises too; numpy alone would read such memory, slowly
             raise ValueError(f"bitcast to {dtype} of a vector that begins between two elements of that type")
         return bits
 
     def topk(self, flat_N: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The k entries of largest magnitude, by index: (values (k,), indices int64 (k,)).
+        """Return the k entries of largest magnitude, by index: (values (k,), indices int64 (k,)).
 
         Ties go to the lower index. Which of NaN and a number is larger is left open.
         """
@@ -88,22 +80,21 @@ class Ops:
         return flat_N[index_k], index_k
 
     def take(self, flat_N: np.ndarray, index_k: np.ndarray) -> np.ndarray:
-        """The entries at ``index_k``: (k,)."""
         return flat_N[index_k]
 
     def drop(self, flat_N: np.ndarray, index_k: np.ndarray) -> np.ndarray:
-        """A copy with zeros at ``index_k``: (N,)."""
+        """Return a copy with zeros at ``index_k``: (N,)."""
         kept_N = flat_N.copy()
         kept_N[index_k] = 0
         return kept_N
 
     def by_part(self, index_k: np.ndarray, ends_P: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(order (k,) that sorts the indices, how many lie in each part int32 (P,))."""
+        """Return (order (k,) that sorts the indices, how many lie in each part int32 (P,))."""
         order_k = np.argsort(index_k, kind="stable")
         return order_k, np.diff(np.searchsorted(index_k[order_k], ends_P), prepend=0).astype(np.int32)
 
     def scatter_add(self, n: int, index_k: np.ndarray, values_k: np.ndarray) -> np.ndarray:
-        """A zero vector of n elements with ``values_k`` added at ``index_k``; an index may repeat.
+        """Return a zero vector of n elements with ``values_k`` added at ``index_k``; an index may repeat.
 
         Both may have shape (P, k), with no index twice in a row: rows are added in order, so the bits are defined.
         """
@@ -112,28 +103,24 @@ class Ops:
         return result_N
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """(m, k) x (k, n) -> (m, n)."""
         return a @ b
 
     def transpose(self, a: np.ndarray) -> np.ndarray:
-        """(m, n) -> (n, m)."""
         return a.T
 
     def plus(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """``x + y``."""
         return x + y
 
     def minus_scaled(self, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
-        """``x - scale * y``."""
         return x - scale * y
 
     def orthogonalize(self, m_NR: np.ndarray) -> np.ndarray:
-        """Columns made orthonormal, as in PowerSGD (Vogels et al., NeurIPS 2019, algorithm 1): (n, r) with n >= r.
+        """Make columns orthonormal, as in PowerSGD (Vogels et al., NeurIPS 2019, algorithm 1): (n, r) with n >= r.
 
-        Gram-Schmidt's result by Householder's means: m = q r with a positive diagonal of r, one kernel instead of
-        r (r + 1) / 2. |r_jj| is what column j keeps beside those before it, r's column (in the 1-norm, which does not
-        overflow) its length. A column that is zero or depends on those before it becomes zero, not noise blown up
-        to length 1; one that is not finite becomes NaN.
+        Gram-Schmidt's result by Householder's means: m = q r with a positive diagonal of r, one kernel instead of r (r
+        + 1) / 2. |r_jj| is what column j keeps beside those before it, r's column (in the 1-norm, which does not
+        overflow) its length. A column that is zero or depends on those before it becomes zero, not noise blown up to
+        length 1; one that is not finite becomes NaN.
         """
         q, r = np.linalg.qr(m_NR)
         kept_R, length_R = np.diagonal(r), np.abs(r).sum(axis=0)
@@ -141,59 +128,49 @@ class Ops:
         return q * (sign_R + length_R * 0).astype(q.dtype)
 
     def sum_squares(self, x: np.ndarray) -> np.ndarray:
-        """Scalar sum of squares, accumulated and returned in float32, or float64 for float64 ``x``."""
+        """Return the scalar sum of squares, accumulated in float32, or float64 for float64 ``x``."""
         wide = x.reshape(-1).astype(np.float64 if x.dtype == np.float64 else np.float32)
         with np.errstate(over="ignore"):
             return np.asarray((wide * wide).sum())
 
     def abs_max(self, x: np.ndarray) -> np.ndarray:
-        """Scalar largest magnitude, in ``x``'s dtype; 0 of nothing."""
         return np.asarray(np.abs(x).max(initial=0)).astype(x.dtype)
 
     def abs_max_rows(self, x_BK: np.ndarray) -> np.ndarray:
-        """Largest magnitude of each row: (B, K) -> (B,); NaN where a row has one."""
+        """Return the largest magnitude of each row: (B, K) -> (B,); NaN where a row has one."""
         return np.maximum(x_BK.max(axis=1), -x_BK.min(axis=1))
 
     def round(self, x: np.ndarray) -> np.ndarray:
-        """To the nearest integer, ties to even; keeps the dtype."""
         return np.rint(x)
 
     def overwrite(self, x: np.ndarray, by: np.ndarray) -> np.ndarray:
-        """``x``, which is ``by`` from now on: the one operation that changes an argument."""
         np.copyto(x, by)
         return x
 
     def all_finite(self, x: np.ndarray) -> np.ndarray:
-        """Scalar boolean array: no NaN and no infinity in ``x``; True of nothing."""
         return np.asarray(np.isfinite(x).all())
 
     def select(self, which: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """``x`` where the scalar ``which`` is true, else ``y``."""
         return x if which else y
 
-    def cell(self, value: np.ndarray) -> Held:
-        """A cell that holds ``value``."""
-        return Held(value)
+    def cell(self, value: np.ndarray) -> ArrayCell:
+        return ArrayCell(value)
 
     def during_backward(self, wire: Collectives) -> Collectives:
-        """The wire itself."""
         return wire
 
     def free_bytes(self) -> None:
-        """Host memory."""
         return None
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
-        """``x`` itself."""
         return np.asarray(x)
 
     def from_host(self, x: np.ndarray) -> np.ndarray:
-        """``x`` itself."""
         return np.asarray(x)
 
 
 def _largest(magnitude_C: np.ndarray, k: int) -> np.ndarray:
-    """Where the k largest are, in order: (k,). The k-th largest is the bar; of those at the bar the first are in."""
+    """Return the indices of the k largest in order: (k,). Of those that equal the k-th largest the first are in."""
     if k == 0:
         return np.zeros(0, np.int64)
     magnitude_C = np.where(np.isnan(magnitude_C), np.inf, magnitude_C)

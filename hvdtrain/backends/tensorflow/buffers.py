@@ -1,7 +1,7 @@
-"""Variables that ranks hold outside the gradient exchange: initial weights, optimizer state, what forward passes write.
+"""Variables of a rank beside its gradients: initial weights, optimizer state, and what forward passes write.
 
-Exchanges are collective, eager, and do nothing in a world of one rank. `Kept` is local: it takes back what the forward
-of a step did.
+Owns their exchange, which is collective and eager, and copies that undo a step. Reductions are
+`hvdtrain.comm.reducer.written`'s.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.keras.names import stable_names
-from hvdtrain.backends.tensorflow.entered import PLAIN, Mark
-from hvdtrain.backends.tensorflow.optim import Optimization
-from hvdtrain.backends.tensorflow.optim_state import give_back, take_over
+from hvdtrain.backends.keras.saving import stable_names
+from hvdtrain.backends.tensorflow.graphs import PLAIN, Mark
+from hvdtrain.backends.tensorflow.optim import Optimization, give_back
 from hvdtrain.backends.tensorflow.state import assign, named, nbytes, seed_states, to_numpy, view
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.written import combine
@@ -43,22 +42,19 @@ class _Entry:
         self.form = f"{variable.dtype} {tuple(variable.shape)}"
 
     def old(self) -> np.ndarray | None:
-        """Return the value of the step's begin."""
         return self._before
 
     def own(self) -> np.ndarray:
-        """Return the value of now."""
         return _array(self._variable)
 
     def write(self, value: np.ndarray) -> None:
-        """Assign ``value``."""
         self._variable.assign(tf.cast(tf.constant(value), self._variable.dtype))
 
 
 class Buffers:
     """Implements `hvdtrain.core.protocols.Buffers` for ``model`` and the optimizer's variables.
 
-    ``kept``: copies of what forward passes change. The stage tells of a step's begin (`begin`) and of its samples
+    ``kept``: copies of what forward passes change. The stage reports the begin of a step (`begin`) and its samples
     (`saw`). ``whole``: the model that ``model`` is a part of, whose variables give the names.
     """
 
@@ -82,13 +78,12 @@ class Buffers:
         self._before: dict[str, np.ndarray] = {}
 
     def begin(self) -> None:
-        """Open a step: `discard` goes back to here."""
+        """Open a step, to whose begin `discard` returns."""
         self._n_seen_before = self._n_seen
         self.kept.forget()
         self.keep()
 
     def keep(self) -> None:
-        """Note the values that `noticed` and `combine` compare with."""
         self._n_step = 0
         self._before = {name: _array(self._names[name]) for name in self._watched} if self._transport.size > 1 else {}
 
@@ -98,12 +93,11 @@ class Buffers:
         self._n_step += samples
 
     def discard(self) -> None:
-        """Undo what the step did to the variables that forward passes write to."""
         self.kept.put_back()
         self._n_seen, self._n_step = self._n_seen_before, 0
 
     def undone(self) -> Callable[[], None]:
-        """Return what takes back what is written from here on, statistics aside: a placeholder is no sample."""
+        """Return a function that undoes later writes, except to statistics: a placeholder is no sample."""
         copies = [(self._names[name], to_numpy(self._names[name])) for name in self._watched]
 
         def undo() -> None:
@@ -123,31 +117,26 @@ class Buffers:
         return [name for name, v in self._names.items() if id(v) in ids and name not in self._counted]
 
     def writable(self) -> dict[str, Writable]:
-        """Return the variables that are neither trained nor statistics, by name."""
         return {name: Writable(keras.backend.standardize_dtype(v.dtype), _array(v).dtype.kind, tuple(v.shape))
                 for name, v in self._names.items() if name in self._writable}
 
     def aliases(self) -> dict[str, str]:
-        """Return the name of each variable of the whole model by its path, which has Keras' counters."""
         return self._aliases
 
     def statistics(self) -> list[str]:
-        """Return the names of BatchNorm's moving statistics."""
         return self._counted
 
     def noticed(self) -> list[str]:
-        """Return the variables that were written to since `keep`, without those tracked and those that are `LARGE`."""
+        """Return the variables that were written to since `keep`, except those tracked and those that are `LARGE`."""
         return [name for name, before in self._before.items() if name not in self._known
                 and before.tobytes() != _array(self._names[name]).tobytes()]
 
     def track(self, names: Iterable[str]) -> None:
-        """Have `keep` note these always."""
         fresh = [name for name in names if name in self._names and name not in self._known]
         self._known.update(fresh)
         self._watched += [name for name in fresh if name not in self._watched]
 
     def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
-        """Reduce those of ``reductions`` that this model has; collective."""
         entries = [_Entry(name, self._names[name], self._before.get(name)) for name in reductions
                    if name in self._known]
         if self._transport.size > 1 and entries:
@@ -158,8 +147,8 @@ class Buffers:
     def share(self) -> None:
         """Give every rank rank 0's weights, optimizer state and base rate, bit by bit; seed generators stay.
 
-        They travel as bytes, so that every dtype can. The ranks' variables are alike, which was compared before. Where
-        slices take the place of the whole optimizer, each rank takes its own of rank 0's state, a variable at a time.
+        They travel as bytes, so that every dtype can. The ranks' variables were compared before. With an optimizer over
+        slices each rank takes its own of rank 0's state, a variable at a time.
         """
         opt = self._opt
         opt.build()
@@ -185,8 +174,8 @@ class Buffers:
 
             mean = base + sum_r n_r * (own_r - base) / sum_r n_r
 
-        Without a sample anywhere they stay. Of all else that is not trained every rank takes base where ranks differ:
-        returns the names.
+        Without a sample anywhere they stay. Of everything else that is not trained every rank takes base if ranks
+        differ; return those names.
         """
         n_seen = self._n_seen
         self.restart()
@@ -223,7 +212,6 @@ class Buffers:
         return found
 
     def _average(self, variables: Sequence[Any], dtype: str, ran: int, n_seen: int, total: int) -> None:
-        """`sync` of the variables that are averaged in ``dtype``."""
         ops = self._transport.ops
         own_N = ops.pack([tf.cast(v.value, dtype) for v in variables])
         base_N = self._transport.broadcast(tf.identity(own_N), f"buffers.{dtype}.from{ran}", ran)
@@ -288,8 +276,16 @@ def _array(variable: keras.Variable) -> np.ndarray:
     return np.array((tf.cast(variable.value, tf.float64) if narrow else variable.value).numpy())
 
 
+def take_over(opt: Optimization, arrays: Iterable[np.ndarray]) -> None:
+    """Give the optimizer over slices its shard of the values of all variables of one over whole variables."""
+    assert opt.slices is not None
+    for place, (variable, array) in enumerate(zip(opt.optimizer.variables, arrays, strict=True)):
+        part = opt.slices.get(place)
+        assign(variable, array if part is None else np.array(array.reshape(-1)[part.begin:part.end]))
+
+
 class Kept:
-    """Copies of ``variables``, to undo what a step did to them. Without any nothing is kept and nothing is done."""
+    """Copies of ``variables``, to undo what a step did to them."""
 
     def __init__(self, variables: Iterable[keras.Variable]) -> None:
         groups: dict[tuple[Any, str], list[tf.Variable]] = {}
@@ -304,7 +300,7 @@ class Kept:
     def copy(self) -> list[tf.Operation]:
         """Copy them as they are now; also while a graph is traced, which is followed by `hold` at each run.
 
-        Returns, there, what whatever changes them has to depend on.
+        In a graph, return what every operation that changes them has to depend on.
         """
         copied = []
         for own, vector in self._groups:
@@ -329,22 +325,21 @@ class Kept:
             self.hold()
 
     def hold(self) -> None:
-        """Take note that a graph with `copy` in it has run."""
+        """Note that a graph with `copy` in it has run."""
         self._held = bool(self._groups)
         self._known += 1
 
     def failed(self) -> None:
-        """Take note that a graph with `copy` in it has failed, which may have come to it."""
+        """Note that a graph with `copy` in it has failed, perhaps after the copy."""
         if self._copies is not None:
             found = self._copies.count()
             self._held, self._known = found > self._known, found
 
     def forget(self) -> None:
-        """Hold nothing."""
         self._held = False
 
     def put_back(self) -> None:
-        """Undo what happened to them since they were copied."""
+        """Undo every change since the copy, if there is one."""
         if self._held:
             self._put_back()
 
@@ -369,7 +364,7 @@ def _vector(own: Sequence[tf.Variable], device: str) -> tf.Variable:
 
 
 def _once(graph: Callable[[], Any]) -> Callable[[], None]:
-    """``graph`` as one call; eager assignments of each variable would take milliseconds in a deep model."""
+    """Return ``graph`` as one call; eager assignments of each variable would take milliseconds in a deep model."""
     def once() -> None:
         graph()
 

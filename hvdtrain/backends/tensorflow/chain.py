@@ -1,6 +1,6 @@
 """The blocks of a Keras model in the order of its forward pass, checked to be all of it.
 
-Owns the question whether a model can be split, in evaluation and in training. Measures and moves nothing.
+Owns whether a model can be partitioned, in evaluation and in training.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ DO = "give the model file blocks(model) -> [(name, layer), ...], the forward pas
 
 
 class Chain:
-    """Named blocks that, one after the other, are the model.
-
-    ``entry(x)``: what the model itself does to its input before the first block.
-    """
+    """Named blocks that, one after the other, are the model."""
 
     def __init__(self, model: keras.Model, blocks: Sequence[tuple[str, Any]]) -> None:
         self.model = model
@@ -33,20 +30,20 @@ class Chain:
         self.owner = _owners(model, blocks)
 
     def entry(self, x: Any) -> Any:
-        """As Keras' functional models convert their inputs; other models leave that to their blocks."""
+        """Convert the input as Keras' functional models do; other models leave that to their blocks."""
         functional = getattr(self.model, "_functional", None) or self.model
         standardize = getattr(functional, "_standardize_inputs", None)
         return x if standardize is None else keras.tree.pack_sequence_as(x, standardize(x))
 
     def run(self, x: Any, training: bool | None, stage: range | None = None) -> Any:
-        """The blocks of ``stage`` (all of them without one), as layers that know whether they train."""
+        """Call the blocks of ``stage`` (all of them without one), as layers that know whether they train."""
         for i in stage or range(len(self.layers)):
             x = self.layers[i](x) if training is None else self.layers[i](x, training=training)
         return x
 
 
 def chain_of(spec: Any, key: str = "model_parallel") -> Chain:
-    """The model file's ``blocks``, or the layers of a Sequential model or of a functional one that is a chain.
+    """Return the model file's ``blocks``, or the layers of a Sequential model or of a functional one that is a chain.
 
     Errors: `UserError` for other models, for weights that belong to no block or to two of them.
     """
@@ -65,9 +62,9 @@ def chain_of(spec: Any, key: str = "model_parallel") -> Chain:
 
 
 def check_same(chain: Chain, batch_x: Any) -> None:
-    """Raise `UserError` unless the blocks one after the other give what the model gives for ``batch_x``.
+    """Raise `UserError` unless the blocks one after the other give the same as the model for ``batch_x``.
 
-    In evaluation and in training, there also what layers add to the loss. Nothing of it remains.
+    In evaluation and in training, there with what layers add to the loss. Everything is restored.
     """
     x = tf.nest.map_structure(tf.convert_to_tensor, batch_x)
     if not _alike(chain.model(x, training=False), _by_blocks(chain, x, False)):
@@ -77,7 +74,7 @@ def check_same(chain: Chain, batch_x: Any) -> None:
 
 
 def _check_training(chain: Chain, x: Any) -> None:
-    """`check_same` in training: from the same random generators, as far as those can be put back."""
+    """Run `check_same` in training: from the same random generators, as far as those can be restored."""
     buffers, random = Kept(written_in_forward(chain.model)), state.random_arrays(chain.model)
 
     def run(forward: Callable[[], Any], layers: Sequence[Any]) -> tuple[Any, Any]:
@@ -109,7 +106,7 @@ def _check_training(chain: Chain, x: Any) -> None:
 
 
 def _by_blocks(chain: Chain, x: Any, training: bool) -> Any:
-    """What the blocks give one after the other."""
+    """Return the output of the blocks, one after the other."""
     for layer in chain.layers:
         layer._clear_losses()
     try:
@@ -138,7 +135,7 @@ def _close(a: tf.Tensor, b: tf.Tensor) -> bool:
 
 
 def _is_row(model: keras.Model) -> bool:
-    """Whether a functional model is one row of layers, each called on what the one before gave."""
+    """Return whether a functional model is one row of layers, each called on the output of the one before."""
     if not hasattr(model, "_standardize_inputs") or len(model.inputs) != 1 or len(model.outputs) != 1:
         return False
     before = model.inputs[0]
@@ -153,7 +150,7 @@ def _is_row(model: keras.Model) -> bool:
 
 
 def _owners(model: keras.Model, blocks: Sequence[tuple[str, Any]]) -> dict[int, int]:
-    """The block of each variable, by its id."""
+    """Return the block of each variable, by its id."""
     owner: dict[int, int] = {}
     paths = {id(v): v.path for v in model.variables}
     for i, (name, layer) in enumerate(blocks):

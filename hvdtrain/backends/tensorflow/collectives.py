@@ -1,11 +1,6 @@
 """Horovod's collectives for TensorFlow. Sums only (law 1); names are given by the caller (law 5).
 
-Horovod pairs operations of different ranks by the name of their graph node. Inside a function that is being traced
-the node gets the given name, which is checked, and Horovod is told to ignore the prefix that inlining adds. Outside,
-where TensorFlow would not pass a name on, each name gets a small graph of its own (`named`).
-
-A node that is placed on the CPU uses Horovod's MPI (or Gloo) operations. TensorFlow then copies its input and its
-result between the devices, through pinned memory of its own, as soon as each is there.
+Owns the nodes of Horovod's operations. Graphs that carry names outside of a trace are `named`'s.
 """
 
 from __future__ import annotations
@@ -18,18 +13,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import entered
-from hvdtrain.backends.tensorflow.named import NamedCalls
-from hvdtrain.backends.tensorflow.nodes import raised
+from hvdtrain.backends.tensorflow import graphs
+from hvdtrain.backends.tensorflow.nodes import NamedCalls, raised
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.comm.collectives.parts import WithoutMemory
+from hvdtrain.comm.collectives.base import ReadyHandle, WithoutMemory
 from hvdtrain.core.errors import PeerFailed, UserError
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Control
-from hvdtrain.core.protocols.wire import Counts
+from hvdtrain.core.protocols.transport import Counts
 from hvdtrain.core.timeline import blocked
-
 
 KINDS = {"sum": "Sum", "adasum": "Adasum", "min": "Min", "max": "Max", "product": "Product", "mean": "Average"}
 """Name of a reduction here -> Horovod's."""
@@ -37,31 +30,24 @@ MOST_DIMENSIONS = 200
 """Of a tensor; TensorFlow has 254."""
 
 
-class _Result:
-    """A collective's result: symbolic inside a graph, complete outside."""
-
-    def __init__(self, value: tf.Tensor) -> None:
-        self._value = value
-
-    def wait(self) -> tf.Tensor:
-        return self._value
-
-
 class HorovodCollectives(WithoutMemory):
-    """`hvdtrain.core.protocols.Collectives` over ``horovod.tensorflow``: graph nodes, ordered by data dependency only.
+    """Implements `hvdtrain.core.protocols.Collectives` over ``horovod.tensorflow``, as graph nodes that are ordered by
+    data only.
 
-    ``device``: "cpu" puts every node on the CPU; "" leaves the place to TensorFlow. ``process_set``: Horovod's object
-    for the ranks that take part, all where None; ``rank`` and ``size`` are those within it, a broadcast's root is
-    counted over all ranks. ``timeout_s``: longest time of one outside a graph (`deadline`); who runs a graph bounds
-    that. Beside the protocol: `gather_rows`, `alltoall_rows` and `scatter_rows`, for tensors of any
-    shape whose first dimension is cut over ranks.
+    Horovod pairs operations of different ranks by the name of their node. In a function that is being traced the node
+    gets the given name, which is checked, and Horovod ignores the prefix that inlining adds; outside, each name gets a
+    small graph of its own. ``device``: "cpu" puts every node on the CPU, where Horovod uses MPI (or Gloo) and
+    TensorFlow copies to and from the device through pinned memory; "" leaves the place to TensorFlow. ``process_set``:
+    Horovod's object for the ranks that take part, all if None; ``rank`` and ``size`` are those within it, a broadcast's
+    root is counted over all ranks. ``timeout_s``: longest time of one outside a graph (`deadline`). Beside the
+    protocol: `gather_rows`, `alltoall_rows` and `scatter_rows`, for tensors of any shape whose rows belong to ranks.
     """
 
     dtypes = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
     overlaps = True
     in_graph = True
     host = False
-    compares_roots = True
+    compares_roots = has_each = True
 
     def __init__(self, hvd: Any, device: str = "", process_set: Any = None, timeout_s: float = 600.0) -> None:
         assert device in ("", "cpu"), device
@@ -82,32 +68,32 @@ class HorovodCollectives(WithoutMemory):
         raise UserError("a pipeline over ranks with collectives horovod", "a wire between some of the ranks",
                         "set collectives: auto, shared or mpi")
 
-    def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> _Result:
+    def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> ReadyHandle:
         how = getattr(self._ops, KINDS[op])
         return self._call(lambda name, x: self._ops._allreduce(x, name=name, op=how, **self._among), name, op, flat_N)
 
-    def allgather(self, x_K: tf.Tensor, name: str) -> _Result:
+    def allgather(self, x_K: tf.Tensor, name: str) -> ReadyHandle:
         return self.gather_rows(x_K[None], name)
 
-    def gather_rows(self, x: tf.Tensor, name: str) -> _Result:
-        """Every rank's rows, by rank: (R_r, ...) -> (sum R_r, ...); ranks may have different numbers of rows."""
+    def gather_rows(self, x: tf.Tensor, name: str) -> ReadyHandle:
+        """Return every rank's rows, by rank: (R_r, ...) -> (sum R_r, ...); ranks may have different numbers of rows."""
         return self._call(lambda name, x: self._ops.allgather(x, name=name, **self._among), name, "gather", x)
 
-    def alltoall(self, x_PK: tf.Tensor, name: str) -> _Result:
+    def alltoall(self, x_PK: tf.Tensor, name: str) -> ReadyHandle:
         out = self._call(lambda name, x: self._ops.alltoall(x, name=name, **self._among), name, "alltoall", x_PK)
-        return _Result(tf.ensure_shape(out.wait(), x_PK.shape))
+        return ReadyHandle(tf.ensure_shape(out.wait(), x_PK.shape))
 
-    def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> _Result:
-        """``splits_P[p]`` rows go to rank p: (R, ...), int32 (P,) -> ((R', ...), int32 (P,) rows by their source)."""
+    def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> ReadyHandle:
+        """Send ``splits_P[p]`` rows to rank p: (R, ...), int32 (P,) -> ((R', ...), int32 (P,) rows by their source)."""
         def operate(name: str, x: tf.Tensor, splits_P: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return self._ops.alltoall(x, splits=splits_P, name=name, **self._among)
 
         return self._call(operate, name, "alltoall_rows", x, splits_P)
 
-    def alltoallv(self, flat_N: tf.Tensor, sent_P: Counts, got_P: Counts, name: str) -> _Result:
+    def alltoallv(self, flat_N: tf.Tensor, sent_P: Counts, got_P: Counts, name: str) -> ReadyHandle:
         if not tf.is_tensor(sent_P):
             rows, _ = self.alltoall_rows(flat_N, tf.constant(list(sent_P), tf.int32), name).wait()
-            return _Result(tf.ensure_shape(rows, [sum(got_P)]))
+            return ReadyHandle(tf.ensure_shape(rows, [sum(got_P)]))
 
         def operate(name: str, packed: tf.Tensor) -> tf.Tensor:
             splits_P = packed[:self.size]
@@ -116,43 +102,44 @@ class HorovodCollectives(WithoutMemory):
 
         return self._call(operate, name, "alltoallv", tf.concat([sent_P, flat_N], 0))
 
-    def reducescatter(self, flat_N: tf.Tensor, name: str) -> _Result:
+    def reducescatter(self, flat_N: tf.Tensor, name: str) -> ReadyHandle:
         return self.scatter_rows(flat_N, name)
 
-    def scatter_rows(self, x: tf.Tensor, name: str) -> _Result:
-        """This rank's rows of the sum over ranks: (R, ...) -> (R_r, ...); the first R mod P ranks get one more."""
+    def scatter_rows(self, x: tf.Tensor, name: str) -> ReadyHandle:
+        """Return this rank's rows of the sum: (R, ...) -> (R_r, ...); the first R mod P ranks get one more."""
         sum_op = self._ops.Sum
         return self._call(lambda name, x: self._ops._reducescatter(x, name=name, op=sum_op, **self._among), name,
                           "scatter", x)
 
-    def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> _Result:
-        """This rank's part of the sum: every rank sends each other its part and adds what it gets in rank order.
+    def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> ReadyHandle:
+        """Return this rank's shard of the sum: every rank sends each other its shard and adds in rank order.
 
-        Holds P times its part meanwhile.
+        Holds P times its shard meanwhile.
         """
         assert flat_N.shape[0] == sum(sizes_P), f"reducescatterv of {flat_N.shape[0]} elements into {list(sizes_P)}"
         if not sum(sizes_P):  # on every rank, which all know
-            return _Result(flat_N)
+            return ReadyHandle(flat_N)
         rows, _ = self.alltoall_rows(flat_N, tf.constant(list(sizes_P), tf.int32), name).wait()
         # Fails where ranks disagree about the parts, and so sent other numbers of elements.
-        return _Result(_sum_rows(tf.reshape(rows, [self.size, sizes_P[self.rank]])))
+        return ReadyHandle(_sum_rows(tf.reshape(rows, [self.size, sizes_P[self.rank]])))
 
-    def allgatherv(self, part_K: tf.Tensor, sizes_P: Sequence[int], name: str) -> _Result:
+    def allgatherv(self, part_K: tf.Tensor, sizes_P: Sequence[int], name: str) -> ReadyHandle:
         assert part_K.shape[0] == sizes_P[self.rank], f"allgatherv of {part_K.shape[0]} as one of {list(sizes_P)}"
         if not sum(sizes_P):
-            return _Result(part_K)
-        return _Result(tf.ensure_shape(self.gather_rows(part_K, name).wait(), [sum(sizes_P)]))
+            return ReadyHandle(part_K)
+        return ReadyHandle(tf.ensure_shape(self.gather_rows(part_K, name).wait(), [sum(sizes_P)]))
 
-    def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> _Result:
+    def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> ReadyHandle:
         return self._call(lambda name, x: self._ops.broadcast(x, root, name=name, **self._among), name,
                           ("broadcast", root), x_N)
 
-    def allreduce_each(self, xs: Sequence[tf.Tensor], name: str, ops: Sequence[str]) -> _Result:
-        """`allreduce` of each tensor by its op, as ``name.0``, ``name.1``, ..., all at the same time.
+    def allreduce_each(self, xs: Sequence[tf.Tensor], name: str, ops: Sequence[str]) -> ReadyHandle:
+        """Run `allreduce` of each tensor by its op, as ``name.0``, ``name.1``, ..., all at the same time; not in a
+        graph.
 
-        Not inside a graph. The first tensor travels with a dimension more for each tensor, so that Horovod, which
-        compares shapes, fails where ranks bring other numbers of them: at once on those with the fewest; one with more
-        waits with the rest of its tensors until the others have ended.
+        The first tensor travels with a dimension more for each tensor, so that Horovod, which compares shapes, fails if
+        ranks bring other numbers of them: at once on those with the fewest; one with more waits with the rest of its
+        tensors until the others have ended.
         """
         def operate(name: str, *xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
             counted = tf.reshape(xs[0], [-1, *[1] * (len(xs) % MOST_DIMENSIONS)])
@@ -162,24 +149,23 @@ class HorovodCollectives(WithoutMemory):
 
         return self._run(operate, name, ("allreduce_each", *ops), xs)
 
-    def gather_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> _Result:
-        """`gather_rows` of each tensor, named as by `allreduce_each`, all at the same time. Not inside a graph."""
+    def gather_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> ReadyHandle:
+        """Run `gather_rows` of each tensor, named as by `allreduce_each`, all at the same time; not in a graph."""
         return self._each(self.gather_rows, xs, name)
 
-    def scatter_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> _Result:
-        """`scatter_rows` of each tensor, as `gather_rows_each` does it."""
+    def scatter_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> ReadyHandle:
         return self._each(self.scatter_rows, xs, name)
 
-    def _each(self, collective: Callable[..., _Result], xs: Sequence[tf.Tensor], name: str) -> _Result:
+    def _each(self, collective: Callable[..., ReadyHandle], xs: Sequence[tf.Tensor], name: str) -> ReadyHandle:
         def operate(name: str, *xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
             return tuple(collective(x, f"{name}.{i}").wait() for i, x in enumerate(xs))
 
         return self._run(operate, name, collective.__name__, xs)
 
-    def _call(self, operate: Callable[..., Any], name: str, kind: Hashable, *xs: tf.Tensor) -> _Result:
+    def _call(self, operate: Callable[..., Any], name: str, kind: Hashable, *xs: tf.Tensor) -> ReadyHandle:
         """Add ``operate(name, *xs)`` to the graph that is being traced, or run it at once.
 
-        ``kind`` tells what it does from what other calls do.
+        ``kind`` distinguishes it from other operations of the same name.
         """
         def placed(name: str, *xs: tf.Tensor) -> Any:
             with _placed(self._place):
@@ -188,29 +174,29 @@ class HorovodCollectives(WithoutMemory):
         if not tf.inside_function():
             return self._run(placed, name, kind, xs)
         out = placed(name, *xs)
-        entered.note_after(out, lambda value: self._run(placed, name, kind, entered.poison(xs, value)), self._place)
-        return _Result(out)
+        graphs.note_after(out, lambda value: self._run(placed, name, kind, graphs.poison(xs, value)), self._place)
+        return ReadyHandle(out)
 
-    def _run(self, operate: Callable[..., Any], name: str, kind: Hashable, xs: Sequence[tf.Tensor]) -> _Result:
+    def _run(self, operate: Callable[..., Any], name: str, kind: Hashable, xs: Sequence[tf.Tensor]) -> ReadyHandle:
         what = f"Horovod's {kind[0] if isinstance(kind, tuple) else kind} {name!r}"
         with peer_failures(), deadline(self.timeout_s, what), pulse.waiting(what), blocked(name):
-            return _Result(self._named.run(operate, [tf.convert_to_tensor(x) for x in xs], name, kind))
+            return ReadyHandle(self._named.run(operate, [tf.convert_to_tensor(x) for x in xs], name, kind))
 
 
 def _placed(place: str) -> AbstractContextManager[Any]:
-    """Where nodes go. Not ``tf.device(None)``, which would lift a place that a caller has chosen."""
+    """Return the scope of nodes. Not ``tf.device(None)``, which would lift a place that a caller has chosen."""
     return tf.device(place) if place else nullcontext()
 
 
 def _named(out: Any, name: str) -> Any:
-    """Pass ``out`` on if its node carries exactly ``name``, by which Horovod will find its peers."""
+    """Return ``out`` if its node carries exactly ``name``, by which Horovod will find its peers."""
     node = (out[0] if isinstance(out, tuple) else out).op.name
     assert node.rpartition("/")[2] == name, f"the graph named a collective {node!r} instead of {name!r}"
     return out
 
 
 def _sum_rows(rows_PK: tf.Tensor) -> tf.Tensor:
-    """The sum of the rows in their order, float16 in float32."""
+    """Return the sum of the rows in their order, float16 in float32."""
     wide_PK = tf.cast(rows_PK, tf.float32) if rows_PK.dtype == tf.float16 else rows_PK
     rows = tf.unstack(wide_PK)
     total_K = rows[0]
@@ -221,8 +207,9 @@ def _sum_rows(rows_PK: tf.Tensor) -> tf.Tensor:
 
 
 class peer_failures:
-    """Turns TensorFlow's report of a collective that another rank left into `PeerFailed`, that of a node of Python into
-    what happened in it."""
+    """Context that raises `PeerFailed` for TensorFlow's report of a collective that another rank left, and the original
+    of a Python node's error.
+    """
 
     def __enter__(self) -> None:
         return None
@@ -238,9 +225,9 @@ class peer_failures:
 
 def collectives(kind: str, control: Control, exchange: Any, start_horovod: Callable[..., Any],
                 over_host: bool = False) -> HorovodCollectives | None:
-    """Horovod's collectives for TensorFlow, started; None for a kind the core provides.
+    """Return Horovod's collectives for TensorFlow, started; None for a kind the core provides.
 
-    ``over_host``: from host memory, also where tensors lie on a GPU.
+    ``over_host``: from host memory, also if tensors lie on a GPU.
     """
     if kind != "horovod":
         return None
@@ -249,15 +236,15 @@ def collectives(kind: str, control: Control, exchange: Any, start_horovod: Calla
 
 
 def built() -> Any:
-    """``horovod.tensorflow``, loaded but not started, to be asked what it was built with."""
+    """Return ``horovod.tensorflow``, loaded but not started, to be asked what it was built with."""
     return importlib.import_module("horovod.tensorflow")
 
 
 def start_again(hvd: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) -> list[Any]:
-    """Start Horovod anew, with sets of ranks among which collectives may run; return its objects for them.
+    """Restart Horovod with sets of ranks among which collectives may run; return its objects for them. Collective.
 
-    It takes them at its start only, or any later one where ``dynamic``, which costs each of its cycles a look at the
-    table of sets. Does nothing but start it where it is down. Collective.
+    It takes them at its start only, or any later one if ``dynamic``, which costs each of its cycles a look at the table
+    of sets. One that is down is only started.
     """
     sets = [hvd.ProcessSet(list(ranks)) for ranks in process_sets]
     if hvd.is_initialized():
@@ -269,5 +256,5 @@ def start_again(hvd: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) 
 
 
 def stage(wire: Collectives, control: Control) -> Collectives:
-    """The wire itself: what leaves a graph for a wire of host memory is there already."""
+    """Return the transport itself: what leaves a graph for a transport of host memory is in host memory already."""
     return wire

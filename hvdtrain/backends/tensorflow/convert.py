@@ -1,7 +1,6 @@
-"""A Keras model and its optimizer as `hvdtrain.commands.convert` sees them: layers, arrays, outputs, files, state by
-slot.
+"""A Keras model and its optimizer for `hvdtrain.commands.convert`: layers, arrays, outputs, files, state by slot.
 
-Owns the reading and writing of Keras' own objects. What they become in PyTorch is decided in numpy, in that package.
+Owns the reading and writing of Keras' own objects. Conversion to PyTorch is decided in numpy, in that package.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _WHOLE = (_LAYERS.MultiHeadAttention, _LAYERS.RNN, _LAYERS.Bidirectional)
 
 
 def describe(model: keras.Model) -> Model:
-    """The model's layers that have weights, in the order in which it was put together; a shared weight once."""
+    """Return the model's layers that have weights, in the order in which it was built; a shared weight once."""
     names, trained = _names(model), {id(v) for v in model.trainable_variables}
     layers: list[Layer] = []
     seen: set[int] = set()
@@ -63,7 +62,7 @@ def describe(model: keras.Model) -> Model:
 
 
 def _walk(layer: Any) -> Iterator[Any]:
-    """A layer and all in it, each before what is in it; what is converted whole is not entered."""
+    """Yield a layer and all in it, each before what is in it; layers of `_WHOLE` are not opened."""
     yield layer
     if not isinstance(layer, _WHOLE):
         for inner in layer._layers:
@@ -71,32 +70,24 @@ def _walk(layer: Any) -> Iterator[Any]:
 
 
 def _names(model: keras.Model) -> dict[int, str]:
-    """The name of every weight by its identity: its path, with a number where another has the same."""
-    names: dict[int, str] = {}
-    taken: set[str] = set()
-    for variable in model.weights:
-        name, n = variable.path, 1
-        while name in taken:  # as `hvdtrain.backends.tensorflow.state.export` counts
-            name, n = f"{variable.path}#{n}", n + 1
-        taken.add(name)
-        names[id(variable)] = name
-    return names
+    """Return the name of every weight by its identity, as `state.ModelState.export` writes it."""
+    return {id(v): name for v, name in zip(model.weights, state.export_names(model.weights))}
 
 
 def _role(layer: Any, variable: Any) -> str:
-    """What a layer calls its weight: "kernel", and "query/kernel" in attention."""
+    """Return a layer's name of its weight: "kernel", and "query/kernel" in attention."""
     parts = variable.path.split("/")
     return "/".join(parts[-2:]) if isinstance(layer, _LAYERS.MultiHeadAttention) else parts[-1]
 
 
 def _layer_name(model: keras.Model, layer: Any, variable: Any) -> str:
-    """The layer's path with dots, without the model's own name."""
+    """Return the layer's path with dots, without the model's own name."""
     parts = variable.path.split("/")[:-2 if isinstance(layer, _WHOLE) else -1]
     return ".".join(parts[1:] if parts and parts[0] == model.name else parts)
 
 
 def _kind(layer: Any) -> str:
-    """The layer's kind, in the words of `hvdtrain.backends.interchange.layouts.KINDS`."""
+    """The layer's kind, in the words of `hvdtrain.backends.interchange.layers.KINDS`."""
     if isinstance(layer, _LAYERS.EinsumDense):
         given, kernel, out = layer.equation.replace("->", ",").replace(" ", "").split(",")
         plain = len(kernel) == 2 and given.endswith(kernel[0]) and out == given[:-1] + kernel[1]
@@ -107,7 +98,7 @@ def _kind(layer: Any) -> str:
 
 
 def _facts(layer: Any) -> dict[str, float]:
-    """Settings that the twin has too; BatchNorm's momentum is the part of the old value in Keras."""
+    """Return settings that the twin has too; BatchNorm's momentum is the share of the old value in Keras."""
     found = {"epsilon": getattr(layer, "epsilon", None)}
     if isinstance(layer, _LAYERS.BatchNormalization):
         found["the part that moving statistics keep"] = layer.momentum
@@ -115,7 +106,7 @@ def _facts(layer: Any) -> dict[str, float]:
 
 
 def arrays(model: keras.Model) -> dict[str, np.ndarray]:
-    """Every weight by name; bfloat16 as its bits."""
+    """Return every weight by name; bfloat16 as its bits."""
     names = _names(model)
     return {names[id(v)]: state.to_numpy(v) for v in model.weights}
 
@@ -129,13 +120,13 @@ def assign(model: keras.Model, given: dict[str, np.ndarray]) -> None:
 
 
 def outputs(model: keras.Model, x: list[np.ndarray]) -> list[np.ndarray]:
-    """The model's outputs in inference mode, float32, in order."""
+    """Return the model's outputs in inference mode, float32, in order."""
     found = model(x[0] if len(x) == 1 else x, training=False)
     return [np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(t, "float32"))) for t in keras.tree.flatten(found)]
 
 
 def input_shapes(model: keras.Model) -> list[tuple[tuple[int, ...], str]]:
-    """(shape of one sample, dtype) of each input of a model that knows them; none where a size is open."""
+    """Return (shape of one sample, dtype) of each input of a model that knows them; [] if a size is open."""
     try:
         known = [(tuple(t.shape[1:]), keras.backend.standardize_dtype(t.dtype)) for t in model.inputs or ()]
     except (AttributeError, ValueError):
@@ -160,7 +151,7 @@ def read_file(model: keras.Model, path: Path) -> None:
 
 
 def _read_safetensors(model: keras.Model, path: Path) -> None:
-    """The file that a run exports: every weight by its path."""
+    """Read the file that a run exports: every weight by its path."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -195,12 +186,12 @@ def write_file(model: keras.Model, path: Path) -> None:
 
 
 def own_optimizer(parts: Any) -> Any:
-    """Keras' optimizer."""
+    """Return Keras' optimizer."""
     return parts.optimizer.own
 
 
 def scheduled(parts: Any) -> str:
-    """The name of a schedule that the optimizer was compiled with; warm-up is none."""
+    """Return the name of a schedule that the optimizer was compiled with; warm-up is none."""
     held = own_optimizer(parts)._learning_rate
     while isinstance(held, WarmUp):
         held = held.base
@@ -208,13 +199,13 @@ def scheduled(parts: Any) -> str:
 
 
 def compiled_loss(model: keras.Model) -> str:
-    """The loss that a model was compiled with, in words."""
+    """Return the description of the loss that a model was compiled with."""
     loss = getattr(model, "loss", None) if getattr(model, "compiled", False) else None
     return "" if loss is None else f"loss {loss if isinstance(loss, str) else getattr(loss, 'name', 'of its own')}"
 
 
 def optimizer(parts: Any) -> tuple[Rule, Slots]:
-    """The rule of a run's optimizer, and its state by slot and weight in PyTorch's convention."""
+    """Return the rule of a run's optimizer, and its state by slot and weight in PyTorch's convention."""
     own, base_lr = own_optimizer(parts), _as_written(parts.state.state()[1]["base_lr"])
     held = own._learning_rate
     lr = base_lr if callable(held) or np.float32(base_lr) == np.float32(float(held)) else _as_written(float(held))
@@ -230,12 +221,12 @@ def optimizer(parts: Any) -> tuple[Rule, Slots]:
 
 
 def _as_written(rate: float) -> float:
-    """A rate that was kept as float32, such as 0.009999999776, as its owner wrote it: 0.01."""
+    """Return a rate that was stored as float32, such as 0.009999999776, as its owner wrote it: 0.01."""
     return float(str(np.float32(rate))) if float(np.float32(rate)) == rate else rate
 
 
 def state_of(parts: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-    """What ``parts.state.load`` takes for this rule and its slots."""
+    """Return the arguments of ``parts.state.load`` for this rule and its slots."""
     groups, rest = parts.state.state()
     own, names = own_optimizer(parts), _names(parts.model)
     place = {id(v): name for name, v in state.named(own.variables).items()}
@@ -251,7 +242,7 @@ def state_of(parts: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, 
 
 
 def fresh_generators(model: keras.Model, seed: int, rank: int) -> dict[str, np.ndarray]:
-    """The generators of a rank at the start of a run."""
+    """Return the generators of a rank at the start of a run."""
     placement.seed(seed, rank)
     states = state.seed_states(model)
     before = {name: variable.numpy() for name, variable in states.items()}

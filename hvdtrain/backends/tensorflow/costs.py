@@ -1,36 +1,37 @@
-"""What each block of a chain costs: seconds of forward and backward, bytes of variables, bytes that backward keeps.
+"""Cost of each block of a chain: seconds of forward and backward, bytes of variables, bytes kept for backward.
 
 Owns the measurement, in graphs of its own; blocks of one kind (class, shapes of weights and inputs) are measured once.
-On a GPU a copy of one block at a time is there. What a forward changes on a CPU is put back by the caller
-(`hvdtrain.backends.tensorflow.trial`).
+Everything is restored.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
+from hvdtrain.backends.misfit import told
+from hvdtrain.backends.tensorflow import state
 from hvdtrain.backends.tensorflow.chain import Chain
-from hvdtrain.backends.tensorflow.moving import lent
+from hvdtrain.backends.tensorflow.placement import HOST, lent
+from hvdtrain.backends.tensorflow.recompute import nbytes, source
+from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
+from hvdtrain.parallel.recovery.attempt import attempt_halving
 from hvdtrain.planning.pipeline.blocks import Block
 
 SLOT_S = 0.05
 """About how long one kind of block is timed."""
 
-_VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims")
 _FREE = ("Placeholder", "Const", "ReadVariableOp", "VarHandleOp")
 
 
-class Cost(NamedTuple):
-    """Of one kind of block.
+class BlockCost(NamedTuple):
+    """Cost of one kind of block.
 
-    ``forward_s``: of its forward alone, 0 where that was not timed. ``kept_bytes``: inside it; ``keeps_input``,
+    ``forward_s``: of its forward alone, 0 if that was not timed. ``kept_bytes``: inside it; ``keeps_input``,
     ``keeps_output``: whether backward reads those.
     """
 
@@ -41,16 +42,39 @@ class Cost(NamedTuple):
     keeps_output: bool
 
 
+def profile(chain: Chain, sample: Callable[[int], Sequence[Any]], samples: int, device: str,
+            entry: Callable[[tuple[Any, ...]], Any], **options: Any) -> tuple[tuple[Block, ...], str]:
+    """Return every block with a batch of ``samples``, of which ``entry`` gives the model's input; see `measure`.
+
+    A shortage of memory halves the samples measured; the reason is returned too, "" without a shortage.
+    """
+    def blocks_of(n: int) -> tuple[Block, ...]:
+        found: list[Block] = []
+
+        def work(batch: tuple[Any, ...]) -> list[tf.Tensor]:
+            tensors = tf.nest.map_structure(tf.convert_to_tensor, batch)
+            found.extend(measure(chain, entry(tensors), device, **options))
+            return []
+
+        batch = tuple(sample(n))
+        with told(chain.model, batch), tf.device(HOST):
+            Trial(chain.model, work)(batch)
+        return tuple(found)
+
+    found, n, why = attempt_halving(blocks_of, samples, out_of_memory, free_cached)
+    return tuple(block.over(samples / n) for block in found), why
+
+
 def measure(chain: Chain, batch_x: Any, device: str, apart: bool = False,
             around: Callable[[Any], Any] = contextlib.nullcontext) -> tuple[Block, ...]:
-    """Every block, with inputs of one split micro-batch ``batch_x``; computed on ``device``.
+    """Return every block, with inputs of one split micro-batch ``batch_x``; computed on ``device``.
 
     ``apart``: time forwards alone, too. ``around(variables)``: entered around a block's measurement.
     """
     x = chain.entry(tf.nest.map_structure(tf.convert_to_tensor, batch_x))
-    known: dict[Any, tuple[Cost, Any]] = {}
-    costs: list[Cost] = []
-    edges_bytes = [_bytes(x)]
+    known: dict[Any, tuple[BlockCost, Any]] = {}
+    costs: list[BlockCost] = []
+    edges_bytes = [nbytes(tf.nest.flatten(x))]
     for layer in chain.layers:
         kind = _kind(layer, x)
         if kind not in known:
@@ -59,34 +83,34 @@ def measure(chain: Chain, batch_x: Any, device: str, apart: bool = False,
                 known[kind] = _measured(layer, x, device, apart)
         cost, x = known[kind]
         costs.append(cost)
-        edges_bytes.append(_bytes(x))
+        edges_bytes.append(nbytes(tf.nest.flatten(x)))
     blocks = []
     for i, (name, layer, cost) in enumerate(zip(chain.names, chain.layers, costs)):
         kept = cost.kept_bytes + (edges_bytes[i] if cost.keeps_input else 0)
         if cost.keeps_output and not (i + 1 < len(costs) and costs[i + 1].keeps_input):
             kept += edges_bytes[i + 1]
-        blocks.append(Block(name, cost.seconds, sum(_variable_bytes(v) for v in layer.weights), kept,
+        blocks.append(Block(name, cost.seconds, state.nbytes(layer.weights), kept,
                             cost.forward_s, edges_bytes[i + 1]))
     return tuple(blocks)
 
 
 def _kind(layer: Any, x: Any) -> Any:
-    """What makes two blocks cost the same, and give the same for the same."""
+    """Return a key that is the same for two blocks of the same cost and result."""
     inside = tuple((type(part).__name__, part.compute_dtype, _settings(part)) for part in layer._flatten_layers())
     weights = tuple((tuple(v.shape), v.dtype) for v in layer.weights)
     return inside, weights, tuple((t.dtype, tuple(t.shape)) for t in tf.nest.flatten(x)), tf.nest.flatten(x)[0] is None
 
 
 def _settings(layer: Any) -> str:
-    """A layer's numbers and words, such as ``return_sequences``, but for its name."""
+    """Return a layer's numbers and strings, such as ``return_sequences``, except its name."""
     return str(sorted((key, list(value) if isinstance(value, (list, tuple)) else value)
                       for key, value in vars(layer).items() if "name" not in key and "path" not in key
                       and all(isinstance(x, (bool, int, float, str, type(None)))
                               for x in (value if isinstance(value, (list, tuple)) else [value]))))
 
 
-def _measured(layer: Any, x: Any, device: str, apart: bool) -> tuple[Cost, Any]:
-    """The cost of a block, and its output for ``x``."""
+def _measured(layer: Any, x: Any, device: str, apart: bool) -> tuple[BlockCost, Any]:
+    """Return the cost of a block, and its output for ``x``."""
     variables = [v.value for v in layer.trainable_variables]
     n_forward = 0
 
@@ -110,7 +134,7 @@ def _measured(layer: Any, x: Any, device: str, apart: bool) -> tuple[Cost, Any]:
         forward = tf.function(lambda x: _on(device, layer, x), jit_compile=False, autograph=False)
         forward(x)
         forward_s = min(_seconds(forward, x), seconds)
-    return Cost(seconds, forward_s, kept_bytes, keeps_input, keeps_output), y
+    return BlockCost(seconds, forward_s, kept_bytes, keeps_input, keeps_output), y
 
 
 def _on(device: str, layer: Any, x: Any) -> Any:
@@ -119,7 +143,7 @@ def _on(device: str, layer: Any, x: Any) -> Any:
 
 
 def _seconds(function: Any, x: Any) -> float:
-    """The median time of a call."""
+    """Return the median time of a call."""
     seconds: list[float] = []
     while len(seconds) < 3 or sum(seconds) < SLOT_S and len(seconds) < 50:
         begin = time.perf_counter()
@@ -130,40 +154,21 @@ def _seconds(function: Any, x: Any) -> float:
 
 
 def _kept(concrete: Any, n_forward: int) -> tuple[int, bool, bool]:
-    """(bytes that operations of backward read of those of forward, whether the input, whether the output is read)."""
+    """Return (bytes of forward's tensors that backward reads, whether it reads the input, whether the output)."""
     operations = concrete.graph.get_operations()
     forward = {op.name for op in operations[:n_forward]}
     captured = {inner.name for _, inner in concrete.graph.captures}
     given = {t.name for t in concrete.graph.inputs} - captured
-    returned = {_source(t).name for t in concrete.graph.outputs}
+    returned = {source(t).name for t in concrete.graph.outputs}
     kept: dict[str, Any] = {}
     for op in operations[n_forward:]:
         for tensor in op.inputs:
-            source = _source(tensor)
-            if source.op.name in forward and source.dtype != tf.resource:
-                kept[source.name] = source
+            base = source(tensor)
+            if base.op.name in forward and base.dtype != tf.resource:
+                kept[base.name] = base
     inner = [t for name, t in kept.items() if name not in given | returned and t.op.type not in _FREE]
-    return sum(_tensor_bytes(t) for t in inner), bool(given & kept.keys()), bool(returned & kept.keys())
-
-
-def _source(tensor: Any) -> Any:
-    """The tensor whose memory ``tensor`` is a view of."""
-    while tensor.op.type in _VIEWS:
-        tensor = tensor.op.inputs[0]
-    return tensor
+    return nbytes(inner), bool(given & kept.keys()), bool(returned & kept.keys())
 
 
 def _floats(tensors: Any) -> list[Any]:
     return [t for t in tf.nest.flatten(tensors) if tf.is_tensor(t) and t.dtype.is_floating]
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(_tensor_bytes(t) for t in tf.nest.flatten(tensors))
-
-
-def _tensor_bytes(tensor: Any) -> int:
-    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
-
-
-def _variable_bytes(variable: keras.Variable) -> int:
-    return math.prod(variable.shape) * int(tf.as_dtype(variable.dtype).size)

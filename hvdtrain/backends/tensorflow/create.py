@@ -1,4 +1,4 @@
-"""How the parts of a Keras model on TensorFlow are made: whole, or split over this rank's devices."""
+"""The parts of a Keras model on TensorFlow: whole, or split over this rank's devices."""
 
 from __future__ import annotations
 
@@ -8,43 +8,42 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends import in_order
 from hvdtrain.backends.keras import compiled
-from hvdtrain.backends.keras.evaluation import Evaluation
 from hvdtrain.backends.keras.facts import KerasFacts
-from hvdtrain.backends.keras.shapes import check_stateful
+from hvdtrain.backends.keras.losses import check_stateful
+from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.keras.task import loss_name
 from hvdtrain.backends.misfit import told
 from hvdtrain.backends.tensorflow import placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers
 from hvdtrain.backends.tensorflow.chain import Chain, chain_of
 from hvdtrain.backends.tensorflow.gradients import Gradients
-from hvdtrain.backends.tensorflow.metrics import Evaluator
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, SplitOptimizer
 from hvdtrain.backends.tensorflow.params import Params
 from hvdtrain.backends.tensorflow.pipelined.create import cut_parts
-from hvdtrain.backends.tensorflow.pipelined.part import refuse_released
+from hvdtrain.backends.tensorflow.pipelined.deferred import refuse_released
 from hvdtrain.backends.tensorflow.recompute_costs import Costs
 from hvdtrain.backends.tensorflow.split import Split, measured
 from hvdtrain.backends.tensorflow.stage import Stage
 from hvdtrain.backends.tensorflow.state import ModelState
-from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
+from hvdtrain.backends.tensorflow.task import ClassNumbers, Evaluator, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
-from hvdtrain.backends.transforms import in_order
-from hvdtrain.cluster import heap
 from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, ModelSpec
-from hvdtrain.parallel.parts import Parts
-from hvdtrain.parallel.pipeline import devices as plan
+from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.parallel.pipeline.partition import agree_devices
 from hvdtrain.parallel.precision.policy import FP32, Precision
 from hvdtrain.parallel.precision.scaler import LossScale
 
@@ -54,12 +53,12 @@ if TYPE_CHECKING:
 
 def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
                precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None,
-               mesh: Mesh | None = None) -> Parts:
+               mesh: Mesh | None = None) -> ModelParts:
     """Return the parts of ``spec.model`` on this rank's device or devices.
 
     A model that has no variables yet is built from ``sample(1)`` of the run's ``data``, which knows how nested inputs
     lie. With ``model_parallel`` it is collective: the parts are made in host memory, every rank measures its blocks on
-    ``sample(n)`` (n samples as numpy arrays; without it the model file's example), and all agree on one cut.
+    ``sample(n)`` (n samples as numpy arrays; without it the model file's example), and all agree on one partition.
     """
     compiled.begin(spec.model, data)
     if mesh is not None and mesh.deepest > 1:
@@ -87,11 +86,11 @@ def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collecti
             return measured(chain, own, config, control, samples)
 
     found = agreed(control, measure, "split")
-    return making.parts(Split(chain, plan.agree(found, config, control), own))
+    return making.parts(Split(chain, agree_devices(found, config, control), own))
 
 
 class _Making:
-    """What is known while parts are made. ``opt``: the optimizer, from `begin` on."""
+    """State between the steps of making parts. ``opt``: the optimizer, from `begin` on."""
 
     def __init__(self, spec: ModelSpec, config: Config, wire: Collectives, steps_per_epoch: int, precision: Precision,
                  rank: int) -> None:
@@ -124,7 +123,7 @@ class _Making:
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)
 
-    def parts(self, split: Split | None) -> Parts:
+    def parts(self, split: Split | None) -> ModelParts:
         """Return the parts, of a model that is spread by ``split`` or whole."""
         model, config, scale = self._spec.model, self._config, self._scale
         across = sync_batchnorm.Across(self._wire, config.in_parts) if config.sync_batchnorm else None
@@ -152,13 +151,13 @@ class _Making:
                               sync_batchnorm=across, compile=compile, remat=remat)
         model_state = ModelState(model, self.opt, scale, buffers.restart, self._rank)
         model_state.facts = facts.saved
-        return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator, model_state, transforms,
+        return ModelParts(model, blocks, stage, params, optimizer, buffers, self._evaluator, model_state, transforms,
                      self._precision, scale,
                      [Ops(device) for device in split.plan.devices] if split else (), remat,
                      compile, facts=facts, batch_weight=self._task.batch_weight)
 
     def _compile(self, remat: Remat | None) -> XlaCompile:
-        """Computing through XLA, with why not where that is known before."""
+        """Return the computation through XLA, with the reason if it is ruled out beforehand."""
         config = self._config
         why = ""
         if config.model_parallel > 1:
@@ -172,6 +171,6 @@ class _Making:
         return XlaCompile(why, remat)
 
     def _blocks(self) -> tuple[Any, ...]:
-        """The layers that the model file names as its model's blocks; none where it does not."""
+        """Return the layers that the model file names as its model's blocks."""
         named = self._spec.blocks
         return () if named is None else tuple(layer for _, layer in named(self._spec.model))

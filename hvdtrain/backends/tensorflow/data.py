@@ -1,7 +1,7 @@
 """Keras' and TensorFlow's datasets and tensors as sources and streams of numpy arrays.
 
-Owns the conversion only: no cut over ranks, no device, no Horovod. Epochs of a dataset that shuffles anew
-each time are reached again after a resume by starting it as often as the run had before.
+Owns the conversion only. A resumed run starts a dataset that shuffles as often as the run before had, which brings its
+epochs back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.layout import Columns, nested
-from hvdtrain.data.rows import Rows, columns
+from hvdtrain.data.rows import ColumnNames, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
 
@@ -30,7 +30,7 @@ _KEEPS_ELEMENTS = {"_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_Cach
                    "_MapDataset", "_ParallelMapDataset"}
 
 
-def adapt(obj: Any, seed: int = 0, rows: Rows = Rows(nests=True)) -> Source | Stream | None:
+def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames(nests=True)) -> Source | Stream | None:
     """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of TensorFlow's or Keras'.
 
     A tensor or a tuple or list of tensors: an `ArraySource`.
@@ -56,9 +56,9 @@ def adapt(obj: Any, seed: int = 0, rows: Rows = Rows(nests=True)) -> Source | St
 
 
 class _Elements:
-    """How a stream's elements become arrays; ``layout`` is there once the first that is nested has been read."""
+    """Conversion of a stream's elements to arrays; ``layout`` exists once the first nested one has been read."""
 
-    rows: Rows
+    rows: ColumnNames
 
     @property
     def layout(self) -> Any:
@@ -66,20 +66,17 @@ class _Elements:
         return self.rows.layout
 
     def arrays(self, element: Any) -> Arrays:
-        """Return one element as a flat tuple of numpy arrays."""
         return self.rows.arrays(element, _array)
 
 
 class PyDatasetStream(_Elements):
-    """A `keras.utils.PyDataset`: its items 0 .. num_batches-1 are one epoch, read by one thread in this
-    process.
+    """A `keras.utils.PyDataset`: its items 0 .. num_batches-1 are one epoch, read by one thread in this process.
 
-    `on_epoch_begin` is called before an epoch and `on_epoch_end` once between two epochs, as Keras does; a
-    resumed run calls `on_epoch_end` once for every epoch that is behind it. ``workers`` and
-    ``use_multiprocessing`` are not used.
+    `on_epoch_begin` is called before an epoch and `on_epoch_end` once between two epochs, as Keras does; a resumed run
+    calls `on_epoch_end` once for every epoch that is behind it. ``workers`` and ``use_multiprocessing`` are not used.
     """
 
-    def __init__(self, dataset: Any, rows: Rows = Rows(nests=True)) -> None:
+    def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames(nests=True)) -> None:
         if dataset.num_batches is None:
             raise UserError("the PyDataset has no end: num_batches is None", "a finite number of batches",
                             "return the batches of one epoch from __len__")
@@ -99,15 +96,13 @@ class PyDatasetStream(_Elements):
 class DatasetStream(_Elements):
     """A finite `tf.data.Dataset`; one iteration is one epoch.
 
-    Its elements are taken as batches if its outermost transformation makes batches. Those that pass
-    elements on (prefetch, options, cache, shuffle, take, repeat, filter and so on) are looked through, and
-    so is a map whose results all keep the batch axis; zip and concatenate count if all their inputs do.
-    Everything else is samples.
-    Errors: `UserError` if its cardinality is infinite, if it shuffles without a seed, or asks for an order
-    that may differ from run to run.
+    Its elements are batches if its outermost transformation makes batches. Those that pass elements on (prefetch,
+    options, cache, shuffle, take, repeat, filter and so on) are looked through, and so is a map whose results all keep
+    the batch axis; zip and concatenate count if all their inputs do. Everything else is samples. Errors: `UserError` if
+    its cardinality is infinite, if it shuffles without a seed, or asks for an order that may differ from run to run.
     """
 
-    def __init__(self, dataset: Any, rows: Rows = Rows(nests=True)) -> None:
+    def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames(nests=True)) -> None:
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise UserError("the tf.data.Dataset has no end", "one epoch's worth of elements",
                             "remove .repeat(): the trainer repeats; or add .take(n)")
@@ -194,10 +189,11 @@ def _check_order(node: Any) -> None:
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """``dataset`` without the thread that tunes its parallelism while it runs, unless ``autotune.enabled`` is set.
+    """Return ``dataset`` without the thread that tunes its parallelism while it runs, unless ``autotune.enabled`` is
+    set.
 
-    Where the end of an iterator meets that thread as it goes to sleep, the end waits until it wakes, up to 60 s
-    (measured with TensorFlow 2.21: docs/keras.md), and all ranks wait for this one. AUTOTUNE then means the default.
+    If an iterator ends just as that thread goes to sleep, the end waits until it wakes, up to 60 s (measured with
+    TensorFlow 2.21: docs/keras.md), and all ranks wait for this one. AUTOTUNE then means the default.
     """
     if dataset.options().autotune.enabled is not None or not type(dataset).__module__.startswith("tensorflow."):
         return dataset
@@ -216,6 +212,6 @@ def _is_batched(dataset: Any) -> bool:
 
 
 def _leading(dataset: Any) -> set[Any]:
-    """Return the sizes of the first axis in the element spec: None where unknown, "none" for a scalar."""
+    """Return the sizes of the first axis in the element spec: None if unknown, "none" for a scalar."""
     shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in tf.nest.flatten(dataset.element_spec)]
     return {None if shape.rank is None else shape[0] if shape.rank else "none" for shape in shapes}

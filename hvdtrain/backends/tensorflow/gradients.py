@@ -1,6 +1,6 @@
-"""What a step's graphs compute: one rank's gradient of a micro-batch, and the sum over several of them.
+"""Gradients in a step's graphs: of one rank's micro-batch, and their sum over several of them.
 
-Owns the operations, and the variables that keep a sum between calls. When which graph is traced and run is `stage`'s.
+Owns the operations, and the variables that keep a sum between calls. Which graph is traced and run when is `stage`'s.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.buffers import Kept
-from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.ops import Ops
+from hvdtrain.backends.tensorflow.placement import follow
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.backends.tensorflow.task import Task
 from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
@@ -27,9 +27,9 @@ from hvdtrain.core.protocols.types import Bucket
 class Gradients:
     """Gradients of ``task`` on ``model``; with a ``split`` each of them is on the device of its variable.
 
-    ``scaled``: losses are multiplied by a loss scale, which `rescale` sets, and gradients divided by it.
-    Horovod's operations are not marked stateful, so nothing that reaches them may be a constant: TensorFlow would run
-    the collective while it optimises the graph. Hence `zero` is a variable.
+    ``scaled``: losses are multiplied by a loss scale, which `rescale` sets, and gradients divided by it. Horovod's
+    operations are not marked stateful, so nothing that reaches them may be a constant: TensorFlow would run the
+    collective while it optimises the graph. Hence `zero` is a variable.
     """
 
     def __init__(self, model: keras.Model, task: Task, scaled: bool = False, split: Split | None = None,
@@ -61,7 +61,7 @@ class Gradients:
             self._unscale.assign(1.0 / loss_scale)
 
     def at(self, place: int) -> Any:
-        """Return the scope of one of the rank's devices; TensorFlow's choice where the model is not split."""
+        """Return the scope of one of the rank's devices; TensorFlow's choice unless the model is split."""
         return tf.device(self.split.plan.devices[place]) if self.split else contextlib.nullcontext()
 
     def _beside(self, variable: tf.Variable) -> Any:
@@ -95,7 +95,7 @@ class Gradients:
         return samples is not None and self.compile is not None and self.compile.compiles(samples)
 
     def _by_xla(self, like: tuple[Any, ...]) -> Callable[..., Any]:
-        """What XLA compiles, one function for all graphs of a step, so that each size is compiled once."""
+        """Return the function that XLA compiles, one for all graphs of a step, so that each size is compiled once."""
         def compute(scale: tf.Tensor, *leaves: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[Any]]:
             loss_sum, weight, grads = self.traced(tf.nest.pack_sequence_as(like, leaves), scale, 1)
             return loss_sum, weight, [None if g is None else tf.convert_to_tensor(g) for g in grads]
@@ -109,7 +109,7 @@ class Gradients:
         return self._remat.chosen if self._remat else ()
 
     def traced(self, batch: tuple[Any, ...], scale: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor, list[Any]]:
-        """`local` as TensorFlow makes it: nothing is recomputed, and gradients may be sparse or None."""
+        """Return `local` without recomputation: gradients may be sparse or None."""
         self.times = None
         if self.split:
             follow()
@@ -148,7 +148,7 @@ class Gradients:
         return [self._filled(v, value) for v in self._variables]
 
     def add(self, loss_sum: tf.Tensor, grads: Sequence[tf.Tensor], first: bool) -> None:
-        """Add to the sums, or with ``first`` begin them anew."""
+        """Add to the sums; with ``first`` overwrite them."""
         own = tf.cast(loss_sum, tf.float64)
         self._loss_sum.assign(own, read_value=False) if first else self._loss_sum.assign_add(own, read_value=False)
         for total, grad in zip(self._sums, grads):
@@ -178,7 +178,7 @@ class Gradients:
     # --- before ------------------------------------------------------------------------------------------------------
 
     def allocate(self) -> None:
-        """Make the variables that sums are kept in, if they are not there."""
+        """Make the variables of the sums, if they do not exist."""
         if not self._sums:
             for v in self._variables:
                 with self._beside(v):

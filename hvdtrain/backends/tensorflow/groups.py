@@ -1,7 +1,7 @@
 """Groups of variables and the optimizer that a Keras model's file gives (`parameter_groups`, `optimizer`).
 
-Owns the reading of both. Keras' optimizers know one difference between variables, weight decay or none, so that is the
-one option a group may have.
+Owns the reading of both. Keras' optimizers know weight decay as the only difference between variables, so a group may
+have that option alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 
 KEYS = ("params", "variables")
-"""What a group may call its variables."""
+"""Keys of a group under which its variables may be listed."""
 
 
 def without_decay(spec: Any, decay: float | None) -> list[keras.Variable]:
@@ -31,14 +31,14 @@ def without_decay(spec: Any, decay: float | None) -> list[keras.Variable]:
         return []
     given = called(spec, "parameter_groups", spec.model)
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
-        raise _wrong(f"parameter_groups gives {_what(given)}")
+        raise _wrong(f"parameter_groups gives {_kind_of(given)}")
     trained = {id(v): i for i, v in enumerate(spec.model.trainable_variables)}
     owner: dict[int, int] = {}
     out: set[int] = set()
     for number, group in enumerate(given):
         key = next((k for k in KEYS if isinstance(group, Mapping) and k in group), None)
         if key is None:
-            raise _wrong(f"group {number} of parameter_groups is {_what(group)}")
+            raise _wrong(f"group {number} of parameter_groups is {_kind_of(group)}")
         decays_not = _decays_not({k: v for k, v in group.items() if k != key}, number, decay)
         for variable in _listed(group[key], number):
             place = _place(variable, number, trained, spec.model)
@@ -54,7 +54,7 @@ def _listed(variables: Any, number: int) -> list[Any]:
     if isinstance(variables, keras.Variable):
         return [variables]
     if isinstance(variables, (str, Mapping)) or not isinstance(variables, Iterable):
-        raise _wrong(f"the variables of group {number} of parameter_groups are {_what(variables)}")
+        raise _wrong(f"the variables of group {number} of parameter_groups are {_kind_of(variables)}")
     return list(variables)
 
 
@@ -63,7 +63,7 @@ def _place(variable: Any, number: int, trained: Mapping[int, int], model: keras.
     if id(variable) in trained:
         return trained[id(variable)]
     if not isinstance(variable, keras.Variable):
-        raise _wrong(f"the variables of group {number} of parameter_groups hold {_what(variable)}")
+        raise _wrong(f"the variables of group {number} of parameter_groups hold {_kind_of(variable)}")
     if any(v is variable for v in model.variables):
         raise UserError(f"group {number} of parameter_groups has {variable.path}, which is not trained",
                         "variables of model.trainable_variables", "leave it out of the group")
@@ -100,7 +100,7 @@ def own_optimizer(spec: Any, config: Config) -> keras.optimizers.Optimizer | Non
                         "groups that the run can follow to where variables are made",
                         "give parameter_groups(model), or exclude by var_names") from None
     if not isinstance(made, keras.optimizers.Optimizer):
-        raise UserError(f"optimizer gives {_what(made)}", "a keras.optimizers.Optimizer",
+        raise UserError(f"optimizer gives {_kind_of(made)}", "a keras.optimizers.Optimizer",
                         "return one from optimizer(model, config)")
     if made.built:
         raise UserError(f"the {type(made).__name__} of optimizer is built, for variables that the run does not know",
@@ -108,7 +108,7 @@ def own_optimizer(spec: Any, config: Config) -> keras.optimizers.Optimizer | Non
     return made
 
 
-def words(optimizer: keras.optimizers.Optimizer, left_out: Sequence[str] = ()) -> str:
+def settings_of(optimizer: keras.optimizers.Optimizer, left_out: Sequence[str] = ()) -> str:
     """Return an optimizer's settings but those ``left_out``, to compare between ranks; "" where it cannot tell them."""
     try:
         found = optimizer.get_config()
@@ -150,5 +150,5 @@ def _wrong(got: str) -> UserError:
                      "correct parameter_groups in the model file")
 
 
-def _what(thing: Any) -> str:
+def _kind_of(thing: Any) -> str:
     return "None" if thing is None else f"{thing!r}"[:40] if isinstance(thing, str) else f"a {type(thing).__name__}"

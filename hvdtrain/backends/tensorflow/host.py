@@ -1,8 +1,7 @@
-"""Gradients of TensorFlow in host memory: into a bucket that a wire sums, and out of it without a copy.
+"""Gradients of TensorFlow in host memory: into a bucket that a transport sums, and out of it without a copy.
 
-Owns that memory. A tensor that is made over numpy memory reads it for as long as anybody holds the tensor, and a
-variable that one is assigned to keeps just that memory as its own. So a bucket has several slots, and none is written
-to while somebody holds a tensor of it.
+Owns that memory. A tensor over numpy memory reads it as long as the tensor lives, and a variable that it is assigned to
+keeps that memory; so a bucket has several slots, and none is written to while somebody holds a tensor of it.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ SLOTS = 3
 
 
 def aligned(bucket: Bucket) -> Bucket:
-    """The same parameters, each from a multiple of `ALIGNMENT` bytes on, so that `Memory.tensors` copies none. Pure.
+    """Align each parameter to `ALIGNMENT` bytes, so that `Memory.tensors` copies none. Pure.
 
-    For buckets that no compressor sees, since those know no gaps.
+    For buckets without a compressor, since those know no gaps.
     """
     step = ALIGNMENT // itemsize(bucket.dtype)
     offsets, end = [], 0
@@ -46,7 +45,8 @@ def fill(flat_N: np.ndarray, bucket: Bucket, grads: Sequence[Any]) -> None:
 class Memory:
     """The vectors of one bucket, in memory that ``wire`` sums in place if it has such. Collective to make.
 
-    A step takes a `free` vector, fills it, hands it to the wire's ``allreduce`` and asks for the `tensors` of the sum.
+    A step takes a `free` vector, fills it, hands it to the transport's ``allreduce`` and asks for the `tensors` of the
+    sum.
     """
 
     def __init__(self, wire: Collectives, bucket: Bucket) -> None:
@@ -57,7 +57,7 @@ class Memory:
         self._taken = 0
 
     def free(self) -> np.ndarray:
-        """The (n,) vector to fill next, which nobody looks at; what it holds is left open, gaps are zero."""
+        """Return the (n,) vector to fill next, which nobody reads; its content is arbitrary, gaps are zero."""
         self._taken = next((i for i in range(len(self._slots)) if not self._held(i)), len(self._slots))
         if self._taken == len(self._slots):
             assert self._own, "the last of the wire's own slots is never held"
@@ -65,7 +65,7 @@ class Memory:
         return self._slots[self._taken]
 
     def arrays(self) -> list[np.ndarray]:
-        """The vector that `free` gave last, cut into an array for each parameter that shares its memory."""
+        """Return the vector that `free` gave last as one array for each parameter, which share its memory."""
         if not self.bucket.n:
             return self._cut(self._slots[self._taken])
         if not self._own and self._taken == len(self._slots) - 1:
@@ -77,7 +77,7 @@ class Memory:
         return self._cut(vector_N)
 
     def tensors(self) -> list[tf.Tensor]:
-        """`arrays` as tensors on the CPU; copied are only those that are not aligned."""
+        """Return `arrays` as tensors on the CPU; only those that are not aligned are copied."""
         return [view(x) for x in self.arrays()]
 
     def _cut(self, vector_N: np.ndarray) -> list[np.ndarray]:
@@ -91,19 +91,19 @@ class Memory:
 
 
 def readable(x: np.ndarray) -> bool:
-    """Return whether TensorFlow can read ``x`` where it lies; it ends the process where it tries and cannot."""
+    """Return whether TensorFlow can read ``x`` in place; it ends the process if it tries and cannot."""
     return bool(x.size) and x.ctypes.data % ALIGNMENT == 0 and x.flags.c_contiguous
 
 
 def view(x: np.ndarray) -> tf.Tensor:
-    """A tensor on the CPU that reads the memory of ``x``, also what is written later; a copy if not `readable`."""
+    """Return a tensor on the CPU that reads the memory of ``x``, also later writes; a copy if not `readable`."""
     if not readable(x):
         return tf.convert_to_tensor(x)
     return tf.experimental.dlpack.from_dlpack(x.view(np.ndarray).__dlpack__())
 
 
 def zeros(n: int, dtype: str) -> np.ndarray:
-    """(n,) zeros at an aligned address."""
+    """Return (n,) zeros at an aligned address."""
     numbers = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
     raw = np.zeros(n * numbers.itemsize + ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % ALIGNMENT

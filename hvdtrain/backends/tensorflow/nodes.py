@@ -1,36 +1,35 @@
-"""Collectives over a wire of host memory as nodes of a graph that is being traced (`Ops.during_backward`).
+"""Nodes of TensorFlow graphs for collectives: over transports in host memory, and under names outside of graphs.
 
-Owns the nodes, their order, and what becomes of an error in one. Each is a call of Python that holds one of
-TensorFlow's threads until the wire is done, so a bucket's gradient is summed and forgotten while backward goes on. They
-run in the order in which they are traced, which is the same on every rank: such a wire pairs calls by their order.
-
-Where TensorFlow has one such thread, backward stands still meanwhile; otherwise it may run ahead of a rank that is late
-by the gradients that are left.
+Owns the nodes, their order and their errors. Sums, and the memory that ranks share, are the transport's.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework.function_pb2 import FunctionDef
+from tensorflow.python.eager import context, execute, record
 
-from hvdtrain.backends.tensorflow import entered
-from hvdtrain.comm.collectives.null import Done
-from hvdtrain.comm.collectives.parts import WithoutMemory
-from hvdtrain.core.group import Group
+from hvdtrain.backends.tensorflow import graphs
+from hvdtrain.comm.collectives.base import ReadyHandle, WithoutMemory
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Handle
-from hvdtrain.core.protocols.wire import Counts
+from hvdtrain.core.protocols.transport import Counts
 
-MOST = 64
-"""Errors that are kept for whoever runs the graph to find."""
+MOST_ERRORS = 64
+"""Errors of nodes that wait for `raised`."""
 
 _numbers = itertools.count()
 _errors: OrderedDict[str, BaseException] = OrderedDict()
@@ -38,30 +37,50 @@ _of_graph: weakref.WeakKeyDictionary[Any, HostNodes] = weakref.WeakKeyDictionary
 
 
 class Failed(RuntimeError):
-    """What a node raises for TensorFlow to quote: by its words `raised` finds what has happened."""
+    """Error of a node, whose text TensorFlow quotes: `raised` finds the original by it."""
 
 
 def raised(message: str) -> BaseException | None:
-    """Return the exception of the node that TensorFlow's ``message`` is about; None where it is about something else.
-    """
-    return next((_errors.pop(words) for words in list(_errors) if words in message), None)
+    """Return the exception of the node that TensorFlow's ``message`` is about; None for other messages."""
+    return next((_errors.pop(key) for key in list(_errors) if key in message), None)
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
-    """Keep an error of the body, a node called ``what``, for `raised` to find by what TensorFlow quotes of it."""
+def node_errors() -> Iterator[None]:
+    """Raise the exception of a node in place of TensorFlow's error that quotes it."""
     try:
         yield
-    except BaseException as error:
-        words = f"hvdtrain's node {next(_numbers)} ({what})"
-        _errors[words] = error
-        while len(_errors) > MOST:
-            _errors.popitem(last=False)
-        raise Failed(words) from error
+    except tf.errors.OpError as error:
+        own = raised(error.message)
+        if own is None:
+            raise
+        raise own from None
 
 
-def stood_s(ready_s: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the seconds, float64 (), that the nodes of the graph being traced made its other work stand still.
+def host_node(run: Callable[..., Any], xs: Sequence[tf.Tensor], dtypes: Any, what: str, *, stateful: bool = False,
+              name: str | None = None) -> Any:
+    """Add a call of Python, ``run(*arrays)``, to the graph that is being traced; outside of graphs run it at once.
+
+    ``dtypes``: of the results, as in `tf.numpy_function`. ``what``: describes the node in errors. The call holds one of
+    TensorFlow's threads until it returns. ``stateful``: TensorFlow runs such nodes in program order, also after
+    everything else that has a state, and keeps those whose results are not used. A node without state, fed constants
+    alone, runs once, when the graph is optimised.
+    """
+    def call(*arrays: np.ndarray) -> Any:
+        try:
+            return run(*arrays)
+        except BaseException as error:
+            key = f"hvdtrain's node {next(_numbers)} ({what})"
+            _errors[key] = error
+            while len(_errors) > MOST_ERRORS:
+                _errors.popitem(last=False)
+            raise Failed(f"{key}: {type(error).__name__}: {error}") from error
+
+    return tf.numpy_function(call, xs, dtypes, stateful=stateful, name=name)
+
+
+def blocked_s(ready_s: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the seconds, float64 (), for which the nodes of the graph being traced blocked its other work.
 
     Up to the time ``ready_s`` (of `tf.timestamp`), and once ``after`` are there. 0 where there are no such nodes.
     """
@@ -69,19 +88,21 @@ def stood_s(ready_s: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
     if nodes is None:
         return tf.zeros([], tf.float64)
     with tf.control_dependencies(after):
-        return tf.ensure_shape(tf.numpy_function(nodes.take_stood, [ready_s], tf.float64), [])
+        return tf.ensure_shape(tf.numpy_function(nodes.take_blocked_s, [ready_s], tf.float64), [])
 
 
 def _threads() -> int:
-    """How many nodes TensorFlow runs at once."""
-    set_here = tf.config.threading.get_inter_op_parallelism_threads()
-    return set_here or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0)) or os.cpu_count() or 1
+    """Return the number of nodes that TensorFlow runs at once."""
+    configured = tf.config.threading.get_inter_op_parallelism_threads()
+    return configured or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0)) or os.cpu_count() or 1
 
 
 class HostNodes(WithoutMemory):
     """Implements `hvdtrain.core.protocols.Collectives` while a graph is traced, over ``wire``, which is not in graphs.
 
-    ``overlaps``: the rest of backward goes on while a node waits, on TensorFlow's other threads.
+    Nodes run in the order in which they are traced, which is the same on every rank: ``wire`` pairs calls by order.
+    ``overlaps``: the rest of backward continues while a node waits, on TensorFlow's other threads, and may run ahead of
+    a late rank. With a single such thread it waits.
     """
 
     overlaps, in_graph, host = True, True, False
@@ -92,31 +113,26 @@ class HostNodes(WithoutMemory):
         self.name, self.rank, self.size = wire.name, wire.rank, wire.size
         self.dtypes, self.reductions = wire.dtypes, wire.reductions
         self._latest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._spans: list[tuple[float, float]] = []
+        self._spans: deque[tuple[float, float]] = deque(maxlen=1 << 12)
 
     def among(self, group: Group) -> HostNodes:
-        """Nodes over the wire between the ranks of ``group``."""
         return HostNodes(self._wire.among(group))
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> Handle:
-        """Combine over ranks: (N,) -> (N,)."""
         return self._node(lambda x: self._wire.allreduce(x, name, op), flat_N, name, flat_N.shape, np.array)
 
     def allgather(self, x_K: tf.Tensor, name: str) -> Handle:
-        """Every rank's vector, by rank: (K,) -> (P, K)."""
         return self._node(lambda x: self._wire.allgather(x, name), x_K, name, [self.size, *x_K.shape])
 
     def alltoall(self, x_PK: tf.Tensor, name: str) -> Handle:
-        """Row p goes to rank p: (P, K) -> (P, K)."""
         return self._node(lambda x: self._wire.alltoall(x, name), x_PK, name, x_PK.shape)
 
     def alltoallv(self, flat_N: tf.Tensor, sent_P: Counts, got_P: Counts, name: str) -> Handle:
-        """Consecutive parts go to the ranks: (N,) -> (N',)."""
         if not tf.is_tensor(sent_P):
             return self._node(lambda x: self._wire.alltoallv(x, sent_P, got_P, name), flat_N, name, [sum(got_P)])
 
         def call(packed: np.ndarray) -> Handle:
-            """Tell the others the counts once more: who enters zeros instead of the graph's vector sends nothing."""
+            # Exchange the counts again: a rank that enters zeros instead of the graph's vector sends nothing.
             own_P = packed[:self.size]
             sent_PP = self._wire.allgather(own_P, f"{name}.counts").wait()
             return self._wire.alltoallv(packed[self.size:self.size + own_P.sum()], sent_PP[self.rank].tolist(),
@@ -125,12 +141,11 @@ class HostNodes(WithoutMemory):
         return self._node(call, tf.concat([sent_P, flat_N], 0), name, [None])
 
     def reducescatter(self, flat_N: tf.Tensor, name: str) -> Handle:
-        """This rank's 1/P of the sum: (N,) -> (N/P,)."""
         return self._node(lambda x: self._wire.reducescatter(x, name), flat_N, name, [flat_N.shape[0] // self.size])
 
     def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
-        """This rank's part of the sum: (N,) -> (sizes_P[rank],); by way of the wire's vector in flight, if any."""
-        def aside(x: np.ndarray) -> np.ndarray:
+        """See `Collectives`; by way of the transport's vector in flight, if it has one."""
+        def in_flight(x: np.ndarray) -> np.ndarray:
             flight_N = self._wire.flight(x.size, x.dtype.name)
             if flight_N is None:
                 return x
@@ -138,34 +153,32 @@ class HostNodes(WithoutMemory):
             return flight_N
 
         return self._node(lambda x: self._wire.reducescatterv(x, sizes_P, name), flat_N, name, [sizes_P[self.rank]],
-                          aside)
+                          in_flight)
 
     def allgatherv(self, part_K: tf.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
-        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,)."""
         return self._node(lambda x: self._wire.allgatherv(x, sizes_P, name), part_K, name, [sum(sizes_P)])
 
     def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> Handle:
-        """``root``'s vector: (N,) -> (N,)."""
         return self._node(lambda x: self._wire.broadcast(x, name, root), x_N, name, x_N.shape, np.array)
 
-    def take_stood(self, ready_s: np.ndarray) -> np.float64:
+    def take_blocked_s(self, ready_s: np.ndarray) -> np.float64:
         """Return the seconds before ``ready_s`` that nodes took of a graph that could do nothing else; forget them."""
-        spans, self._spans = self._spans, []
+        spans = list(self._spans)
+        self._spans.clear()
         alone = _threads() == 1
         return np.float64(sum(max(0.0, min(end, float(ready_s)) - begin) for begin, end in spans) if alone else 0.0)
 
     def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any,
-              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> Done:
+              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> ReadyHandle:
         """Add ``call(prepare(x)).wait()`` to the graph, with a result of ``shape``."""
         node = _Node(lambda x: call(prepare(x)).wait(), x.shape, x.dtype)
 
         def run(x: np.ndarray) -> np.ndarray:
             begin = time.time()
             try:
-                with telling(f"collective {name}"):
-                    x = prepare(x)
-                    node.runs += 1
-                    return np.array(_whole(call, x), x.dtype)  # not the wire's memory, which the next node overwrites
+                x = prepare(x)
+                node.runs += 1
+                return np.array(_whole(call, x), x.dtype)  # the next node overwrites the transport's memory
             finally:
                 self._spans.append((begin, time.time()))
 
@@ -173,38 +186,144 @@ class HostNodes(WithoutMemory):
         before = self._latest.get(graph)
         with tf.control_dependencies([] if before is None else [before]):
             # Stateful nodes wait for whatever else is stateful in the graph, such as the clock at the end of backward.
-            result = tf.numpy_function(run, [x], x.dtype, stateful=False, name=name)
+            result = host_node(run, [x], x.dtype, f"collective {name}", name=name)
         if tf.inside_function():
             self._latest[graph], _of_graph[graph] = result.op, self
-            entered.note(node)
-        return Done(tf.ensure_shape(result, shape))
+            graphs.note(node)
+        return ReadyHandle(tf.ensure_shape(result, shape))
 
 
 class _Node:
-    """Implements `hvdtrain.backends.tensorflow.entered.Collective`. ``call``: enters and ends it, from an array."""
+    """Implements `hvdtrain.backends.tensorflow.graphs.Collective`. ``call``: enters and ends it, from an array."""
 
     def __init__(self, call: Callable[[np.ndarray], Any], shape: tf.TensorShape, dtype: tf.DType) -> None:
         self._call, self._shape, self._dtype = call, shape, dtype
         self.runs = 0
 
     def entered(self) -> int:
-        """Return how often its node came to the wire."""
         return self.runs
 
     def settle(self, runs: int) -> None:
-        """Begin anew from ``runs``."""
         self.runs = runs
 
     def enter(self, value: float) -> None:
-        """Enter it with an array full of ``value``, of 0 where that is of integers."""
         full = value if self._dtype.is_floating else 0
         self._call(np.full(self._shape.as_list(), full, self._dtype.as_numpy_dtype))
 
 
 def _whole(call: Callable[[np.ndarray], Handle], x: np.ndarray) -> np.ndarray:
-    """The result of a collective. One that runs out of memory in its middle cannot be entered again: no lack of memory
-    that a step is repeated for."""
+    """Return the result of a collective. One that runs out of memory in its middle cannot be entered again: no
+    shortage of memory for which a step is repeated."""
     try:
         return call(x).wait()
     except MemoryError as error:
         raise RuntimeError(f"out of memory in the middle of a collective: {error}") from error
+
+
+MOST_NAMES = 128
+"""Names, of all transports together; the graph of a name takes 35 KiB."""
+
+PLACEHOLDER = "collective"
+"""The name of the node in a traced graph, which copies replace."""
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A graph to copy: its definition, its number of results, and whether that is one tensor and no tuple."""
+
+    definition: FunctionDef
+    results: int
+    single: bool
+
+
+class Recent:
+    """The `MOST_NAMES` values that were asked for last, by key; ``forget`` is called with each that is dropped."""
+
+    def __init__(self, forget: Callable[[Any], None] = lambda value: None) -> None:
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._forget = forget
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the value of ``key``, made if there is none."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            else:
+                self._kept[key] = make()
+                if len(self._kept) > MOST_NAMES:
+                    self._forget(self._kept.popitem(last=False)[1])
+            return self._kept[key]
+
+
+_traced, _taped = Recent(), Recent()
+_copies = Recent(lambda function: context.context().remove_function(function))
+
+
+class NamedCalls:
+    """Calls of one transport's operations, each in a graph of one operation that carries its name.
+
+    Horovod pairs operations of different ranks by the name of their node; run eagerly, every allreduce has the same
+    name, and whatever comes next is summed. TensorFlow traces a graph once for each kind of call; each name gets a copy
+    with the node renamed, which takes half a millisecond in place of fifteen.
+    """
+
+    def __init__(self) -> None:
+        self._number = next(_numbers)
+
+    def run(self, operate: Callable[..., Any], xs: Sequence[tf.Tensor], name: str, kind: Hashable) -> Any:
+        """Run ``operate(name, *xs)``, whose collectives' nodes are called ``name``, or ``name.0``, ``name.1``, ...
+
+        Return its result: a tensor, or a tuple of them. ``kind`` distinguishes calls that make different graphs of
+        tensors of equal types. While a tape records, TensorFlow's own function runs, which has a gradient.
+        """
+        key = (self._number, kind, *(x.dtype for x in xs))
+        if record.could_possibly_record():
+            return _taped.get((name, key), lambda: _trace(operate, name, xs))(*xs)
+        traced = _traced.get(key, lambda: _template(_trace(operate, PLACEHOLDER, xs)))
+        function = _copies.get((name, key), lambda: _copy(traced.definition, name))
+        out = execute.execute(function, traced.results, list(xs), _as_it_is(), context.context())
+        return out[0] if traced.single else tuple(out)
+
+
+def _trace(operate: Callable[..., Any], name: str, xs: Sequence[tf.Tensor]) -> Any:
+    """Return the graph of ``operate`` for tensors of these types and any shape."""
+    function = tf.function(lambda *ts: operate(name, *ts), jit_compile=False, autograph=False)
+    return function.get_concrete_function(*[tf.TensorSpec(None, x.dtype) for x in xs])
+
+
+@functools.cache
+def _as_it_is() -> tuple[str, bytes]:
+    """Return the attribute that skips the graph optimizer, which takes longer than the operation."""
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return "config_proto", config.SerializeToString()
+
+
+def _template(graph: Any) -> _Traced:
+    assert not graph.captured_inputs, "the graph of a collective takes its tensors and nothing else"
+    return _Traced(graph.function_def, len(graph.outputs), isinstance(graph.structured_outputs, tf.Tensor))
+
+
+def _copy(definition: FunctionDef, name: str) -> str:
+    """Register a copy of a traced graph whose `PLACEHOLDER` is called ``name``; return the function's name."""
+    copy = FunctionDef()
+    copy.CopyFrom(definition)
+    copy.signature.name = f"hvdtrain_{next(_numbers)}"
+    for node in copy.node_def:
+        node.name = _renamed(node.name, name)
+        for i, source in enumerate(node.input):
+            node.input[i] = _renamed(source, name)
+    for result, source in copy.ret.items():
+        copy.ret[result] = _renamed(source, name)
+    context.context().ensure_initialized()
+    context.context().add_function_def(copy)
+    return copy.signature.name
+
+
+def _renamed(reference: str, name: str) -> str:
+    """Return a node, or one of its outputs such as ``node:output:0``, with ``name`` for the placeholder."""
+    node, colon, rest = reference.partition(":")
+    if node != PLACEHOLDER and not node.startswith(f"{PLACEHOLDER}."):
+        return reference
+    return f"{name}{node[len(PLACEHOLDER):]}{colon}{rest}"

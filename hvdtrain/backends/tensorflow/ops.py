@@ -1,5 +1,4 @@
-"""TensorFlow's implementation of `hvdtrain.core.protocols.Ops`; the same code runs eagerly and while a graph is
-traced."""
+"""TensorFlow's implementation of `hvdtrain.core.protocols.Ops`, for eager calls and while a graph is traced."""
 
 from __future__ import annotations
 
@@ -14,13 +13,12 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow import host
 from hvdtrain.backends.tensorflow.nodes import HostNodes
 from hvdtrain.backends.tensorflow.placement import free_bytes
-from hvdtrain.comm.compressors.base import DEPENDENT
-from hvdtrain.comm.compressors.candidates import LEAST, sample
+from hvdtrain.comm.compressors.base import DEPENDENT, LEAST, sample
 from hvdtrain.core.protocols import Array, Collectives
 
 
 class Ops:
-    """Array operations on whichever device TensorFlow places them; cells on ``device``, "" leaves that open too."""
+    """Array operations on any device TensorFlow chooses; cells on ``device``, "" leaves that open too."""
 
     name = "tensorflow"
     writes = False
@@ -32,7 +30,7 @@ class Ops:
         return tf.zeros([n], dtype)
 
     def buffer(self, n: int, dtype: str, own: np.ndarray | None = None) -> HostVector:
-        """Numpy memory, since a tensor never changes; where TensorFlow can read it without a copy."""
+        """Return numpy memory, since a tensor never changes, that TensorFlow can read without a copy."""
         return (host.zeros(n, dtype) if own is None else own).view(HostVector)
 
     def cast(self, x: Array, dtype: str) -> Array:
@@ -143,19 +141,19 @@ class Ops:
         return VariableCell(value, self.device)
 
     def compiled(self, fn: Any) -> Any:
-        """``fn`` as one graph, which is how an exchange runs here."""
+        """Return ``fn`` as one graph, which is how an exchange runs here."""
         return tf.function(fn, jit_compile=False, autograph=False)
 
     def during_backward(self, wire: Collectives) -> Collectives:
-        """The wire itself, or, where it is outside of graphs, one whose calls are nodes of them."""
+        """Return the transport itself, or `HostNodes` over one that is outside of graphs."""
         return wire if wire.in_graph else HostNodes(wire)
 
     def free_bytes(self) -> int | None:
-        """What the first GPU has beside this process' tensors; None on the CPU."""
+        """Return the free memory of the first GPU; None on the CPU."""
         return free_bytes()
 
     def to_host(self, x: Array) -> np.ndarray:
-        """A copy: a collective may write into what it is given, and a tensor never changes."""
+        """Return a copy: a collective may write into what it is given, and a tensor never changes."""
         if isinstance(x, HostVector):
             return x
         return np.array(x.numpy() if hasattr(x, "numpy") else x)
@@ -165,11 +163,11 @@ class Ops:
 
 
 class HostVector(np.ndarray):
-    """Memory of `Ops.buffer`: a stage fills it, a wire sums it in place, and an update reads it."""
+    """Memory of `Ops.buffer`: a stage fills it, a transport sums it in place, and an update reads it."""
 
 
 class VariableCell:
-    """Implements `hvdtrain.core.protocols.Cell` by a variable made outside of the graph that is being traced, if any.
+    """Implements `hvdtrain.core.protocols.StateCell` by a variable made outside of the graph that is being traced.
 
     A write gives the variable another buffer (no copy), so that what was read before stays as it was.
     """
@@ -186,6 +184,8 @@ class VariableCell:
 
 
 def _largest(magnitude_C: Array, k: int) -> Array:
-    """Where the k largest are, int64 (k,); `tf.math.top_k` takes the lower index of equals. NaN counts as infinity."""
+    """Return the places of the k largest, int64 (k,); `tf.math.top_k` takes the lower index of equals. NaN counts as
+    infinity.
+    """
     magnitude_C = tf.where(tf.math.is_nan(magnitude_C), tf.constant(math.inf, magnitude_C.dtype), magnitude_C)
     return tf.cast(tf.math.top_k(magnitude_C, k, sorted=False).indices, tf.int64)

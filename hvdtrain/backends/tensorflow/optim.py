@@ -1,7 +1,7 @@
 """Keras' own optimizers and schedules by name, with optional warm-up and linear scaling of the rate.
 
-With optimizer.name auto a compiled model keeps its own optimizer and rate; `lr` is for the others. What a model's file
-gives (`groups`) replaces both.
+Owns which optimizer and rate a run has: a compiled model's own (optimizer.name auto), a model file's (`groups`), else
+by name with ``lr``. Updates are `optimizer`'s.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from keras.optimizers import schedules
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.one_cycle import OneCycle
 from hvdtrain.backends.tensorflow import groups
-from hvdtrain.config import Config, Schedule
+from hvdtrain.config import Config, ScheduleConfig
 from hvdtrain.core.errors import UserError, count, nearest
+from hvdtrain.core.resolve import load_callable
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -37,7 +38,7 @@ class WarmUp(schedules.LearningRateSchedule):
         self.warmup_steps, self.scale = warmup_steps, scale
 
     def __call__(self, step: Any) -> Any:
-        """The rate of update ``step``, counted from 0."""
+        """Return the rate of update ``step``, counted from 0."""
         rate = self.base(step) if callable(self.base) else keras.ops.convert_to_tensor(self.base, "float32")
         if self.scale != 1.0:
             rate = rate * self.scale
@@ -47,13 +48,11 @@ class WarmUp(schedules.LearningRateSchedule):
         return rate * keras.ops.minimum(done, 1.0)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments, for Keras' serialisation."""
         base = schedules.serialize(self.base) if callable(self.base) else self.base
         return {"base": base, "warmup_steps": self.warmup_steps, "scale": self.scale}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> WarmUp:
-        """Undo `get_config`."""
         base = config["base"]
         return cls(**{**config, "base": schedules.deserialize(base) if isinstance(base, dict) else base})
 
@@ -70,12 +69,12 @@ class Slice(NamedTuple):
 class Optimization:
     """The optimizer of a run, built for the model's trainable variables.
 
-    ``base_lr``: the configured or compiled rate times the linear scaling; None where a schedule of the user's rules.
-    ``compiled``: it is the one that the model was compiled with.
-    ``whole``: it is built at once; else by `build`, unless one over slices of the variables takes its place
-    (`hvdtrain.backends.tensorflow.sliced`). Then ``slices`` tells by number of the optimizer's variables what each is
-    of, where it is not the same on every rank; ``former``: the optimizer over whole variables, if it had state;
-    ``names``: rank 0's of the optimizer's variables, since Keras counts names within a process.
+    ``base_lr``: the configured or compiled rate times the linear scaling; None if the user's schedule decides.
+    ``compiled``: it is the one that the model was compiled with. ``whole``: build it at once; else by `build`, unless
+    one over slices of the variables takes its place (`hvdtrain.backends.tensorflow.params`). Then ``slices`` gives the
+    slice of each of the optimizer's variables, by number, except those that all ranks have; ``former``: the optimizer
+    over whole variables, if it had state; ``names``: rank 0's of the optimizer's variables, since Keras counts names
+    within a process.
     """
 
     def __init__(self, config: Config, spec: Any, steps_per_epoch: int, whole: bool = True) -> None:
@@ -98,7 +97,7 @@ class Optimization:
         self.overruled: frozenset[str] = frozenset()
         self.changes: list[str] = []
         left_out = ("learning_rate",) if given is None else ()  # copies of a compiled model get the first rank's rate
-        self._settings = groups.words(given or own, left_out) if given is not None or self.compiled else ""
+        self._settings = groups.settings_of(given or own, left_out) if given is not None or self.compiled else ""
         self.optimizer = self._create() if given is None and not self.compiled else self._adopt(given or own)
         _refuse(self.optimizer)
         self._without_decay = groups.without_decay(spec, self.optimizer.weight_decay)
@@ -115,7 +114,7 @@ class Optimization:
         return self.optimizer.built and built_for == list(map(id, self.trained))
 
     def build(self) -> None:
-        """Give the optimizer its state, where it has none and no slices take its place."""
+        """Give the optimizer its state, if it has none and no slices take its place."""
         if self.slices is None and not self.built():
             self.exclude()
             self.optimizer.build(self.trained)  # not twice: its history would be lost
@@ -125,7 +124,7 @@ class Optimization:
         groups.exclude(self.optimizer, self._without_decay)
 
     def keep(self, part: keras.Model) -> None:
-        """Be for ``part``, which has some of the model's variables, before there is any state."""
+        """Restrict the optimizer to ``part``, which has some of the model's variables, before there is any state."""
         self._model, self.trained = part, list(part.trainable_variables)
 
     def replace(self, made: keras.optimizers.Optimizer, slices: dict[int, Slice], shown: Any) -> None:
@@ -135,7 +134,7 @@ class Optimization:
         setup_of(self._model).optimizer = shown
 
     def _create(self) -> keras.optimizers.Optimizer:
-        """An optimizer of keras.optimizers by name, any case; auto is Adam."""
+        """Return an optimizer of keras.optimizers by name, any case; auto is Adam."""
         named = self._config.optimizer
         classes = {n.lower(): c for n, c in vars(keras.optimizers).items()
                    if isinstance(c, type) and issubclass(c, keras.optimizers.Optimizer)
@@ -153,7 +152,7 @@ class Optimization:
                             "keyword arguments it knows", "correct optimizer.args") from None
 
     def _adopt(self, own: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        """The optimizer of the compiled model or of its file, its rate changed only by what config asks for."""
+        """Return the optimizer of the compiled model or of its file, its rate changed only by what config asks for."""
         schedule = self._config.schedule
         given = _given_rate(own)
         self.base_lr = None if callable(given) else given * self._scale
@@ -164,7 +163,7 @@ class Optimization:
         return own
 
     def _rate(self, base: Any) -> Any:
-        """A number, or a schedule that starts from it; ``base``: a rate before scaling, or a schedule."""
+        """Return a number, or a schedule that starts from it; ``base``: a rate before scaling, or a schedule."""
         steps = self._config.schedule.warmup_steps
         named = self._config.schedule
         if callable(base) and not isinstance(base, schedules.LearningRateSchedule):
@@ -181,15 +180,16 @@ class Optimization:
         return WarmUp(made, steps) if steps else made
 
     def _schedule(self, lr: float) -> schedules.LearningRateSchedule:
-        """A schedule of keras.optimizers.schedules by name; its initial rate is ``lr`` unless args give one."""
+        """Return a schedule by name; its initial rate is ``lr`` unless args give one."""
         named = self._config.schedule
         root = schedules.LearningRateSchedule
         classes = {n.lower(): c for n, c in vars(schedules).items()
                    if isinstance(c, type) and issubclass(c, root) and c is not root} | {"onecycle": OneCycle}
-        if named.name.lower() not in classes:
+        if ":" not in named.name and named.name.lower() not in classes:
             raise UserError(f"schedule {named.name!r} is not in keras.optimizers.schedules",
-                            nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
-        made = classes[named.name.lower()]
+                            nearest(named.name, [c.__name__ for c in classes.values()]) + ", or module:callable",
+                            "correct schedule.name")
+        made = load_callable(named.name, "schedule.name") if ":" in named.name else classes[named.name.lower()]
         takes = inspect.signature(made).parameters
         start = {key: lr for key in ("initial_learning_rate", "max_learning_rate") if key in takes}
         try:
@@ -210,9 +210,9 @@ class Optimization:
         return {k: v for k, v in found.items() if v is None or isinstance(v, (bool, int, float, str))}
 
     def resume(self, rest: Mapping[str, Any], rate_loaded: bool = True) -> None:
-        """After a load: where another base rate is configured than was stored, it takes effect.
+        """Apply the configured base rate after a load, if it differs from the stored one.
 
-        A schedule or warm-up holds the new base already; a plain rate, which was loaded (``rate_loaded``; not where the
+        A schedule or warm-up holds the new base already; a plain rate, which was loaded (``rate_loaded``; not if the
         checkpoint had a schedule), is scaled by new / stored. ``rest``: of the checkpoint's state.
         """
         stored_base_lr = rest.get("base_lr")
@@ -242,7 +242,7 @@ class Optimization:
             self.changes.append(f"learning rate {base_lr:g} -> {self.base_lr:g}")
 
     def made_of(self) -> str:
-        """The optimizer's class and its schedule, to compare between ranks."""
+        """Return the optimizer's class and its schedule, to compare between ranks."""
         held = self.optimizer._learning_rate
         name = type(self.optimizer).__name__ + (f" group {self._left_out}" if self._left_out else "")
         if isinstance(held, schedules.LearningRateSchedule):
@@ -253,16 +253,16 @@ class Optimization:
         return name + self._settings
 
     def own_schedule(self) -> schedules.LearningRateSchedule | None:
-        """Return the schedule in the optimizer of the compiled model or of its file, None where there is none."""
+        """Return the schedule in the optimizer of the compiled model or of its file, or None."""
         given = _given_rate(self._adopted) if self.compiled or self._of_file else None
         return given if isinstance(given, schedules.LearningRateSchedule) else None
 
     def rate(self) -> float:
-        """The rate of the next update."""
+        """Return the rate of the next update."""
         return float(self.optimizer.learning_rate)
 
     def describe(self) -> dict[str, str]:
-        """In words, for the summary."""
+        """Return optimizer, groups and schedule for the summary."""
         s, config = self._config.schedule, self._config
         held = self.optimizer._learning_rate
         while isinstance(held, WarmUp):
@@ -293,7 +293,7 @@ _PUT = "_hvdtrain_rate"
 
 
 def _given_rate(optimizer: Any) -> Any:
-    """The rate that the optimizer's owner gave, a number or a schedule, also after runs that changed it."""
+    """Return the rate that the optimizer's owner gave, a number or a schedule, also after runs that changed it."""
     held = optimizer._learning_rate
     given, put = vars(optimizer).get(_PUT, (None, None))
     if callable(held):
@@ -308,21 +308,21 @@ def _given_rate(optimizer: Any) -> Any:
 
 
 def _put_rate(optimizer: Any, given: Any, rate: Any) -> None:
-    """Set the rate and remember what was there; `vars`, because Keras would track an attribute set plainly."""
+    """Set the rate and remember the former one; by `vars`, because Keras would track an attribute set plainly."""
     if callable(optimizer._learning_rate) and not callable(rate):
         rate = WarmUp(rate)  # Keras takes no plain number where a schedule was
     optimizer.learning_rate = rate
     vars(optimizer)[_PUT] = (given, rate)
 
 
-def _refuse_epochs(schedule: Schedule) -> None:
+def _refuse_epochs(schedule: ScheduleConfig) -> None:
     if schedule.interval == "epoch" and schedule.on:
         raise UserError(f"schedule.interval is epoch and {schedule.name} is a schedule of Keras, which counts steps",
                         "step", "set schedule.interval to step and multiply its steps by the steps per epoch")
 
 
 def _refuse(optimizer: Any) -> None:
-    """Raise `UserError` for an optimizer that would do again what the run does."""
+    """Raise `UserError` for an optimizer that would repeat what the run does."""
     distributed = sys.modules.get("hvdtrain.keras.exchange")
     if distributed is not None and distributed.exchange_of(optimizer) is not None:
         raise UserError("the optimizer is a DistributedOptimizer, and Trainer.fit exchanges gradients itself",
@@ -337,7 +337,7 @@ def _refuse(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def instead(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Make ``thing.name`` be ``value`` within; Keras would track an attribute that is set plainly."""
+    """Replace ``thing.name`` by ``value`` within; Keras would track an attribute that is set plainly."""
     before = vars(thing).get(name, thing)
     object.__setattr__(thing, name, value)
     try:
@@ -346,3 +346,38 @@ def instead(thing: Any, name: str, value: Any) -> Iterator[None]:
         object.__delattr__(thing, name)
         if before is not thing:
             object.__setattr__(thing, name, before)
+
+
+def give_back(own: keras.optimizers.Optimizer) -> None:
+    """Remove the state of a Keras optimizer, so that it is as if it had never been built."""
+    for name, held in list(vars(own).items()):
+        holds = isinstance(held, (list, tuple)) and any(isinstance(v, keras.Variable) for v in held)
+        if holds and name != "_variables":
+            object.__setattr__(own, name, [])
+    for v in own.variables:
+        if v is not own._iterations and v is not own._learning_rate:
+            own._untrack_variable(v)
+    own._trainable_variables_indices.clear()
+    own.built = False
+    own._iterations.assign(0)
+
+
+def alike(own: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return an optimizer of the kind and settings of ``own`` with the same rate, also where callbacks change it."""
+    with instead(own, "_learning_rate", tf.zeros([])):  # a schedule or function of a user's need not be told as text
+        made = type(own).from_config(own.get_config())
+    if callable(own._learning_rate):
+        made._untrack_variable(made._learning_rate)
+        object.__setattr__(made, "_learning_rate", own._learning_rate)
+    else:
+        share(made, "_learning_rate", own._learning_rate)
+    return made
+
+
+def share(made: Any, name: str, variable: keras.Variable) -> None:
+    """Have an optimizer use ``variable`` in place of its own of that name."""
+    own = getattr(made, name)
+    place = next(i for i, v in enumerate(made._variables) if v is own)
+    made._untrack_variable(own)
+    made._variables.insert(place, variable)
+    object.__setattr__(made, name, variable)

@@ -1,6 +1,6 @@
 """The update of Keras variables from summed gradients, as a graph of its own or within that of backward.
 
-Owns the check, the clip and where the operations lie. Which optimizer and rate it is, `optim` knows.
+Owns the check, the clip and the place of the operations. Optimizer and rate are `optim`'s.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.keras.facts import apply_gradients
-from hvdtrain.backends.tensorflow import entered
-from hvdtrain.backends.tensorflow.entered import PLAIN
-from hvdtrain.backends.tensorflow.following import follow
+from hvdtrain.backends.tensorflow import graphs
+from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.backends.tensorflow.host import readable, view
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
 from hvdtrain.backends.tensorflow.optim import Optimization, instead
+from hvdtrain.backends.tensorflow.placement import follow
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Bucket
@@ -57,7 +57,6 @@ class Optimizer:
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Clip by the global norm and update; see `hvdtrain.core.protocols.Optimizer`."""
         if buckets and all(isinstance(x, np.ndarray) for x in grads):
             grads, buckets = self._read_in_place(grads, buckets), ()
         scaled = norm is not None and 0 < clip_norm < norm
@@ -83,9 +82,9 @@ class Optimizer:
         return bool(done), found
 
     def _read_in_place(self, vectors: Sequence[np.ndarray], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
-        """The gradient of each variable as a tensor that reads a bucket's memory, which stays the same step by step.
+        """Return the gradient of each variable as a tensor that reads a bucket's memory, the same in every step.
 
-        Copied are those that begin badly, and all where an optimizer may keep a gradient: assigned to a variable, it
+        Copied are those that are not aligned, and all if an optimizer may keep a gradient: assigned to a variable, it
         would share its memory, which no optimizer of Keras' own does.
         """
         if len(vectors) != len(self._vectors) or any(a is not b for a, b in zip(vectors, self._vectors)):
@@ -100,23 +99,23 @@ class Optimizer:
         return [tf.convert_to_tensor(x) if seen is None else seen for x, seen in self._views]
 
     def _checked(self, grads: Sequence[tf.Tensor], limit: tf.Tensor | None, unused: frozenset[int]) -> tf.Tensor:
-        """Update unless the norm is not finite; float64 (2,): 1 if it was made, else 0, and the norm."""
+        """Update unless the norm is not finite; return float64 (2,): 1 if it was made, else 0, and the norm."""
         norm = tf.cast(tf.sqrt(squares(grads)), tf.float32)
         done = self._guarded(grads, tf.math.is_finite(norm), norm, limit, unused)
         return tf.stack([tf.cast(done, tf.float64), tf.cast(norm, tf.float64)])
 
     def _guarded(self, grads: Sequence[tf.Tensor], good: tf.Tensor, norm: tf.Tensor, limit: Any,
                  unused: frozenset[int]) -> tf.Tensor:
-        """The update where ``good``, of gradients that are clipped to ``limit``, if there is one; ``good``."""
+        """Update if ``good``, with gradients that are clipped to ``limit``, if there is one; return ``good``."""
         def update() -> tf.Tensor:
             if limit is None:
                 return self._apply(grads, unused)
             factor = tf.where(norm > limit, limit / norm, 1.0)
             return self._apply([x * tf.cast(factor, x.dtype) for x in grads], unused)
 
-        if not entered.noting():  # a graph of its own, whose errors end the run
+        if not graphs.noting():  # a graph of its own, whose errors end the run
             return tf.cond(good, update, lambda: tf.constant(False))
-        own = entered.Update.here()
+        own = graphs.Update.here()
 
         def counted() -> tf.Tensor:
             with tf.control_dependencies([own.begin()]):
@@ -127,7 +126,7 @@ class Optimizer:
     def _traced(self, grads: Sequence[tf.Tensor], loss_sum: tf.Tensor, clip_norm: float = 0.0) -> tf.Tensor:
         """Update in the graph that is being traced unless loss or gradient are not finite.
 
-        Returns float64 (2,): the squares of the gradient, and 1 if the update was made, else 0.
+        Return float64 (2,): the squares of the gradient, and 1 if the update was made, else 0.
         """
         total = squares(grads)
         norm = tf.cast(tf.sqrt(total), tf.float32)
@@ -141,11 +140,10 @@ class Optimizer:
         return tf.constant(True)
 
     def skipped(self) -> bool:
-        """False: the sums are looked at before their update, on a GPU too."""
+        """Return False: the sums are checked before their update, on a GPU too."""
         return False
 
     def slots(self) -> Iterator[tuple[str, int, tf.Tensor]]:
-        """Yield what Keras' optimizer holds of each variable in its shape, by its own attribute's name."""
         known = {id(v) for v in self.own.variables}
         for name, held in vars(self.own).items():
             if name in ("_variables", "_trainable_variables") or not isinstance(held, (list, tuple)):
@@ -156,37 +154,33 @@ class Optimizer:
                         yield name.lstrip("_"), i, slot.value.read_value()
 
     def plain_sgd(self) -> bool:
-        """Return whether it is SGD without momentum."""
         return type(self.own) is keras.optimizers.SGD and not self.own.momentum
 
     def bytes_to_come(self) -> int:
-        """Nothing: the optimizer's state is there."""
+        """Return 0: the optimizer's state exists."""
         return 0
 
     def learning_rate(self) -> float:
-        """Return the rate of the next update."""
         return self.opt.rate()
 
     def own_schedule(self) -> object | None:
-        """Return the schedule that the optimizer's owner gave; see `hvdtrain.core.protocols.Optimizer`."""
         return self.opt.own_schedule()
 
     def end_epoch(self) -> None:
-        """Nothing: Keras' schedules count updates."""
+        """Do nothing: Keras' schedules count updates."""
 
     def resumed(self, epochs: int, rescheduled: bool) -> None:
-        """Take over what differs from the checkpoint: Keras' schedules are functions of the count of updates."""
+        """Take over differences from the checkpoint: Keras' schedules are functions of the count of updates."""
         self.overruled, self.changes = self.opt.overruled, self.opt.changes
 
     def describe(self) -> dict[str, str]:
-        """Return optimizer, rate and schedule in words."""
         return self.opt.describe()
 
 
 class SplitOptimizer(Optimizer):
-    """An `Optimizer` over variables on several devices: everything happens beside them.
+    """An `Optimizer` over variables on several devices, with each operation on the device of its variable.
 
-    Whether the norm is finite is decided between two graphs: what goes into a branch of a graph goes through one
+    Whether the norm is finite is decided between two graphs: tensors that enter a branch of a graph go through one
     device.
     """
 
@@ -224,7 +218,7 @@ class SplitOptimizer(Optimizer):
             return self._apply(grads, unused)
 
     def _beside(self, tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
-        """Gradients or buckets on the device of their variables, where sums that came over the host are not yet."""
+        """Return gradients or buckets on the device of their variables; sums that came over the host are elsewhere."""
         follow()
         places = [b.place for b in buckets] if buckets else [self._split.place(v) for v in self._variables]
         moved = []
@@ -235,7 +229,7 @@ class SplitOptimizer(Optimizer):
 
 
 def _elementwise(own: Any, variables: Sequence[keras.Variable]) -> bool:
-    """Whether slices of ``variables`` can be updated in their place."""
+    """Return whether slices of ``variables`` can be updated in place."""
     try:
         check_elementwise(own, variables)
     except UserError:
@@ -273,7 +267,7 @@ def squares(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _by_variable(tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
-    """The gradient of each variable from those of the buckets, or as they are where there are no buckets."""
+    """Return the gradient of each variable from those of the buckets, or as they are without buckets."""
     if not buckets:
         return list(tensors)
     found = {i: grad for bucket, flat_N in zip(buckets, tensors)
@@ -286,8 +280,8 @@ def fused(own: Any) -> Iterator[None]:
     """Let Keras' SGD, or a subclass with its formula, update each variable by TensorFlow's one kernel for it.
 
     The kernel's formula is Keras', to the bit, but reads and writes each element once; Keras' own operations take a
-    third longer over a large model's step. All else of an update (clipping, decay, averages) stays Keras', and so does
-    that by sparse gradients.
+    third longer over a large model's step. Everything else of an update (clipping, decay, averages, sparse gradients)
+    stays Keras'.
     """
     plain = keras.optimizers.SGD.update_step
     if not isinstance(own, keras.optimizers.SGD) or type(own).update_step is not plain:

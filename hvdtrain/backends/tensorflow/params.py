@@ -1,20 +1,26 @@
-"""The trainable variables of a Keras model: singly, as flat buckets, and under an optimizer."""
+"""The trainable variables of a Keras model: singly, as flat buckets, and under an optimizer over slices of them.
+
+Owns how a slice is updated in the middle of its variable. Exchanges are `hvdtrain.parallel.data_parallel`'s.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.keras.facts import apply_gradients
 from hvdtrain.backends.tensorflow import host, state
+from hvdtrain.backends.tensorflow.buffers import take_over
+from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
-from hvdtrain.backends.tensorflow.optim import Optimization
-from hvdtrain.backends.tensorflow.optimizer import Optimizer
-from hvdtrain.backends.tensorflow.sliced import Sliced
+from hvdtrain.backends.tensorflow.optim import Optimization, Slice, alike, instead, share
+from hvdtrain.backends.tensorflow.optimizer import Optimizer, check_elementwise, fused
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
@@ -29,7 +35,7 @@ VIEWED = ("float32", "float64")
 class Params:
     """Implements `hvdtrain.core.protocols.Params` in the model's own order.
 
-    ``blocks``: the layers that the model file names as the model's blocks, if it does. ``opt``: the run's optimizer.
+    ``blocks``: the layers that the model file names as the model's blocks. ``opt``: the run's optimizer.
     """
 
     def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, blocks: Sequence[Any] = (),
@@ -47,7 +53,7 @@ class Params:
     def made_of(self) -> list[str]:
         """Return a line for each variable of the model, then the optimizer with its schedule and variables.
 
-        Without Keras' own counters in names (``dense_7``), which go on counting within a process.
+        Without Keras' own counters in names (``dense_7``), which count within a process.
         """
         def line(kind: str, v: Any) -> str:
             dtype = keras.backend.standardize_dtype(v.dtype)
@@ -58,14 +64,14 @@ class Params:
                 *(line("variable of the optimizer", v) for v in self._opt.optimizer.variables)]
 
     def frozen(self) -> frozenset[int]:
-        """Return nothing: what is trainable when a run begins stays so."""
+        """Return nothing: variables that are trainable when a run begins stay so."""
         return frozenset()
 
     def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> tf.Tensor:
         """Return a copy of the variables of ``bucket`` as one vector (n,).
 
-        Of elements [begin, end), where those are asked for, a view in host memory if they lie in one variable there.
-        Whoever holds on to it makes a later `write` copy the variable.
+        Of elements [begin, end), if those are asked for, a view in host memory if they lie in one variable there.
+        Whoever holds it makes a later `write` copy the variable.
         """
         pieces = []
         inside = in_bucket(bucket, begin, bucket.n if end is None else end)
@@ -78,9 +84,10 @@ class Params:
         return tf.identity(Ops().pack(pieces)) if pieces else tf.zeros([0], bucket.dtype)
 
     def write(self, bucket: Bucket, flat_N: tf.Tensor, known: tuple[int, int] = (0, 0)) -> None:
-        """Undo `flat`, but for variables that lie within ``known``: to write a whole one is faster than a part of it.
+        """Undo `flat`, except for variables that lie within ``known``: to write a whole one is faster than a shard of
+        it.
 
-        What lies in host memory is copied into the variables, else they would keep that memory.
+        Values in host memory are copied into the variables, else they would keep that memory.
         """
         for i, begin, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
             end = begin + self.specs[i].n
@@ -94,7 +101,7 @@ class Params:
     def optimizer(self, vectors: Sequence[tf.Variable]) -> Optimizer:
         """Return an optimizer of the run's kind over ``vectors``, variables (n,), with state of its own.
 
-        It goes by the run's own rate, also where that is a variable that a callback changes.
+        It uses the run's own rate, also if that is a variable that a callback changes.
         """
         made = copy.copy(self._opt)
         own = self._opt.optimizer
@@ -106,7 +113,6 @@ class Params:
         return Optimizer(made, variables, self._scale)
 
     def sliced(self, spans: Sequence[tuple[int, int]]) -> Sliced:
-        """Return the run's optimizer over a slice of each variable; see `hvdtrain.core.protocols.Params`."""
         if self._split:
             raise UserError("data_parallel zero with model_parallel and Keras on TensorFlow", "one of the two",
                             "set model_parallel: 1, or data_parallel: replicate")
@@ -114,7 +120,8 @@ class Params:
 
 
 def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
-    """Copy ``values`` into the memory of a variable; one that somebody else reads, such as a save, is left to them."""
+    """Copy ``values`` into the memory of a variable; memory that somebody else reads, such as a save, is left to them.
+    """
     if not values.ndim:
         variable.assign(tf.convert_to_tensor(values))
         return
@@ -124,7 +131,166 @@ def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
 
 
 def _as_keras(vector: tf.Variable) -> keras.Variable:
-    """A Keras variable around ``vector`` itself."""
+    """Return a Keras variable around ``vector`` itself."""
     made = keras.Variable(tf.zeros([0], vector.dtype), dtype=keras.backend.standardize_dtype(vector.dtype))
     made._value, made._shape = vector, tuple(vector.shape)
     return made
+
+
+Block = tuple[tuple[int, int], ...]
+"""(begin, end) along each dimension of a tensor."""
+
+
+class Sliced(Optimizer):
+    """Implements `hvdtrain.core.protocols.Optimizer` over row-major elements ``spans`` of the model's ``variables``.
+
+    Keras gets a variable of its own for each of the model's, as long as the slice and of the same name, so that its
+    state lines up with that of a whole optimizer. Such a variable is filled just before its update and emptied after
+    it, one after another: the only lasting memory is the state of the slices. ``opt``: the run's optimizer over whole
+    variables, which this one replaces. Its rate stays the one variable. Errors: `UserError` naming an optimizer, a
+    setting or a variable that needs whole tensors.
+    """
+
+    def __init__(self, opt: Optimization, variables: Sequence[keras.Variable], scale: LossScale,
+                 spans: Sequence[tuple[int, int]]) -> None:
+        check_elementwise(opt.optimizer, variables)
+        self.whole, self.spans = list(variables), list(spans)
+        slices = [_slice_of(v, end - begin) for v, (begin, end) in zip(variables, spans)]
+        _replace(opt, self.whole, slices, self.spans)
+        super().__init__(opt, slices, scale)
+        self.traced = None
+
+    def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
+        """Update the slices from a gradient (end - begin,) for each; the caller decides whether it is finite and
+        clipped.
+        """
+        assert not buckets and not clip_norm, "slices come singly, and their owner knows no norm of the whole"
+        tensors = [_tensor(x) for x in grads]
+        unused = frozenset(unused)
+        if unused not in self._functions:
+            self._functions[unused] = tf.function(
+                lambda *xs: self._apply(xs, unused), **PLAIN).get_concrete_function(*tensors)
+        self._functions[unused](*tensors)
+        return True, math.nan
+
+    def describe(self) -> dict[str, str]:
+        """Add that a compiled optimizer does not get the state."""
+        words = self.opt.describe()
+        if self.opt.compiled:
+            words["optimizer"] += "; the compiled one itself holds no state of the run"
+        return words
+
+    def _apply(self, grads: Sequence[tf.Tensor], unused: frozenset[int]) -> tf.Tensor:
+        own, done = self.own, [tf.no_op()]
+        number = {v.value._unique_id: i for i, v in enumerate(self._variables)}
+        with fused(own):
+            plain, decay = own.update_step, own._apply_weight_decay
+
+            def update_step(grad: tf.Tensor, variable: tf.Variable, rate: Any) -> None:
+                i = number[variable._unique_id]
+                begin, end = self.spans[i]
+                if begin == end:
+                    return
+                target = self.whole[i].value
+                with tf.control_dependencies(done):
+                    flat_N = tf.reshape(target.read_value(), [-1])
+                    variable.assign(tf.slice(flat_N, [begin], [end - begin]), read_value=False)
+                decay([self._variables[i]])
+                plain(grad, variable, rate)
+                written = write(target, begin, end, tf.ensure_shape(variable.read_value(), [end - begin]))
+                # The next one waits for both, else what was made for several would be there at once.
+                done[:] = [*written, variable.assign(tf.zeros([0], variable.dtype), read_value=False)]
+
+            with instead(own, "update_step", update_step), instead(own, "_apply_weight_decay", lambda vs: None), \
+                    instead(own, "_all_reduce_sum_gradients", lambda pairs: pairs):
+                apply_gradients(own, [None if i in unused else x for i, x in enumerate(grads)], self._variables)
+        return tf.constant(True)
+
+
+def blocks(shape: Sequence[int], begin: int, end: int) -> list[Block]:
+    """Return the fewest blocks of a row-major tensor that make up its elements [begin, end), in their order. Pure.
+
+    >>> blocks((4, 10), 5, 30)
+    [((0, 1), (5, 10)), ((1, 3), (0, 10))]
+    """
+    if len(shape) <= 1:
+        return [((begin, end),) if shape else ()]
+    inner = math.prod(shape[1:])
+    first, last = begin // inner, end // inner
+    found: list[Block] = []
+    if begin % inner:
+        stop = min(end, (first + 1) * inner)
+        found += [((first, first + 1), *b) for b in blocks(shape[1:], begin - first * inner, stop - first * inner)]
+        begin, first = stop, first + 1
+    if first < last and begin < end:
+        found.append(((first, last), *((0, n) for n in shape[1:])))
+        begin = last * inner
+    if begin < end:
+        found += [((last, last + 1), *b) for b in blocks(shape[1:], begin - last * inner, end - last * inner)]
+    return found
+
+
+def write(variable: tf.Variable, begin: int, end: int, values_N: tf.Tensor) -> list[Any]:
+    """Replace the row-major elements [begin, end) of a variable, in place, by (end - begin,) values.
+
+    Return the operations. A new variable takes less time and was measured to hold 7 bytes a parameter more.
+    """
+    shape = variable.shape.as_list()
+    if end - begin == math.prod(shape):
+        return [variable.assign(tf.reshape(values_N, shape), read_value=False)]
+    at, written = 0, []
+    for block in blocks(shape, begin, end):
+        lengths = [stop - start for start, stop in block]
+        part = tf.slice(values_N, [at], [math.prod(lengths)])
+        written.append(tf.raw_ops.ResourceStridedSliceAssign(
+            ref=variable.handle, begin=[start for start, _ in block], end=[stop for _, stop in block],
+            strides=[1] * len(block), value=tf.reshape(part, lengths)))
+        at += math.prod(lengths)
+    return written
+
+
+def _replace(opt: Optimization, wholes: Sequence[keras.Variable], slices: Sequence[keras.Variable],
+             spans: Sequence[tuple[int, int]]) -> None:
+    """Put an optimizer over ``slices`` in the place of that over ``wholes``, and take over its state."""
+    own = opt.optimizer
+    opt.exclude()
+    made, owner = alike(own), {}
+    numbers = {id(v): i for i, v in enumerate(slices)}
+    add = made.add_variable_from_reference
+
+    def add_variable_from_reference(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        owner[len(made.variables)] = numbers[id(reference_variable)]
+        return add(reference_variable, *args, **kwargs)
+
+    with instead(made, "add_variable_from_reference", add_variable_from_reference):
+        made.build(list(slices))
+    excluded = getattr(own, "_exclude_from_weight_decay", None)
+    if excluded is not None:
+        made.exclude_from_weight_decay(
+            [part for part, whole in zip(slices, wholes) if own._var_key(whole) in excluded])
+        made._exclude_from_weight_decay_pattern = own._exclude_from_weight_decay_pattern
+    found = {place: Slice(i, *spans[i], tuple(wholes[i].shape)) for place, i in owner.items()}
+    shown = alike(own)  # the rate and the count without state, so that a model which a callback saves can be loaded
+    share(shown, "_iterations", made._iterations)
+    opt.replace(made, found, shown)
+    if opt.former is not None:
+        take_over(opt, [state.view(v) for v in opt.former.variables])
+
+
+def _slice_of(variable: keras.Variable, n: int) -> keras.Variable:
+    """Return a Keras variable (n,) of the name of ``variable``, without contents."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    made = keras.Variable(tf.zeros([0], dtype), dtype=dtype)
+    with tf.device(variable.value.device):
+        made._value = tf.Variable(tf.zeros([0], dtype), shape=tf.TensorShape([None]),
+                                  name=variable.value.name.rpartition(":")[0] or None)
+    made._shape, made._name, made._path = (n,), variable.name, variable.path
+    return made
+
+
+def _tensor(x: Any) -> tf.Tensor:
+    """Return a gradient as a tensor, which reads a numpy array in place if it can."""
+    if not isinstance(x, np.ndarray):
+        return x
+    return host.view(x) if x.flags.writeable else tf.convert_to_tensor(x)

@@ -1,7 +1,12 @@
-"""Where a rank's Keras model lives, how many threads it computes with, and its random seeds."""
+"""Devices of a rank's Keras model: where variables and operations live, threads, memory, and random seeds.
+
+Owns the choice of devices and moves between them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -25,7 +30,7 @@ def in_host_memory() -> bool:
 
 
 def device_facts() -> DeviceFacts:
-    """What this rank computes on: its first GPU, else the CPU."""
+    """Return facts of this rank's first GPU, else of the CPU."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return cpu_facts()
@@ -38,9 +43,9 @@ def device_facts() -> DeviceFacts:
 
 
 def free_bytes() -> int | None:
-    """Bytes of this rank's first GPU beside what its tensors take, 0 where it cannot be told; None of a CPU.
+    """Return the bytes of this rank's first GPU beside its tensors, 0 if unknown; None for a CPU.
 
-    What other processes take of that GPU is not known here.
+    Other processes on that GPU are not counted.
     """
     if in_host_memory():
         return None
@@ -53,9 +58,9 @@ def free_bytes() -> int | None:
 def setup(threads: int, deterministic: bool, devices: int = 1) -> bool:
     """Set the compute threads of this process (0: TensorFlow's choice) and, if asked, deterministic kernels.
 
-    ``devices``: without a GPU the CPU is made to be so many logical devices, each of which computes on its own. GPU
-    memory is taken as it is needed. Returns False where TensorFlow had started already, so that threads and memory
-    stayed as they were. Raises `UserError` where Keras runs on another backend.
+    ``devices``: without a GPU the CPU becomes so many logical devices, each of which computes on its own. GPU memory is
+    taken as it is needed. Return False if TensorFlow had started already, so that threads and memory stayed as they
+    were. Raise `UserError` if Keras runs on another backend.
     """
     require_tensorflow()
     if deterministic:
@@ -77,11 +82,11 @@ def setup(threads: int, deterministic: bool, devices: int = 1) -> bool:
 
 
 def keep_sums() -> None:
-    """Have gradients that are summed stay as they are traced, on hosts without a GPU.
+    """Keep sums of gradients as they are traced, on hosts without a GPU.
 
-    TensorFlow's memory optimizer otherwise takes sums of three and more tensors apart where it believes that a graph
-    needs most of a device's memory, so that a gradient's bits depend on what else is in memory: on the blocks that are
-    recomputed, say. It believes a CPU to have 256 MiB.
+    TensorFlow's memory optimizer otherwise splits sums of three and more tensors if it believes that a graph needs most
+    of a device's memory, so that a gradient's bits depend on the rest of memory (recomputed blocks, say). It assumes a
+    CPU of 256 MiB.
     """
     from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
     from tensorflow.python.eager import context
@@ -98,9 +103,9 @@ def keep_sums() -> None:
 
 
 def split_devices(n: int) -> tuple[str, ...]:
-    """``n`` devices of this rank for a split model: its GPUs, or logical devices of the CPU. Starts TensorFlow.
+    """Return ``n`` devices of this rank for a split model: its GPUs, or logical devices of the CPU. Starts TensorFlow.
 
-    Errors: `UserError` where there are fewer, saying how many and what to do.
+    Errors: `UserError` for fewer devices, with their number and the next step.
     """
     kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
     found = tf.config.list_logical_devices(kind)
@@ -116,7 +121,7 @@ def split_devices(n: int) -> tuple[str, ...]:
 
 
 def capacity_bytes(devices: tuple[str, ...], local_size: int) -> tuple[tuple[int, ...], int]:
-    """(bytes that each device may hold, bytes that they may hold together); 0 where unknown or without a limit.
+    """Return (bytes that each device may hold, bytes that they may hold together); 0: unknown or without a limit.
 
     Logical devices of a CPU share the host's memory, and that with the other ranks of the host.
     """
@@ -131,7 +136,7 @@ def capacity_bytes(devices: tuple[str, ...], local_size: int) -> tuple[tuple[int
 
 
 def gpu_memory_bytes(index: int) -> int:
-    """Memory of a GPU that this process sees; 0 where that cannot be told. The driver is asked for the first one."""
+    """Return the memory of a GPU of this process; 0 if unknown. The driver is asked for the first one."""
     own = total_bytes()
     details = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
     alike = details and details[index] == details[0]
@@ -147,7 +152,7 @@ def require_tensorflow() -> None:
 
 
 def on_gpu(model: keras.Model) -> bool:
-    """True if a variable of ``model`` lives on a GPU."""
+    """Return whether a variable of ``model`` lives on a GPU."""
     return any("GPU" in (getattr(v.value, "device", "") or "") for v in model.weights)
 
 
@@ -167,3 +172,105 @@ def seed_model(states: dict[str, Any], rank: int) -> None:
     for variable in states.values():
         start, counter = (int(n) for n in variable.numpy())
         variable.assign([(start + _STRIDE * rank) % (2**31), counter])
+
+
+def follow() -> None:
+    """Place operations without a device, from here to the end of the traced graph, on that of their largest input.
+
+    TensorFlow would put them all on the first device and copy every variable there and back (Keras' optimizers,
+    compressors). A variable counts by its value. Operations without inputs stay open: TensorFlow puts them beside their
+    reader. No scope, because TensorFlow adds an operation for each result after the traced function's end.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    scope = graph.device(lambda op: op.device or _largest(op))
+    scope.__enter__()
+    graph._hvdtrain_following = scope  # would be left when it is collected; TensorFlow ends it with the graph
+
+
+def _largest(op: Any) -> str:
+    """Return the device of the input with the most elements, among those with a device; the first of equals."""
+    best, most = "", -1
+    for tensor in op.inputs:
+        where = device_of(tensor)
+        size = _elements(tensor)
+        if where and size > most:
+            best, most = where, size
+    return best
+
+
+def device_of(tensor: Any) -> str:
+    """Return the device of a graph's tensor, if the graph knows it; of a capture, its device outside."""
+    if isinstance(tensor, tf.__internal__.EagerTensor):
+        return str(tensor.device)
+    if tensor.op.device:
+        return str(tensor.op.device)
+    if tensor.op.type == "Placeholder":
+        captures = getattr(tensor.graph, "captures", ())
+        captured = next((outer for outer, inner in captures if inner.name == tensor.name), None)
+        return "" if captured is None else device_of(captured)
+    return device_of(tensor.op.inputs[0]) if len(tensor.op.inputs) == 1 else ""
+
+
+def _elements(tensor: Any) -> int:
+    """Return the elements of a tensor, or of the variable behind a handle; unknown sizes count as large."""
+    data = getattr(tensor, "_handle_data", None) if tensor.dtype == tf.resource else None
+    shape = tf.TensorShape(data.shape_and_type[0].shape) if data is not None and data.is_set else tensor.shape
+    n = shape.num_elements()
+    return 1 << 60 if n is None else int(n)
+
+
+def move(variable: keras.Variable, device: str) -> None:
+    """Move a Keras variable to ``device`` with its value. Keras' object stays; its `tf.Variable` is a new one."""
+    old = variable._value
+    if _short(old.device) == _short(device):
+        return
+    with tf.init_scope(), tf.device(device):
+        variable._value = tf.Variable(old.read_value(), dtype=old.dtype, trainable=old.trainable,
+                                      name=variable.name, aggregation=old.aggregation,
+                                      synchronization=old.synchronization)
+
+
+@contextmanager
+def lent(variables: Sequence[keras.Variable], device: str) -> Iterator[None]:
+    """Have copies of ``variables`` on ``device`` within, and restore them afterwards."""
+    own = [v._value for v in variables]
+    try:
+        for variable in variables:
+            move(variable, device)
+        yield
+    finally:
+        for variable, value in zip(variables, own):
+            variable._value = value
+
+
+def move_slots(optimizer: Any, variables: Sequence[keras.Variable], old_keys: dict[Any, keras.Variable]) -> None:
+    """Move an optimizer's state, built for ``variables``, beside each of them, and register their new keys.
+
+    Keras' optimizers hold one list for each kind of slot, in the variables' order. ``old_keys``: the keys of the
+    optimizer for the variables before they were moved.
+    """
+    own = {id(v) for v in optimizer.variables} - {id(optimizer.iterations)}
+    for name, held in vars(optimizer).items():
+        if name in ("_variables", "_trainable_variables") or not isinstance(held, (list, tuple)):
+            continue
+        if len(held) == len(variables):
+            for slot, variable in zip(held, variables):
+                if id(slot) in own:
+                    move(slot, variable._value.device)
+    for i, variable in enumerate(variables):
+        optimizer._trainable_variables_indices[optimizer._var_key(variable)] = i
+    keep_excluded(optimizer, old_keys)
+
+
+def keep_excluded(optimizer: Any, old_keys: dict[Any, keras.Variable]) -> None:
+    """Exclude from an optimizer's weight decay what it excluded under ``old_keys``."""
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+    if excluded:
+        now = {key: optimizer._var_key(variable) for key, variable in old_keys.items()}
+        optimizer._exclude_from_weight_decay = type(excluded)(now.get(key, key) for key in excluded)
+        optimizer._exclude_from_weight_decay_cache = {}
+
+
+def _short(device: str) -> str:
+    """Return CPU:1 for /CPU:1 and for /job:localhost/replica:0/task:0/device:CPU:1."""
+    return device.rpartition("/")[2].removeprefix("device:")

@@ -11,13 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.core.timeline.profiler import KERNEL, Marks, Span
+from hvdtrain.core.timeline.spans import KERNEL, Marks, Span
 
 _MARK = "hvdtrain mark"
 
 
 class Profiler:
-    """Implements `hvdtrain.core.timeline.profiler.Profiler` for TensorFlow."""
+    """Implements `hvdtrain.core.timeline.spans.Profiler` for TensorFlow."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-profile-")
@@ -25,12 +25,10 @@ class Profiler:
         self.within_s = 0.0
 
     def start(self) -> None:
-        """Begin."""
         tf.profiler.experimental.start(self._folder.name)
         self._marks.put()
 
     def stop(self) -> list[Span]:
-        """End, and return what was found."""
         self._marks.put()
         tf.profiler.experimental.stop()
         with self._folder:
@@ -41,7 +39,8 @@ class Profiler:
 
 
 def ranges() -> tuple[Callable[[str], Any], Callable[[], Any]] | None:
-    """Return what begins and ends an NVTX range, which Nsight Systems shows; None without CUDA's library for it.
+    """Return functions that begin and end an NVTX range, which Nsight Systems shows; None without CUDA's library for
+    it.
 
     TensorFlow has none of its own; CUDA's toolkit has, and pip's nvidia-nvtx.
     """
@@ -54,7 +53,7 @@ def ranges() -> tuple[Callable[[str], Any], Callable[[], Any]] | None:
 
 
 def _events(path: Path) -> list[tuple[str, str, float, float, str]]:
-    """Return (name, lane, begin, end, cause) of what a file of TensorFlow's holds, in seconds since 1970."""
+    """Return (name, lane, begin, end, cause) of each event in a file of TensorFlow's, in seconds since 1970."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2  # its own readers are in no package that it needs
 
     space: Any = xplane_pb2.XSpace()

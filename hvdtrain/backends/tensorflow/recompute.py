@@ -1,17 +1,6 @@
-"""Recomputes what blocks of a model made in forward when backward reads it, in a graph that is being traced.
+"""Activation checkpointing in a graph that is being traced: backward recomputes what blocks made in forward.
 
-Owns the copies of operations and what starts them; which blocks are recomputed is `transforms.remat`'s.
-
-The graph is traced as always: the model's own forward, once, and the gradient that TensorFlow makes of it. Then every
-read of backward in a tensor of a chosen block's forward is pointed at a copy of the operations that made it. So the
-gradient's operations and their order are the ones that they are without, and whatever has a state happens once: an
-operation that draws from a stateful generator, reads or writes a variable or talks to other ranks is never copied, its
-result is kept, and the copies take it from there. Keras' own random operations are functions of a seed that forward has
-read, so that a copy gives the same mask.
-
-TensorFlow's graph optimizer merges operations with equal inputs, and its executor starts whatever has its inputs: the
-first copies of a block therefore wait by a control edge, which tells them apart and holds them back, until the gradient
-of the block's output is there and the block recomputed before it has been read.
+Owns the copies of operations and their start. Which blocks are recomputed is `transforms.remat`'s.
 """
 
 from __future__ import annotations
@@ -36,7 +25,7 @@ _open: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
 
 
 class Call(NamedTuple):
-    """One call of a block: the operations ``begin`` to ``end`` of its graph, as numbers."""
+    """A call of a block: the operations ``begin`` to ``end`` of its graph, as numbers."""
 
     name: str
     begin: int
@@ -45,7 +34,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Recording:
-    """Which operations of a graph belong to which block.
+    """The operations of a graph that belong to each block.
 
     ``inner``: blocks that were called in a loop or function within the graph; ``within``: in another block.
     """
@@ -58,8 +47,9 @@ class Recording:
     depth: int = 0
 
     def fused(self) -> set[str]:
-        """Return the blocks that call a function of TensorFlow's: it is opened after the graph is made, and what is
-        in it merged with what reads it."""
+        """Return the blocks that call a function of TensorFlow's: it is inlined after the graph is made, and its
+        operations fused with what reads them.
+        """
         ops = self.graph.get_operations()
         return {call.name for call in self.calls if any(op.type in _FUNCTIONS for op in ops[call.begin:call.end])}
 
@@ -79,14 +69,14 @@ def recording() -> Iterator[Recording]:
 
 
 def backward_begins() -> None:
-    """Take note that what is traced from now on is backward."""
+    """Note that what is traced from now on is backward."""
     found = _open.get(tf.compat.v1.get_default_graph())
     if found is not None:
         found.n_forward = len(found.graph.get_operations())
 
 
 def noted(name: str, call: Callable[..., Any]) -> Any:
-    """Return what ``call()`` does, with its operations noted as block ``name``'s; a block within a block is part of it.
+    """Return the result of ``call()``, its operations noted as block ``name``'s; a block within a block is part of it.
     """
     if _instead and tf.executing_eagerly():
         return _instead[-1](name, call)
@@ -114,7 +104,7 @@ def noted(name: str, call: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def instead(work: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Within it blocks that are called eagerly give what ``work(name, call)`` returns."""
+    """Replace eager calls of blocks by ``work(name, call)`` within."""
     _instead.append(work)
     try:
         yield
@@ -123,7 +113,7 @@ def instead(work: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
 
 
 class Block:
-    """What of a call's forward can be made again, and where backward reads it.
+    """The operations of a call's forward that can be repeated, and the reads of them in backward.
 
     ``free``: tensors that need not be kept, by name: operations without a state, less what forward itself reads outside
     of the block. ``uses``: (operation of backward, number of its input, tensor) for each read of one.
@@ -180,7 +170,14 @@ def blocks(found: Recording, names: Iterable[str]) -> list[Block]:
 
 
 def rewrite(found: Recording, names: Iterable[str]) -> None:
-    """Have backward recompute the blocks ``names``; called once, when forward and backward are traced."""
+    """Have backward recompute the blocks ``names``; called once, when forward and backward are traced.
+
+    The graph is traced as always: the model's own forward, once, and TensorFlow's gradient of it. Then every read of
+    backward in a tensor of a chosen block's forward is pointed at a copy of the operations that made it. So gradients
+    keep their operations and order, and whatever has a state happens once: an operation that draws from a stateful
+    generator, reads or writes a variable or talks to other ranks is never copied; its result is kept for the copies.
+    Keras' own random operations are functions of a seed that forward has read, so a copy gives the same mask.
+    """
     chosen = [block for block in blocks(found, names) if block.uses]
     if not chosen:
         return
@@ -204,7 +201,12 @@ def rewrite(found: Recording, names: Iterable[str]) -> None:
 
 
 def _copy(graph: Any, block: Block, waits: Sequence[Any], followers: _Followers) -> list[Any]:
-    """Copy what backward reads of ``block``, to be computed after ``waits``; return what has to run as well."""
+    """Copy what backward reads of ``block``, to be computed after ``waits``; return what has to run as well.
+
+    TensorFlow's optimizer merges operations with equal inputs, and its executor starts whatever has its inputs. So the
+    first copies wait by a control edge, which tells them apart and holds them back, until the gradient of the block's
+    output is there and the block recomputed before has been read.
+    """
     made: dict[str, Any] = {}
     held: dict[str, Any] = {}
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope(f"remat/{block.name}"):
@@ -250,13 +252,13 @@ def _identity(tensor: Any, name: str) -> Any:
 
 
 def _first(op: Any) -> int:
-    """The input of ``op`` that is held back: no constant, and no variable where there is something else."""
+    """Return the input of ``op`` that is held back: no constant, and no variable if there is another."""
     ranks = [(source(t).op.type == "Const", source(t).op.type in _READS) for t in op.inputs]
     return ranks.index(min(ranks))
 
 
 class _Followers:
-    """Which operations of a graph come after which."""
+    """The edges of a graph, by the operation that they leave."""
 
     def __init__(self, ops: Sequence[Any]) -> None:
         self._next: dict[str, list[Any]] = {}
@@ -265,7 +267,6 @@ class _Followers:
                 self.add(before, op)
 
     def add(self, before: Any, op: Any) -> None:
-        """Note an edge."""
         self._next.setdefault(before.name, []).append(op)
 
     def of(self, ops: Iterable[Any]) -> set[str]:
@@ -288,12 +289,14 @@ def source(tensor: Any) -> Any:
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of tensors whose shapes are known; what is no array of numbers counts for nothing."""
+    """Return the bytes of tensors whose shapes are known; anything but arrays of numbers counts 0."""
     return sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors
                if t.dtype not in (tf.resource, tf.variant, tf.string))
 
 
 def repeatable(op: Any) -> bool:
-    """Whether ``op`` gives the same again: it has no state, nor has what it calls (a loop that reads variables has)."""
+    """Return whether ``op`` gives the same again: it has no state, nor has what it calls (a loop that reads variables
+    has).
+    """
     # Horovod does not mark its operations.
     return not (op.op_def.is_stateful or op.type in _KEPT or op.type.startswith("Horovod"))

@@ -1,7 +1,7 @@
-"""What recomputing a block of a Keras model saves and costs, and which blocks a graph's forward pass calls.
+"""Bytes that recomputing a block of a Keras model saves, its seconds, and the blocks that forward calls.
 
-Owns the measurement: bytes from the graph that a step traces, with the shapes of a real batch; seconds of each block's
-forward in a graph of its own, on what the model gives it. Exchanges nothing, and nothing of it remains.
+Owns the measurement: bytes from the graph that a step traces, on a real batch; seconds of each block's forward in a
+graph of its own. Exchanges nothing, and restores everything.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ class Costs:
         self._model, self._gradients, self._across = model, gradients, across
 
     def forward(self, batch: Batch) -> recompute.Recording:
-        """Return which blocks a training forward pass of ``batch`` calls."""
         return self._recorded(batch, lambda parts: self._gradients.task(self._model, parts, True))
 
     def measure(self, batch: Batch) -> dict[str, BlockCost]:
-        """Return the cost of each block that a step on ``batch`` calls."""
         split = self._gradients.split
         n_parts = split.parts(len(tf.nest.flatten(tuple(batch))[0])) if split else 1
         scale = tf.constant(1.0, tf.float64)
@@ -52,7 +50,7 @@ class Costs:
         return costs
 
     def _recorded(self, batch: Batch, work: Callable[[Any], Any]) -> recompute.Recording:
-        """What ``work`` calls, traced on a batch like this and not run."""
+        """Return the calls of ``work``, traced on a batch like this and not run."""
         leaves = [tf.convert_to_tensor(x) for x in tf.nest.flatten(tuple(batch))]
         kept: list[recompute.Recording] = []
 
@@ -68,7 +66,7 @@ class Costs:
         return kept[0]
 
     def _seconds(self, batch: Batch) -> dict[str, float]:
-        """The median time of each block's forward passes on ``batch``, all calls of a block together."""
+        """Return the median time of each block's forward passes on ``batch``, all calls of a block together."""
         tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
         seconds: dict[str, float] = {}
 

@@ -1,13 +1,7 @@
 """Forward and backward of a Keras model on one rank, in graphs that also hold what the sink can trace.
 
-Owns what is called when, and what is kept from one call to the next. What the graphs compute is in `gradients`, for
-which shapes they are traced in `calls`, losses in `task`.
-
-Where the collectives can be graph nodes, the sink is called while the graph is traced: each bucket's node waits for
-its own gradients only, so that its sum overlaps the rest of backward. A rank without a sample runs a graph of zeros
-with nodes of the same names. The graph of the last micro-batch then returns when the sums have arrived; the seconds
-waited are measured inside it. Over a wire of the host that goes on by itself each bucket leaves the graph as it fills
-(`leaving`), over any other one after it.
+Owns which graph is called when, and what is kept between calls. Their content is `gradients`', their shapes are
+`graphs`'.
 """
 
 from __future__ import annotations
@@ -24,11 +18,10 @@ import threading
 
 from hvdtrain.backends.tensorflow import host, placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, holding
-from hvdtrain.backends.tensorflow.calls import Calls
 from hvdtrain.backends.tensorflow.collectives import peer_failures
-from hvdtrain.backends.tensorflow.entered import Graph
 from hvdtrain.backends.tensorflow.gradients import Gradients
-from hvdtrain.backends.tensorflow.nodes import stood_s, telling
+from hvdtrain.backends.tensorflow.graphs import Calls, Graph
+from hvdtrain.backends.tensorflow.nodes import blocked_s, host_node
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.trial import Trial
@@ -36,7 +29,7 @@ from hvdtrain.core import rng, timeline
 from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.timeline import current
-from hvdtrain.data.empty import StandIn
+from hvdtrain.data.weighting import PlaceholderSample
 
 
 STAMPS = 3
@@ -46,10 +39,14 @@ STAMPS = 3
 class Stage:
     """Implements `hvdtrain.core.protocols.Stage` for a whole model, which may be split over devices.
 
-    ``loss_scale``: returns this rank's factor of the loss. ``across``: what sums BatchNorm's moments over ranks, if
-    anything does. ``exact``: the first sizes of a micro-batch get a graph each (`calls`). ``loss_words``: the loss for
-    the summary. ``calls``: the graphs that it trains with. ``divides``: whether a micro-batch is computed in parts,
-    each with a loss of its own.
+    If the collectives can be graph nodes, the sink is called while the graph is traced: each bucket's node waits for
+    its own gradients only, so that its sum overlaps the rest of backward, and the graph of the last micro-batch returns
+    when the sums have arrived. A rank without a sample runs a graph of zeros with nodes of the same names. Over a
+    transport of the host that works in the background each bucket leaves the graph when it is full (`Leaving`), over
+    any other one after it. ``loss_scale``: returns this rank's factor of the loss. ``across``: what sums BatchNorm's
+    moments over ranks, if anything does. ``exact``: the first sizes of a micro-batch get a graph each (`Calls`).
+    ``loss_words``: the loss for the summary. ``calls``: the graphs that it trains with. ``divides``: whether a micro-
+    batch is computed in shares, each with a loss of its own.
     """
 
     def __init__(self, model: keras.Model, task: Task, class_numbers: ClassNumbers, buffers: Buffers,
@@ -57,12 +54,12 @@ class Stage:
                  exact: bool, loss_words: str) -> None:
         self.model, self.task, self.class_numbers = model, task, class_numbers
         self._buffers, self._gradients, self._loss_scale, self._across = buffers, gradients, loss_scale, across
-        self.divides = gradients.split is not None and gradients.split.plan.needs.micros > 1
+        self.divides = gradients.split is not None and gradients.split.plan.micros > 1
         self._exact, self._words = exact and gradients.split is None, {"loss": loss_words}
         self.asynchronous = placement.on_gpu(model)
         self.waited_s = 0.0
         self.unused: frozenset[int] = frozenset()
-        self._stand_in = StandIn()
+        self._stand_in = PlaceholderSample()
         self._like: Batch = ()
         self.calls, self._connected = Calls(gradients.around), False
         self._sink: GradientSink | None = None
@@ -78,7 +75,7 @@ class Stage:
         self._trial: Trial | None = None
 
     def connect(self, sink: GradientSink) -> None:
-        """Prepare the graphs for this sink; they are traced at the first batch, and kept while it stays the same."""
+        """Prepare the graphs for this sink; they are traced at the first batch, and kept while the sink is the same."""
         if sink is not self._sink or self._connected:
             self.calls, self._sink, self._zeros = Calls(self._gradients.around), sink, {}
             # Every rank asks for this memory or none, whatever it computes on: the wire may make it in common.
@@ -90,11 +87,10 @@ class Stage:
         self._connected = True
 
     def disconnect(self) -> None:
-        """Nothing is hooked into the model."""
+        """Keep the graphs: nothing is hooked into the model."""
         self._connected = False
 
     def begin(self) -> None:
-        """Open a step."""
         self._random = rng.capture()
         self._gradients.rescale(self._loss_scale())
         self._several, self.waited_s = False, 0.0
@@ -103,12 +99,10 @@ class Stage:
         self._drawn.forget()
 
     def rewind(self) -> None:
-        """Put the random generators back to where `begin` found them."""
         rng.restore(self._random)
         self._drawn.put_back()
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
-        """Add the gradient of ``loss_sum * scale``; the graph of the ``final`` micro-batch exchanges too, if it can."""
         batch, samples = tuple(micro), len(tf.nest.flatten(micro)[0])
         self._buffers.saw(samples)
         undo: Callable[[], None] | None = None
@@ -123,7 +117,7 @@ class Stage:
         if undo is not None:
             undo()
         if self._across:
-            self.waited_s += _stood_in(self._across)
+            self.waited_s += _waited_in(self._across)
         if not samples:
             return 0.0, 0.0
         assert self.calls.latest is not None
@@ -131,7 +125,7 @@ class Stage:
         return pair
 
     def _add(self, batch: tuple[Any, ...], scale: float) -> Pair:
-        """A micro-batch that is not the last one; its scalars are read when they are needed."""
+        """Run a micro-batch that is not the last one; its scalars are read when they are needed."""
         first = not self._several
         self._several, self.waited_s = True, 0.0
         self._gradients.allocate()
@@ -139,7 +133,7 @@ class Stage:
         def trace(parts: tuple[Any, ...], scale: tf.Tensor, n_parts: int) -> tf.Tensor:
             loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts, self._kept if first else ())
             self._gradients.add(loss_sum, grads, first)
-            return _pair(loss_sum, weight)
+            return pair_of(loss_sum, weight)
 
         with holding(self._kept if first else ()):
             pair = self._run("first" if first else "more", batch, scale, trace)
@@ -153,7 +147,7 @@ class Stage:
             kept = () if several else self._kept
             loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts, kept)
             total, sums = self._gradients.completed(loss_sum, grads) if several else (loss_sum, grads)
-            return self._hand_over(sink, _pair(loss_sum, weight), total, sums, closely)
+            return self._hand_over(sink, pair_of(loss_sum, weight), total, sums, closely)
 
         # A graph without buckets may update too, and leaves out what no micro-batch of the step used.
         kind = "only" if not several else "last" if sink.buckets else ("last", self.unused)
@@ -168,7 +162,6 @@ class Stage:
         return loss_sum, weight
 
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:
-        """Hand over zeros, or NaN for what this rank owes: after a graph that failed, what that has not entered."""
         self.waited_s = 0.0
         failed, value = self.calls.failed, math.nan if poison else 0.0
         if poison and sink.in_graph and (not sink.buckets or failed is not None and failed.collectives()):
@@ -178,7 +171,7 @@ class Stage:
         elif self._across and self._across.active:  # the other ranks' layers wait for this one too
             self._across.begin(self._loss_scale(), False)
             self._final(self._stand_in.instead(self._like), value, sink)
-            self.waited_s += _stood_in(self._across)
+            self.waited_s += _waited_in(self._across)
         elif sink.in_graph:
             if sink.variant not in self._zeros:
                 def trace(value: tf.Tensor) -> Any:
@@ -200,7 +193,7 @@ class Stage:
                     sink.put(bucket.index, memory_N)
 
     def _arrived(self, sink: GradientSink, tensors: Sequence[tf.Tensor], rest: list[float]) -> None:
-        """Hand over what a graph has returned: sums, or this rank's own gradients."""
+        """Hand over the results of a graph: sums, or this rank's own gradients."""
         if sink.in_graph:
             self.waited_s, ready_s, summed_s = rest[:STAMPS]
             if sink.buckets:
@@ -219,11 +212,11 @@ class Stage:
 
     def _hand_over(self, sink: GradientSink, pair: tf.Tensor, loss_sum: tf.Tensor,
                    grads: list[tf.Tensor], closely: bool = False) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """While a graph is traced: (report, tensors).
+        """Return (report, tensors) while a graph is traced.
 
         ``report``: float64, the pair, the seconds from the last local gradient to the last sum with the times of both,
         the sink's numbers; ``closely``: when each bucket was full, and when summed. One tensor, since each that is read
-        costs the host a call. Without a sink in the graph it is the pair, and when gradients left that leave at once.
+        costs the host a call. Without a sink in the graph it is the pair, and the times at which gradients left.
         """
         grads = self._gradients.unscaled(grads)
         tensors = grads
@@ -243,7 +236,7 @@ class Stage:
         if sink.buckets:
             with tf.control_dependencies(sums):
                 summed_s = tf.maximum(tf.timestamp(), ready_s)
-            waited_s = summed_s - ready_s + stood_s(ready_s, sums)
+            waited_s = summed_s - ready_s + blocked_s(ready_s, sums)
         numbers, wanted = sink.look(loss_sum, sums)
         told = [after(x) for x in (*tensors, *sums)] if closely else []
         return tf.concat([pair, [waited_s, ready_s, summed_s], numbers, *([told] if told else [])], 0), list(wanted)
@@ -268,24 +261,23 @@ class Stage:
         return results
 
     def ahead(self, batch: Batch) -> None:
-        """Nothing: a graph takes its inputs when it runs."""
+        """Do nothing: a graph takes its inputs when it runs."""
 
     def spare(self, batch: Batch) -> None:
-        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
+        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.weighting`)."""
         self._stand_in.saw(batch)
         self._like = tuple(array[:0] for array in batch)
 
     def trial(self, batch: Batch) -> None:
-        """Compute a batch's gradient for its time alone, in a graph of its own without an exchange."""
+        """Compute in a graph of its own, without an exchange."""
         self.alone(batch)
 
     def culprit(self, batch: Batch) -> str:
-        """Return the first variable that this batch gives a gradient which is not finite, or ""."""
         names = iter(self._names)
         return next((n for n, g in zip(names, self.alone(batch)) if not bool(tf.reduce_all(tf.math.is_finite(g)))), "")
 
     def alone(self, batch: Batch) -> list[tf.Tensor]:
-        """Return this rank's own gradients of a batch by variable, after which all is as it was.
+        """Return this rank's own gradients of a batch by variable, and restore everything else.
 
         The loss is scaled as in training, and the gradients are unscaled again.
         """
@@ -296,14 +288,12 @@ class Stage:
             return self._gradients.unscaled(self._trial(batch))
 
     def device_s(self) -> None:
-        """Nothing: a call of a graph returns when its results are there."""
+        """Return None: a call of a graph returns when its results are there."""
 
     def describe(self) -> dict[str, str]:
-        """Return loss and device in words."""
         return {**self._words, "device": "gpu" if self.asynchronous else "cpu"}
 
     def caveats(self) -> list[str]:
-        """Return the layers whose result depends on how a batch is cut (law 2)."""
         found = []
         if not self._across and any(layer.trainable for layer in sync_batchnorm.norms(self.model)):
             found.append("BatchNorm takes its statistics over each rank's own samples, without sync_batchnorm: true")
@@ -312,14 +302,14 @@ class Stage:
         return found
 
 
-def _stood_in(across: sync_batchnorm.Across) -> float:
-    """Seconds that the layers of the graph that has just run waited for other ranks."""
+def _waited_in(across: sync_batchnorm.Across) -> float:
+    """Return the seconds that the layers of the graph that has just run waited for other ranks."""
     seconds = across.waited_s()
     timeline.stamped(seconds)
     return seconds
 
 
-def _pair(loss_sum: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+def pair_of(loss_sum: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.cast(loss_sum, tf.float64), tf.cast(weight, tf.float64)])
 
 
@@ -330,7 +320,7 @@ def wanted() -> bool:
 
 
 def after(x_N: tf.Tensor) -> tf.Tensor:
-    """Return when ``x_N`` was there, float64 () of `time.perf_counter`, while a graph is traced."""
+    """Return the time at which ``x_N`` was there, float64 () of `time.perf_counter`, while a graph is traced."""
     first = tf.cast(x_N[:1], tf.float32)  # what travels to Python; a constant would be stamped while it is optimised
     return tf.ensure_shape(tf.numpy_function(_now, [first], tf.float64, stateful=False), [])
 
@@ -340,7 +330,7 @@ def _now(x: np.ndarray) -> np.float64:
 
 
 def tell(buckets: Sequence[Bucket], stamps: Sequence[float]) -> None:
-    """Tell a trace, if one is being taken, of each bucket's way; ``stamps``: when they were full, when summed."""
+    """Report each bucket's transfer to a trace, if one is taken; ``stamps``: when they were full, when summed."""
     timeline = current()
     taker = timeline.taker if timeline is not None else None
     for i, bucket in enumerate(buckets if taker is not None else ()):
@@ -351,14 +341,16 @@ def tell(buckets: Sequence[Bucket], stamps: Sequence[float]) -> None:
 
 
 class Leaving:
-    """The nodes of one sink. ``memory``: numpy memory of each bucket to copy to; else the sink is given tensors."""
+    """Nodes that hand buckets to one sink while the graph runs. ``memory``: numpy memory of each bucket to copy to;
+    else the sink is given tensors.
+    """
 
     def __init__(self, sink: GradientSink, memory: Sequence[Any], in_place: bool) -> None:
         self._sink, self._memory, self._in_place = sink, memory, in_place
         self._lock = threading.Lock()  # a sink takes one bucket at a time
 
     def handed_over(self, tensors: Sequence[tf.Tensor], zero: tf.Tensor) -> tf.Tensor:
-        """Return when each bucket was handed over, float64 (B,), while a graph is traced.
+        """Return the times at which buckets were handed over, float64 (B,), while a graph is traced.
 
         ``tensors``: the gradients by variable, or with a sink that is given tensors those of its buckets. ``zero``: a
         scalar that TensorFlow cannot know before the graph runs.
@@ -371,13 +363,12 @@ class Leaving:
         bucket = self._sink.buckets[index]
 
         def leave(_: np.ndarray, *arrays: np.ndarray) -> np.float64:
-            with telling(f"gradients of {bucket.name}"):
-                if self._in_place:
-                    host.fill(self._memory[index], bucket, arrays)
-                with self._lock:
-                    self._sink.put(index, self._memory[index] if self._in_place else tf.constant(arrays[0]))
+            if self._in_place:
+                host.fill(self._memory[index], bucket, arrays)
+            with self._lock:
+                self._sink.put(index, self._memory[index] if self._in_place else tf.constant(arrays[0]))
             return np.float64(time.perf_counter())
 
         # Nodes with a state wait for whatever else has one in the graph. One without, fed constants alone, such as
         # gradients that are known to be zero, TensorFlow would run while it optimises the graph, and not again.
-        return tf.ensure_shape(tf.numpy_function(leave, [zero, *group], tf.float64, stateful=False), [])
+        return tf.ensure_shape(host_node(leave, [zero, *group], tf.float64, f"gradients of {bucket.name}"), [])

@@ -1,8 +1,7 @@
 """A Keras run as named numpy arrays and back, bit by bit.
 
 A name is the variable's place in the model's order and its path: ``00003/cnn/conv_0/conv/kernel``. The place decides;
-of the path Keras' own counters (``dense_7``) are not compared, because they go on counting within a process.
-bfloat16, which numpy lacks, travels as its bits in uint16.
+Keras' own counters (``dense_7``) are not compared. bfloat16, which numpy lacks, travels as its bits in uint16.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.keras import final_files
+from hvdtrain.backends.keras import saving
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.checkpoint import weights
-from hvdtrain.checkpoint.tensors import Layout, Spec, layout
+from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
 from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:
@@ -34,13 +33,13 @@ _COUNTER = re.compile(r"_\d+(?=[/_]|$)")
 
 
 def to_numpy(variable: Any) -> np.ndarray:
-    """A copy on the host of a Keras variable or a tensor."""
+    """Return a copy on the host of a Keras variable or a tensor."""
     array = np.asarray((variable.value if isinstance(variable, keras.Variable) else variable).numpy())
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 def view(variable: Any) -> np.ndarray:
-    """What `to_numpy` returns, without a copy where it is in host memory; good until the variable changes."""
+    """Return `to_numpy` without a copy if the value is in host memory; valid until the variable changes."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, tf.Variable):  # what read_value does, without the three quarters of its time that are Python
         value = tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
@@ -58,31 +57,42 @@ def assign(variable: Any, array: np.ndarray) -> None:
 
 
 def nbytes(variables: Sequence[Any]) -> int:
-    """The bytes of what ``variables`` hold."""
+    """Return the bytes of the values of ``variables``."""
     return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
 def without_counters(name: str) -> str:
-    """A variable's path without Keras' counters: ``dense/kernel`` for ``dense_7/kernel``."""
+    """Return a variable's path without Keras' counters: ``dense/kernel`` for ``dense_7/kernel``."""
     return _COUNTER.sub("", name)
 
 
 def named(variables: Sequence[Any]) -> dict[str, Any]:
-    """Variables by place and path."""
+    """Return variables by place and path."""
     return {f"{i:05d}/{v.path}": v for i, v in enumerate(variables)}
 
 
+def export_names(variables: Sequence[Any]) -> list[str]:
+    """Return a name for each variable: its path, with a number if another has the same."""
+    names: dict[str, None] = {}
+    for variable in variables:
+        name, n = variable.path, 1
+        while name in names:
+            name, n = f"{variable.path}#{n}", n + 1
+        names[name] = None
+    return list(names)
+
+
 def arrays(variables: Sequence[Any], group: str = "", place: Place | None = None) -> dict[str, np.ndarray]:
-    """`named`, as copies, in the memory that ``place`` gives; not copied where it gives None."""
+    """Return `named`, as copies, in the memory that ``place`` gives; not copied if it gives None."""
     if place is None:
         return {name: to_numpy(v) for name, v in named(variables).items()}
     return {name: copied(view(variable), group, name, place) for name, variable in named(variables).items()}
 
 
 def copied(value: np.ndarray, group: str, name: str, place: Place | None) -> np.ndarray:
-    """Return a copy of ``value`` in the memory that ``place`` gives, or new memory; ``value`` where it gives None."""
+    """Return a copy of ``value`` in the memory that ``place`` gives, or new memory; ``value`` if it gives None."""
     memory = np.empty(value.shape, value.dtype) if place is None else place(group, name, value.shape, value.dtype)
-    if isinstance(memory, Window):
+    if isinstance(memory, ArrayWindow):
         begin, memory = memory
         value = value.reshape(-1)[begin:begin + memory.size]
     if memory is None:
@@ -139,7 +149,7 @@ def of_other_settings(model: keras.Model, own: Iterable[str], given: Iterable[st
 
 
 def seed_states(model: keras.Model) -> dict[str, Any]:
-    """The states of the model's random generators by place and path: what is neither a weight nor a metric."""
+    """Return the states of the model's random generators by place and path: neither weights nor metrics."""
     counted = {id(v) for v in (*model.weights, *model.metrics_variables)}
     own = [v for v in model.variables if id(v) not in counted]
     return named([v for v in own if v.path.rpartition("/")[2].startswith("seed_generator_state")])
@@ -154,7 +164,7 @@ def draws(model: keras.Model) -> bool:
 
 
 def random_arrays(model: keras.Model) -> dict[str, np.ndarray]:
-    """Every random generator of this process that can be read: Python's, numpy's, the model's."""
+    """Return every random generator of this process that can be read: Python's, numpy's, the model's."""
     return {**rng.capture(), **{f"seed.{name}": to_numpy(v) for name, v in seed_states(model).items()}}
 
 
@@ -168,7 +178,7 @@ def load_random(model: keras.Model, own: dict[str, np.ndarray]) -> None:
 class ModelState:
     """Implements `hvdtrain.core.protocols.ModelState`. ``rank``: rank 0 gives what no owner of a slice does.
 
-    ``restart``: forgets how many samples the statistics of the buffers were made of, which a checkpoint makes equal.
+    ``restart``: forgets the number of samples of the buffers' statistics, which a checkpoint makes equal on all ranks.
     """
 
     def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, restart: Callable[[], None],
@@ -181,7 +191,6 @@ class ModelState:
         self.facts: Callable[[], dict[str, Any]] = dict
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-        """Return groups "model" and "optimizer" (with its count of updates); optimizer, base rate and loss scale."""
         own = self._opt.optimizer
         groups = {"model": arrays(self._model.weights, "model", place)}
         if self._opt.slices is None:
@@ -194,11 +203,9 @@ class ModelState:
                 "settings": self._opt.settings(), **self._scale.state(), **self.facts()}
 
     def state_bytes(self) -> int:
-        """Return the bytes of all variables, which a Keras optimizer has from the start; of slices, this rank's."""
         return nbytes((*self._model.weights, *self._opt.optimizer.variables))
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
-        """Undo `state`; a base rate that is configured otherwise now takes effect."""
         own = type(self._opt.optimizer).__name__
         if rest.get("optimizer", own) != own:
             raise UserError(f"the checkpoint was made with {rest['optimizer']}", own,
@@ -225,11 +232,11 @@ class ModelState:
         self._opt.resume(rest, not of_rate)
 
     def take(self, optimizer: Any, spans: Sequence[tuple[int, int]]) -> None:
-        """Nothing: the optimizer over slices has taken the place of the whole one."""
+        """Do nothing: the optimizer over slices has taken the place of the whole one."""
         assert self._opt.slices is not None and optimizer.spans == list(spans)
 
     def _slices(self) -> Iterator[tuple[str, Any, tuple[int, ...], int, int]]:
-        """(name, variable, whole shape, begin, end) of each of the optimizer's variables."""
+        """Yield (name, variable, whole shape, begin, end) of each of the optimizer's variables."""
         assert self._opt.slices is not None
         variables = self._opt.optimizer.variables
         for place, (name, variable) in enumerate(zip(self._opt.names or named(variables), variables)):
@@ -239,7 +246,6 @@ class ModelState:
                 name, variable, part.shape, part.begin, part.end)
 
     def slices(self, place: Place | None = None) -> Iterator[Shard]:
-        """Yield this rank's part of the group "optimizer", of rank 0 with what all ranks have alike."""
         owned = self._opt.slices or {}
         for number, (name, variable, shape, begin, end) in enumerate(self._slices()):
             if begin < end and (number in owned or self._rank == 0):
@@ -247,7 +253,6 @@ class ModelState:
                 yield Shard("optimizer", name, shape, begin, copied(own, "optimizer", name, place))
 
     def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
-        """Return the names of a checkpoint, and which elements of each this rank needs."""
         own, given = list(self._slices()), {head.name: tuple(head.shape) for head in heads}
         self._alone = of_other_settings(self._model, [name for name, *_ in own], given)
         self._names = matched("optimizer", {name: shape for name, _, shape, _, _ in own if name not in self._alone},
@@ -256,7 +261,6 @@ class ModelState:
                 if begin < end and name in self._names]
 
     def load_slices(self, values: Mapping[str, np.ndarray]) -> None:
-        """Undo `slices`; a base rate that is configured otherwise than in what was loaded takes effect."""
         own = {name: variable for name, variable, _, _, _ in self._slices()}
         for name, variable in own.items():
             array = values.get(self._names.get(name, name))
@@ -267,11 +271,9 @@ class ModelState:
         self._rests = []
 
     def rank_state(self) -> dict[str, np.ndarray]:
-        """Return this rank's random generators."""
         return random_arrays(self._model)
 
     def load_rank(self, own: dict[str, np.ndarray]) -> None:
-        """Undo `rank_state`."""
         load_random(self._model, own)
 
     def export(self, directory: Path) -> list[str]:
@@ -284,14 +286,13 @@ class ModelState:
             return _write(self._model, Path(directory))
 
     def try_export(self) -> str:
-        """Raise `UserError` for a variable that no file can hold; return what Keras cannot write, or ""."""
         with own_types(self._model):
             _planned(self._model)
-            return final_files.left_out(self._model)
+            return saving.left_out(self._model)
 
     @contextlib.contextmanager
     def final(self) -> Iterator[None]:
-        """Have the averaged weights in the body, with use_ema; not where the final weights are in the model already."""
+        """Use the averaged weights in the body, with use_ema, unless the model has the final weights already."""
         trained, own = self._opt.trained, self._opt.optimizer
         averages = own.use_ema and not self.finalized
         weights = [to_numpy(v) for v in trained] if averages else []
@@ -308,20 +309,17 @@ def _write(model: keras.Model, directory: Path) -> list[str]:
     plan, variables = _planned(model)
     blocks = (np.ascontiguousarray(view(variables[name])).reshape(-1).view(np.uint8).data for name in plan.names)
     weights.put(plan, blocks, directory / weights.FILE)
-    return [weights.FILE, *final_files.write(model, directory)]
+    return [weights.FILE, *saving.write(model, directory)]
 
 
-def _planned(model: keras.Model) -> tuple[Layout, dict[str, Any]]:
-    """Return the file model.safetensors, and its variables by name. `CheckpointError` for what no file can hold."""
-    named: dict[str, Any] = {}
+def _planned(model: keras.Model) -> tuple[FileLayout, dict[str, Any]]:
+    """Return the layout of model.safetensors, and its variables by name. `CheckpointError` for what no file can hold.
+    """
+    named = dict(zip(export_names(model.weights), model.weights))
     codes: dict[str, str] = {}
     specs: dict[str, Spec] = {}
-    for variable in model.weights:
-        name, n = variable.path, 1
-        while name in named:
-            name, n = f"{variable.path}#{n}", n + 1
+    for name, variable in named.items():
         dtype = tf.as_dtype(variable.dtype)
-        named[name] = variable
         codes |= {name: "BF16"} if dtype == tf.bfloat16 else {}
         specs[name] = Spec(np.dtype(np.uint16 if dtype == tf.bfloat16 else dtype.as_numpy_dtype),
                            tuple(variable.shape))

@@ -1,4 +1,7 @@
-"""A Keras model's loss in TensorFlow's types, and a look at class numbers that TensorFlow itself fails on."""
+"""A Keras model's loss and metrics in TensorFlow, and a check of class numbers on which TensorFlow itself fails.
+
+Owns graphs of evaluations. Loss and metrics themselves are `hvdtrain.backends.keras`'.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.keras import compiled, shapes, task
+from hvdtrain.backends.keras import compiled, losses, task
+from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.pairs import Pair
+from hvdtrain.backends.tensorflow.buffers import Kept, holding
+from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.config import Config
+from hvdtrain.core.protocols import Batch
 
 
 class Task(task.Task):
-    """`hvdtrain.backends.keras.task.Task` that returns tensors, float64 where they come in it, else float32."""
+    """`hvdtrain.backends.keras.task.Task` that returns tensors, float64 if they come in it, else float32."""
 
     def __call__(self, model: Any, batch: Any, training: bool) -> Pair:
         """Run the model once on a flat batch of tensors (B, ...)."""
@@ -27,10 +34,10 @@ class Task(task.Task):
 
 
 class ClassNumbers:
-    """Looks at integer targets on the host: TensorFlow fails on those out of range, or gives NaN on a GPU.
+    """Checks integer targets on the host: TensorFlow fails on those out of range, or gives NaN on a GPU.
 
-    Only for categorical cross entropies, and where the model says the number of its outputs beforehand;
-    other models' targets are looked at when an operation has failed.
+    Only for categorical cross entropies, and if the model knows the number of its outputs beforehand; other models'
+    targets are checked when an operation has failed.
     """
 
     def __init__(self, spec: Any, config: Config) -> None:
@@ -38,8 +45,8 @@ class ClassNumbers:
         loss = task.compiled_loss(spec.model)
         name = "auto" if loss is None else task.name_of(loss)
         self._name = name if config.loss.name == "auto" else config.loss.name
-        by_name = config.loss.name != "auto" and shapes.of_shares(self._name)
-        self._looks = spec.task is None and (self._name == "auto" or shapes.sparse(self._name) or by_name)
+        by_name = config.loss.name != "auto" and losses.of_shares(self._name)
+        self._looks = spec.task is None and (self._name == "auto" or losses.sparse(self._name) or by_name)
         self._ignored = config.loss.args.get("ignore_class", getattr(loss, "ignore_class", None))
         axis = config.loss.args.get("axis", getattr(loss, "axis", -1))
         shape = _output_shape(spec.model) if axis == -1 else None
@@ -55,7 +62,7 @@ class ClassNumbers:
             return
         if targets.dtype.kind not in "iu" or not targets.size or classes < 2:
             return
-        low, high, kind = int(targets.min()), int(targets.max()), shapes.kind(targets)
+        low, high, kind = int(targets.min()), int(targets.max()), losses.kind(targets)
         if 0 <= low and high < classes:
             return
         if self._ignored is not None:
@@ -63,11 +70,11 @@ class ClassNumbers:
             low, high = (int(targets.min()), int(targets.max())) if targets.size else (0, 0)
             if 0 <= low and high < classes:
                 return
-        raise shapes.out_of_range(self._name, f"the targets are {kind}", low, high, classes)
+        raise losses.out_of_range(self._name, f"the targets are {kind}", low, high, classes)
 
     @contextlib.contextmanager
     def checked(self, batch: tuple[Any, ...]) -> Iterator[None]:
-        """Around the graph's run: `check` before it, and after a failed operation with the range that this names."""
+        """Run `check` before the body, and after a failed operation with the range that this names."""
         self.check(batch)
         try:
             yield
@@ -79,7 +86,7 @@ class ClassNumbers:
 
 
 def _output_shape(model: keras.Model) -> tuple[Any, ...] | None:
-    """The model's output shape, or None where it is known only once the model is called, or is of several tensors."""
+    """Return the model's output shape, or None if it is known only once the model is called, or of several tensors."""
     try:
         shape = model.output_shape
     except (AttributeError, ValueError):
@@ -88,5 +95,45 @@ def _output_shape(model: keras.Model) -> tuple[Any, ...] | None:
 
 
 def _wide(x: Any) -> tf.DType:
-    """The type a loss is summed in: float64 where it comes in it, else float32."""
+    """Return the type a loss is summed in: float64 if it comes in it, else float32."""
     return tf.float64 if getattr(x, "dtype", None) == tf.float64 else tf.float32
+
+
+class Evaluator:
+    """Implements `hvdtrain.core.protocols.Evaluator`: runs the model in inference, one graph per shape of batch."""
+
+    def __init__(self, evaluation: Evaluation, class_numbers: ClassNumbers) -> None:
+        self._evaluation, self._class_numbers = evaluation, class_numbers
+        self._function = tf.function(self._measure, reduce_retracing=True, **PLAIN)
+        self._kept: Kept | None = None
+
+    def add(self, batch: Batch) -> None:
+        with self._class_numbers.checked(tuple(batch)):
+            tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+            self._evaluation.build(tensors)
+            self._kept = kept = self._kept or Kept(self._evaluation.variables())
+            try:
+                with holding([kept]):
+                    pairs = self._function(tensors)
+                self._evaluation.count(pairs)
+            except BaseException:
+                kept.put_back()
+                raise
+
+    def _measure(self, batch: Any) -> Any:
+        assert self._kept is not None
+        with tf.control_dependencies(self._kept.copy()):
+            return self._evaluation.measure(batch)
+
+    def once(self, batch: tuple[Any, ...]) -> None:
+        """Measure one batch in no graph, and forget it."""
+        try:
+            self._evaluation.measure(batch)
+        finally:
+            self._evaluation.take()
+
+    def totals(self) -> dict[str, np.ndarray]:
+        return self._evaluation.take()
+
+    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        return self._evaluation.results(totals)

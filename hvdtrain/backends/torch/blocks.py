@@ -1,7 +1,7 @@
 """The named blocks of a PyTorch model that is to be split: which they are, whether they are the model, what they cost.
 
-Owns what has to be true of such a model, and the measuring, before which nothing is allocated on the devices. The cut
-is `hvdtrain.planning.pipeline.devices`'s; `split` puts the blocks where they belong.
+Owns what has to be true of such a model, and the measuring, before which nothing is allocated on the devices. The
+partition is `hvdtrain.parallel.pipeline.partition`'s; `split` puts the blocks on their devices.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import audit, generators, placement
+from hvdtrain.backends.torch import modules, placement
 from hvdtrain.backends.torch.buffers import remember
-from hvdtrain.backends.torch.modes import modes_kept
+from hvdtrain.backends.torch.modules import count_samples, like, modes_kept, tensors_of
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices
-from hvdtrain.backends.torch.trees import count_samples, like, tensors_of
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.pipeline.blocks import Block
 
@@ -133,7 +132,7 @@ def alike(model: torch.nn.Module, blocks: Named, x: Any) -> tuple[bool, list[str
     """(whether model and blocks give and draw the same for ``x``, buffers that the model changes); nothing remains."""
     with torch.no_grad(), _put_back(model) as put_back:
         whole, value = tensors_of(model(x)), x
-        drawn, changed = generators.random_arrays(), put_back()[1]
+        drawn, changed = placement.random_arrays(), put_back()[1]
         try:
             for _, block in blocks:
                 value = block(value)
@@ -142,7 +141,7 @@ def alike(model: torch.nn.Module, blocks: Named, x: Any) -> tuple[bool, list[str
             return False, changed
         same = len(parts) == len(whole) and all(a.shape == b.shape and torch.allclose(
             a.float(), b.float(), rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in zip(parts, whole))
-        return same and equal(drawn, generators.random_arrays()), changed
+        return same and equal(drawn, placement.random_arrays()), changed
 
 
 def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
@@ -157,7 +156,7 @@ def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any],
         return
     with modes_kept(model):
         for module in model.modules():
-            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or audit._drops(module):
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or modules.drops(module):
                 module.training = False
         found = _losses(model, blocks, task, batch, least)
         if found is None:
@@ -209,11 +208,11 @@ def _put_back(model: torch.nn.Module) -> Iterator[Callable[[], tuple[bool, list[
 
     The call returns whether random numbers had been drawn, and the names of the buffers that had changed.
     """
-    random, buffers_back = generators.random_arrays(), remember(model)
+    random, buffers_back = placement.random_arrays(), remember(model)
 
     def put_back() -> tuple[bool, list[str]]:
-        drew = not equal(random, generators.random_arrays())
-        generators.load_random(random)
+        drew = not equal(random, placement.random_arrays())
+        placement.load_random(random)
         return drew, buffers_back()
 
     try:

@@ -1,7 +1,6 @@
-"""Buffers of a PyTorch model over the ranks: initial values, BatchNorm's statistics, and state written in forward.
+"""Buffers of a PyTorch model over the ranks: initial values, BatchNorm's statistics, state written in forward.
 
-Owns which buffer is which, the values of a step's begin, and their way back where a step is left out. Knows no
-optimizer and no checkpoint; formulas of reductions are `hvdtrain.comm.reducer.written`'s.
+Knows no optimizer and no checkpoint; formulas of reductions are `hvdtrain.comm.reducer.written`'s.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch.entries import (
-    Entry, OneEntry, Place, assign, describe, holders_of, mark_written, put_back_buffers)
-from hvdtrain.backends.torch.names import Plain
+from hvdtrain.backends.torch.modules import (
+    Entry, OneEntry, Place, PlainNames, assign, describe, holders_of, mark_written, put_back_buffers)
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.written import combine
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Writable
-
 
 LARGE = 1 << 16
 """Elements of a buffer that is not copied at every step."""
@@ -34,9 +31,9 @@ _NORMS = re.compile(r"(torch|hvdtrain)\.|timm\.layers\.norm_act$")
 
 
 def remember(module: torch.nn.Module) -> Callable[[], list[str]]:
-    """Copy the buffers of ``module``; the function returned gives them these values again, and tells which had others.
+    """Copy the buffers of ``module``; return a function that restores them and returns the names of those changed.
 
-    A buffer that was made or replaced since is what it was; one that was resized in place, such as a cache, stays.
+    A buffer that was made or replaced since is restored; one that was resized in place, such as a cache, stays.
     """
     kept = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     holders = holders_of(module)
@@ -53,8 +50,8 @@ def remember(module: torch.nn.Module) -> Callable[[], list[str]]:
     return put_back
 
 
-class _Kept:
-    """A copy of the buffer ``of`` as it was at ``version``, PyTorch's count of writes to it."""
+class _BufferCopy:
+    """Copy of the buffer ``of`` at ``version``, PyTorch's count of writes to it."""
 
     def __init__(self, of: torch.Tensor, copy: torch.Tensor, version: int) -> None:
         self.of, self.copy, self.version = of, copy, version
@@ -62,12 +59,12 @@ class _Kept:
 
 
 class Buffers:
-    """The buffers of ``model``, and how many samples this rank has put through it since they were last equal.
+    """Implements `hvdtrain.core.protocols.Buffers` for ``model``.
 
-    Implements `hvdtrain.core.protocols.Buffers`. `keep` copies them, so that `discard` can undo a step: small ones at
-    every step, a `LARGE` one (a mask, a table) only where PyTorch has counted a write to it since. ``paths``: the names
-    of modules by id, where ``model`` is a part of a whole one. ``statistics``: names of BatchNorm's, where these do not
-    follow from the class of their module. ``aliases``: the names of buffers by those that a model may declare.
+    `keep` copies small buffers at every step, a `LARGE` one (a mask, a table) only where PyTorch has counted a write to
+    it since. ``paths``: the names of modules by id, where ``model`` is a shard of a whole one. ``statistics``: names of
+    BatchNorm's, where these do not follow from the class of their module. ``aliases``: the names of buffers by those
+    that a model may declare.
     """
 
     def __init__(self, model: torch.nn.Module, transport: Transport, paths: Mapping[int, str] | None = None,
@@ -77,7 +74,7 @@ class Buffers:
         modules = list(model.named_modules())
         self._holders: list[Any] = [module._buffers for _, module in modules]
         self._prefixes = [(paths or {}).get(id(module), name) for name, module in modules]
-        self._kept: dict[tuple[int, str], _Kept] = {}
+        self._kept: dict[tuple[int, str], _BufferCopy] = {}
         self._known: dict[str, Place] = {}
         self._statistics: list[Place] = []
         self._own: list[Place] = []
@@ -113,27 +110,23 @@ class Buffers:
                 if param is not None and (renormalised or not param.requires_grad) and shared not in self._fixed:
                     self._fixed.append(shared)
 
-        plain = Plain(model)
+        plain = PlainNames(model)
         for place in (*self._own, *self._fixed):  # a model may declare them without the names of wrappers
             if plain(place.name) != place.name:
                 self._aliases.setdefault(plain(place.name), place.name)
 
     def _place(self, number: int, key: str) -> Place:
-        """Return where the buffer ``key`` of a module stands."""
         prefix = self._prefixes[number]
         return Place(f"{prefix}.{key}" if prefix else key, self._holders[number], key, (number, key))
 
     def saw(self, samples: int) -> None:
-        """Count the samples of one forward pass."""
         self._seen += samples
         self._step_samples += samples
 
     def loaded(self) -> None:
-        """Note that every rank has been given the same buffers."""
         self._seen = 0
 
     def keep(self) -> None:
-        """Remember the buffers as they are before a step."""
         self._kept_seen, self._step_samples = self._seen, 0
         changed: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
@@ -146,7 +139,7 @@ class Buffers:
                     if number < len(self._prefixes) and all(place.at != (number, name) and place.tensor is not buffer
                                                             for place in (*self._own, *self._statistics)):
                         self._own.append(self._place(number, name))  # registered or no longer shared
-                    self._kept[number, name] = _Kept(buffer, buffer.detach().clone(), buffer._version)
+                    self._kept[number, name] = _BufferCopy(buffer, buffer.detach().clone(), buffer._version)
                 elif not kept.large or kept.version != buffer._version:
                     changed.append(buffer)
                     copies.append(kept.copy)
@@ -158,7 +151,6 @@ class Buffers:
         self._versions = [-1 if place.tensor is None else place.tensor._version for place in self._fixed]
 
     def discard(self) -> None:
-        """Give the buffers the values they had at `keep`."""
         for (number, name), kept in self._kept.items():
             holder = self._holders[number]
             buffer = holder[name] if name in holder else None
@@ -170,7 +162,8 @@ class Buffers:
         self._seen, self._step_samples = self._kept_seen, 0
 
     def undone(self) -> Callable[[], None]:
-        """Return what takes back what is written from here on, statistics aside: a placeholder is no sample."""
+        """Return a function that takes back all writes from here on, except to statistics: a placeholder is no sample.
+        """
         copies = [(place, place.tensor.detach().clone()) for place in (*self._own, *self._known.values())
                   if place.tensor is not None]
 
@@ -181,7 +174,6 @@ class Buffers:
         return undo
 
     def share(self) -> None:
-        """Give every rank rank 0's parameters and buffers, those outside the state_dict too; collective."""
         if self._transport.size == 1:
             return
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
@@ -196,20 +188,17 @@ class Buffers:
         self._lazy.update({name: describe(tensor) for name, tensor in buffers.items()})
 
     def writable(self) -> dict[str, Writable]:
-        """Return the buffers that are no statistics, and the parameters that are not trained, by name."""
         return self._lazy | {place.name: describe(tensor) for place in (*self._own, *self._fixed)
                              if (tensor := place.tensor) is not None and place.name not in self._lazy}
 
     def statistics(self) -> list[str]:
-        """Return the names of BatchNorm's statistics."""
         return [place.name for place in self._statistics]
 
     def aliases(self) -> dict[str, str]:
-        """Return the names of buffers by other names that a model may declare."""
         return self._aliases
 
     def noticed(self) -> list[str]:
-        """Return the buffers and untrained parameters that were written to since `keep`, without those tracked.
+        """Return the buffers and untrained parameters that were written since `keep`, without those tracked.
 
         PyTorch counts writes; those that it does not count (``.data``) show in the values, which are compared where
         that is cheap.
@@ -231,7 +220,6 @@ class Buffers:
         return found
 
     def track(self, names: Iterable[str]) -> None:
-        """Have `keep` copy these always, parameters too."""
         fresh = {name for name in names if name not in self._known}
         for name in fresh - {place.name for place in (*self._own, *self._params)}:  # another rank has registered it
             prefix, _, key = name.rpartition(".")
@@ -245,7 +233,6 @@ class Buffers:
                 self._holders.append(OneEntry(place.holder, place.key))
 
     def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
-        """Reduce those of ``reductions`` that this model has; collective."""
         if self._transport.size == 1:
             return
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
@@ -260,8 +247,8 @@ class Buffers:
         """Make the buffers equal: statistics their mean by samples, counts among them their maximum; collective.
 
         With n_r samples of rank r since the last time, the mean is root + sum(n_r (own_r - root)) / sum(n_r), where
-        root is the value of the lowest rank that saw a sample: a rank without one has no say, and what is equal
-        everywhere keeps its bits. Without any sample statistics stay. All others get root's value: returns their names.
+        root is the value of the lowest rank that saw a sample: equal values keep their bits. Without any sample
+        statistics stay. All others get root's value; their names are returned.
         """
         if self._transport.size == 1:
             return []
@@ -293,7 +280,6 @@ class Buffers:
         return found
 
     def _average(self, buffers: dict[str, torch.Tensor], seen_P: np.ndarray, root: int) -> None:
-        """Do `sync` of statistics."""
         floating = {n: b for n, b in buffers.items() if b.is_floating_point()}
         whole = {n: b for n, b in buffers.items() if not b.is_floating_point()}
         for name, buffer in floating.items():
@@ -312,10 +298,9 @@ class Buffers:
             assign(buffer, all_PN.amax(0).to(buffer.dtype).reshape(buffer.shape))
 
     def _agree(self) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-        """Samples by rank, and the buffers to make equal.
+        """Return samples by rank, and the buffers to make equal.
 
-        Those outside the state_dict are among them only if they are shaped alike everywhere: a cache that grows
-        with the longest sequence a rank has met differs rightly.
+        Those outside the state_dict count only if their shapes are the same everywhere: a cache may differ.
         """
         every = {n: b for n, b in self._model.named_buffers() if b.numel()}
         saved = self._model.state_dict().keys()
@@ -331,7 +316,6 @@ class Buffers:
 
 
 def _print(buffers: dict[str, torch.Tensor]) -> int:
-    """A checksum of names, shapes and dtypes."""
     return zlib.crc32(repr([(n, tuple(b.shape), b.dtype) for n, b in buffers.items()]).encode())
 
 

@@ -1,7 +1,6 @@
-"""A PyTorch model and its optimizer as `hvdtrain.commands.convert` sees them: layers, arrays, outputs, files, state by
-slot.
+"""A PyTorch model and its optimizer for `hvdtrain.commands.convert`: layers, arrays, outputs, files, state by slot.
 
-Owns the reading and writing of torch's own objects. What they become in Keras is decided in numpy, in that package.
+What they become in Keras is decided in numpy, in that package.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from hvdtrain.backends.interchange import rule as rules
 from hvdtrain.backends.interchange.layers import Layer, Model, Weight
 from hvdtrain.backends.interchange.pairing import UNSUPPORTED
 from hvdtrain.backends.interchange.rule import TORCH_SLOTS, Rule, Slots
-from hvdtrain.backends.torch import export, generators, names, placement, state
-from hvdtrain.backends.torch.modes import modes_kept
+from hvdtrain.backends.torch import modules, placement, state
+from hvdtrain.backends.torch.modules import modes_kept
 from hvdtrain.core.errors import UserError
 
 _CONVS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
@@ -33,11 +32,11 @@ _SHORT = "torch."
 
 
 def describe(model: nn.Module) -> Model:
-    """The model's layers that have weights, in the order in which they were registered; a shared weight once."""
+    """Return the model's layers that have weights, in the order of registration; a shared weight once."""
     layers: list[Layer] = []
     seen: set[int] = set()
     inside: tuple[str, ...] = ()
-    kept, plain = set(model.state_dict()), names.Plain(model)
+    kept, plain = set(model.state_dict()), modules.PlainNames(model)
     for name, module in model.named_modules():
         if any(name.startswith(f"{whole}.") or not whole for whole in inside):
             continue
@@ -61,7 +60,7 @@ def describe(model: nn.Module) -> Model:
 
 
 def _kind(module: nn.Module) -> str:
-    """The layer's kind, in the words of `hvdtrain.backends.interchange.layouts.KINDS`."""
+    """Return the layer's kind, a key of `hvdtrain.backends.interchange.layers.KINDS`."""
     for table in (_CONVS, _TRANSPOSED):
         for cls, rank in table.items():
             if isinstance(module, cls):
@@ -87,7 +86,7 @@ def _conv_kind(module: Any, rank: int, transposed: bool) -> str:
 
 
 def _facts(module: Any) -> dict[str, float]:
-    """Settings that the twin has too; BatchNorm's momentum is the part of the new value in PyTorch."""
+    """Return settings that the twin has too; BatchNorm's momentum is the share of the new value in PyTorch."""
     facts = {}
     if isinstance(getattr(module, "eps", None), float):
         facts["epsilon"] = module.eps
@@ -97,9 +96,9 @@ def _facts(module: Any) -> dict[str, float]:
 
 
 def arrays(model: nn.Module) -> dict[str, np.ndarray]:
-    """Every weight by name, a shared one by its first; bfloat16 as its bits."""
+    """Return every weight by name, a shared one by its first; bfloat16 as its bits."""
     first: dict[int, str] = {}
-    for name, tensor in names.state_dict(model, keep_vars=True).items():
+    for name, tensor in modules.state_dict(model, keep_vars=True).items():
         first.setdefault(id(tensor), name)
     found = {name.removesuffix(state._BFLOAT16): a for name, a in state.model_arrays(model).items()}
     return {name: found[name] for name in first.values() if not name.endswith("num_batches_tracked")}
@@ -107,7 +106,7 @@ def arrays(model: nn.Module) -> dict[str, np.ndarray]:
 
 def assign(model: nn.Module, given: dict[str, np.ndarray]) -> None:
     """Copy arrays of `arrays`' form into the model."""
-    own = names.state_dict(model)
+    own = modules.state_dict(model)
     for name, array in given.items():
         tensor = torch.from_numpy(np.array(array, copy=True))
         if own[name].dtype == torch.bfloat16:
@@ -116,7 +115,7 @@ def assign(model: nn.Module, given: dict[str, np.ndarray]) -> None:
 
 
 def outputs(model: nn.Module, x: list[np.ndarray]) -> list[np.ndarray]:
-    """The model's outputs in evaluation mode, float32, in order."""
+    """Return the model's outputs in evaluation mode, float32, in order."""
     with modes_kept(model), torch.no_grad():
         model.eval()
         found = model(*(torch.from_numpy(np.array(part, copy=True)) for part in x))
@@ -125,7 +124,7 @@ def outputs(model: nn.Module, x: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def input_shapes(model: nn.Module) -> list[tuple[tuple[int, ...], str]]:
-    """Unknown: a module does not tell."""
+    """Return []: a module does not declare its inputs."""
     return []
 
 
@@ -160,29 +159,28 @@ def read_file(model: nn.Module, path: Path) -> None:
 def write_file(model: nn.Module, path: Path) -> None:
     """Write model.safetensors or a state_dict, by the file's ending."""
     if path.suffix == ".safetensors":
-        export.write_safetensors(model, path)
+        state.write_safetensors(model, path)
     else:
-        export.write_state_dict(model, path)
+        state.write_state_dict(model, path)
 
 
 def own_optimizer(parts: Any) -> torch.optim.Optimizer:
-    """PyTorch's optimizer."""
     own: torch.optim.Optimizer = parts.optimizer.optimizer
     return own
 
 
 def scheduled(parts: Any) -> str:
-    """No schedule but the configured one."""
+    """Return "": only the configured schedule."""
     return ""
 
 
 def compiled_loss(model: nn.Module) -> str:
-    """No model of torch is compiled with a loss."""
+    """Return "": no model of torch is compiled with a loss."""
     return ""
 
 
 def optimizer(parts: Any) -> tuple[Rule, Slots]:
-    """The rule of a run's optimizer, and its state by slot and parameter."""
+    """Return the rule of a run's optimizer, and its state by slot and parameter."""
     groups, rest = parts.state.state()
     own = own_optimizer(parts)
     rule = rules.from_torch(type(own).__name__, own.param_groups[0], rest["base_lr"], parts.optimizer.learning_rate(),
@@ -200,7 +198,7 @@ def optimizer(parts: Any) -> tuple[Rule, Slots]:
 
 
 def state_of(parts: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-    """What ``parts.state.load`` takes for this rule and its slots; before the first update torch has no state."""
+    """Return the arguments of ``parts.state.load`` for this rule and its slots; before the first update no state."""
     groups, rest = parts.state.state()
     held: dict[str, np.ndarray] = {}
     for slot, of in slots.items() if rule.updates else ():
@@ -212,9 +210,9 @@ def state_of(parts: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, 
 
 
 def fresh_generators(model: nn.Module, seed: int, rank: int) -> dict[str, np.ndarray]:
-    """The generators of a rank at the start of a run."""
+    """Return the generators of a rank at the start of a run."""
     placement.seed(seed, rank)
-    return generators.random_arrays()
+    return placement.random_arrays()
 
 
 def _unfit(path: Path, error: Exception) -> UserError:

@@ -1,4 +1,4 @@
-"""How the parts of a PyTorch model are made: whole, split over devices or ranks, or of a Keras model.
+"""Parts of a PyTorch model: unpartitioned, split over devices or ranks, or of a Keras model.
 
 Owns that choice, and the agreement of all ranks that a split takes.
 """
@@ -15,33 +15,35 @@ from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import keras, placement
 from hvdtrain.backends.torch.maker import Maker, build_lazy
 from hvdtrain.backends.torch.pipelined import create as pipelined
-from hvdtrain.backends.torch.pipelined.own import refuse_cut
-from hvdtrain.cluster import heap
+from hvdtrain.backends.torch.pipelined.stage import refuse_cut
 from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control
-from hvdtrain.parallel.parts import Parts
-from hvdtrain.parallel.pipeline.devices import Measured, Plan, agree
+from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.parallel.pipeline.partition import agree_devices
+from hvdtrain.parallel.pipeline.plan import DevicePlan
 from hvdtrain.parallel.precision.policy import FP32, Precision
+from hvdtrain.planning.pipeline.blocks import DeviceProfile
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
                precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None,
-               mesh: Mesh | None = None) -> Parts:
-    """Parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
+               mesh: Mesh | None = None) -> ModelParts:
+    """Return parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
 
-    ``sample``: so many samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras
-    model that has no variables yet, or lazy layers of PyTorch.
+    ``sample``: n samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras model
+    that has no variables yet, or lazy layers of PyTorch.
     """
     if placement.device().type == "cpu":
         # Under ZeRO gradients come and go among those that stay: of a large model their gaps would be much.
-        short = config.data_parallel.name == "zero" and _nbytes(spec.model) >= heap.LARGE_BYTES
+        short = config.data_parallel.name == "zero" and _nbytes(spec.model) >= memory.LARGE_BYTES
         if short:
-            heap.map_large(settles=True)
+            memory.map_large(settles=True)
         else:
-            heap.keep_freed()
+            memory.keep_freed()
 
     if mesh is not None and mesh.deepest > 1:
         return pipelined.make_parts(spec, config, control, wire, steps_per_epoch, precision, sample, mesh)
@@ -56,24 +58,24 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
                             "a model whose framework splits it", "set model_parallel: 1, or KERAS_BACKEND=tensorflow")
         return keras.maker(spec, config, control.rank, wire, steps_per_epoch, precision, sample=sample, data=data)
 
-    def measure() -> Measured:
+    def measure() -> list[DeviceProfile]:
         source = sample or spec.example
         with told(spec.model, source(2) if source else ()):
-            return maker.placement.measure(maker.task, sample, control, maker.precision, maker.given)
+            return maker.placement.measure(maker.task, sample, control, maker.precision, maker.optimizer_spec)
 
-    def finish(plan: Plan) -> Parts:
+    def finish(plan: DevicePlan) -> ModelParts:
         maker.placement.split(plan)
         return maker.parts()
 
     if config.model_parallel == 1:
         return begin().parts()
     maker = agreed(control, begin, "model")
-    plan = agree(agreed(control, measure, "split"), config, control)
+    plan = agree_devices(agreed(control, measure, "split"), config, control)
     return agreed(control, lambda: finish(plan), "split")
 
 
 def _nbytes(model: Any) -> int:
-    """Bytes of the parameters that are there; 0 for a model of Keras, which may have none yet."""
+    """Return the bytes of the parameters that exist; 0 for a model of Keras, which may have none yet."""
     if not isinstance(model, torch.nn.Module):
         return 0
     return sum(p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))

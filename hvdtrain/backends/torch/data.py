@@ -1,8 +1,7 @@
 """PyTorch's datasets, loaders and tensors as sources and streams of numpy arrays.
 
-Owns the conversion only: no cut over ranks, no device, no Horovod. What a loader's ``sampler`` shuffles is
-decided from its seed and the epoch, never from torch's global generator, which belongs to the model
-(dropout).
+Owns the conversion only. A ``sampler`` shuffles by its seed and the epoch, never by torch's global generator, which
+belongs to the model (dropout).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset,
-                              default_collate)
+from torch.utils.data import (
+    DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset, default_collate)
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.rows import Rows, by_field, columns
+from hvdtrain.data.rows import ColumnNames, by_field, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
 
@@ -26,20 +25,19 @@ _CHUNK = 64
 """Samples of an `IterableDataset` that are collated at once; of no consequence for the batches."""
 
 
-def adapt(obj: Any, seed: int = 0, rows: Rows = Rows()) -> Source | Stream | None:
+def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source | Stream | None:
     """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of PyTorch's.
 
-    A tensor, a tuple or list of tensors, a `TensorDataset`: an `ArraySource` that shares their memory.
-    Another map-style `Dataset`: a `Source`; samples are put together by torch's own ``default_collate``.
-    An `IterableDataset`: a `Stream` of its samples, read anew each epoch; ``set_epoch(epoch)`` is called if
-    there is one.
-    A `DataLoader`: a `Stream` of its batches, each epoch shuffled from (its generator's seed or ``seed``,
-    epoch); with its own ``collate_fn`` and workers. ``drop_last`` drops from the end of the stream; the
-    loader's batch size is not the run's.
-    A sample or batch is a tensor, a flat tuple or list, or a dict or dataclass, whose columns ``rows`` takes by name;
-    so is a dict of whole columns.
-    Errors: `UserError` for a `DistributedSampler` (the cut over ranks is the feed's) and for values that
-    are not numeric.
+    A tensor, a tuple or list of tensors, a `TensorDataset`: an `ArraySource` that shares their memory. Another
+    map-style `Dataset`: a `Source`; samples are put together by torch's own ``default_collate``. An `IterableDataset`:
+    a `Stream` of its samples, read again each epoch; ``set_epoch(epoch)`` is called if there is one. A `DataLoader`: a
+    `Stream` of its batches, each epoch shuffled from (its generator's seed or ``seed``, epoch), with its own
+    ``collate_fn`` and workers. ``drop_last`` drops from the end of the stream; the loader's batch size is not the
+    run's. A sample or batch is a tensor, a flat tuple or list, or a dict or dataclass, whose columns ``rows`` takes by
+    name; so is a dict of whole columns.
+
+    Errors: `UserError` for a `DistributedSampler` (the feed divides batches over ranks) and for values that are not
+    numeric.
     """
     if isinstance(obj, DataLoader):
         return LoaderStream(obj, seed, rows)
@@ -59,13 +57,13 @@ def adapt(obj: Any, seed: int = 0, rows: Rows = Rows()) -> Source | Stream | Non
 
 
 class _Named:
-    """How a dataset's rows become arrays; ``layout`` is known once a row with nested inputs has been read."""
+    """Rows of a dataset as arrays; ``layout`` is known once a row with nested inputs has been read."""
 
-    rows: Rows
+    rows: ColumnNames
 
     @property
     def layout(self) -> Any:
-        """The structure of nested inputs of a Keras model."""
+        """Structure of nested inputs of a Keras model."""
         return self.rows.layout
 
     def read(self, batch: Any) -> Arrays:
@@ -76,11 +74,10 @@ class _Named:
 class DatasetSource(_Named):
     """A map-style `Dataset`, sample by sample (or by its ``__getitems__``).
 
-    A dataset that draws random numbers in ``__getitem__`` draws them from generators which law 2 does not
-    cover.
+    Random numbers that it draws in ``__getitem__`` come from generators that law 2 does not cover.
     """
 
-    def __init__(self, dataset: Dataset, rows: Rows = Rows()) -> None:
+    def __init__(self, dataset: Dataset, rows: ColumnNames = ColumnNames()) -> None:
         if not hasattr(dataset, "__len__"):
             raise UserError(f"the dataset {type(dataset).__qualname__} has no len()",
                             "a map-style Dataset with __len__",
@@ -89,7 +86,7 @@ class DatasetSource(_Named):
 
     @property
     def subset_indices(self) -> tuple[np.ndarray, ...]:
-        """The indices of a `Subset`, such as `random_split` draws them, and of those within it."""
+        """Indices of a `Subset`, such as `random_split` draws them, and of those within it."""
         found, inner = [], self.dataset
         while isinstance(inner, Subset):
             found.append(np.asarray(inner.indices))
@@ -100,7 +97,6 @@ class DatasetSource(_Named):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
-        """Return the collated samples ``indices_n``."""
         indices = indices_n.tolist()
         many = getattr(self.dataset, "__getitems__", None)
         samples = many(indices) if callable(many) else [self.dataset[i] for i in indices]
@@ -110,11 +106,10 @@ class DatasetSource(_Named):
 class IterableStream(_Named):
     """An `IterableDataset`: one iteration is one epoch, in the consumer's process."""
 
-    def __init__(self, dataset: IterableDataset, rows: Rows = Rows()) -> None:
+    def __init__(self, dataset: IterableDataset, rows: ColumnNames = ColumnNames()) -> None:
         self.dataset, self.rows = dataset, rows.for_source()
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
-        """Yield the samples, collated in chunks."""
         _set_epoch(self.dataset, epoch)
         samples = iter(self.dataset)
         while chunk := list(itertools.islice(samples, _CHUNK)):
@@ -124,7 +119,7 @@ class IterableStream(_Named):
 class LoaderStream(_Named):
     """A `DataLoader`: one iteration is one epoch; its batches are the chunks."""
 
-    def __init__(self, loader: DataLoader, seed: int = 0, rows: Rows = Rows()) -> None:
+    def __init__(self, loader: DataLoader, seed: int = 0, rows: ColumnNames = ColumnNames()) -> None:
         for sampler in _samplers(loader):
             if isinstance(sampler, DistributedSampler):
                 raise UserError("the DataLoader has a DistributedSampler",
@@ -135,7 +130,6 @@ class LoaderStream(_Named):
         self.seed = next((own.initial_seed() for own in owned if own is not None), seed)
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
-        """Yield the loader's batches; its order is that of (seed, epoch)."""
         for owner in (self.loader.dataset, *_samplers(self.loader)):
             _set_epoch(owner, epoch)
         with _seeded(self.loader, self.seed, epoch):
@@ -184,9 +178,7 @@ def _set_epoch(owner: Any, epoch: int) -> None:
 
 @contextlib.contextmanager
 def _seeded(loader: DataLoader, seed: int, epoch: int) -> Iterator[None]:
-    """Give the loader and its samplers one fresh generator of (seed, epoch) for the time of an iteration, and the
-    loader a collation that takes dataclasses, where it has PyTorch's own.
-    """
+    """Give the loader and its samplers one generator of (seed, epoch) for the body, and a collation of dataclasses."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     owners = [owner for owner in (loader, *_samplers(loader)) if hasattr(owner, "generator")]
     before = [owner.generator for owner in owners]

@@ -1,12 +1,6 @@
 """Gradients in the flat memory of their buckets, each handed over as soon as backward has made all of it.
 
-Owns that memory, the hooks on the parameters, and which gradients are still to come. The first micro-batch of a step
-leaves its gradients where autograd puts them; when a bucket's are all there they are copied into its memory by one
-call, and every ``param.grad`` points there from then on: later micro-batches add to it. A view that is there from the
-start would cost a pass to clear it and one more to add to it.
-
-The last bucket fills when backward ends, so it has no hooks: what is left is handed over after backward. A model whose
-gradients fit one bucket, as those of most small ones do, so runs without a line of Python between its layers.
+Owns that memory and the hooks on the parameters; the exchange is the sink's.
 """
 
 from __future__ import annotations
@@ -24,8 +18,8 @@ from hvdtrain.core.protocols import GradientSink
 from hvdtrain.core.protocols.types import Bucket
 
 
-class _Filling:
-    """A bucket, its memory, and what of the backward at hand it still waits for.
+class _BucketFill:
+    """A bucket, its memory, and the parameters of this backward that it still waits for.
 
     ``taken``: the parameters' gradients are ``views`` of ``flat_N`` in this step. ``full``: they are all there. Where a
     sink keeps no gradients ``flat_N`` is None: the bucket's memory is the sink's then, and asked for by `moved`.
@@ -58,7 +52,7 @@ class _Filling:
         self.drop()
 
     def lying_flat(self) -> torch.Tensor | None:
-        """The gradient of the only parameter as (n,) where it lies, or None where it is to be copied."""
+        """Return the gradient of the only parameter as (n,) where it lies, or None where it is to be copied."""
         grad, dtype = self.tensors[0].grad, self.tensors[0].dtype
         self.unused = []
         if len(self.tensors) > 1 or grad is None or grad.is_sparse or grad.dtype != dtype or not grad.is_contiguous():
@@ -66,7 +60,6 @@ class _Filling:
         return grad.view(-1)
 
     def drop(self) -> None:
-        """Forget the gradients."""
         for param in self.tensors:
             param.grad = None
 
@@ -93,17 +86,21 @@ class Gradients:
     ``place``: puts memory of a sink on the device of its bucket. ``early``: buckets are handed over while backward
     runs, where False after it. Without buckets gradients stay where autograd puts them.
 
-    A sink that does not retain them takes one bucket after the other, in their order, from memory that may be the same
-    for all: a bucket that is full before its turn keeps its gradients where autograd has put them, and a large tensor,
-    which has a bucket of its own, is handed over as it lies there. As every rank has the same order and what one rank
-    hands over waits for no other bucket of its own, ranks may wait for each other in there: the one that is behind goes
-    on by itself.
+    The first micro-batch leaves its gradients where autograd puts them. When a bucket's are all there, one call copies
+    them into the bucket's memory and every ``param.grad`` points there: views from the start would cost a pass to clear
+    and one more to add. The last bucket fills when backward ends, so it has no hooks, and a small model no Python
+    between its layers.
+
+    A sink that does not retain gradients takes the buckets in their order, from memory that may be the same for all. A
+    bucket that is full before its turn keeps its gradients where autograd has put them, and a large tensor, which has a
+    bucket of its own, is handed over as it lies. As all ranks have the same order, they may wait for each other in
+    there without a deadlock.
     """
 
     def __init__(self, params: TorchParams, place: Callable[[torch.Tensor, Bucket], torch.Tensor],
                  early: bool = True) -> None:
         self._params, self._place, self._early = params, place, early
-        self._fillings: list[_Filling] = []
+        self._fillings: list[_BucketFill] = []
         self._hooks: list[Any] = []
         self._sink: GradientSink | None = None
         self._open = self._final = False
@@ -129,19 +126,17 @@ class Gradients:
             flat_N = None
             if sink.retains:
                 flat_N = kept[bucket] if bucket in kept else self._place(sink.buffer(bucket), bucket)
-            self._fillings.append(_Filling(bucket, flat_N, self._params))
+            self._fillings.append(_BucketFill(bucket, flat_N, self._params))
         for filling in self._fillings[:-1] if self._retains or self._early else []:
             for index, param in zip(filling.bucket.params, filling.tensors):
                 self._hooks.append(_hooked(param, self._hook(filling, index)))
 
     def disconnect(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def forget(self) -> None:
-        """Drop every gradient."""
         for param in self._params.tensors:
             param.grad = None
         self._void = []
@@ -217,13 +212,13 @@ class Gradients:
             for index in owed:
                 self._fill(self._fillings[index], math.nan)
 
-    def _fill(self, filling: _Filling, value: float) -> None:
+    def _fill(self, filling: _BucketFill, value: float) -> None:
         """Hand over a bucket that is full of ``value``."""
         filling.drop()
         flat_N = self._memory(filling) if filling.flat_N is None else filling.flat_N
         self._put(filling, flat_N.fill_(value))
 
-    def _hook(self, filling: _Filling, index: int) -> Callable[[torch.Tensor], None]:
+    def _hook(self, filling: _BucketFill, index: int) -> Callable[[torch.Tensor], None]:
         def made(param: torch.Tensor) -> None:
             if not self._open:
                 return
@@ -242,8 +237,8 @@ class Gradients:
                     filling.take_in()
         return made
 
-    def _filled(self, filling: _Filling) -> None:
-        """Give a full bucket to the sink, in it the gradient of the loss as it is, or see to it that its turn comes."""
+    def _filled(self, filling: _BucketFill) -> None:
+        """Give a full bucket to the sink, with the gradient of the loss as it is, or mark it for its turn."""
         assert self._sink is not None
         filling.full = True
         if filling.flat_N is not None:
@@ -261,19 +256,19 @@ class Gradients:
                 due.drop()
                 self._put(due, flat_N)
 
-    def _due(self) -> _Filling | None:
-        """The next bucket in order, once it is full."""
+    def _due(self) -> _BucketFill | None:
+        """Return the next bucket in order, once it is full."""
         due = next((f for f in self._fillings if not f.handed_over), None)
         return due if due is not None and due.full else None
 
-    def _memory(self, filling: _Filling) -> torch.Tensor:
-        """Memory (n,) of the sink for a bucket; of a bucket of one parameter its own, as other ranks' gradients lie."""
+    def _memory(self, filling: _BucketFill) -> torch.Tensor:
+        """Return the sink's memory (n,) for a bucket; of a bucket of one parameter its own."""
         assert self._sink is not None
         if len(filling.tensors) == 1:
             return torch.empty_like(filling.tensors[0], memory_format=torch.contiguous_format).detach().view(-1)
         return self._place(self._sink.buffer(filling.bucket), filling.bucket)
 
-    def _put(self, filling: _Filling, flat_N: torch.Tensor) -> None:
+    def _put(self, filling: _BucketFill, flat_N: torch.Tensor) -> None:
         """Give the sink a bucket's gradient ``flat_N`` (n,), of the scaled loss so far."""
         assert self._sink is not None
         filling.handed_over = True

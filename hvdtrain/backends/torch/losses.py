@@ -1,6 +1,6 @@
 """Losses of PyTorch by name, unreduced, and the weight by which torch's own mean of each divides.
 
-Owns names and arguments of losses. The sum over samples is taken in `hvdtrain.backends.torch.task`.
+The sum over samples is taken in `hvdtrain.backends.torch.task`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ class Loss:
         return total.double() / (labels.numel() // n)
 
     def _by_type(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Return cross entropy for integer targets, and for shares of classes where the run mixes them; else squared
-        error; with the targets as the loss takes them."""
+        """Return the loss for the type of the targets, and the targets as it takes them.
+
+        Cross entropy for integers, and for shares of classes where the run mixes them; else squared error.
+        """
         if targets.is_floating_point():
             if self._mixes:
                 return functional.cross_entropy, _same_shape(targets, outputs, "cross entropy")

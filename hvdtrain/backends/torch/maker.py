@@ -1,4 +1,7 @@
-"""What the parts of a PyTorch model are made of; of a model that is cut over ranks, or Keras' own, some are others."""
+"""Parts of a PyTorch model; a pipeline and Keras replace some of them.
+
+Measures nothing; `hvdtrain.backends.torch.create` calls it.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,36 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from hvdtrain.backends import in_order
 from hvdtrain.backends.misfit import told
-from hvdtrain.backends.torch import audit
+from hvdtrain.backends.torch import modules
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.evaluator import TorchEvaluator
-from hvdtrain.backends.torch.facts import TorchFacts
-from hvdtrain.backends.torch.generators import Generators
-from hvdtrain.backends.torch.groups import given_by
-from hvdtrain.backends.torch.modes import modes_kept, set_modes
+from hvdtrain.backends.torch.modules import modes_kept, set_modes
 from hvdtrain.backends.torch.ops import Ops
+from hvdtrain.backends.torch.optim import optimizer_spec
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
-from hvdtrain.backends.torch.params import TorchParams, trainable
+from hvdtrain.backends.torch.params import TorchFacts, TorchParams, trainable
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.state import TorchState
-from hvdtrain.backends.torch.task import Metrics, make_task
+from hvdtrain.backends.torch.task import Metrics, TorchEvaluator, make_task
 from hvdtrain.backends.torch.transforms.compile import TorchCompile
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.backends.torch.transforms.remat import Remat
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
-from hvdtrain.backends.transforms import in_order
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Batch, Collectives
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.precision.scaler import LossScale
 
 
 class Maker:
-    """What the parts of one model have in common, from which `parts` makes them; a Keras model replaces some.
+    """Makes the parts of one model; a Keras model and a pipeline replace some of them.
 
-    To make one checks the model and brings it to its device, or to where its blocks are measured.
+    The constructor checks the model and brings it to its device, or to where its blocks are measured.
     """
 
     whole = True
@@ -51,9 +52,9 @@ class Maker:
         self.sample = sample or spec.example
         self.spec, self.config, self.rank, self.steps_per_epoch = spec, config, rank, steps_per_epoch
         self.model: torch.nn.Module = spec.model
-        self.given = given_by(spec, config)  # by name, while all parameters are there
+        self.optimizer_spec = optimizer_spec(spec, config)  # by name, while all parameters are there
         self.placement = self.place()
-        audit.check_model(self.model)
+        modules.check_model(self.model)
         self.transport = Transport(wire, Ops())
         self.sync = SyncBatchNorm(self.model, self.transport, config.in_parts) if config.sync_batchnorm else None
         set_modes(self.model, {m: False for m in self.model.modules() if self.model.training and not m.training})
@@ -74,8 +75,8 @@ class Maker:
         """Return the ranks that multiply their loss by the loss scale."""
         return precision.scaled
 
-    def parts(self) -> Parts:
-        """Make them; a split model is where it belongs by now."""
+    def parts(self) -> ModelParts:
+        """Return the parts; a split model is on its devices by now."""
         params = self.params()
         optimizer = params.optimizer()
         buffers = self.buffers()
@@ -86,21 +87,19 @@ class Maker:
         plain = self.config.model_parallel == 1 and self.config.compile == "off" and self.config.remat == "off"
         transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync,
                               compile=compile, remat=remat)
-        return Parts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
+        return ModelParts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
                      state, transforms, self.policy, self.scale, self.placement.ops(), remat, compile,
                      facts=TorchFacts(self.model, params, state, plain), batch_weight=self.batch_weight)
 
     def buffers(self) -> Buffers:
-        """What the model holds beside its gradients."""
         return Buffers(self.model, self.transport)
 
     def stage(self, params: TorchParams, buffers: Buffers) -> TorchStage:
-        """Forward and backward."""
         return TorchStage(self.model, self.task, params, buffers, self.placement, self.precision, self.sync,
                           self.generators, self.rank, self.caveats)
 
     def remat(self, stage: TorchStage) -> Remat | None:
-        """What recomputes blocks of the model; None where it has none with a name."""
+        """Return the transform that recomputes blocks; None where no block has a name."""
         sequence = list(self.model.named_children()) if isinstance(self.model, torch.nn.Sequential) else []
         named = sequence if self.spec.blocks is None else self.spec.blocks(self.model)
         if not named:
@@ -108,32 +107,27 @@ class Maker:
         return Remat(self.model, [(str(name), block) for name, block in named], stage, self.sync, self.sample)
 
     def blocks(self) -> list[torch.nn.Module]:
-        """The blocks that the model file names, or none."""
+        """Return the blocks that the model file names, or none."""
         return [] if self.spec.blocks is None else [block for _, block in self.spec.blocks(self.model)]
 
     def compile(self) -> TorchCompile:
-        """How the model could be computed in other ways."""
         named = [] if self.spec.blocks is None else self.spec.blocks(self.model)
         waits = self.sync is not None and self.transport.size > 1
         return TorchCompile(self.model, named, self.placement.home.type, waits)
 
     def params(self) -> TorchParams:
-        """The tensors, and how an optimizer over them is made."""
         make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale,
-                       given=self.given)
+                       spec=self.optimizer_spec)
         return TorchParams(self.model, self.blocks(), self.placement.places(), make, self.whole)
 
     def evaluator(self) -> TorchEvaluator:
-        """Metrics of the task."""
         return TorchEvaluator(self.model, Metrics(self.spec, self.config, self.task), self.placement, self.precision)
 
     def state(self, params: TorchParams, optimizer: TorchOptimizer, buffers: Buffers) -> TorchState:
-        """What a checkpoint holds."""
         return TorchState(self.model, params.names, optimizer, buffers, self.scale, self.generators)
 
     def caveats(self) -> list[str]:
-        """Layers whose result depends on how a batch is cut."""
-        return audit.caveats(self.model, self.sync is not None)
+        return modules.caveats(self.model, self.sync is not None)
 
 
 def build_lazy(model: torch.nn.Module, spec: Any, sample: Callable[[int], Batch] | None) -> None:

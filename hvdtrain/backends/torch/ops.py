@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import placement
-from hvdtrain.comm.compressors.base import DEPENDENT
-from hvdtrain.comm.compressors.candidates import LEAST, sample
-from hvdtrain.comm.reducer.cell import Held
+from hvdtrain.comm.compressors.base import DEPENDENT, LEAST, sample
+from hvdtrain.comm.reducer.transport import ArrayCell
 from hvdtrain.core.protocols import Collectives
 
 Array = torch.Tensor
@@ -125,19 +124,16 @@ class Ops:
     def select(self, which: Array, x: Array, y: Array) -> Array:
         return torch.where(which, x, y)
 
-    def cell(self, value: Array) -> Held:
-        return Held(value.to(self.device))
+    def cell(self, value: Array) -> ArrayCell:
+        return ArrayCell(value.to(self.device))
 
     def during_backward(self, wire: Collectives) -> Collectives:
-        """The wire itself."""
         return wire
 
     def free_bytes(self) -> int | None:
-        """What CUDA has left and what PyTorch keeps unused; None on the CPU."""
         return placement.free_bytes(self.device)
 
     def to_host(self, x: Array) -> np.ndarray:
-        """Numpy view of a CPU tensor; a copy of one on another device."""
         return x.detach().cpu().numpy()
 
     def from_host(self, x: np.ndarray) -> Array:
@@ -145,7 +141,7 @@ class Ops:
 
 
 def _largest(magnitude_C: Array, k: int) -> Array:
-    """Where the k largest are, in order, as in the numpy reference; torch.topk leaves open which of equals it takes."""
+    """Return the indices of the k largest in order, as the numpy reference; torch.topk leaves ties open."""
     if k == 0:
         return magnitude_C.new_zeros(0, dtype=torch.int64)
     magnitude_C = torch.where(magnitude_C.isnan(), torch.inf, magnitude_C)

@@ -1,4 +1,7 @@
-"""The update of PyTorch's parameters: optimizer and schedule by name, warm-up, clipping, and whether there is one."""
+"""The update of PyTorch's parameters: warm-up, clipping, and slices of tensors under ZeRO.
+
+Optimizers and schedules are made by `hvdtrain.backends.torch.optim`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,12 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import by_name, placement, resuming
-from hvdtrain.backends.torch.groups import Given
-from hvdtrain.backends.torch.slices import Slices
+from hvdtrain.backends.torch import optim, placement, resuming
+from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.config import Config
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.parallel.precision.scaler import LossScale
-
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
                torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD,
@@ -24,33 +25,99 @@ ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim
 """Those whose update of an element depends on that element's gradient and state alone."""
 
 
+
+
+class Slices:
+    """Row-major elements [begin, end) of each of ``wholes``, which this rank updates under ZeRO; (0, 0): none of it.
+
+    ``tensors``: one parameter (end - begin,) for each, empty ones too: a view of the whole's memory, so that there is
+    no second copy of the model. Of a whole that is not contiguous (channels_last) it is a copy, made before each update
+    and written back after it.
+    """
+
+    def __init__(self, wholes: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self.tensors: list[torch.nn.Parameter] = []
+        self._wholes: list[torch.Tensor] = []
+        self.extend(wholes, spans)
+
+    def extend(self, wholes: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> list[torch.nn.Parameter]:
+        """Add slices ``spans`` of ``wholes``; return their parameters, empty ones too."""
+        first = len(self._wholes)
+        self._wholes += wholes
+        self.spans += spans
+        self.tensors += [torch.nn.Parameter(self._slice(i), requires_grad=p.requires_grad)
+                         for i, p in enumerate(wholes, first)]
+        return self.tensors[first:]
+
+    def _slice(self, i: int) -> torch.Tensor:
+        begin, end = self.spans[i]
+        return self._wholes[i].detach().reshape(-1)[begin:end]
+
+    def link(self) -> None:
+        """Point each slice at its whole's memory of now, which a model that was moved or cast has elsewhere."""
+        for i, (tensor, whole) in enumerate(zip(self.tensors, self._wholes)):
+            memory = whole.data_ptr() + self.spans[i][0] * whole.element_size()
+            if tensor.numel() and (tensor.data_ptr() != memory or not whole.is_contiguous()):
+                tensor.data = self._slice(i)
+
+    @torch.no_grad()
+    def written(self) -> None:
+        """Bring what was updated into the wholes, and drop the gradients that it was updated from."""
+        for tensor, whole, (begin, end) in zip(self.tensors, self._wholes, self.spans):
+            tensor.grad = None
+            if tensor.numel() and not whole.is_contiguous():
+                row_major = whole.detach().reshape(-1)
+                row_major[begin:end] = tensor
+                whole.copy_(row_major.view(whole.shape))
+
+    @torch.no_grad()
+    def take_over(self, state: dict[torch.Tensor, dict[str, Any]], whole_state: dict[torch.Tensor, dict[str, Any]]
+                  ) -> None:
+        """Copy into ``state`` of the slices what an optimizer over the wholes holds of them; empty ``whole_state``."""
+        for tensor, whole, (begin, end) in zip(self.tensors, self._wholes, self.spans):
+            for key, value in whole_state.get(whole, {}).items() if tensor.numel() else ():
+                own = state[tensor].get(key)
+                if isinstance(value, torch.Tensor):
+                    # A count of a 0-d parameter has the parameter's shape too.
+                    each = own.shape == tensor.shape if isinstance(own, torch.Tensor) else value.shape == whole.shape
+                    value = value.reshape(-1)[begin:end] if each else value
+                    if isinstance(own, torch.Tensor):  # which its owner may hold elsewhere too
+                        own.copy_(value)
+                        continue
+                    value = value.clone()
+                state[tensor][key] = value
+        whole_state.clear()
+
+
 class TorchOptimizer:
-    """Implements `hvdtrain.core.protocols.Optimizer` over ``tensors``: the run's parameters, flat vectors, or
-    ``slices``'.
+    """Implements `hvdtrain.core.protocols.Optimizer` over ``tensors``: the run's parameters, flat vectors, or slices.
 
     An update's rate is the schedule's times min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv
     1706.02677). ``scale``: while it is on, every update looks at the norm. ``adopted``: the optimizer of a compiled
     Keras model (`hvdtrain.backends.torch.keras.optim`), in place of config's; its rate is its own, scaled. Over slices
-    no update is left out here, as other ranks make theirs: whether there is one has been decided before. ``given``:
-    what the model's file says of its optimizer; its groups are of ``names``, parallel to ``tensors``.
+    no update is left out here, as other ranks make theirs: that has been decided before. ``spec``: the model file's
+    optimizer; its groups are of ``names``, parallel to ``tensors``.
     """
+
+    traced = None
 
     def __init__(self, config: Config, tensors: Sequence[torch.Tensor], steps_per_epoch: int,
                  scale: LossScale | None = None, adopted: Any = None, slices: Slices | None = None,
-                 names: Sequence[str] = (), given: Given | None = None) -> None:
+                 names: Sequence[str] = (), spec: OptimizerSpec | None = None) -> None:
         schedule = config.schedule
-        self.tensors, self.slices, self.given = list(tensors), slices, given or Given()
+        self.tensors, self.slices, self.optimizer_spec = list(tensors), slices, spec or OptimizerSpec()
         self._warmup = schedule.warmup_steps
         self.interval: str = schedule.interval
         self.updates = 0
         base = schedule.linear_scaling_base
-        self.base_lr = self.given.rate(config) * (config.global_batch / base if base else 1.0)
+        self.base_lr = self.optimizer_spec.rate(config) * (config.global_batch / base if base else 1.0)
         self.adopted = adopted
         if adopted is not None:
             self.base_lr = adopted.rate
         updated = [t for t in self.tensors if slices is None or t.numel()]
         of = [n for n, t in zip(names, self.tensors) if slices is None or t.numel()]
-        self.optimizer = self.given.make(config, of, updated, self.base_lr) if adopted is None else adopted
+        self.optimizer = self.optimizer_spec.make(config, of, updated, self.base_lr) if adopted is None else adopted
         groups = self.optimizer.param_groups
         rates = self._rates = [float(group["lr"]) for group in groups]
         self.ratios = [rate / self.base_lr if self.base_lr else 1.0 for rate in rates]
@@ -60,7 +127,7 @@ class TorchOptimizer:
         self._complete = False
         self._shown = rates.index(self.base_lr) if self.base_lr in rates else 0
         self.config, self._scale = config, scale or LossScale()
-        self.schedule = by_name.schedule(config, self.optimizer, self.ratios)
+        self.schedule = optim.make_schedule(config, self.optimizer, self.ratios)
         self._obeys_lr = all(group.get("initial_lr", group["lr"]) == rate for group, rate in zip(groups, rates))
         self._rates_changed = False
         self._device = self.tensors[0].device if self.tensors else placement.device()
@@ -74,7 +141,6 @@ class TorchOptimizer:
 
     def step(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Clip by the global norm and update; return (finite, norm), as `hvdtrain.core.protocols.Optimizer` says."""
         known, norm = norm is not None, math.nan if norm is None else norm
         if known:
             _clip(grads, clip_norm, norm)
@@ -121,7 +187,7 @@ class TorchOptimizer:
             self._complete = False
         for group in groups:  # a model may have been given another memory order since the optimizer was made
             if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
-                by_name.refuse_fused(group["params"], self.given.asks_fused(self.config))
+                optim.refuse_fused(group["params"], self.optimizer_spec.asks_fused(self.config))
                 group["fused"] = False
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates):
@@ -136,14 +202,12 @@ class TorchOptimizer:
             resuming.move(self.schedule)
 
     def skipped(self) -> bool:
-        """Return whether the device left the last update out; by the next step it has decided."""
         found, self._left_out = self._left_out, None
         return found is not None and bool(found)
 
     # --- the rate ------------------------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """Let a per-epoch schedule move."""
         if self.schedule is not None and self.interval == "epoch":
             resuming.move(self.schedule)
 
@@ -151,7 +215,7 @@ class TorchOptimizer:
         return min(1.0, (self.updates + 1) / self._warmup) if self._warmup else 1.0
 
     def _follow(self) -> None:
-        """Take over the rate of an adopted optimizer, which its owner or a schedule of Keras may have moved."""
+        """Take over the rate of an adopted optimizer, which its owner or a schedule of Keras may have changed."""
         if self.adopted is not None:
             self.adopted.follow()
 
@@ -161,20 +225,17 @@ class TorchOptimizer:
         return float(self.optimizer.param_groups[self._shown]["lr"]) * self._factor()
 
     def own_schedule(self) -> object | None:
-        """Return the schedule of a compiled Keras optimizer; see `hvdtrain.core.protocols.Optimizer`."""
         return None if self.adopted is None else self.adopted.own_schedule()
 
     # --- what it keeps -------------------------------------------------------------------------------------------
 
     def slots(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Yield (slot, index of the tensor, array of its shape) of all state that has a tensor's shape."""
         for i, tensor in enumerate(self.tensors):
             for key, value in self.optimizer.state.get(tensor, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
                     yield key, i, value
 
     def plain_sgd(self) -> bool:
-        """Return whether an update is rate x gradient (weight decay aside)."""
         if self.adopted is not None:
             return bool(self.adopted.plain_sgd())
         groups = self.optimizer.param_groups
@@ -191,11 +252,11 @@ class TorchOptimizer:
         return 2 * sum(t.numel() * t.element_size() for t in probed)
 
     def describe(self) -> dict[str, str]:
-        """In words, for the summary."""
         s = self.config.schedule
-        words = {"optimizer": f"{self.kind()}, lr {self.base_lr:g}" + " (the model file's)" * bool(self.given.kind)}
-        if self.given.groups:
-            words["parameter groups"] = "; ".join(group.words() for group in self.given.groups)
+        whose = " (the model file's)" if self.optimizer_spec.kind else ""
+        words = {"optimizer": f"{self.kind()}, lr {self.base_lr:g}{whose}"}
+        if self.optimizer_spec.groups:
+            words["parameter groups"] = "; ".join(group.words() for group in self.optimizer_spec.groups)
         if self.adopted is not None:
             words |= self.adopted.describe()
         if self.schedule is not None:
@@ -208,19 +269,19 @@ class TorchOptimizer:
         return words
 
     def made_of(self) -> str:
-        """Return what has to be the same on every rank, as a line."""
+        """Return a line that must be the same on every rank."""
         if self.adopted is None:
-            sums = "".join(f" group {group.checksum():08x}" for group in self.given.groups)
-            return f"optimizer {self.kind()}{self.given.words()}{sums}"
+            sums = "".join(f" group {group.checksum():08x}" for group in self.optimizer_spec.groups)
+            return f"optimizer {self.kind()}{self.optimizer_spec.words()}{sums}"
         words = [self.adopted.name, *self.adopted.describe().values(), f"rate {self.learning_rate():g}"]
         return f"optimizer {' '.join(words)}"
 
     def kind(self) -> str:
-        """The optimizer's class."""
         return type(self.optimizer).__name__ if self.adopted is None else f"Keras' {self.adopted.name}"
 
     def scalars(self) -> dict[str, Any]:
-        """JSON-able state beside the optimizer's tensors: all of a group, as schedules also move betas and momentum."""
+        """Return JSON-able state beside the optimizer's tensors: whole groups, as schedules change betas and momentum.
+        """
         self._follow()
         groups = [_plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
         schedule = {} if self.schedule is None else _plain(self.schedule.state_dict())
@@ -231,8 +292,8 @@ class TorchOptimizer:
             "groups": groups,
             "schedule": schedule,
             "settings": self.settings,
-            **({"group_names": [list(group.names) for group in self.given.groups], "group_rates": self._rates}
-               if self.given.groups else {}),
+            **({"group_names": [list(group.names) for group in self.optimizer_spec.groups], "group_rates": self._rates}
+               if self.optimizer_spec.groups else {}),
         }
 
     def load_scalars(self, state: dict[str, Any]) -> None:
@@ -253,13 +314,12 @@ class TorchOptimizer:
             self.adopted.resume()
 
     def resumed(self, epochs: int, rescheduled: bool) -> None:
-        """Follow a schedule that is another than the checkpoint's, or starts from another rate."""
         if rescheduled or self.schedule is not None and self._rates_changed:
             self.schedule = resuming.reschedule(self, self._rates, epochs)
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a schedule's state that are plain numbers, strings or lists of them."""
+    """Return the entries of a schedule's state that are plain numbers, strings or lists of them."""
     def ok(v: Any) -> bool:
         if isinstance(v, (list, tuple)):
             return all(ok(x) for x in v)
@@ -268,7 +328,7 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clip(grads: Sequence[torch.Tensor], clip_norm: float, norm: float) -> None:
-    """Bring ``grads`` of the global ``norm`` to ``clip_norm``; a part of a model may have none."""
+    """Scale ``grads`` of the global ``norm`` down to ``clip_norm``."""
     if 0 < clip_norm < norm and grads:
         torch._foreach_mul_(list(grads), clip_norm / norm)
 
@@ -286,18 +346,18 @@ def _gate(opt: TorchOptimizer, not_finite: torch.Tensor) -> bool:
 
 
 def any_not_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a boolean scalar on ``device``: whether any element of ``tensors`` is NaN or infinite.
+    """Return a boolean scalar on ``device``: True if any element of ``tensors`` is NaN or infinite.
 
-    A largest magnitude is NaN or infinite exactly where an element is; unlike a sum of squares it never overflows.
+    Unlike a sum of squares the largest magnitude never overflows.
     """
     largest = (torch.linalg.vector_norm(x, ord=torch.inf) for x in tensors if x.numel())
     return ~torch.stack([one.isfinite().to(device) for one in largest]).all()
 
 
-def slot_share(config: Config, given: Given | None = None) -> float:
+def slot_share(config: Config, spec: OptimizerSpec | None = None) -> float:
     """Return the bytes of optimizer state for each byte of a parameter, as the run's optimizer makes them."""
     param = torch.nn.Parameter(torch.zeros(64, 64))
-    made = TorchOptimizer(config, [param], 1, given=(given or Given()).plain())
+    made = TorchOptimizer(config, [param], 1, spec=(spec or OptimizerSpec()).plain())
     made.step([torch.zeros_like(param)], [], 0.0, False)
     held = [v for v in made.optimizer.state.get(param, {}).values() if isinstance(v, torch.Tensor) and v.dim()]
     return sum(v.numel() * v.element_size() for v in held) / (param.numel() * param.element_size())
@@ -317,7 +377,7 @@ def state_bytes(opt: TorchOptimizer) -> int:
                for v in entries.values() if isinstance(v, torch.Tensor))
     if held or opt.adopted is not None:
         return held
-    return int(slot_share(opt.config, opt.given) * sum(t.numel() * t.element_size() for t in opt.tensors))
+    return int(slot_share(opt.config, opt.optimizer_spec) * sum(t.numel() * t.element_size() for t in opt.tensors))
 
 
 def check_slots(optimizer: torch.optim.Optimizer) -> None:

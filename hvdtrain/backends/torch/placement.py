@@ -1,26 +1,31 @@
-"""Where a rank's PyTorch model lives, on one device or several, how many threads it computes with, and its seeds."""
+"""Devices of a rank's PyTorch model, compute threads, seeds and random generators.
+
+Blocks of a split model are placed by `hvdtrain.backends.torch.transforms.placement`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.cluster.devices import VISIBLE, DeviceFacts, cpu_facts
+from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
 
 
 def device() -> torch.device:
-    """This rank's device: the GPU that boot made visible to it, else the CPU."""
+    """Return this rank's device: the GPU that boot made visible to it, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def devices(n: int) -> list[torch.device]:
-    """The devices of a model in ``n`` parts, in the order of its blocks: this rank's GPUs; with one, CPU and GPU.
+    """Return the devices of a model in ``n`` stages, in order: this rank's GPUs; with one, CPU and GPU.
 
     Errors: `UserError` where this rank has too few; also for two that are listed of which CUDA shows one.
     """
@@ -39,25 +44,25 @@ def devices(n: int) -> list[torch.device]:
 
 
 def memory_bytes(where: torch.device) -> int:
-    """Bytes that a device has to give now."""
+    """Return the bytes that a device has left."""
     return _left_bytes(where) if where.type == "cuda" else cpu_facts().memory_bytes
 
 
 def free_bytes(where: torch.device) -> int | None:
-    """Bytes that this process can still take of a GPU, with what it holds and does not use; None of a CPU."""
+    """Return the bytes that this process can still take of a GPU, its own cache included; None of a CPU."""
     if where.type != "cuda":
         return None
     return _left_bytes(where) + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
 
 
 def _left_bytes(where: torch.device) -> int:
-    """Bytes that nobody has of a GPU, as far as PyTorch may take them in this process."""
+    """Return the free bytes of a GPU, as far as PyTorch may take them in this process."""
     free, total = torch.cuda.mem_get_info(where)
     return max(0, min(int(free), _granted(where, total) - torch.cuda.memory_reserved(where)))
 
 
 def _granted(where: torch.device, total: int) -> int:
-    """Bytes of a GPU's ``total`` that `torch.cuda.set_per_process_memory_fraction` lets this process take."""
+    """Return the bytes of a GPU's ``total`` that `torch.cuda.set_per_process_memory_fraction` grants this process."""
     ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # older PyTorch does not tell
     return total if ask is None else int(total * min(1.0, ask(where)))
 
@@ -70,7 +75,7 @@ def synchronize(where: Iterable[torch.device]) -> None:
 
 
 def moved(value: Any, where: torch.device) -> Any:
-    """A tensor, or tensors in tuples, lists and dicts, on a device; anything else as it is."""
+    """Move a tensor, or tensors in tuples, lists and dicts, to a device; anything else stays."""
     if isinstance(value, torch.Tensor):
         return value.to(where, non_blocking=where.type == "cuda")  # to a CPU it would not be there yet when read
     if isinstance(value, (tuple, list)):
@@ -79,7 +84,7 @@ def moved(value: Any, where: torch.device) -> Any:
 
 
 def further_random(where: Iterable[torch.device]) -> dict[str, np.ndarray]:
-    """State of the random generators of every GPU but the current one, whose state `generators.random_arrays` holds."""
+    """Return the state of the random generators of every GPU but the current one, which is in `random_arrays`."""
     others = {d for d in where if d.type == "cuda"} - {device()}
     return {f"torch.{d}": torch.cuda.get_rng_state(d).numpy().copy() for d in sorted(others, key=str)}
 
@@ -91,12 +96,12 @@ def load_further_random(arrays: dict[str, np.ndarray], where: Iterable[torch.dev
 
 
 def in_host_memory() -> bool:
-    """Whether gradients lie in host memory outside a graph, where a wire of the host can sum them in place."""
+    """Return whether gradients lie in host memory outside a graph, where a host transport can sum them in place."""
     return device().type == "cpu"
 
 
 def device_facts() -> DeviceFacts:
-    """What `device` is, with the memory that this process may take of it."""
+    """Return the facts of `device`, with the memory that this process may take of it."""
     if device().type == "cpu":
         return cpu_facts()
     found = torch.cuda.get_device_properties(0)
@@ -107,10 +112,7 @@ def device_facts() -> DeviceFacts:
 
 
 def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
-    """Set the compute threads of this process and, if asked, deterministic kernels.
-
-    ``devices``: of each rank; PyTorch needs to be told nothing of them.
-    """
+    """Set the compute threads of this process and, if asked, deterministic kernels; ``devices`` is not needed."""
     torch.set_num_threads(threads)
     if deterministic:
         # Without it PyTorch refuses every matrix product on a GPU then; read when the first one is made.
@@ -125,7 +127,7 @@ def seed(seed: int, rank: int) -> None:
 
 
 class DeviceClock:
-    """Seconds between two places of the current CUDA stream, read without waiting for the device."""
+    """Seconds between two points of the current CUDA stream, read without waiting for the device."""
 
     def __init__(self) -> None:
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -138,14 +140,14 @@ class DeviceClock:
         self._begin.record()
 
     def stop(self) -> None:
-        """Mark the end of its computing."""
+        """Mark the end of its computation."""
         assert self._begin is not None
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         self._open.append((self._begin, end))
 
     def seconds(self) -> float:
-        """Of the latest step whose end the device has reached; 0 before the first."""
+        """Return the seconds of the latest step whose end the device has reached; 0 before the first."""
         while self._open and self._open[0][1].query():
             begin, end = self._open.pop(0)
             self._seconds = begin.elapsed_time(end) / 1e3
@@ -153,11 +155,65 @@ class DeviceClock:
 
 
 def forget_keras_generator() -> None:
-    """Let Keras seed the generator of unseeded `keras.random` calls again, from Python's ``random``, which is seeded.
+    """Let Keras seed the generator of unseeded `keras.random` calls again, from Python's ``random``.
 
     Layers and initializers take their seeds from that generator too. `keras.utils.set_random_seed` does the same, but
-    imports TensorFlow. Without Keras in this process nothing happens.
+    imports TensorFlow. Without Keras in this process it does nothing.
     """
     state = sys.modules.get("keras.src.backend.common.global_state")
     if state is not None:
         state.set_global_attribute("global_seed_generator", None)
+
+
+def random_arrays() -> dict[str, np.ndarray]:
+    """Return the state of every random generator of this process."""
+    out = {**rng.capture(), "torch.cpu": torch.get_rng_state().numpy().copy()}
+    if torch.cuda.is_available():
+        out["torch.cuda"] = torch.cuda.get_rng_state().numpy().copy()
+    return out
+
+
+def load_random(arrays: dict[str, np.ndarray]) -> None:
+    """Undo `random_arrays`."""
+    rng.restore(arrays)
+    torch.set_rng_state(torch.from_numpy(np.array(arrays["torch.cpu"])))
+    if "torch.cuda" in arrays and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["torch.cuda"])))
+
+
+class Generators:
+    """All random generators, for a model on ``devices``."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return the state of each by name."""
+        return {**random_arrays(), **further_random(self._devices)}
+
+    def load(self, arrays: dict[str, np.ndarray]) -> None:
+        """Undo `state`, for the devices that are here again."""
+        load_random(arrays)
+        load_further_random(arrays, self._devices)
+
+    def mark(self) -> Callable[[], None]:
+        """Note all states; the function returned restores them. Cheaper than `state`, for every step."""
+        back, cpu = rng.mark(), torch.get_rng_state()
+        gpus = [d for d in dict.fromkeys(self._devices) if d.type == "cuda"]
+        states = [torch.cuda.get_rng_state(d) for d in gpus]
+
+        def put_back() -> None:
+            back()
+            torch.set_rng_state(cpu)
+            for gpu, found in zip(gpus, states):
+                torch.cuda.set_rng_state(found, gpu)
+        return put_back
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore all states after the body."""
+        before = self.state()
+        try:
+            yield
+        finally:
+            self.load(before)

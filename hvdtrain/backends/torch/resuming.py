@@ -1,7 +1,6 @@
-"""What an optimizer and schedule of PyTorch take from a checkpoint, and what is this run's own.
+"""Settings of an optimizer and schedule of PyTorch on resume: those that the user changed, else the checkpoint's.
 
-Owns the rule for settings that stand in both: a setting that the user changed is this run's, all else is the
-checkpoint's. `hvdtrain.backends.torch.optimizer` calls it; names and shapes of state are `state`'s.
+Names and shapes of state are `hvdtrain.backends.torch.state`'s.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdtrain.backends.torch import by_name
-from hvdtrain.backends.torch.groups import Given
+from hvdtrain.backends.torch import optim
+from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, count
 
@@ -35,13 +34,13 @@ SLOTS = (("max_exp_avg_sq", "amsgrad"), ("momentum_buffer", "momentum"), ("grad_
 
 
 class ResumedOptimizer(Protocol):
-    """List what this file needs of `hvdtrain.backends.torch.optimizer.TorchOptimizer`, which documents it."""
+    """Members of `hvdtrain.backends.torch.optimizer.TorchOptimizer` that this file needs."""
 
     optimizer: Any
     schedule: Any
     adopted: Any
     config: Config
-    given: Given
+    optimizer_spec: OptimizerSpec
     settings: list[dict[str, Any]]
     changes: list[str]
     overruled: frozenset[str]
@@ -51,7 +50,7 @@ class ResumedOptimizer(Protocol):
     base_lr: float
 
     def kind(self) -> str:
-        """The optimizer's class."""
+        """Return the optimizer's class."""
         ...
 
 
@@ -94,7 +93,7 @@ def check(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
     if then != own:
         raise UserError(f"the checkpoint was made with {then}", f"{own}, as configured now",
                         f"{_again(then)}, or start anew")
-    names = [list(group.names) for group in opt.given.groups]
+    names = [list(group.names) for group in opt.optimizer_spec.groups]
     before = len(state["groups"]), state.get("group_names", [])
     if before[0] != len(opt.optimizer.param_groups):
         raise UserError(f"the checkpoint's optimizer has {_groups(before[0])}",
@@ -114,16 +113,16 @@ def _groups(n: int) -> str:
 
 
 def _again(kind: str) -> str:
-    """How to have the optimizer that `TorchOptimizer.scalars` called ``kind``."""
+    """Return the setting that makes the optimizer that `TorchOptimizer.scalars` called ``kind``."""
     keras = kind.startswith("Keras' ")
     return "compile the model with it and leave optimizer.name auto" if keras else f"set optimizer.name: {kind}"
 
 
 def load_groups(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
-    """Give the groups the checkpoint's values, but for settings that differ from that run's; note which these are.
+    """Give the groups the checkpoint's values, except settings that differ from that run's; note which these are.
 
     The kernels stay this run's: the checkpoint's may be for another device or memory order. Momentum that the schedule
-    moves is the schedule's.
+    changes is the schedule's.
     """
     opt.changes, overruled = [], set()
     for number, (group, saved, now, then) in enumerate(zip(opt.optimizer.param_groups, state["groups"], opt.settings,
@@ -141,12 +140,12 @@ def load_groups(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
         group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in {**saved, **new}.items()
                       if k not in KERNELS})
     args = {} if opt.schedule is None else opt.config.schedule.args
-    by_itself = any(key in args for key in by_name.FIRST_RATES)
+    by_itself = any(key in args for key in optim.FIRST_RATES)
     base_lr = state.get("base_lr", opt.base_lr)
-    same = opt.given.kind is not None and base_lr == opt.base_lr
+    same = opt.optimizer_spec.kind is not None and base_lr == opt.base_lr
     opt.overruled = frozenset(overruled | ({"lr"} if by_itself or same else set()))
-    if opt.adopted is None and opt.given.kind is None:
-        opt.changes = opt.changes if opt.given.groups else []  # the configuration tells
+    if opt.adopted is None and opt.optimizer_spec.kind is None:
+        opt.changes = opt.changes if opt.optimizer_spec.groups else []  # the configuration tells
     elif not _of_schedule(opt, state) and not math.isclose(base_lr, opt.base_lr, rel_tol=1e-9):
         opt.changes.append(f"learning rate {base_lr:g} -> {opt.base_lr:g}")
 
@@ -165,7 +164,7 @@ def rates_before(opt: ResumedOptimizer, state: Mapping[str, Any], now: Sequence[
 
 
 def complete_slots(optimizer: Any) -> None:
-    """Begin state that a changed setting asks for, which torch.optim makes only with the first update, and drop other.
+    """Make state that a changed setting needs, as torch.optim does only with the first update, and drop other.
 
     SGD makes its momentum by itself.
     """
@@ -191,7 +190,7 @@ def rescale(opt: ResumedOptimizer, factors: Sequence[float]) -> None:
 
 
 def reschedule(opt: ResumedOptimizer, rates: Sequence[float], epochs: int) -> Any:
-    """Return the configured schedule where it stands after the updates, or ``epochs``, made so far; None: none.
+    """Return the configured schedule, advanced to the updates or ``epochs`` made so far; None: none.
 
     ``rates``: each group's, as configured.
     """
@@ -204,7 +203,7 @@ def reschedule(opt: ResumedOptimizer, rates: Sequence[float], epochs: int) -> An
         for key in ("momentum", "betas") if cycled else ():
             if key in settings:
                 group[key] = tuple(settings[key]) if key == "betas" else settings[key]
-    made = by_name.schedule(opt.config, opt.optimizer, opt.ratios)
+    made = optim.make_schedule(opt.config, opt.optimizer, opt.ratios)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no update is made between the steps
         for _ in range(0 if made is None else opt.updates if opt.interval == "step" else epochs):
@@ -213,7 +212,7 @@ def reschedule(opt: ResumedOptimizer, rates: Sequence[float], epochs: int) -> An
 
 
 def move(schedule: Any) -> None:
-    """Let a schedule make one step; a OneCycleLR keeps its last rate beyond its end."""
+    """Advance a schedule by one step; a OneCycleLR keeps its last rate beyond its end."""
     total = getattr(schedule, "total_steps", None)
     if not total or schedule.last_epoch < total - 1:
         schedule.step()

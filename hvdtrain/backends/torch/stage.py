@@ -1,4 +1,7 @@
-"""Forward and backward of a PyTorch model, whole or split over a rank's devices."""
+"""Forward and backward of a PyTorch model, whole or split over a rank's devices.
+
+Gradients travel by `hvdtrain.backends.torch.gradients`.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,25 @@ import torch
 from hvdtrain.backends.misfit import one_sample
 from hvdtrain.backends.torch import placement as devices_of
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.gradients import Gradients
 from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
-from hvdtrain.backends.torch.trial import first_not_finite, untouched
+from hvdtrain.backends.torch.trial import first_not_finite, restoring
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.core.timeline import span
-from hvdtrain.data.empty import StandIn
-from hvdtrain.parallel.data_parallel.unused import without_gradient
+from hvdtrain.data.weighting import PlaceholderSample
 
 
 class TorchStage:
     """Implements `hvdtrain.core.protocols.Stage`.
 
     ``task``: ``task(model, tensors) -> (loss_sum, weight)``. ``sync``: the transform of that name, where there is one.
-    ``unrounded``: returns the task's pair in the model's own types. ``caveats``: tells what in the model depends on how
-    a batch is cut.
+    ``unrounded``: returns the task's pair in the model's own types. ``caveats``: returns what in the model depends on
+    how a batch is divided.
     """
 
     def __init__(self, model: torch.nn.Module, task: Callable[..., Pair], params: TorchParams, buffers: Buffers,
@@ -43,33 +45,28 @@ class TorchStage:
         self._back: Callable[[], None] = lambda: None
         # Synchronised layers wait for other ranks in backward: what else does so there could come in another order.
         self._gradients = Gradients(params, placement.on_its_device, early=sync is None)
-        self._stand_in = StandIn()
+        self._stand_in = PlaceholderSample()
         self.asynchronous = placement.on_gpu
         self.waited_s = self._waited_in_step_s = 0.0
         self._clock = devices_of.DeviceClock() if self.asynchronous else None
 
     @property
     def devices(self) -> list[torch.device]:
-        """Those that it computes on."""
         return self._placement.devices
 
     @property
     def unused(self) -> frozenset[int]:
-        """Return the parameters to which this rank's samples of the step gave no gradient."""
         return self._gradients.unused
 
     # --- the gradients' way --------------------------------------------------------------------------------------
 
     def connect(self, sink: GradientSink) -> None:
-        """Allocate the sink's buckets and hook the parameters."""
         self._gradients.connect(sink)
 
     def disconnect(self) -> None:
-        """Remove the hooks."""
         self._gradients.disconnect()
 
     def begin(self) -> None:
-        """Forget the gradients of the step before, and remember the buffers and random generators."""
         self._back = self.generators.mark()
         self._buffers.keep()
         self._waited_in_step_s = 0.0
@@ -78,11 +75,9 @@ class TorchStage:
         self._gradients.forget()
 
     def rewind(self) -> None:
-        """Put the random generators back to where `begin` found them."""
         self._back()
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
-        """Add the gradient of ``loss_sum * scale``; hooks hand over the gradients of the ``final`` micro-batch."""
         samples = len(micro[0])
         self._buffers.saw(samples)
         factor, undo = self._precision.factor, None
@@ -120,7 +115,6 @@ class TorchStage:
         return loss_sum, weight
 
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:
-        """Hand over zeros, or NaN with ``poison``, in place of what has not been handed over yet."""
         self.waited_s = 0.0
         if poison:
             self._gradients.poison()
@@ -130,22 +124,18 @@ class TorchStage:
             self._clock.stop()
 
     def ahead(self, batch: Batch) -> None:
-        """Have the next micro-batch copied to a GPU while that computes what is queued."""
         self._placement.uploads.ahead(batch)
 
     def spare(self, batch: Batch) -> None:
-        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
         self._stand_in.saw(batch)
 
     # --- on the side ---------------------------------------------------------------------------------------------
 
     def trial(self, batch: Batch) -> None:
-        """Compute a batch's gradient for its time alone."""
         with self.once(batch):
             pass
 
     def culprit(self, batch: Batch) -> str:
-        """Return the first parameter that this batch gives a gradient which is not finite, or ""."""
         with self._anew(batch):
             found = first_not_finite(self._params.tensors)
         return "" if found is None else self._params.names[found]
@@ -157,18 +147,18 @@ class TorchStage:
             return [torch.zeros_like(p) if p.grad is None else p.grad.div_(factor) for p in self._params.tensors]
 
     def _anew(self, batch: Batch, factor: float = 1.0) -> contextlib.AbstractContextManager[None]:
-        """`once` after a step, when gradients hold the sums of all ranks, to which backward would add."""
+        """Drop the gradients of a step, to which backward would add, and return `once`."""
         for param in self._params.tensors:
             param.grad = None
         return self.once(batch, factor)
 
     @contextlib.contextmanager
     def once(self, batch: Batch, factor: float = 1.0) -> Iterator[None]:
-        """Compute the gradients of a batch, there within the body; afterwards all is as it was."""
+        """Compute the gradients of a batch, available within the body; everything is restored afterwards."""
         if self._sync and len(batch[0]) == 1:  # one rank's own statistics need more than one value
             batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
         alone = self._sync.local_statistics() if self._sync else contextlib.nullcontext()
-        with untouched(self._model, self._params.tensors, self.generators), alone:
+        with restoring(self._model, self._params.tensors, self.generators), alone:
             loss_sum, _ = self.loss_of(batch)
             if loss_sum.requires_grad:
                 (loss_sum * (factor / max(1, len(batch[0])))).backward()
@@ -176,32 +166,20 @@ class TorchStage:
             yield
 
     def device_s(self) -> float | None:
-        """Return the seconds between the events around the latest step that the device has ended; None on a CPU."""
         found_s = self._clock.seconds() if self._clock else None
         return found_s if found_s is None else max(0.0, found_s - self._waited_in_step_s)
 
     def describe(self) -> dict[str, str]:
-        """Return nothing: transforms tell devices, split and types."""
+        """Return {}: transforms describe devices, split and types."""
         return {}
 
     def caveats(self) -> list[str]:
-        """Return the layers whose result depends on how a batch is cut (law 2)."""
         return self._caveats()
-
-
-def check_loss(model: torch.nn.Module, loss_sum: torch.Tensor) -> None:
-    """Raise `UserError` for a loss without a gradient, of samples that stand for all.
-
-    Of a rank's own samples of a step it is none: other samples of the global batch may use parameters.
-    """
-    if torch.is_grad_enabled() and not loss_sum.requires_grad and any(
-            p.requires_grad for p in model.parameters()):
-        raise without_gradient()
 
 
 @contextlib.contextmanager
 def few_samples(rank: int) -> Iterator[None]:
-    """Within it, BatchNorm's complaint about a micro-batch of one sample becomes a `UserError`."""
+    """Turn BatchNorm's complaint about a micro-batch of one sample into a `UserError`."""
     try:
         yield
     except ValueError as error:

@@ -1,11 +1,12 @@
-"""What a checkpoint holds of a PyTorch model and its optimizer: named numpy arrays and back, bit by bit.
+"""Checkpoint state and final files of a PyTorch model and its optimizer: named numpy arrays and back, bit by bit.
 
-bfloat16, which numpy lacks, travels as its bits in uint16, and its name says so by a suffix.
+bfloat16, which numpy lacks, travels as its bits in uint16 under a name with a suffix.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import export, resuming
-from hvdtrain.backends.torch.generators import Generators
-from hvdtrain.backends.torch.names import load_state_dict, named_parameters, state_dict
+from hvdtrain.backends.torch import resuming
+from hvdtrain.backends.torch.modules import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
+from hvdtrain.backends.torch.placement import Generators
+from hvdtrain.checkpoint import files, weights
+from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
 from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ _BFLOAT16 = "#bfloat16"
 
 
 def to_arrays(tensors: dict[str, torch.Tensor], group: str = "", place: Place | None = None) -> dict[str, np.ndarray]:
-    """Copies on the host by name; the name of a bfloat16 tensor gets the suffix ``#bfloat16``, its array is uint16.
+    """Copy tensors to the host by name; a bfloat16 tensor's name gets the suffix ``#bfloat16``, its array is uint16.
 
     ``place``: where to copy to; a tensor for which it gives None is not copied, if it is in host memory.
     """
@@ -41,7 +44,7 @@ def to_arrays(tensors: dict[str, torch.Tensor], group: str = "", place: Place | 
         full, dtype = name + _BFLOAT16 if bits else name, np.dtype(np.uint16) if bits else _numpy_type(tensor.dtype)
         shape = tuple(tensor.shape)
         memory = np.empty(shape, dtype) if place is None else place(group, full, shape, dtype)
-        if isinstance(memory, Window):
+        if isinstance(memory, ArrayWindow):
             begin, memory = memory
             source = source.reshape(-1)[begin:begin + memory.size]
         if memory is None:
@@ -70,7 +73,7 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def model_arrays(model: torch.nn.Module, place: Place | None = None) -> dict[str, np.ndarray]:
-    """Parameters and persistent buffers by name."""
+    """Return parameters and persistent buffers by name."""
     return to_arrays(state_dict(model), "model", place)
 
 
@@ -98,7 +101,7 @@ def check_names(what: str, own: Any, got: Any) -> None:
 
 
 def optimizer_arrays(opt: TorchOptimizer, names: list[str], place: Place | None = None) -> dict[str, np.ndarray]:
-    """Every tensor of the optimizer's state as ``parameter/key``; plain numbers become 0-d arrays."""
+    """Return every tensor of the optimizer's state as ``parameter/key``; plain numbers become 0-d arrays."""
     tensors, order = {}, order_of(opt)
     for index, entries in opt.optimizer.state_dict()["state"].items():
         for key, value in entries.items():
@@ -133,9 +136,7 @@ def load_optimizer(opt: TorchOptimizer, names: list[str], arrays: dict[str, np.n
 
 
 class TorchState:
-    """Implements `hvdtrain.core.protocols.ModelState`.
-
-    ``names``: of the tensors that ``optimizer`` updates, in the model's order.
+    """Implements `hvdtrain.core.protocols.ModelState`; ``names``: of the tensors that ``optimizer`` updates, in order.
     """
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], optimizer: TorchOptimizer, buffers: Buffers,
@@ -148,19 +149,17 @@ class TorchState:
         self.facts: Callable[[], dict[str, Any]] = dict
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-        """Return the groups "model" and "optimizer", and the numbers of optimizer, schedule and loss scale."""
         groups = {"model": model_arrays(self.model, place)}
         if not self._spans:
             groups["optimizer"] = optimizer_arrays(self.optimizer, self.names, place)
         return groups, {**self.optimizer.scalars(), **self._scale.state(), **self.facts()}
 
     def state_bytes(self) -> int:
-        """Return the bytes of model and optimizer; of one that has none yet those that a small tensor gets."""
+        """Return the bytes of model and optimizer; before the first step those that a small tensor gets."""
         model = sum(t.numel() * t.element_size() for t in self.model.state_dict().values())
         return model + state_bytes(self.optimizer)
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
-        """Undo `state`; a checkpoint that does not fit changes nothing."""
         resuming.check(self.optimizer, rest)
         if not self._spans:
             check_optimizer(self.names, groups["optimizer"])
@@ -174,7 +173,6 @@ class TorchState:
     # --- under ZeRO --------------------------------------------------------------------------------------------------
 
     def take(self, optimizer: Any, spans: Sequence[tuple[int, int]]) -> None:
-        """Keep the state of ``optimizer``, a `TorchOptimizer` over ``spans`` of the parameters, from now on."""
         self.optimizer, self._spans = optimizer, list(spans)
         shapes = {name: tuple(p.shape) for name, p in named_parameters(self.model)}
         self._shapes = {name: shapes[name] for name in self.names}
@@ -187,7 +185,8 @@ class TorchState:
             self.take(self.optimizer, self._spans)
 
     def slices(self, place: Place | None = None) -> Iterator[Shard]:
-        """Yield this rank's part of the optimizer's state; a count of steps comes with its parameter's begin."""
+        """Yield this rank's shard of the optimizer's state; a count of steps comes with its parameter's first element.
+        """
         for name, tensor, (begin, end) in zip(self.names, self.optimizer.tensors, self._spans):
             entries = self.optimizer.optimizer.state.get(tensor, {}) if begin < end else {}
             for key, value in entries.items():
@@ -201,7 +200,6 @@ class TorchState:
                         yield Shard("optimizer", full, shape, begin, values_n)
 
     def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
-        """Return what this rank needs of a checkpoint's optimizer state: (name, begin, end)."""
         shapes = {head.name: tuple(head.shape) for head in heads}
         check_optimizer(self.names, shapes)
         spans = dict(zip(self.names, self._spans))
@@ -220,28 +218,92 @@ class TorchState:
         return found
 
     def load_slices(self, values: Mapping[str, np.ndarray]) -> None:
-        """Undo `slices`."""
         load_optimizer(self.optimizer, self.names,
                        {full: values_n.reshape(()) if full in self._counts else values_n
                         for full, values_n in values.items()})
 
     def rank_state(self) -> dict[str, np.ndarray]:
-        """Return this rank's random generators."""
         return self._generators.state()
 
     def load_rank(self, own: dict[str, np.ndarray]) -> None:
-        """Undo `rank_state`."""
         self._generators.load(own)
 
     def final(self) -> contextlib.AbstractContextManager[None]:
-        """As they are trained."""
         return contextlib.nullcontext()
 
     def export(self, directory: Path) -> list[str]:
-        """Write model.safetensors and model.pt; return their names. OSError."""
-        return export.write(self.model, Path(directory))
+        return write_files(self.model, Path(directory))
 
     def try_export(self) -> str:
-        """Raise `UserError` for a tensor that no file can hold; return ""."""
-        export.plan_of(state_dict(self.model))
+        plan_of(state_dict(self.model))
         return ""
+
+
+NATIVE = "model.pt"
+_BITS = {torch.bfloat16: (np.uint16, "BF16"), torch.float8_e4m3fn: (np.uint8, "F8_E4M3"),
+         torch.float8_e5m2: (np.uint8, "F8_E5M2")}
+"""Types that numpy lacks: a type for their bits, and their name in safetensors."""
+
+
+def write_files(model: torch.nn.Module, directory: Path) -> list[str]:
+    """Write model.safetensors and model.pt (a state_dict, for ``torch.load(..., weights_only=True)``). OSError."""
+    write_safetensors(model, directory / weights.FILE)
+    write_state_dict(model, directory / NATIVE)
+    return [weights.FILE, NATIVE]
+
+
+def write_safetensors(model: torch.nn.Module, path: Path) -> None:
+    """Write a safetensors file; a tensor with several names has the first, the others are in the file's metadata."""
+    tensors = state_dict(model)
+    plan = plan_of(tensors)
+    weights.put(plan, (_bytes(tensors[name]) for name in plan.names), path)
+
+
+def write_state_dict(model: torch.nn.Module, path: Path) -> None:
+    """Write the model's state_dict for ``torch.load``."""
+    with files.replacing(path) as place:
+        torch.save(_alone(state_dict(model)), place)
+
+
+def plan_of(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
+    """Return the file that `write_safetensors` writes. `CheckpointError` for a tensor that no file can hold."""
+    first: dict[tuple[object, ...], str] = {}
+    others: dict[str, str] = {}
+    for name in sorted(tensors):
+        kept = first.setdefault(_memory(tensors[name]) or (name,), name)
+        if kept != name:
+            others[name] = kept
+    specs = {name: _spec(tensor) for name, tensor in tensors.items() if name not in others}
+    codes = {name: _BITS[tensors[name].dtype][1] for name in specs if tensors[name].dtype in _BITS}
+    return layout(specs, "model", codes, others)
+
+
+def _spec(tensor: torch.Tensor) -> Spec:
+    bits = _BITS.get(tensor.dtype)
+    dtype = np.dtype(bits[0]) if bits else torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    return Spec(dtype, tuple(tensor.shape))
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a key that two names of one tensor have in common; () without elements."""
+    if not tensor.numel():
+        return ()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors on the host; a share of a larger storage is copied, since PyTorch would write all of that."""
+    made: dict[tuple[object, ...], torch.Tensor] = {}
+    found = copy.copy(tensors)  # with the versions of modules
+    for name, tensor in tensors.items():
+        key = _memory(tensor) or (name,)
+        if key not in made:
+            own = tensor.detach().cpu()
+            part = own.untyped_storage().nbytes() != own.numel() * own.element_size()
+            made[key] = own.clone() if part else own
+        found[name] = made[key]
+    return found

@@ -1,16 +1,13 @@
-"""Loss and metrics of a PyTorch model as sums, by torch's own names.
+"""Loss and metrics of a PyTorch model as sums, by torch's own names, in training and evaluation.
 
-A model file's own ``task(model, batch) -> (loss_sum, weight)`` comes before everything here. Without one the loss is
-evaluated per element, averaged over a sample's trailing dimensions, weighted by the batch's third array if there is
-one, and summed over the samples; the weight is the number of samples. A loss of labels (cross_entropy, nll_loss) weighs
-less where labels are ignored, and by ``loss.args.weight`` (`hvdtrain.backends.torch.losses`); sample weights are in the
-sum alone.
+A model file's own ``task(model, batch) -> (loss_sum, weight)`` replaces the loss by name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,17 +15,21 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from hvdtrain.backends.pairs import Pair, Totals, checked_pair, of_model_file
+from hvdtrain.backends.pairs import Pair, Totals, checked_pair, means, of_model_file
 from hvdtrain.backends.torch.losses import Loss, refuse_other_inputs, squeezed
+from hvdtrain.backends.torch.modules import set_modes
 from hvdtrain.backends.torch.transforms import precision
+from hvdtrain.backends.torch.transforms.placement import Placement
+from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.config import Config, Named
 from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.protocols import Batch
 from hvdtrain.core.resolve import load_callable
 
-Batch = tuple[torch.Tensor, ...]
+Tensors = tuple[torch.Tensor, ...]
 
 
-def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, Batch], Pair]:
+def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, Tensors], Pair]:
     """Return ``task(model, batch) -> (loss_sum, weight)``; `UserError` for an unknown loss."""
     return ByName(config) if spec.task is None else _users(spec.task)
 
@@ -36,32 +37,35 @@ def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, Batch], P
 class ByName:
     """Compute (loss_sum, weight) of the configured loss.
 
-    ``batch_weight``: weighs a numpy batch alike; None where that is the number of samples. ``ignored``: see `Loss`.
+    The loss of each element is averaged over a sample's trailing dimensions, weighted by the batch's third array if
+    there is one, and summed; the weight is the number of samples. A loss of labels (cross_entropy, nll_loss) weighs
+    less where labels are ignored, and by ``loss.args.weight``. ``batch_weight``: weighs a numpy batch alike; None where
+    that is the number of samples. ``ignored``: see `Loss`.
     """
 
     def __init__(self, config: Config) -> None:
         self._named, self._loss = config.loss, Loss(config.loss, config.mixes_classes)
         self.batch_weight, self.ignored = self._loss.batch_weight, self._loss.ignored
 
-    def __call__(self, model: torch.nn.Module, batch: Batch) -> Pair:
+    def __call__(self, model: torch.nn.Module, batch: Tensors) -> Pair:
         """Run the model on a batch."""
         x, targets, extra = _parts(batch)
         return self.pair(precision.widened(model(x)), targets, extra)
 
-    def pair(self, outputs: torch.Tensor, targets: torch.Tensor, extra: Batch) -> Pair:
+    def pair(self, outputs: torch.Tensor, targets: torch.Tensor, extra: Tensors) -> Pair:
         """Return (loss_sum, weight) of what the model gave."""
         return loss_sum(self._loss, outputs, targets, extra, self._named), self._loss.weight(targets)
 
 
 def _users(task: Callable[..., Any]) -> Callable[..., Pair]:
-    """A model file's task, whose result is looked at."""
-    def checked(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
+    """Return a model file's task with its result checked."""
+    def checked(model: torch.nn.Module, batch: Tensors) -> Pair:
         return checked_pair(task(model, batch))
     return checked
 
 
-def _parts(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """(x, targets, sample weights or nothing) of a batch of two or three arrays."""
+def _parts(batch: Tensors) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
+    """Return (x, targets, sample weights or nothing) of a batch of two or three arrays."""
     if len(batch) not in (2, 3):
         raise UserError(f"a sample has {len(batch)} arrays", "(x, y) or (x, y, sample_weight)",
                         "define task(model, batch) and weight(batch) in the model file for others")
@@ -69,13 +73,13 @@ def _parts(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def loss_sum(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], outputs: torch.Tensor, targets: torch.Tensor,
-             extra: tuple[torch.Tensor, ...], named: Named) -> torch.Tensor:
+             extra: Tensors, named: Named) -> torch.Tensor:
     """Sum over samples of the per-sample mean of an unreduced loss, times sample weights (B elements) if given.
 
     Of a loss with reduction ``batchmean`` the per-sample sum.
 
     Errors: `UserError`, with the loss as ``named``, where it cannot be evaluated, has not one row per sample, or has
-    spread outputs and targets of different shapes over each other, and for weights that are not one per sample.
+    broadcast outputs and targets of different shapes, and for weights that are not one per sample.
     """
     if not isinstance(outputs, torch.Tensor):
         raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, where the loss is by name",
@@ -105,7 +109,7 @@ def loss_sum(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], outputs
 
 
 def _refused(error: Exception, outputs: torch.Tensor, targets: torch.Tensor, named: Named) -> UserError:
-    """In words, that torch could not evaluate the loss ``named``: of class numbers out of range first."""
+    """Return the error of a loss that torch could not evaluate: of class numbers out of range first."""
     got = f"the model's output is {_kind(outputs)} and the targets are {_kind(targets)}"
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if not targets.is_floating_point() and targets.numel():
@@ -127,7 +131,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _broadcast(per_sample: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> bool:
-    """Whether a loss of single elements met shapes that differ, such as (B, 1) and (B,), which spread to (B, B)."""
+    """Return whether a loss of single elements broadcast shapes that differ, such as (B, 1) and (B,) to (B, B)."""
     if outputs.shape == targets.shape:
         return False
     try:
@@ -147,7 +151,7 @@ class Metrics:
         self._named = {name: _metric(name, config.loss.name, ignored) for name in names}
         self._totals = Totals()
 
-    def add(self, model: torch.nn.Module, batch: Batch) -> None:
+    def add(self, model: torch.nn.Module, batch: Tensors) -> None:
         """Add one batch; the model runs once, or once more for a model file that defines ``metrics``."""
         if self._by_name is None:
             self._totals.add(of_model_file(self._task, self._spec.metrics, model, batch))
@@ -160,14 +164,13 @@ class Metrics:
         self._totals.add(pairs)
 
     def take(self) -> dict[str, np.ndarray]:
-        """Return float64[2] by name; they start anew."""
         return self._totals.take()
 
 
 def _metric(name: str, loss: str, ignored: int | None) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
-    """``accuracy``, an unreduced torch.nn.functional loss, or a user's ``module:callable``.
+    """Return ``accuracy``, an unreduced torch.nn.functional loss, or a user's ``module:callable``.
 
-    ``ignored``: the label that the run's ``loss`` does not count, and so neither do built-in metrics.
+    ``ignored``: the label that the run's ``loss`` and so built-in metrics do not count.
     """
     if name == "accuracy":
         return partial(_accuracy, loss=loss.lower(), ignored=ignored)
@@ -186,11 +189,10 @@ def _metric(name: str, loss: str, ignored: int | None) -> Callable[[torch.Tensor
 
 
 def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str, ignored: int | None = None) -> Pair:
-    """Right answers and answers: arg-max over dimension 1 (of targets too where they are shares of classes).
+    """Return (right answers, answers): arg-max over dimension 1 (of targets too where they are shares of classes).
 
-    Labels ``ignored`` are no answers.
-    Yes-or-no targets, known by a single output or by a ``loss`` of that kind, are right on their side of the
-    threshold: 0 for logits, 0.5 for probabilities.
+    Labels ``ignored`` are no answers. Yes-or-no targets, known by a single output or by a ``loss`` of that kind, are
+    right on their side of the threshold: 0 for logits, 0.5 for probabilities.
     """
     if targets.is_floating_point() and outputs.shape == targets.shape:
         yes_or_no = any(word in loss for word in ("binary", "bce", "multilabel"))
@@ -210,3 +212,35 @@ def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str, ignored: 
         return right.sum(), right.numel()
     counts = targets.long() != ignored
     return (right & counts).sum(), counts.sum()
+
+
+class TorchEvaluator:
+    """Implements `hvdtrain.core.protocols.Evaluator`; ``metrics``: a `hvdtrain.backends.torch.task.Metrics`."""
+
+    def __init__(self, model: torch.nn.Module, metrics: Any, placement: Placement, precision: MixedPrecision) -> None:
+        self._model, self._metrics, self._placement, self._precision = model, metrics, placement, precision
+
+    def add(self, batch: Batch) -> None:
+        with self.evaluating():
+            self.measure(self._placement.tensors(batch))
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Compute as an evaluation does within the body; modes are restored."""
+        modes = {m: m.training for m in self._model.modules()}
+        self._model.eval()
+        try:
+            with torch.no_grad(), self._precision.computing():
+                yield
+        finally:
+            set_modes(self._model, modes)
+
+    def measure(self, batch: tuple[torch.Tensor, ...]) -> None:
+        """Add one batch of tensors in the modes of an evaluation."""
+        self._metrics.add(self._model, batch)
+
+    def totals(self) -> dict[str, np.ndarray]:
+        return dict(self._metrics.take())
+
+    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        return means(totals)

@@ -1,37 +1,33 @@
-"""What a batch that is computed for its time and memory alone leaves behind: nothing.
+"""Trial passes of a PyTorch model: few samples are computed, and everything is restored.
 
-Owns what has to be put back: buffers (BatchNorm statistics), parameters that forward passes write, a module's
-attributes (counters), random generators, gradients. Exchanges nothing.
+Exchanges nothing: the first comes before `Stage.connect` and `ModelParts.install`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
+from hvdtrain.backends.loss_coupling import Evaluate, LossValue, per_row
+from hvdtrain.backends.torch import modules, placement
 from hvdtrain.backends.torch.buffers import remember
-from hvdtrain.backends.torch.entries import assign, written_parameters
-from hvdtrain.backends.torch.generators import Generators
-from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
-
-
-LIBRARIES = re.compile(
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory|\bout of memory\b|"
-    r"(CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|CUFFT_ALLOC_FAILED|"
-    # cuDNN where memory for its workspace lacks: no convolution fits any more
-    r"CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine to execute this computation|"
-    r"Unable to find a valid cuDNN algorithm", re.IGNORECASE)
-"""What a RuntimeError says where memory does not suffice."""
-
-WIRES = re.compile(r"nccl|horovod|gloo|\bMPI_", re.IGNORECASE)
-"""What an error of a wire says."""
+from hvdtrain.backends.torch.memory import out_of_memory
+from hvdtrain.backends.torch.modules import (
+    assign, check_loss, holders_of, mark_written, modes_kept, put_back_buffers, written_parameters)
+from hvdtrain.backends.torch.placement import Generators
+from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
+from hvdtrain.core.protocols import Batch
+from hvdtrain.parallel.parts import ModelParts
 
 
 @contextlib.contextmanager
-def untouched(model: torch.nn.Module, params: Sequence[torch.Tensor], generators: Generators) -> Iterator[None]:
+def restoring(model: torch.nn.Module, params: Sequence[torch.Tensor], generators: Generators) -> Iterator[None]:
     """Put back buffers, attributes, random generators and parameters that forward passes write; drop gradients."""
     put_back, written = remember(model), [(p, p.detach().clone()) for p in written_parameters(model)]
     try:
@@ -46,47 +42,171 @@ def untouched(model: torch.nn.Module, params: Sequence[torch.Tensor], generators
 
 
 def first_not_finite(params: Sequence[torch.Tensor]) -> int | None:
-    """Index of the first of ``params`` whose gradient holds a NaN or an infinity; None where none does."""
+    """Return the index of the first of ``params`` whose gradient holds a NaN or an infinity; None: all are finite."""
     return next((i for i, p in enumerate(params) if p.grad is not None and not bool(p.grad.isfinite().all())), None)
 
 
-def hold_bytes(n: int) -> torch.Tensor | None:
-    """Memory of the device that is taken as long as the result lives; None on a CPU."""
-    return torch.empty(n, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() and n else None
+COPIED_BYTES = 1 << 28
+"""Frozen parameters of more bytes in all are not copied: nothing but a model's own assignment can change them."""
+
+_DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", RuntimeError)
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory of the device or the host did not suffice; frees what was cached.
+def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
+    """Compute forward and loss as in training, or metrics as in an evaluation; no backward.
 
-    Beside PyTorch's own class these are RuntimeErrors of the CPU's allocator and of libraries that make memory for
-    themselves (`LIBRARIES`). What a wire says of its own memory is none: its ranks are no longer at one place.
+    Raises what the model raises. Returns the buffers and parameters that were written, BatchNorm's statistics aside.
     """
-    found = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and bool(LIBRARIES.search(str(error))) and not WIRES.search(
-            f"{type(error).__name__} {error}"))
-    if found:
-        free_cached()
-    return found
+    stage: Any = parts.stage  # `TorchStage`, or what slows one down
+    with _uncompiled(), _untouched(parts) as written:
+        if training:
+            check_loss(parts.model, stage.loss_of(batch)[0])
+        else:
+            parts.evaluator.add(batch)
+        placement.synchronize(stage.devices)  # a GPU tells its errors late
+    counted = set(parts.buffers.statistics())
+    return [name for name in written if name not in counted]
 
 
-def free_cached() -> None:
-    """Give memory back to the device that PyTorch keeps for tensors to come."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+@contextlib.contextmanager
+def untouched(parts: ModelParts, batch: Batch) -> Iterator[None]:
+    """Restore everything after the body, for `hvdtrain.engine.pipeline_first_sample`."""
+    stage: Any = parts.stage
+    with _uncompiled(), _untouched(parts):
+        yield
+        placement.synchronize(stage.devices)
 
 
-def peak_bytes(work: Callable[[], None]) -> int:
-    """Most bytes that the device held at once while ``work`` ran, all there is of this process; 0 on a CPU."""
-    if not torch.cuda.is_available():
-        work()
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_reserved())
+def _uncompiled() -> Any:
+    """Run what was given to `torch.compile` eagerly in the body: it is compiled for the shapes of training."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes seconds
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
-def peak_so_far() -> int:
-    """Most bytes that the device has held at once in this process; 0 on a CPU."""
-    return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
+@contextlib.contextmanager
+def _untouched(parts: ModelParts) -> Iterator[list[str]]:
+    """Yield a list that gets, after the body, the names of what was restored."""
+    written: list[str] = []
+    stage: Any = parts.stage
+    put_back, kept = _undo(parts.model), contextlib.ExitStack()
+    kept.enter_context(stage.generators.kept())
+    kept.enter_context(modes_kept(parts.model))
+    kept.enter_context(attributes_kept(Modules(parts.model)))
+    try:
+        yield written
+    finally:
+        with contextlib.suppress(_DEVICE_ERROR):  # a GPU that has failed does nothing any more
+            parts.evaluator.totals()
+            names, appeared = put_back()
+            written += names
+            parts.buffers.appeared(appeared)  # type: ignore[attr-defined]
+            kept.close()
+
+
+def _undo(model: torch.nn.Module) -> Callable[[], tuple[list[str], dict[str, torch.Tensor]]]:
+    """Return a function that restores the model and returns (names of what was written, buffers that were made)."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    large = sum(p.nbytes for p in frozen) > COPIED_BYTES
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not (large and any(t is p for p in frozen))]
+    kept = {id(t) for t in tensors}
+    copies = {name: t.detach().clone() for name, t in _named(model).items() if id(t) in kept}
+    grads = [(p, p.grad) for p in model.parameters()]
+    versions = {name: t._version for name, t in _named(model).items() if id(t) not in kept}
+    holders = holders_of(model)
+
+    def put_back() -> tuple[list[str], dict[str, torch.Tensor]]:
+        appeared: dict[str, torch.Tensor] = {}
+        written = [name for holder in holders for name in put_back_buffers(*holder, copies, appeared)]
+        for param, grad in grads:
+            param.grad = grad
+        with torch.no_grad():
+            for name, tensor in _named(model).items():  # by name: a buffer may be another tensor now
+                copy = copies.get(name)
+                if copy is not None and tensor.shape == copy.shape and not torch.equal(tensor, copy):
+                    tensor.copy_(copy)  # a cache that was resized in place stays
+                    written.append(name)
+                elif copy is None and versions.get(name, tensor._version) != tensor._version:
+                    written.append(name)
+        mark_written(t for name, t in _named(model).items() if name in written)
+        return written, appeared
+    return put_back
+
+
+def _named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+_NEUTRAL = (_BatchNorm, _DropoutNd, torch.nn.RNNBase, torch.nn.MultiheadAttention)
+"""Layers that differ in training by drawing random numbers, or by taking statistics over a batch."""
+
+
+@contextlib.contextmanager
+def loss_evaluator(parts: ModelParts, pool: Batch) -> Iterator[Evaluate]:
+    """Yield a function that evaluates the loss of samples of ``pool``, for `hvdtrain.backends.loss_coupling`."""
+    stage: Any = parts.stage
+    floating = [p.dtype for p in parts.model.parameters() if p.is_floating_point()]
+    eps = max((torch.finfo(dtype).eps for dtype in floating), default=2.0**-23)
+
+    def evaluate(numbers: Sequence[int], training: bool) -> LossValue:
+        batch = tuple(array[list(numbers)] for array in pool)
+        with _evaluated(parts.model, training) as outputs:
+            try:
+                with torch.no_grad():
+                    total, weight = stage.unrounded(batch)
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    raise
+                # a loss that differentiates the model, such as a gradient penalty
+                outputs.clear()
+                total, weight = stage.unrounded(batch)
+        total, weight = (float(v.detach() if isinstance(v, torch.Tensor) else v) for v in (total, weight))
+        leaves = [t.detach().double().cpu().numpy() for t in outputs if t.is_floating_point()]
+        return LossValue(total, weight, _added(parts.model) * weight, eps, per_row(leaves, len(numbers)))
+
+    with untouched(parts, pool), _without_tf32():
+        yield evaluate
+
+
+@contextlib.contextmanager
+def _evaluated(model: torch.nn.Module, training: bool) -> Iterator[list[torch.Tensor]]:
+    """Put ``model``, except `_NEUTRAL` layers, into that mode; yield a list that gets the outputs of its first call."""
+    outputs: list[torch.Tensor] = []
+
+    def keep(module: Any, inputs: Any, found: Any) -> None:
+        outputs.extend(() if outputs else modules.tensors_of(found))
+
+    keras_model = getattr(model, "keras_model", None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(modes_kept(model))
+        if keras_model is not None:
+            from hvdtrain.backends.keras.losses import neutral_layers
+
+            stack.enter_context(neutral_layers(keras_model, keep))
+        for module in model.modules():
+            module.training = module.training and training and not isinstance(module, _NEUTRAL)
+        handle = model.register_forward_hook(keep)
+        stack.callback(handle.remove)
+        yield outputs
+
+
+def _added(model: torch.nn.Module) -> float:
+    """Return the loss that a Keras model's layers added in the last call."""
+    keras_model = getattr(model, "keras_model", None)
+    if keras_model is None or not model.of_layers:
+        return 0.0
+    return float(sum(float(loss.detach().sum()) for loss in keras_model.losses))
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Have GPUs multiply float32 in float32."""
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn] if torch.cuda.is_available() else []
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        for backend in backends:
+            backend.allow_tf32 = False
+        yield
+    finally:
+        for backend, allowed in zip(backends, before):
+            backend.allow_tf32 = allowed

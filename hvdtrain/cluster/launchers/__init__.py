@@ -1,13 +1,13 @@
-"""Launching a job: a pure plan (`prepare`), one pure file per launcher, and one file that looks around (`detect`).
+"""Launchers: one pure file for each, with ``command(spec) -> (argv, environment to set)``
+(`hvdtrain.core.protocols.Launcher`).
 
-Owns the registry of launchers. Each has a ``command(spec) -> (argv, environment to set)``, the protocol
-`hvdtrain.core.protocols.Launcher`. Nothing here starts anything: `hvdtrain.commands.launch.cli` does.
+Owns their registry; starts nothing (`hvdtrain.commands.launch.cli` does).
 """
 
 from __future__ import annotations
 
 from hvdtrain.cluster.launchers import horovodrun, intelmpi, mpich, openmpi, slurm
-from hvdtrain.cluster.launchers.spec import Host, LaunchSpec, Tool
+from hvdtrain.cluster.launchers.spec import HostSlots, LaunchSpec, LauncherProgram
 from hvdtrain.core.protocols import Launcher
 
 LAUNCHERS: dict[str, Launcher] = {
@@ -19,4 +19,4 @@ LAUNCHERS: dict[str, Launcher] = {
     "srun": slurm,
 }
 
-__all__ = ["LAUNCHERS", "Host", "LaunchSpec", "Tool"]
+__all__ = ["LAUNCHERS", "HostSlots", "LaunchSpec", "LauncherProgram"]

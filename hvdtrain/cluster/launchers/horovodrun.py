@@ -23,7 +23,6 @@ _KEY_FILE = re.compile(r"[A-Za-z0-9_./~+][A-Za-z0-9_./~+-]*")
 
 
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
-    """(argv, environment to set). `UserError` for what horovodrun would ignore or do unsafely."""
     if spec.tool.flavour not in ("openmpi", ""):
         raise UserError(f"mpirun here is {spec.tool.flavour} {spec.tool.version}, with which horovodrun 0.28.1 does "
                         "not work well", "Open MPI", "use --launcher mpich or --launcher intelmpi")
@@ -44,13 +43,13 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
 
 
 def _prefix(spec: LaunchSpec) -> list[str]:
-    """Where Open MPI is on the other hosts: horovodrun calls mpirun without its path, which would say it."""
+    """Return the option with Open MPI's folder on the other hosts: horovodrun calls mpirun without its path."""
     folder = os.path.dirname(os.path.dirname(spec.tool.mpirun))
     return ["--prefix", folder] if spec.remote and folder else []
 
 
 def _ssh(spec: LaunchSpec, five: bool) -> list[str]:
-    """``ssh -p PORT -i FILE`` in horovodrun's words, which has none for anything else."""
+    """Return ``ssh -p PORT -i FILE`` as horovodrun's options, which has none for anything else."""
     if not spec.ssh:
         return []
     if five:

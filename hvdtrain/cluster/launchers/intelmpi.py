@@ -6,17 +6,13 @@ Written from Intel's developer reference (2021.14); Intel MPI was not at hand to
 from __future__ import annotations
 
 from hvdtrain.cluster.launchers.mpich import SPLITS, environment
-from hvdtrain.cluster.launchers.spec import LaunchSpec
-from hvdtrain.cluster.launchers.ssh import agent_words
+from hvdtrain.cluster.launchers.spec import LaunchSpec, agent_words
 
 DOMAINS = {"socket": "socket", "numa": "numa"}
 
 
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
-    """(argv, environment to set). `UserError` for ssh words that hydra would take apart.
-
-    Hosts with unlike slots become argument sets, joined by colons: ``-hosts`` knows one number for all.
-    """
+    """Write hosts with different slots as argument sets, joined by colons: ``-hosts`` knows one number for all."""
     env = dict(spec.env_values) | _pinning(spec)
     words = [spec.tool.path]
     ssh = agent_words(spec, SPLITS)
@@ -39,7 +35,6 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
 
 
 def _pinning(spec: LaunchSpec) -> dict[str, str]:
-    """Intel MPI pins by variables, and pins unless told not to."""
     if spec.bind == "none":
         return {"I_MPI_PIN": "0"}
     domain = str(spec.cores_per_rank) if spec.bind == "core" else DOMAINS[spec.bind]

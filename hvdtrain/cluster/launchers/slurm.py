@@ -6,17 +6,15 @@ from hvdtrain.cluster.launchers.spec import LaunchSpec
 from hvdtrain.core.errors import UserError
 
 PASSED = ("HOME", "USER", "LOGNAME", "OMPI_MCA_*", "PMIX_MCA_*")
-"""Passed besides `hvdtrain.cluster.launchers.environment.PASSED`: no ssh login sets the first, no mpirun passes the
-others."""
+"""Passed besides `hvdtrain.cluster.launchers.spec.PASSED`: no ssh login sets the first, no mpirun passes the others."""
 
 PLUGINS = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
-"""What each MPI's library speaks to Slurm. Where the MPI is unknown, Slurm's own default is left alone."""
+"""Slurm's plugin for each MPI's library. Where the MPI is unknown, Slurm's own default is left alone."""
 
 CPU_BIND = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
 
 
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
-    """(argv, environment to set). `UserError` for an ssh command: Slurm's daemons start the ranks."""
     if spec.ssh:
         raise UserError("srun starts ranks through Slurm's daemons, without ssh", "no --ssh",
                         "leave it out, or use --launcher openmpi4, openmpi5 or mpich")
@@ -38,7 +36,7 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
 
 
 def _placement(spec: LaunchSpec) -> list[str]:
-    """Every rank's node, in the order of ranks: the one layout that Slurm keeps exactly.
+    """Return every rank's node, in the order of ranks: the one layout that Slurm keeps exactly.
 
     ``--ntasks-per-node`` is only a limit: 4 ranks on 2 nodes with 2 each were seen as 3 and 1.
     """

@@ -1,9 +1,7 @@
-"""Why each rank of an attempt ended, written down by the rank itself for the supervisor outside of MPI.
+"""Causes: why each rank of an attempt ended, written by the rank for the supervisor outside of MPI.
 
-Owns the records in the attempt's folder, which `hvdtrain.commands.launch.supervise` makes and names in HVDLAUNCH_DIR:
-one ``cause-RRRR.json`` per rank, its ``marks-RRRR.jsonl`` (moments of its start) and rank 0's ``step`` (steps finished
-so far). Standard library only; no function here raises, since they are called where a process already fails. Without a
-supervisor (no HVDLAUNCH_DIR) nothing is written.
+Owns the files in the attempt's folder (HVDLAUNCH_DIR): ``cause-RRRR.json``, ``marks-RRRR.jsonl`` (moments of a start)
+and rank 0's ``step``. Standard library only; nothing here raises, since it is called where a process already fails.
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ from typing import Any
 from hvdtrain.core.launcher import launch_facts
 
 DIRECTORY, ATTEMPT, JOB = "HVDLAUNCH_DIR", "HVDLAUNCH_ATTEMPT", "HVDLAUNCH_JOB"
-"""What the supervisor tells the ranks: the attempt's folder, its number, a random token of the supervisor's run."""
+"""Set by the supervisor: the attempt's folder, its number, a random token of the supervisor's run."""
 
 ENDS_AT = "HVDLAUNCH_ENDS_AT"
 """Unix seconds at which a known wall limit ends the whole run; set only where there is one."""
 
 KINDS = ("user", "exception", "oom", "non_finite", "disk", "lost", "hang", "unreachable", "interrupted", "requeue",
          "done", "echo")
-"""What a cause may be; "echo": this rank only saw that another one went away."""
+"""Kinds of causes; "echo": this rank only saw that another one went away."""
 
 REQUEUE = "requeue"
 """A file of this name in the attempt's folder asks the ranks to save and to end with status 75."""
 
 MOST_TEXT = 4000
-"""Characters of a cause's words that are kept."""
+"""Characters of a cause's text that are kept."""
 
 _OOM_NAMES = {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"}
 _OOM_WORDS = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|alloc(?:ate|ation).{0,20}failed",
@@ -48,13 +46,12 @@ _marked: set[str] = set()
 
 
 def folder() -> Path | None:
-    """Return the attempt's folder; None without a supervisor."""
     text = os.environ.get(DIRECTORY, "")
     return Path(text) if text else None
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of cause that an exception is, by its names and words: no framework is imported for it."""
+    """Return the kind of cause that an exception is, by its names and text: no framework is imported for it."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if "UserError" in names:
         return str(getattr(error, "kind", "user"))
@@ -70,7 +67,7 @@ def kind_of(error: BaseException) -> str:
 def leave(kind: str, text: str, *, rank: int | None = None, step: int | None = None, host: str = "") -> bool:
     """Write why a rank ends, whole or not at all; return whether it was written. The first cause of a rank stays.
 
-    ``rank``: this process' own where None. ``step``: steps finished; the last that `progress` was told where None.
+    ``rank``: this process' own where None. ``step``: steps finished; that of the last `progress` where None.
     """
     try:
         where = folder()
@@ -98,7 +95,7 @@ def withdraw() -> None:
 
 
 def leave_error(error: BaseException, *, echo: bool = False) -> bool:
-    """Write an exception as this rank's cause; ``echo``: it only tells that another rank went away."""
+    """Write an exception as this rank's cause; ``echo``: it only says that another rank went away."""
     try:
         kind = kind_of(error)
         words = str(error) if kind == "user" else f"{type(error).__name__}: {error}"
@@ -119,7 +116,7 @@ def _done(pid: int) -> None:
 
 
 def mark(name: str, step: int = -1) -> None:
-    """Note once when this rank has come so far: "start" (its process), "imported", "loaded", "fit", "step".
+    """Note once that this rank has come so far: "start" (its process), "imported", "loaded", "fit", "step".
 
     ``step``: steps finished by then, where that is known.
     """
@@ -158,7 +155,7 @@ def requeue_asked() -> bool:
 
 
 def started_at() -> float:
-    """Return when this process began, in unix seconds, as the system tells it; now where it does not."""
+    """Return when this process began, in unix seconds, as the system reports it; now where it does not."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])
@@ -168,7 +165,7 @@ def started_at() -> float:
 
 
 def _once(path: Path, text: str) -> bool:
-    """Write a file beside and link it to its name, if nobody has that name yet."""
+    """Write a file under another name and link it to its own, if that is free."""
     temp = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temp.open("w", encoding="utf-8") as file:
@@ -218,7 +215,7 @@ def is_cause(row: dict[str, Any]) -> bool:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line; a torn last line is left out."""
+    """Return the JSON objects of a file, one a line; a torn last line is left out."""
     found = []
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -237,11 +234,11 @@ PARTS = ("notice", "kill", "start", "import", "load", "first step")
 end; to the restored run; to its first finished step."""
 
 STARTS = (("start", "start"), ("import", "imported"), ("load", "loaded"), ("first step", "step"))
-"""The parts of a start, each with the mark that ends it."""
 
 
 def start_parts(launched: float, marks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of each part of a start, as far as it came. ``launched``: unix seconds at which the launcher started.
+    """Return the seconds of each phase of a start, as far as it came. ``launched``: unix seconds of the launcher's
+    start.
 
     Of each name rank 0's first mark counts, or the first one where rank 0 has left none.
     """
@@ -259,6 +256,6 @@ def start_parts(launched: float, marks: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def in_words(parts: Mapping[str, float]) -> str:
-    """The parts of a recovery in one line, with their sum."""
+    """Return the phases of a recovery in one line, with their sum."""
     known = {name: parts[name] for name in PARTS if name in parts}
     return f"{sum(known.values()):.1f} s: " + ", ".join(f"{name} {s:.1f}" for name, s in known.items())

@@ -1,11 +1,8 @@
-"""Where each rank is (step, phase, wait), readable by the other ranks of its host without its help.
+"""Pulse: the step, phase and wait of each rank, on a page of memory that its neighbours on the host read without its
+help.
 
-Owns one page of memory per rank, which the rank writes and its neighbours map, and the sentence about who is missing
-when a wait runs out. A rank that is frozen or hung answers no message; its page still tells what it was doing and since
-when, and the system tells whether its process is stopped or gone. Ranks of other hosts are known by the last vote that
-all took part in. Sends nothing, waits for nothing; where memory cannot be shared, it knows less and says so. The small
-process beside the ranks (`hvdtrain.cluster.liveness.watch`) reads the same pages, so this file needs the standard
-library only.
+Owns the pages and the sentence about missing ranks when a wait runs out; ranks of other hosts are known by the last
+vote. Standard library only, as the watchdog's process (`hvdtrain.cluster.liveness.watch`) reads the same pages.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ _NUMBERS = struct.Struct("<4q")
 """Step, when its phase began, when its wait began (0: does not wait), process."""
 _PHASE, _WAIT, _SIZE = slice(64, 192), slice(192, 384), mmap.PAGESIZE
 _LEAVING = 48
-"""Where the page says that its rank ends, or ends the job, and says itself why."""
+"""Place of the mark that the rank ends, or ends the job, and reports why itself."""
 _PACE = struct.Struct("<3q")
 """Steps that were finished, nanoseconds of the first and of the longest of the others; at `_PACE_AT`."""
 _PACE_AT, _ROLE = 384, slice(448, 704)
@@ -38,18 +35,19 @@ COMPUTING = ("backward and exchange", "vote", "update")
 
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "D": "in an "
           "uninterruptible call of the system (a disk or a file server that does not answer)"}
-"""What the letters of /proc/PID/stat mean that explain why a rank does not come; "" for one that runs or sleeps."""
+"""Letters of /proc/PID/stat that explain why a rank does not come; "" for one that runs or sleeps."""
 WAITING = "there waiting in"
-"""How `Seen.words` begins what a rank waits for."""
+"""Begin of the wait in `RankStatus.words`."""
 
 OUT = ("stopped by a signal", "stopped by a debugger", "ended")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What can be seen of a rank: ``phase_s`` and ``wait_s`` ago it entered its phase and its wait (``wait`` "": none).
+class RankStatus:
+    """State of a rank as seen from outside: ``phase_s`` and ``wait_s`` ago it entered its phase and its wait (``wait``
+    "": none).
 
-    ``state``: of its process, a value of `STATES`. ``step`` -1: not in a step yet. ``role``: its part of the model.
+    ``state``: of its process, a value of `STATES`. ``step`` -1: not in a step yet. ``role``: its shard of the model.
     """
 
     rank: int
@@ -63,7 +61,7 @@ class Seen:
     role: str = ""
 
     def words(self) -> str:
-        """Return who, in which state, step and phase, since when."""
+        """Describe the rank: its state, step and phase, since when."""
         at = f"step {self.step}, " if self.step >= 0 else ""
         parts = [f"rank {self.rank} on host {self.node}", self.role, self.state,
                  f"in {at}phase {self.phase or 'start'!r} since {self.phase_s:.0f} s",
@@ -71,12 +69,12 @@ class Seen:
         return ", ".join(part for part in parts if part)
 
 
-def verdict(rows: Sequence[Seen], own: int, others: str = "") -> str:
-    """Say who is missing, from what rank ``own`` sees of its host's ranks. Pure.
+def verdict(rows: Sequence[RankStatus], own: int, others: str = "") -> str:
+    """Say which ranks are missing, from what rank ``own`` sees of its host's ranks. Pure.
 
     Missing are those whose process is stopped or gone; else those that do not wait while ``own`` does, or are elsewhere
     than it; else those that wait for something else. Where all wait at ``own``'s place but itself, it is the one.
-    ``others``: the sentence about ranks that cannot be seen, said where nobody near is missing.
+    ``others``: the sentence about ranks that cannot be seen, where nobody near is missing.
     """
     me = next(row for row in rows if row.rank == own)
     near = [row for row in rows if row.rank != own]
@@ -96,9 +94,9 @@ def verdict(rows: Sequence[Seen], own: int, others: str = "") -> str:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a rank's steps take: ``steps`` are finished; seconds of the ``first`` and the ``longest`` of the others.
+    """Duration of a rank's steps: ``steps`` are finished; seconds of the ``first`` and the ``longest`` of the others.
 
-    ``since``: number that changes whenever its phase begins anew. ``leaving``: it ends, or ends the job.
+    ``since``: number that changes whenever its phase begins. ``leaving``: it ends, or ends the job.
     """
 
     steps: int = 0
@@ -110,23 +108,23 @@ class Pace:
 
 @dataclass
 class Page:
-    """One rank's page: ``memory`` holds a token, `_NUMBERS`, the phase, the wait and `_PACE`."""
+    """Page of a rank: ``memory`` holds a token, `_NUMBERS`, the phase, the wait and `_PACE`."""
 
     rank: int
     node: str
     memory: mmap.mmap
 
-    def see(self, letter: str | None = None) -> Seen:
-        """Read it, and the state of its process, of which ``letter`` is the system's where that is known already."""
+    def see(self, letter: str | None = None) -> RankStatus:
+        """Return the rank's status; ``letter``: the system's state of its process, where that is known already."""
         step, phase_ns, wait_ns, pid = _NUMBERS.unpack_from(self.memory, _TOKEN)
         now = time.monotonic_ns()
         wait = _text(self.memory[_WAIT]) if wait_ns else ""
         state = _state(pid) if letter is None else STATES.get(letter or "Z", "")
-        return Seen(self.rank, self.node, step, _text(self.memory[_PHASE]), (now - phase_ns) / 1e9, wait,
+        return RankStatus(self.rank, self.node, step, _text(self.memory[_PHASE]), (now - phase_ns) / 1e9, wait,
                     (now - wait_ns) / 1e9 if wait_ns else 0.0, state, _text(self.memory[_ROLE]))
 
     def pace(self) -> Pace:
-        """Read how long its steps take, and whether it is on its way out."""
+        """Return how long its steps take, and whether it is leaving."""
         steps, first_ns, longest_ns = _PACE.unpack_from(self.memory, _PACE_AT)
         since, = struct.unpack_from("<q", self.memory, _TOKEN + 8)
         return Pace(steps, first_ns / 1e9, longest_ns / 1e9, since, self.memory[_LEAVING] != 0)
@@ -136,7 +134,7 @@ class Page:
 class Pulse:
     """This rank's page and those of its neighbours. `at`, `waiting` and `heard` take about a microsecond.
 
-    Waits are published by the thread that made it: what other threads wait for does not hold the rank up.
+    Only the thread that made it publishes its waits: those of other threads do not block the rank.
     """
 
     own: Page
@@ -149,7 +147,7 @@ class Pulse:
     _began: int = 0
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """Publish that a phase begins, and which step is at work."""
+        """Publish that a phase begins, and the step at work."""
         memory, now = self.own.memory, time.monotonic_ns()
         if phase != self._last:
             memory[_PHASE] = _bytes(phase, _PHASE)
@@ -163,14 +161,13 @@ class Pulse:
         struct.pack_into("<q", memory, _TOKEN + 8, now)
 
     def _stepped(self, took_ns: int) -> None:
-        """Publish how long a step took. The first one is kept apart: it may compile."""
+        """Publish the duration of a step. The first one is kept apart: it may compile."""
         steps, first_ns, longest_ns = _PACE.unpack_from(self.own.memory, _PACE_AT)
         first_ns, longest_ns = (took_ns, 0) if steps == 0 else (first_ns, max(longest_ns, took_ns))
         _PACE.pack_into(self.own.memory, _PACE_AT, steps + 1, first_ns, longest_ns)
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Publish that this rank waits for others while the body runs."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -183,11 +180,9 @@ class Pulse:
             struct.pack_into("<q", memory, _TOKEN + 16, 0)
 
     def heard(self, step: int) -> None:
-        """Note that every rank took part in the vote of ``step``."""
         self._heard = (step, time.monotonic())
 
     def missing(self) -> str:
-        """Return the sentence about who is missing; see `verdict`."""
         return verdict([page.see() for page in (self.own, *self.near)], self.own.rank, self._others())
 
     def _others(self) -> str:
@@ -205,25 +200,27 @@ _own: Pulse | None = None
 
 
 class Listener(Protocol):
-    """Hears of this process' phases too, in a process that has no page as well; ``pid``: where it listens."""
+    """Listener to this process' phases, also in a process without a page; ``pid``: its process."""
 
     pid: int
 
     def at(self, phase: str, step: int | None) -> None:
-        """Hear of a phase; takes no time."""
+        """Note a phase; takes no time."""
         ...
 
     def close(self) -> None:
-        """Hear that the process ends, before its last words."""
+        """Note that the process ends, before its last message."""
         ...
 
 
 listener: Listener | None = None
+doing: dict[str, str] = {}
+"""Phase to what a rank does in it, for a person; of phases whose owners say so."""
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A page of this process, under which path neighbours find it, and its token."""
+    """A page of this process, its path for neighbours, and its token."""
 
     memory: mmap.mmap | None
     path: str = ""
@@ -274,7 +271,7 @@ def start(control: Control) -> None:
 
 
 def at(phase: str, step: int | None = None) -> None:
-    """Publish a phase; nothing where no pulse was started."""
+    """Publish a phase; without effect before `start`."""
     if _own is not None:
         _own.at(phase, step)
     if listener is not None:
@@ -282,12 +279,12 @@ def at(phase: str, step: int | None = None) -> None:
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:
-    """Publish a wait for other ranks while the body runs; nothing where no pulse was started."""
+    """Publish a wait for other ranks while the body runs; without effect before `start`."""
     return contextlib.nullcontext() if _own is None else _own.waiting(what)
 
 
 def role(text: str) -> None:
-    """Publish which part of the model this rank has, "" for all of it; nothing where no pulse was started."""
+    """Publish this rank's shard of the model, "" for all of it."""
     if _own is not None:
         _own.own.memory[_ROLE] = _bytes(text, _ROLE)
 
@@ -298,23 +295,21 @@ def own_role() -> str:
 
 
 def own_wait() -> str:
-    """Return what this rank waits for other ranks in; "" where it does not wait, or no pulse was started."""
+    """Return what this rank waits for other ranks in; "" where it does not wait."""
     if _own is None or not _NUMBERS.unpack_from(_own.own.memory, _TOKEN)[2]:
         return ""
     return _text(_own.own.memory[_WAIT])
 
 
 def heard(step: int) -> None:
-    """Note a vote of all ranks; nothing where no pulse was started."""
+    """Note that every rank took part in the vote of ``step``."""
     if _own is not None:
         _own.heard(step)
 
 
 def leaving() -> None:
-    """Publish that this process ends, or ends the job, and says itself why; nothing where there is no page.
-
-    Nothing in a forked child either, which shares its parent's page.
-    """
+    """Publish that this process ends, or ends the job, and reports why itself; not in a forked child, which shares the
+    page."""
     if listener is not None and listener.pid == os.getpid():
         listener.close()
     if _own is not None and (_made is None or _made.pid == os.getpid()):
@@ -322,7 +317,7 @@ def leaving() -> None:
 
 
 def missing() -> str:
-    """Return who is missing, as a sentence; "" where no pulse was started. Raises nothing: it is asked at the end."""
+    """Return the sentence about missing ranks; "" before `start`. Raises nothing: it is called at the end."""
     try:
         return "" if _own is None else _own.missing()
     except Exception as error:  # noqa: BLE001  (a verdict that cannot be had must not hide that a wait ran out)
@@ -330,7 +325,7 @@ def missing() -> str:
 
 
 def _make() -> _Made:
-    """A page for neighbours to map; without memory where there is none to share."""
+    """Make a page for neighbours to map; without memory where there is none to share."""
     try:
         fd = os.memfd_create("hvdtrain-pulse")  # stays open: the path leads through it
         os.ftruncate(fd, _SIZE)
@@ -345,7 +340,7 @@ def _make() -> _Made:
 
 
 def _open(path: str, token: bytes) -> mmap.mmap | None:
-    """A neighbour's memory, if the path leads to it: in another PID namespace it means another process."""
+    """Map a neighbour's memory, if the path leads to it: in another PID namespace it means another process."""
     if not path:
         return None
     try:
@@ -360,7 +355,7 @@ def _open(path: str, token: bytes) -> mmap.mmap | None:
 
 
 def _state(pid: int) -> str:
-    """What keeps a process from going on, "" for one that runs or sleeps."""
+    """Return what keeps a process from running, "" for one that runs or sleeps."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             letter = file.read().rpartition(b")")[2].split()[0].decode()

@@ -1,27 +1,29 @@
-"""How large a micro-batch a rank's memory holds: the arithmetic, and a host's memory as the kernel tells it.
+"""Memory of a host: what this process holds and may still take, and glibc's settings for freed blocks.
 
-Owns the line through two measured peaks and the reading of /proc and control groups. A device's memory is told by its
-backend (``peak_bytes``).
+A device's memory is its backend's (``peak_bytes``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine.cgroup import memory_limits
 
 DEVICE_PART = 0.9
-"""Part of a device's memory that a plan may use: fragmentation and what libraries take later need the rest."""
+"""Share of a device's memory that a plan may use: fragmentation and what libraries take later need the rest."""
 
 HOST_PART = 0.8
-"""Part of a host's available memory that the ranks on it may use together."""
+"""Share of a host's available memory that the ranks on it may use together."""
 
 
 def ceiling(sizes: tuple[int, int], peaks_bytes: tuple[int, int], budget_bytes: float) -> int:
-    """Largest micro-batch within ``budget_bytes`` by the line through two measured peaks; 0: no limit to be seen.
+    """Return the largest micro-batch within ``budget_bytes`` by the line through two measured peaks; 0: no limit to be
+    seen.
 
     Where the memory of the smaller size is over the budget already, it is that size: it did run.
     """
@@ -33,33 +35,34 @@ def ceiling(sizes: tuple[int, int], peaks_bytes: tuple[int, int], budget_bytes: 
 
 
 def host_budget_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
-    """Bytes that this process may hold in all: what it has, and its part of what its host has left; 0 if unknown."""
+    """Return the bytes that this process may hold in all: its own and its share of what the host has left; 0 if
+    unknown."""
     held, left = _status(proc, "VmRSS"), left_bytes(proc, cgroup)
     return 0 if held is None or left is None else held + int(HOST_PART * left / max(1, local_size))
 
 
 def host_room_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that this process may take more: its part of what its host has left; None if unknown."""
+    """Return the bytes that this process may take more: its share of what its host has left; None if unknown."""
     left = left_bytes(proc, cgroup)
     return None if left is None else int(HOST_PART * left / max(1, local_size))
 
 
 def resident_bytes(proc: str = "/proc") -> int:
-    """Bytes of memory that this process holds now; 0 if unknown."""
+    """Return the bytes that this process holds now; 0 if unknown."""
     return _status(proc, "VmRSS") or 0
 
 
 def peak_resident_bytes(proc: str = "/proc") -> int:
-    """Most bytes that this process has held, since `host_peak_bytes` was last called if it was; 0 if unknown."""
+    """Return the most bytes that this process has held, since the last `host_peak_bytes` if any; 0 if unknown."""
     return _status(proc, "VmHWM") or 0
 
 
 def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
-    """Run ``work``; most bytes that this process held meanwhile, 0 where the kernel does not reset its high-water mark.
+    """Run ``work``; return the most bytes held meanwhile, 0 where the kernel does not reset its high-water mark.
 
     Writing 5 to clear_refs does so since Linux 4.0.
     """
-    heap.give_back()  # else free memory that is kept from before would hide what ``work`` takes
+    give_back()  # else free memory that is kept from before would hide what ``work`` takes
     resets = False
     with contextlib.suppress(OSError):
         Path(proc, "self/clear_refs").write_text("5")
@@ -69,7 +72,7 @@ def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
 
 
 def _status(proc: str, name: str) -> int | None:
-    """A field of /proc/self/status in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     with contextlib.suppress(OSError):
         found = re.search(rf"^{name}:\s+(\d+) kB", Path(proc, "self/status").read_text(), re.MULTILINE)
         return int(found[1]) * 1024 if found else None
@@ -77,7 +80,7 @@ def _status(proc: str, name: str) -> int | None:
 
 
 def left_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that this process can still have; None if unknown.
+    """Return the bytes that this process can still have; None if unknown.
 
     The host's, or what a control group or a limit of this process (ulimit) allows where that is less.
     """
@@ -86,14 +89,14 @@ def left_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | Non
 
 
 def left_alive_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that this process and its neighbours can still have before the kernel ends one of them; None if unknown.
+    """Return the bytes that this process and its neighbours can still have before the kernel ends one of them.
 
-    Limits of a process itself are not among what leaves that: beyond them it is refused memory, and lives.
+    None if unknown. Limits of a process itself do not count: beyond them it is refused memory, and lives.
     """
     with contextlib.suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         if found:
-            return max(0, min([int(found[1]) * 1024, *_groups_left(proc, cgroup)]))
+            return max(0, min([int(found[1]) * 1024, *(limit - used for limit, used in memory_limits(cgroup, proc))]))
     return None
 
 
@@ -102,17 +105,18 @@ def limited(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> bool:
     with contextlib.suppress(OSError):
         found = re.search(r"^MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         total = int(found[1]) * 1024 if found else 0
-        return any(limit < total for limit, _ in groups_limits(proc, cgroup))
+        return any(limit < total for limit, _ in memory_limits(cgroup, proc))
     return False
 
 
 def _own_left(proc: str) -> list[int]:
-    """What the limits of this process (RLIMIT_AS, RLIMIT_DATA) leave it."""
+    """Return the bytes that the limits of this process (RLIMIT_AS, RLIMIT_DATA) leave it."""
     return [limit - (_status(proc, used) or 0) for used, limit in _own_limits(proc).items()]
 
 
 def _own_limits(proc: str) -> dict[str, int]:
-    """Limits of this process, by the field of /proc/self/status that counts towards each; none that is unlimited."""
+    """Return limits of this process, by the field of /proc/self/status that counts towards each; none that is
+    unlimited."""
     found = {}
     with contextlib.suppress(OSError):
         text = Path(proc, "self/limits").read_text()
@@ -123,47 +127,108 @@ def _own_limits(proc: str) -> dict[str, int]:
     return found
 
 
-def _groups_left(proc: str, cgroup: str) -> list[int]:
-    """What each memory control group around this process leaves, of those that limit (versions 2 and 1)."""
-    return [limit - used for limit, used in groups_limits(proc, cgroup)]
+KEPT_BYTES = 1 << 30
+"""Free memory that stays in the process before the heap is cut, and size from which a block is mapped by itself."""
+
+LARGE_BYTES = 1 << 26
+"""Parameters from which ZeRO lays memory out by `map_large` before it keeps what steps free."""
+
+MAPPED_BYTES = 1 << 20
+"""Size from which a block is mapped by itself meanwhile."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""What malloc.h calls M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
+
+LARGEST_KEPT_BYTES = 1 << 24
+"""Size from which a block of a large model under ZeRO is always mapped by itself."""
+
+_mapping = False
+
+_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def groups_limits(proc: str, cgroup: str) -> list[tuple[int, int]]:
-    """(limit, bytes used) of each memory control group around this process that has one.
+def keep_freed() -> bool:
+    """Keep up to `KEPT_BYTES` of freed memory in this process; return whether that took effect.
 
-    Pages of files that nobody has touched for long count as used there, and go when memory is wanted.
+    A step on a CPU frees all its activations at its end; glibc gives the top of its heap and blocks of some MiB back,
+    and the system clears each page again in the next step: 5000 page faults a step, 7 to 14 ms, on the ResNet of
+    `benchmarks step`. Not where the environment says otherwise, nor outside of glibc.
     """
-    found: list[tuple[int, int]] = []
-    for path, limits, used, idle in _groups(proc):
-        with contextlib.suppress(OSError, ValueError):
-            now = int(Path(cgroup, path, used).read_text()) - _idle(Path(cgroup, path, "memory.stat"), idle)
-            for limit in limits:
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-                    found.append((int(Path(cgroup, path, limit).read_text()), max(0, now)))
-    return found
+    if any(name in os.environ for name in _OWN):
+        return False
+    mallopt = _glibc("mallopt")
+    return bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, KEPT_BYTES))
 
 
-def _idle(stat: Path, name: str) -> int:
-    """A number of a control group's statistics; 0 where it is not told."""
-    with contextlib.suppress(OSError):
-        found = re.search(rf"^{name} (\d+)$", stat.read_text(), re.MULTILINE)
-        return int(found[1]) if found else 0
-    return 0
+@contextlib.contextmanager
+def kept_freed() -> Iterator[None]:
+    """Keep freed memory within the body, so that what is timed costs what it will in a step; then give it back.
 
-
-def _groups(proc: str) -> list[tuple[str, tuple[str, ...], str, str]]:
-    """(folder, files of limits, file of use, name of what can go) of this process's groups, the outermost first.
-
-    memory.high ends nothing, but slows down what goes beyond it so much that it is a limit, too.
+    Afterwards blocks are mapped as by `map_large`: to be used before `keep_freed`, not within it.
     """
-    two = (("memory.max", "memory.high"), "memory.current", "inactive_file")
-    one = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-    found = [("", *two), ("memory", *one)]
-    with contextlib.suppress(OSError):
-        for line in Path(proc, "self/cgroup").read_text().splitlines():
-            number, kinds, path = line.split(":", 2)
-            root, names = ("", two) if number == "0" else ("memory", one)
-            if number == "0" or "memory" in kinds.split(","):
-                parts = [part for part in path.split("/") if part not in ("", "..")]
-                found += [("/".join([root, *parts[:i + 1]]).lstrip("/"), *names) for i in range(len(parts))]
-    return found
+    kept = keep_freed()
+    try:
+        yield
+    finally:
+        if kept:
+            map_large()
+            give_back()
+
+
+def map_large(settles: bool = False) -> bool:
+    """Map blocks of `MAPPED_BYTES` and more by themselves; return whether that took effect.
+
+    ``settles``: until `settled`. Undoes `keep_freed`, for as long as blocks are made that stay (an optimizer's state in
+    its first step) among such that go (gradients): what is freed between blocks that stay is no use to larger ones. It
+    costs the system's clearing of pages, about 0.25 ms a MiB.
+    """
+    global _mapping
+    if any(name in os.environ for name in _OWN):
+        return False
+    mallopt = _glibc("mallopt")
+    done = bool(mallopt(_TRIM_THRESHOLD, MAPPED_BYTES) and mallopt(_MMAP_THRESHOLD, MAPPED_BYTES))
+    _mapping = done and settles
+    return done
+
+
+def settled() -> bool:
+    """Keep what is freed from now on, where `map_large` has taken effect; return whether it had.
+
+    What stays has been made by now, each block in a place of its own. Not blocks of `LARGEST_KEPT_BYTES` and more: a
+    small block in the gap that one left would keep the next one out of it.
+    """
+    global _mapping
+    found, _mapping = _mapping, False
+    mallopt = _glibc("mallopt")
+    return found and bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, LARGEST_KEPT_BYTES))
+
+
+def give_back() -> None:
+    """Return all free memory to the system, so that what this process holds is what it uses; where glibc is."""
+    _glibc("malloc_trim")(0)
+
+
+def _glibc(name: str) -> Callable[..., int]:
+    """Return a function of glibc; one that does nothing and returns 0 where there is none."""
+    try:
+        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
+        return found
+    except (OSError, AttributeError):
+        return lambda *_: 0
+
+
+_imported_bytes = 0
+
+
+def mark_imported(with_model_bytes: int = 0) -> None:
+    """Note the bytes held now, before anything of the run is there; the first call counts.
+
+    ``with_model_bytes``: of a model that is there already.
+    """
+    global _imported_bytes
+    _imported_bytes = _imported_bytes or max(0, resident_bytes() - with_model_bytes)
+
+
+def imported_bytes() -> int:
+    """Return the bytes that `mark_imported` has noted, the zero of all plans; 0 before."""
+    return _imported_bytes

@@ -1,7 +1,6 @@
-"""What a build depends on, found on this machine: Python, frameworks, MPI, CUDA, compiler flags.
+"""Software that a build depends on, found on this machine: Python, frameworks, MPI, CUDA, compiler flags.
 
-Owns `Facts` and every probe, which reads files, package metadata and ``--version`` outputs; imports no framework and
-starts no MPI job. The parsers are pure, so that they can be tested on the outputs of machines that are not here.
+Probes read files, package metadata and ``--version`` outputs; no framework is imported, no MPI job started.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ _ARCH_FLAGS = {"f16c": "-mf16c", "avx": "-mavx", "fma": "-mfma"}
 
 @dataclass(frozen=True)
 class Framework:
-    """An installed framework: ``dist`` is the name of its distribution, ``cuda`` whether it was built with
-    CUDA.
-    """
+    """An installed framework; ``dist``: its distribution; ``cuda``: built with CUDA."""
 
     name: str
     dist: str
@@ -43,9 +40,7 @@ class Framework:
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI: ``flavour`` is openmpi, mpich, intel or unknown; ``lib_dir`` holds the libmpi that mpicxx
-    links.
-    """
+    """An MPI: ``flavour`` is openmpi, mpich, intel or unknown; ``lib_dir`` holds the libmpi that mpicxx links."""
 
     flavour: str
     version: str
@@ -65,7 +60,7 @@ class Cuda:
 
 
 @dataclass(frozen=True)
-class Facts:
+class BuildFacts:
     """Everything that ``plan`` needs; two machines with equal facts can share one wheel.
 
     ``capabilities`` are the compute capabilities of the GPUs present ("90" for 9.0), empty without a GPU.
@@ -84,14 +79,14 @@ class Facts:
     libc: str = ""
 
 
-def detect(only: tuple[str, ...] | None = None, capabilities: tuple[str, ...] = ()) -> Facts:
-    """Gather the facts of this interpreter and machine; ``only`` restricts the frameworks to those names.
+def detect(only: tuple[str, ...] | None = None, capabilities: tuple[str, ...] = ()) -> BuildFacts:
+    """Return the facts of this interpreter and machine; ``only`` restricts the frameworks to those names.
 
     ``capabilities``: of GPUs that are not here and shall be built for; () for those that are.
     """
     found = tuple(f for f in map(find_framework, _DISTS) if f is not None)
     gpus = capabilities or find_capabilities()
-    return Facts(
+    return BuildFacts(
         python_tag=f"cp{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}",
         platform=sysconfig.get_platform().replace("-", "_").replace(".", "_"),
         prefix=sys.prefix,
@@ -106,12 +101,12 @@ def detect(only: tuple[str, ...] | None = None, capabilities: tuple[str, ...] = 
 
 
 def output_of(argv: list[str]) -> str:
-    """Standard output and error of a short command, or "" where it is missing, fails or takes too long."""
+    """Return the standard output and error of a short command, "" where it is missing, fails or takes too long."""
     return answer_of(argv)[0]
 
 
 def answer_of(argv: list[str]) -> tuple[str, str]:
-    """(what a short command says, "") or ("", why it says nothing); nothing of it is left running."""
+    """Return (what a short command prints, "") or ("", why there is nothing); nothing of it is left running."""
     try:
         child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                  stdin=subprocess.DEVNULL, start_new_session=True)
@@ -132,7 +127,7 @@ def answer_of(argv: list[str]) -> tuple[str, str]:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, None where it is not installed."""
+    """Return the installed version of a distribution, None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -140,7 +135,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def find_framework(name: str) -> Framework | None:
-    """The installed distribution that provides ``torch`` or ``tensorflow``, without importing it."""
+    """Return the distribution that provides ``torch`` or ``tensorflow``, without importing it; None without one."""
     for dist in _DISTS[name]:
         version = version_of(dist)
         spec = importlib.util.find_spec(name) if version else None
@@ -152,26 +147,24 @@ def find_framework(name: str) -> Framework | None:
 
 
 def _has_cuda(name: str, dist: str, root: Path) -> bool:
-    """Whether a framework's own files are a CUDA build (TensorFlow ships the same headers in both, so ask
-    pip).
-    """
     if name == "torch":
         return (root / _CUDA_LIBRARY["torch"]).exists()
     return dist != "tensorflow-cpu" and bool(output_of(["nvidia-smi", "-L"]))
 
 
 def search_path() -> str:
-    """PATH with this interpreter's own folder first: a virtual environment need not be activated."""
+    """Return PATH with this interpreter's own folder first: a virtual environment need not be activated."""
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
 def find_mpirun() -> str | None:
-    """The mpirun that comes first: beside this interpreter, else on PATH; None without one."""
+    """Return the mpirun that comes first: beside this interpreter, else on PATH; None without one."""
     return shutil.which("mpirun", path=search_path()) or shutil.which("mpiexec", path=search_path())
 
 
 def find_mpi(told: str | None = None) -> Mpi | None:
-    """The MPI of `find_mpirun`, which is asked unless it has ``told`` its version; None without one that is known."""
+    """Return the MPI of `find_mpirun`; None without one that is known. ``told``: its version text, asked for where
+    None."""
     mpirun = find_mpirun()
     if mpirun is None:
         return None
@@ -185,7 +178,7 @@ def find_mpi(told: str | None = None) -> Mpi | None:
 
 
 def parse_mpi_version(text: str) -> tuple[str, str]:
-    """(flavour, version) from what ``mpirun --version`` prints; ("unknown", "") where that is unknown."""
+    """Return (flavour, version) from what ``mpirun --version`` prints; ("unknown", "") where that is unknown."""
     for flavour, pattern in (
         ("openmpi", r"\(Open MPI\)\s+([\w.]+)"),
         ("openmpi", r"\(OpenRTE\)\s+([\w.]+)"),
@@ -200,26 +193,24 @@ def parse_mpi_version(text: str) -> tuple[str, str]:
 
 
 def parse_lib_dir(show: str) -> str:
-    """The first folder that a compiler wrapper's ``-show`` line links from ("" where it names none)."""
+    """Return the first folder that a compiler wrapper's ``-show`` line links from ("" where it names none)."""
     match = re.search(r"(?:^|\s)-L\s*(\S+)", show)
     return os.path.normpath(match.group(1).strip("'\"")) if match else ""
 
 
 def find_capabilities() -> tuple[str, ...]:
-    """Compute capabilities of the NVIDIA GPUs here, smallest first, each once; empty without a GPU."""
+    """Return compute capabilities of the NVIDIA GPUs here, smallest first, each once; empty without a GPU."""
     return parse_capabilities(output_of(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]))
 
 
 def parse_capabilities(text: str) -> tuple[str, ...]:
-    """("80", "90") from the lines "9.0" and "8.0" that nvidia-smi prints, whatever else it says."""
+    """Return ("80", "90") from the lines "9.0" and "8.0" that nvidia-smi prints."""
     found = {m.group(1) + m.group(2) for m in re.finditer(r"(?m)^\s*(\d+)\.(\d)\s*$", text)}
     return tuple(sorted(found, key=int))
 
 
 def find_cuda() -> Cuda:
-    """The CUDA toolkit (environment, then nvcc on PATH, then wheels, then /usr/local/cuda) and NCCL with its
-    headers.
-    """
+    """Return the CUDA toolkit (environment, nvcc on PATH, wheels, /usr/local/cuda) and NCCL with its headers."""
     homes = [os.environ.get(name, "") for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     nvcc = shutil.which("nvcc", path=search_path())
     homes += [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
@@ -233,37 +224,36 @@ def find_cuda() -> Cuda:
 
 
 def _nccl_homes(cuda_home: str) -> list[str]:
-    """Where NCCL may be: the environment, the wheel beside torch or TensorFlow, the toolkit, the system."""
+    """List the places of NCCL: the environment, the wheel beside torch or TensorFlow, the toolkit, the system."""
     named = os.environ.get("HOROVOD_NCCL_HOME", "")
     return [h for h in (named, str(_nvidia_dir() / "nccl"), cuda_home, "/usr/local", "/usr") if h]
 
 
 def _nvidia_dir() -> Path:
-    """Where the nvidia-* wheels unpack."""
     return Path(sysconfig.get_paths()["purelib"], "nvidia")
 
 
 def parse_nvcc_version(text: str) -> str:
-    """"13.0" from nvcc's "release 13.0, V13.0.88"."""
+    """Return "13.0" from nvcc's "release 13.0, V13.0.88"."""
     match = re.search(r"release (\d+\.\d+)", text)
     return match.group(1) if match else ""
 
 
 def parse_nccl_version(header: str) -> str:
-    """"2.29.7" from the defines of nccl.h."""
+    """Return "2.29.7" from the defines of nccl.h."""
     parts = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
     return ".".join(p.group(1) for p in parts if p) if all(parts) else ""
 
 
 def arch_flags(cpuinfo: str) -> tuple[str, ...]:
-    """The flags among -mf16c -mavx -mfma that every processor listed in /proc/cpuinfo has."""
+    """Return the flags among -mf16c -mavx -mfma that every processor listed in /proc/cpuinfo has."""
     lines = [set(line.split(":", 1)[1].split()) for line in cpuinfo.splitlines() if line.startswith("flags")]
     common = set.intersection(*lines) if lines else set()
     return tuple(flag for name, flag in _ARCH_FLAGS.items() if name in common)
 
 
 def read(path: str) -> str:
-    """The text of a file, "" where it cannot be read."""
+    """Return the text of a file, "" where it cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -277,6 +267,6 @@ def running() -> str | None:
 
 
 def first_line(library: str) -> str:
-    """Return what a library's own version text begins with, up to Open MPI's list of builders; "unknown": nothing."""
+    """Return the begin of a library's version text, up to Open MPI's list of builders; "unknown": empty."""
     lines = library.replace("\0", "").strip().splitlines()  # C leaves zeros
     return lines[0].split(", package")[0].strip().replace("Open MPI v", "Open MPI ") if lines else "unknown"

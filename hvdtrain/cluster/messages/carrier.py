@@ -1,7 +1,12 @@
-"""What carries the messages of a pipeline: by host over memory or MPI, between threads, and how it is opened."""
+"""Carriers of a pipeline's messages: over MPI between hosts, by host, and between threads.
+
+`hvdtrain.cluster.messages.progress` advances what is under way over MPI; `hvdtrain.cluster.messages.shared_memory`
+carries messages within a host.
+"""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import deque
@@ -11,45 +16,169 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.messages.far import FarCarrier
-from hvdtrain.cluster.messages.near import NearCarrier
-from hvdtrain.cluster.messages.packing import KINDS, ROOM, begins, copied, room_for
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.cluster.messages.channel import ALIGNED, KINDS, ROOM, begins, chunks, copied, room_for
+from hvdtrain.cluster.messages.progress import Operation, progress_of_process
+from hvdtrain.cluster.messages.shared_memory import SharedMemoryCarrier
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
-from hvdtrain.core.protocols import Coming
+from hvdtrain.core.protocols import PendingMessage
+
+FIRST = 16384
+"""Bytes of a message's first part at most, which begins with the message's length: a small one takes no second."""
 
 
-class ByHost:
-    """Implements `hvdtrain.core.protocols.Carrier`: over ``near`` to the ranks that share memory, over ``far`` to
-    others."""
+class OutgoingMessage(Operation):
+    """A copy of ``parts`` that is sent; lives until it has left."""
 
-    def __init__(self, far: FarCarrier, near: NearCarrier | None) -> None:
-        self.rank, self.size = far.rank, far.size
-        self._far, self._near = far, near
-        self._beside = frozenset(near.ranks if near is not None else ()) - {far.rank}
+    def __init__(self, carrier: MpiCarrier, parts: Sequence[np.ndarray], to: int, tag: int) -> None:
+        super().__init__()
+        places, total = begins(parts)
+        whole = room_for(ALIGNED + total)
+        whole[:8] = np.frombuffer(np.int64(total).tobytes(), np.uint8)
+        copied(parts, places, whole[ALIGNED:])
+        self._carrier, self._to, self._tag = carrier, to, tag
+        self._parts = [whole[:FIRST], *chunks(whole[FIRST:])]
+        self._left = len(self._parts)
+
+    def begin(self) -> None:
+        comm = self._carrier.comm
+        for i, part in enumerate(self._parts):
+            self._carrier.progress.post(self, comm.Isend(part, dest=self._to, tag=2 * self._tag + (i > 0)), self._sent)
+
+    def _sent(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.end()
+
+
+class IncomingMessage(Operation):
+    """`hvdtrain.core.protocols.PendingMessage` over MPI; its rest is asked for as soon as its first part is there.
+
+    ``line``: messages of that sender and tag whose rest has yet to be asked for. ``begun``: this one's has been.
+    """
+
+    def __init__(self, carrier: MpiCarrier, source: int, tag: int, line: deque[IncomingMessage]) -> None:
+        super().__init__()
+        self._carrier, self._source, self._tag, self._line = carrier, source, tag, line
+        self._first, self._whole = room_for(FIRST), np.empty(0, np.uint8)
+        self._came, self._left = False, 0
+        self._begun = Operation()
+        self.followers.append(lambda message: self._begun.end(error=message.error))
+        self._what = f"a message with {KINDS[tag]} from rank {source}"
+
+    def begin(self) -> None:
+        self._line.append(self)
+        first = self._carrier.comm.Irecv(self._first, source=self._source, tag=2 * self._tag)
+        self._carrier.progress.post(self, first, self._first_came)
+
+    def _first_came(self) -> None:
+        """Ask for the rest of all in line whose first part is there.
+
+        MPI matches rests in the order in which they are asked for, but may report first parts in any.
+        """
+        self._came = True
+        while self._line and self._line[0]._came:
+            message = self._line.popleft()
+            self._carrier.progress.guarded(message, message._ask_for_rest)
+
+    def _ask_for_rest(self) -> None:
+        total = int(self._first[:8].view(np.int64)[0])
+        if ALIGNED + total <= FIRST:
+            self.end(self._first[ALIGNED:ALIGNED + total])
+            return
+        self._whole = room_for(total)
+        self._whole[:FIRST - ALIGNED] = self._first[ALIGNED:]
+        parts = chunks(self._whole[FIRST - ALIGNED:])
+        self._left = len(parts)
+        for part in parts:
+            rest = self._carrier.comm.Irecv(part, source=self._source, tag=2 * self._tag + 1)
+            self._carrier.progress.post(self, rest, self._rest_came)
+        self._begun.end()
+
+    def _rest_came(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.end(self._whole)
+
+    def wait_begun(self) -> None:
+        self._carrier.wait(self._begun, self._what)
+
+    def wait(self) -> np.ndarray:
+        self._carrier.wait(self, self._what)
+        assert isinstance(self.value, np.ndarray)
+        return self.value
+
+
+class MpiCarrier:
+    """Implements `hvdtrain.core.protocols.Carrier` over an mpi4py communicator of its own, with THREAD_MULTIPLE."""
+
+    def __init__(self, comm: Any, timeout_s: float) -> None:
+        self.rank, self.size, self.timeout_s = int(comm.Get_rank()), int(comm.Get_size()), timeout_s
+        self.comm, self.progress = comm, progress_of_process()
+        self._node = socket.gethostname()
+        self._sent: dict[tuple[int, int], deque[OutgoingMessage]] = {}
+        self._asked: dict[tuple[int, int], deque[IncomingMessage]] = {}
 
     def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = ROOM) -> None:
-        """Send a copy."""
+        line = self._sent.setdefault((to, tag), deque())
+        while len(line) >= room or line and line[0].over:
+            self.wait(line[0], f"sending a message with {KINDS[tag]} to rank {to}")
+            line.popleft()
+        line.append(OutgoingMessage(self, parts, to, tag))
+        self.progress.start(line[-1])
+
+    def take(self, source: int, tag: int) -> IncomingMessage:
+        message = IncomingMessage(self, source, tag, self._asked.setdefault((source, tag), deque()))
+        self.progress.start(message)
+        return message
+
+    def flush(self) -> None:
+        for line in self._sent.values():
+            while line:
+                self.wait(line[0], "sending what is under way")
+                line.popleft()
+
+    def free(self) -> None:
+        self.comm.Free()
+
+    def wait(self, operation: Operation, what: str) -> None:
+        """Wait until ``operation`` is over, advancing all that is under way; raises its error."""
+        if not operation.over:
+            with pulse.waiting(what):
+                if not self.progress.wait(operation, self.timeout_s):
+                    raise WaitTimeout(f"rank {self.rank} on host {self._node} waited {self.timeout_s:g} s in {what}. "
+                                      f"{pulse.missing()}".rstrip())
+        if operation.error is not None:
+            raise operation.error
+
+
+class HostCarrier:
+    """Implements `hvdtrain.core.protocols.Carrier`: ``near`` for ranks that share memory, ``far`` for others."""
+
+    def __init__(self, far: MpiCarrier, near: SharedMemoryCarrier | None) -> None:
+        self.rank, self.size = far.rank, far.size
+        self._far, self._near = far, near
+        self._of_host = frozenset(near.ranks if near is not None else ()) - {far.rank}
+
+    def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = ROOM) -> None:
         self._to(to).put(parts, to, tag, room)
 
-    def take(self, source: int, tag: int) -> Coming:
-        """Ask for a message."""
+    def take(self, source: int, tag: int) -> PendingMessage:
         return self._to(source).take(source, tag)
 
     def flush(self) -> None:
-        """Wait until all has left."""
         self._far.flush()
 
     def free(self) -> None:
-        """Give back what it holds."""
         self._far.free()
         if self._near is not None:
             self._near.free()
 
-    def _to(self, rank: int) -> FarCarrier | NearCarrier:
-        return self._near if self._near is not None and rank in self._beside else self._far
+    def _to(self, rank: int) -> MpiCarrier | SharedMemoryCarrier:
+        return self._near if self._near is not None and rank in self._of_host else self._far
 
 
-def over_mpi(comm: Any, timeout_s: float, near: bool = True) -> ByHost:
+def over_mpi(comm: Any, timeout_s: float, near: bool = True) -> HostCarrier:
     """Return the carrier of the ranks of ``comm``, over duplicates of it; collective.
 
     ``near``: use memory that ranks of a host share.
@@ -57,13 +186,13 @@ def over_mpi(comm: Any, timeout_s: float, near: bool = True) -> ByHost:
     from mpi4py import MPI
 
     with deadline(timeout_s, "duplicating MPI's communicator for messages"):
-        far = FarCarrier(comm.Dup(), timeout_s)
+        far = MpiCarrier(comm.Dup(), timeout_s)
         if not near:
-            return ByHost(far, None)
+            return HostCarrier(far, None)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED, key=far.rank)
-        carrier = NearCarrier.make(host, far.rank, timeout_s)
+        carrier = SharedMemoryCarrier.make(host, far.rank, timeout_s)
         host.Free()
-    return ByHost(far, carrier)
+    return HostCarrier(far, carrier)
 
 
 class Boxes:
@@ -89,7 +218,6 @@ class ThreadCarrier:
         self.boxes = boxes
 
     def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = ROOM) -> None:
-        """Send a copy."""
         places, total = begins(parts)
         message = room_for(total)
         copied(parts, places, message)
@@ -100,14 +228,13 @@ class ThreadCarrier:
             self.boxes.changed.notify_all()
 
     def take(self, source: int, tag: int) -> _InBox:
-        """Ask for a message; those asked for are taken in the order in which they are waited for."""
         return _InBox(self, self._box(source, self.rank, tag), f"a message with {KINDS[tag]} from rank {source}")
 
     def flush(self) -> None:
         """Return: all has left."""
 
     def free(self) -> None:
-        """Return: it holds nothing."""
+        """Return: the carrier holds nothing."""
 
     def until(self, test: Callable[[], bool], what: str) -> None:
         """Wait until ``test`` is true."""
@@ -125,19 +252,17 @@ class ThreadCarrier:
 
 
 class _InBox:
-    """`hvdtrain.core.protocols.Coming` of a `ThreadCarrier`."""
+    """`hvdtrain.core.protocols.PendingMessage` of a `ThreadCarrier`; messages are taken in the order of their waits."""
 
     def __init__(self, carrier: ThreadCarrier, box: deque[np.ndarray], what: str) -> None:
         self._carrier, self._box, self._what = carrier, box, what
         self._data: np.ndarray | None = None
 
     def wait_begun(self) -> None:
-        """Wait until it is there."""
         if self._data is None:
             self._carrier.until(lambda: bool(self._box), self._what)
 
     def wait(self) -> np.ndarray:
-        """Return it."""
         self.wait_begun()
         if self._data is None:
             with self._carrier.boxes.changed:

@@ -1,9 +1,8 @@
-"""Messages from one rank to another, beside all collectives, for threads that must not wait for each other's order.
+"""Point-to-point messages apart from all collectives: `MpiChannel`, and `MailChannel` between threads of one process.
 
-Owns `MpiChannel`, over an MPI communicator that it is given (a duplicate of its own, so that no other traffic mixes
-with it), and `MailChannel`, its twin within one process: for a job of one rank, and for ranks that are threads. A
-receiver says what it expects; each message carries a header that says what it is, so that two ranks that have come
-apart get an error and not each other's numbers.
+A header before each message says what it is, so that two ranks that have come apart get an error and not each other's
+numbers. Owns the packing of several arrays into one message, too; whole messages are
+`hvdtrain.cluster.messages.carrier`'s.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import socket
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import WaitTimeout
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.processes import wait_for
 from hvdtrain.core.timeline import span
 
 CHUNK = 1 << 29
@@ -28,7 +27,43 @@ CHUNK = 1 << 29
 MOST_TAG = 1 << 14
 """Tags are below it: MPI promises 32767, and a message takes two."""
 
+ALIGNED = 64
+"""Each array of a packed message begins at a multiple of it: TensorFlow reads it without a copy; a cache line."""
+
+ROOM = 64
+"""Packed messages of one sender, receiver and kind that may be under way; who sends one more waits."""
+
+KINDS = ("outputs", "gradients of outputs", "outputs in evaluation", "measured messages")
+"""Content of packed messages, by their tag, for errors."""
+
 _HEADER = 5
+
+
+def begins(parts: Sequence[np.ndarray]) -> tuple[list[int], int]:
+    """Return the byte at which each part begins, and the bytes of the whole message."""
+    places, total = [], 0
+    for part in parts:
+        places.append(total)
+        total += -(-part.nbytes // ALIGNED) * ALIGNED
+    return places, total
+
+
+def copied(parts: Sequence[np.ndarray], places: Sequence[int], into: np.ndarray) -> None:
+    """Copy the contiguous ``parts`` to their places in ``into``, uint8 (n,)."""
+    for part, place in zip(parts, places, strict=True):
+        into[place:place + part.nbytes] = _bytes(part)
+
+
+def room_for(nbytes: int) -> np.ndarray:
+    """Return memory for a message, uint8 (nbytes,), that begins at a multiple of `ALIGNED`."""
+    memory = np.empty(nbytes + ALIGNED, np.uint8)
+    at = -memory.ctypes.data % ALIGNED
+    return memory[at:at + nbytes]
+
+
+def chunks(data: np.ndarray) -> list[np.ndarray]:
+    """Cut uint8 (n,) into pieces of `CHUNK`."""
+    return [data[start:start + CHUNK] for start in range(0, data.size, CHUNK)]
 
 
 class ChannelClosed(RuntimeError):
@@ -36,33 +71,33 @@ class ChannelClosed(RuntimeError):
 
 
 def header(x: np.ndarray, tag: int) -> np.ndarray:
-    """What is said of a message before it comes, int64 (5,): tag, dimensions, bytes, checks of dtype and shape."""
+    """Return the header of a message, int64 (5,): tag, dimensions, bytes, checks of dtype and shape."""
     words = zlib.crc32(x.dtype.str.encode()), zlib.crc32(repr(x.shape).encode())
     return np.array([tag, x.ndim, x.nbytes, *words], np.int64)
 
 
 def _check(got: np.ndarray, like: np.ndarray, tag: int, source: int) -> None:
-    """Raise RuntimeError unless a header says what was expected."""
+    """Raise RuntimeError unless a header is that of the message that was expected."""
     if not np.array_equal(got, header(like, tag)):
         raise RuntimeError(f"rank {source} sent a message of tag {got[0]} with {got[1]} dimensions and {got[2]} bytes "
                            f"where {like.dtype}{list(like.shape)} of tag {tag} was expected")
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
-    """The memory of a contiguous array as uint8 (n,)."""
+    """Return the memory of a contiguous array as uint8 (n,)."""
     assert x.flags.c_contiguous, "a channel moves contiguous arrays"
     return x.reshape(-1).view(np.uint8)
 
 
 class _Wait:
-    """`hvdtrain.core.protocols.Handle` of a message: polls ``step`` until it says that all is there."""
+    """`hvdtrain.core.protocols.Handle` of a message: polls ``step`` until it returns True."""
 
     def __init__(self, step: Callable[[], bool], value: np.ndarray, channel: Any, what: str) -> None:
         self._step, self._value, self._channel, self._what = step, value, channel, what
         self._over = False
 
     def done(self) -> bool:
-        """Return whether the message has gone or come, without waiting; moves it on."""
+        """Return whether the message has gone or come, without waiting; advances it."""
         if not self._over:
             if self._channel.closed:
                 raise ChannelClosed(f"the channel was closed in {self._what}")
@@ -70,7 +105,6 @@ class _Wait:
         return self._over
 
     def wait(self) -> np.ndarray:
-        """Return the array; `WaitTimeout` names the wait when the channel's time is over."""
         channel = self._channel
         if not self.done():
             with pulse.waiting(self._what), span("message", "wire"):
@@ -95,18 +129,16 @@ class MpiChannel:
         self._open: list[tuple[Any, Any]] = []
 
     def send(self, x: np.ndarray, to: int, tag: int) -> _Wait:
-        """Begin to send ``x``; its memory must stay as it is until the handle is done."""
         assert 0 <= tag < MOST_TAG, f"tag {tag}"
         first = header(x, tag)
         requests = [self._comm.Isend(first, dest=to, tag=2 * tag)]
-        requests += [self._comm.Isend(part, dest=to, tag=2 * tag + 1) for part in _chunks(x)]
+        requests += [self._comm.Isend(part, dest=to, tag=2 * tag + 1) for part in chunks(_bytes(x))]
         return self._handle(requests, x, first, f"a message of tag {tag} to rank {to}")
 
     def receive(self, like: np.ndarray, source: int, tag: int) -> _Wait:
-        """Begin to receive into ``like``. Messages of one source and tag come in the order in which they were sent."""
         first = np.zeros(_HEADER, np.int64)
         requests = [self._comm.Irecv(first, source=source, tag=2 * tag)]
-        requests += [self._comm.Irecv(part, source=source, tag=2 * tag + 1) for part in _chunks(like)]
+        requests += [self._comm.Irecv(part, source=source, tag=2 * tag + 1) for part in chunks(_bytes(like))]
 
         def check() -> None:
             _check(first, like, tag, source)
@@ -114,17 +146,15 @@ class MpiChannel:
         return self._handle(requests, like, first, f"a message of tag {tag} from rank {source}", check)
 
     def close(self) -> None:
-        """End every wait of this rank, in whatever thread, with `ChannelClosed`."""
         self.closed = True
 
     def free(self) -> None:
-        """Give the communicator back, after all ranks' messages are through; collective."""
         self.closed = True
         self._comm.Free()
 
     def _handle(self, requests: list[Any], x: np.ndarray, first: np.ndarray, what: str,
                 check: Callable[[], None] | None = None) -> _Wait:
-        """A handle over requests, of which the first is the header's."""
+        """Return a handle of requests, of which the first is the header's."""
         left = deque(requests)
         self._open.append((left, (x, first)))  # MPI may use the memory of a message that nobody waits for any more
         self._open = [entry for entry in self._open if entry[0]]
@@ -137,11 +167,6 @@ class MpiChannel:
             return not left
 
         return _Wait(step, x, self, what)
-
-
-def _chunks(x: np.ndarray) -> list[np.ndarray]:
-    data = _bytes(x)
-    return [data[start:start + CHUNK] for start in range(0, data.size, CHUNK)]
 
 
 class Mail:
@@ -178,7 +203,6 @@ class MailChannel:
         return _Wait(lambda: True, x, self, f"a message of tag {tag} to rank {to}")
 
     def receive(self, like: np.ndarray, source: int, tag: int) -> _Wait:
-        """Begin to receive into ``like``."""
         def step() -> bool:
             found = self._mail.take(source, self.rank, tag)
             if found is None:
@@ -190,9 +214,7 @@ class MailChannel:
         return _Wait(step, like, self, f"a message of tag {tag} from rank {source}")
 
     def close(self) -> None:
-        """End every wait of this rank with `ChannelClosed`."""
         self.closed = True
 
     def free(self) -> None:
-        """Close it."""
         self.closed = True

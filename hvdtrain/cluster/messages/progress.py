@@ -1,9 +1,7 @@
-"""Moves operations over MPI to their end while the program computes: MPI moves a message only while somebody calls it.
+"""Progress of operations over MPI while the program computes: MPI moves a message only while somebody calls it.
 
-Owns the open requests, what follows on each, and the thread that calls MPI for them while nobody waits. Who waits for
-an operation moves all of them itself, so that one which is waited for at once changes no thread. Nothing here spins:
-between two calls of MPI a thread sleeps, longer where nothing moves. Knows no collective
-(`hvdtrain.comm.collectives.rounds` does), and whether MPI lets two threads in is for the caller to say.
+Owns the open requests, their follow-ups, and the one thread of a process that calls MPI for them while nobody waits.
+Collectives are `hvdtrain.comm.collectives.rounds`', messages of a pipeline `hvdtrain.cluster.messages.carrier`'s.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.processes import wait_for
 
 MOST_OPEN = 64
 """Operations under way at once."""
@@ -28,14 +26,25 @@ SEQUENCES = 256
 that takes, or messages of the two would be taken for each other's."""
 
 AWAKE_S, ASLEEP_S = 100e-6, 400e-6
-"""How long the thread sleeps between two calls of MPI: after one that moved something, and at most."""
+"""Sleep of the thread between two calls of MPI: after one that moved something, and at most."""
 
 LONGEST_SLEEP_S = 200e-6
-"""How long one that waits sleeps between two calls at most."""
+"""Longest sleep of a waiting thread between two calls."""
+
+_of_process: list[MpiProgress] = []
+
+
+def progress_of_process() -> MpiProgress:
+    """Return the progress of all operations of this process; MPI has been started."""
+    if not _of_process:
+        from mpi4py import MPI
+
+        _of_process.append(MpiProgress(MPI.Query_thread() >= MPI.THREAD_MULTIPLE))
+    return _of_process[0]
 
 
 class Operation:
-    """Something under way; ``over`` once it has its ``value`` or its ``error``.
+    """An operation under way; ``over`` once it has its ``value`` or its ``error``. ``place``: number in its process.
 
     A subclass posts requests in `begin` and in what follows on them, and calls `end`. All of that runs in whatever
     thread moves the operations, one call at a time.
@@ -47,7 +56,6 @@ class Operation:
         self.error: BaseException | None = None
         self.followers: list[Callable[[Operation], None]] = []
         self.place = 0
-        """Which of its process it is; `Progress` sets it."""
 
     def begin(self) -> None:
         """Post the first requests."""
@@ -61,10 +69,11 @@ class Operation:
                 follower(self)
 
 
-class Progress:
-    """The operations of one wire under way, begun in the order in which they were issued.
+class MpiProgress:
+    """Operations under way, begun in the order in which they were issued.
 
-    ``threaded``: a thread moves them while nobody waits; else they move only while somebody does.
+    ``threaded``: a thread moves them while nobody waits; else they move only while somebody does. Whoever waits for an
+    operation moves all of them, so that one which is waited for at once changes no thread. Nothing spins.
     """
 
     def __init__(self, threaded: bool) -> None:
@@ -84,16 +93,25 @@ class Progress:
             operation.place = self._issued
             self._issued += 1
             self._fresh.append(operation)
-            if not beside:  # whoever waits moves it: to wake a thread for it would cost more than it takes
-                return
-            if self.threaded and self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="hvdtrain-exchange", daemon=True)
-                self._thread.start()
-            if not self._waiters:
-                self._changed.notify()
+            if beside:  # whoever waits moves it: to wake a thread for it would cost more than it takes
+                self._wake()
+
+    def start(self, operation: Operation) -> None:
+        """Begin ``operation`` now, apart from the order and the number of those issued; not from within one."""
+        with self._moving:
+            self.guarded(operation, operation.begin)
+        with self._changed:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self.threaded and self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="hvdtrain-exchange", daemon=True)
+            self._thread.start()
+        if not self._waiters:
+            self._changed.notify()
 
     def post(self, operation: Operation, request: Any, then: Callable[[], None]) -> None:
-        """Call ``then`` once an MPI ``request`` of ``operation`` is through; only from what moves operations."""
+        """Call ``then`` once an MPI ``request`` of ``operation`` is through; only from within an operation."""
         self._requests.append(request)
         self._then.append((operation, then))
 
@@ -108,7 +126,7 @@ class Progress:
         finally:
             with self._changed:
                 self._waiters -= 1
-                if not self._waiters and (self._open or self._fresh):
+                if not self._waiters and (self._open or self._fresh or self._requests):
                     self._changed.notify()
 
     def _move_if_free(self) -> bool:
@@ -121,7 +139,7 @@ class Progress:
         return True
 
     def _move(self) -> bool:
-        """Take in what is through and post what follows; return whether anything was."""
+        """Take in finished requests and post what follows; return whether there were any."""
         moved = False
         if self._fresh:
             self._open = [operation for operation in self._open if not operation.over]
@@ -171,7 +189,7 @@ class Progress:
         pause_s = AWAKE_S
         while True:
             with self._changed:
-                while self._waiters or not (self._open or self._fresh):
+                while self._waiters or not (self._open or self._fresh or self._requests):
                     self._changed.wait()
             with self._moving:
                 moved = self._move()
@@ -180,24 +198,20 @@ class Progress:
 
 
 SLICE_NS = 100_000
-"""The shortest that Linux gives."""
+"""The shortest slice that Linux gives."""
 
 _SETATTR = {"x86_64": 314, "aarch64": 274}
-"""The number of the system call, which has no name in Python nor in every C library."""
+"""Number of the system call, which has no name in Python nor in every C library."""
 
 
 def shorten() -> bool:
-    """Ask for a short slice for this thread; return whether the system has taken it. Needs no right."""
+    """Ask for a short time slice for this thread, which needs no right; return whether the system has taken it."""
     number = _SETATTR.get(os.uname().machine)
     if number is None:
         return False
-    # struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period, least and most utilisation.
-    attributes = struct.pack("=IIQiIQQQII", 56, 0, 0, _nice(), 0, SLICE_NS, 0, 0, 0, 0)
+    # struct sched_attr: size, policy, flags, nice (unchanged), priority, runtime, deadline, period, utilisation.
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    attributes = struct.pack("=IIQiIQQQII", 56, 0, 0, nice, 0, SLICE_NS, 0, 0, 0, 0)
     with contextlib.suppress(OSError, AttributeError):
         return int(ctypes.CDLL(None, use_errno=True).syscall(number, 0, attributes, 0)) == 0
     return False
-
-
-def _nice() -> int:
-    """This thread's priority, which is to stay."""
-    return os.getpriority(os.PRIO_PROCESS, 0)

@@ -1,5 +1,4 @@
-"""Ways to move flat vectors between ranks that need no framework: `null`, `lockstep`, `mpi`.
+"""Collectives over numpy, without a framework: null, lockstep, mpi, shared.
 
-Owns implementations of `hvdtrain.core.protocols.Collectives` over numpy. Horovod's are in each backend's
-collectives.py.
+Horovod's are in each backend's collectives.py.
 """

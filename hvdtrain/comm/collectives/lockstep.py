@@ -1,8 +1,5 @@
-"""P ranks as P threads of one process: the whole exchange, testable without MPI.
-
-Owns the rendezvous of the threads, `LockstepControl`, `LockstepCollectives` and the count of bytes that a
-bandwidth-optimal ring would send. Not a way to train: one process computes for all.
-"""
+"""P ranks as P threads of one process: control plane and collectives that meet in memory, to test a whole exchange
+without MPI."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ import numpy as np
 from hvdtrain.cluster.control import sum_rows
 from hvdtrain.cluster.messages.carrier import Boxes, ThreadCarrier
 from hvdtrain.cluster.messages.channel import Mail, MailChannel
-from hvdtrain.comm.collectives.null import Done
-from hvdtrain.comm.collectives.parts import WithoutMemory, add_rows
+from hvdtrain.comm.collectives.base import ReadyHandle, WithoutMemory, add_rows
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.timeline import blocked
 
 Key = tuple[Any, ...]
@@ -29,11 +25,11 @@ DTYPES = frozenset({"float16", "float32", "float64", "int8", "int16", "int32", "
 
 
 def ring_bytes(kind: str, nbytes: int, size: int, rank: int = 0, root: int = 0) -> int:
-    """Bytes that ``rank`` hands to the wire, for ``nbytes`` of argument on each of ``size`` ranks. Pure.
+    """Return the bytes that ``rank`` sends, for ``nbytes`` of argument on each of ``size`` ranks. Pure.
 
     The bandwidth-optimal ring algorithms, as in nccl-tests' PERFORMANCE.md: allreduce 2(P-1)/P, reducescatter and
-    alltoall (P-1)/P, allgather P-1 times its argument; in a broadcast every rank passes the vector on but the last
-    of the ring. Fractions are rounded up.
+    alltoall (P-1)/P, allgather P-1 times its argument; in a broadcast every rank passes the vector on but the last of
+    the ring. Fractions are rounded up.
     """
     if kind == "allreduce":
         return -(-2 * (size - 1) * nbytes // size)
@@ -46,7 +42,7 @@ def ring_bytes(kind: str, nbytes: int, size: int, rank: int = 0, root: int = 0) 
 
 
 class LockstepWorld:
-    """``size`` ranks in one process. ``sent_bytes[r]``: what rank r has sent so far (`ring_bytes`)."""
+    """World of ``size`` ranks in one process. ``sent_bytes[r]``: what rank r has sent so far (`ring_bytes`)."""
 
     def __init__(self, size: int) -> None:
         assert size >= 1
@@ -56,8 +52,8 @@ class LockstepWorld:
     def run(self, fn: Callable[[LockstepControl, LockstepCollectives], Any], timeout_s: float = 60.0) -> list[Any]:
         """Call ``fn(control, collectives)`` on every rank at once; return the results by rank.
 
-        ``timeout_s`` bounds each wait of a rank for the others. The first error of a rank ends the waits of all and
-        is raised here.
+        ``timeout_s`` bounds each wait of a rank for the others. The first error of a rank ends the waits of all and is
+        raised here.
         """
         meeting = _Rendezvous(self.size, timeout_s)
         results: list[Any] = [None] * self.size
@@ -86,7 +82,7 @@ class LockstepWorld:
 
 
 class _Rendezvous:
-    """One meeting after another of all ranks; each brings a key, which must be equal, and a value."""
+    """Rendezvous of all ranks, one after another; each rank brings a key, which must be equal, and a value."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size, self.timeout_s = size, timeout_s
@@ -100,7 +96,7 @@ class _Rendezvous:
         self._boxes: list[Boxes] = []
 
     def among(self, ranks: tuple[int, ...]) -> _Rendezvous:
-        """Return the meetings of some ranks, which fail with these."""
+        """Return the rendezvous of some ranks, which fails with this one."""
         with self.changed:
             return self._below.setdefault(ranks, _Rendezvous(len(ranks), self.timeout_s))
 
@@ -131,7 +127,7 @@ class _Rendezvous:
             return self.outcome[rank]
 
     def _combine(self, combine: Callable[[list[Any]], list[Any]]) -> None:
-        """Check that all ranks came for the same thing (law 5), compute, let all go."""
+        """Check that all ranks came for the same call (law 5), compute, let all go."""
         keys = [self.brought[r][0] for r in range(self.size)]
         odd = next((r for r in range(self.size) if keys[r] != keys[0]), None)
         if odd is not None:
@@ -148,12 +144,12 @@ class _Rendezvous:
         self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """A rank raised: release the others."""
+        """Release all ranks with ``error``."""
         with self.changed:
             self._set_failure(error)
 
     def finish(self, rank: int) -> None:
-        """A rank is done: whoever waits for it waits in vain."""
+        """Note that a rank is done: waits for it fail."""
         with self.changed:
             self.finished.add(rank)
             self._check_alive()
@@ -196,18 +192,15 @@ class LockstepControl:
         self._meeting = meeting
 
     def bcast(self, obj: Any) -> Any:
-        """Return rank 0's ``obj`` on every rank."""
         data = pickle.dumps(obj, protocol=5) if self.rank == 0 else b""
         data = self._meeting.meet(self.rank, ("bcast",), data, lambda rows: [rows[0]] * self.size)
         return obj if self.rank == 0 else pickle.loads(data)
 
     def gather(self, obj: Any) -> list[Any]:
-        """Return the list of every rank's ``obj``, by rank, on every rank."""
         rows = self._meet_all(("gather",), pickle.dumps(obj, protocol=5))
         return [obj if r == self.rank else pickle.loads(data) for r, data in enumerate(rows)]
 
     def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
-        """Overwrite ``target``'s ``arrays`` with ``source``'s, or every rank's where that is None."""
         own = [x.copy() for x in arrays] if self.rank == source else None
         sent = self._meeting.meet(self.rank, ("send", source, target), own, lambda rows: [
             rows[source] if target in (None, rank) else [] for rank in range(self.size)])
@@ -215,25 +208,21 @@ class LockstepControl:
             mine[...] = theirs
 
     def sum(self, values_k: np.ndarray) -> np.ndarray:
-        """Return the float64[k] sum over ranks, added in rank order."""
         own_k = np.array(values_k, np.float64)
         return sum_rows(np.stack(self._meet_all(("sum", "", own_k.shape), own_k)))
 
     def agree(self, flag: bool) -> bool:
-        """Return True on every rank if any rank's ``flag`` is true."""
         return any(self._meet_all(("agree",), bool(flag)))
 
     def barrier(self, tag: str, timeout_s: float | None = None) -> None:
-        """Return once every rank is here with the same ``tag``."""
         self._meeting.meet(self.rank, ("barrier", tag), None, lambda rows: rows, timeout_s)
 
     def channel(self, longest_sleep_s: float = 200e-6) -> MailChannel:
-        """Return a channel between the threads; collective."""
         mail = self._meeting.meet(self.rank, ("channel",), None, lambda rows: [Mail()] * self.size)
         return MailChannel(mail, self.rank, self.size, self.timeout_s, longest_sleep_s)
 
     def carrier(self) -> ThreadCarrier:
-        """Return one between the threads, which fails with them; collective."""
+        """Return a carrier between the threads, which fails with them; collective."""
         boxes = self._meeting.meet(self.rank, ("carrier",), None, lambda rows: [self._meeting.boxes()] * self.size)
         return ThreadCarrier(boxes, self.rank, self.size, self.timeout_s)
 
@@ -260,26 +249,21 @@ class LockstepCollectives(WithoutMemory):
         self._meeting, self._sent = meeting, sent_bytes
 
     def among(self, group: Group) -> LockstepCollectives:
-        """The same between the threads of ``group``."""
         return LockstepCollectives(self._meeting.among(group.ranks), group.index, [0] * group.size)
 
-    def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Done:
-        """Sum over ranks: (N,) -> (N,)."""
+    def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> ReadyHandle:
         assert op == "sum", op
         return self._meet("allreduce", flat_N, name, lambda rows: [_sum(rows)] * self.size)
 
-    def allgather(self, x_K: np.ndarray, name: str) -> Done:
-        """Every rank's vector, by rank: (K,) -> (P, K)."""
+    def allgather(self, x_K: np.ndarray, name: str) -> ReadyHandle:
         return self._meet("allgather", x_K, name, lambda rows: [np.stack(rows)] * self.size)
 
-    def alltoall(self, x_PK: np.ndarray, name: str) -> Done:
-        """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
+    def alltoall(self, x_PK: np.ndarray, name: str) -> ReadyHandle:
         assert x_PK.shape[0] == self.size, f"alltoall of {x_PK.shape} over {self.size} ranks"
         return self._meet("alltoall", x_PK, name,
                           lambda rows: [np.stack([row[p] for row in rows]) for p in range(self.size)])
 
-    def alltoallv(self, flat_N: np.ndarray, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> Done:
-        """Consecutive parts go to the ranks, and the result is the parts that came: (N,) -> (N',)."""
+    def alltoallv(self, flat_N: np.ndarray, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> ReadyHandle:
         assert flat_N.size == sum(sent_P), f"alltoallv of {flat_N.size} elements into {list(sent_P)}"
 
         def combine(rows: list[list[np.ndarray]]) -> list[np.ndarray]:
@@ -289,34 +273,30 @@ class LockstepCollectives(WithoutMemory):
         parts = np.split(flat_N.copy(), np.cumsum(sent_P)[:-1])
         came = self._meeting.meet(self.rank, ("alltoallv", name, (), flat_N.dtype.name), parts, combine)
         assert came.size == sum(got_P), f"alltoallv {name!r} brought {came.size} elements, not {list(got_P)}"
-        return Done(came)
+        return ReadyHandle(came)
 
-    def reducescatter(self, flat_N: np.ndarray, name: str) -> Done:
-        """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
+    def reducescatter(self, flat_N: np.ndarray, name: str) -> ReadyHandle:
         assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"
         return self._meet("reducescatter", flat_N, name, lambda rows: np.split(_sum(rows), self.size))
 
-    def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Done:
-        """This rank's part of the sum over ranks: (N,) -> (sizes_P[rank],)."""
+    def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> ReadyHandle:
         assert flat_N.size == sum(sizes_P), f"reducescatterv of {flat_N.size} elements into {list(sizes_P)}"
         ends = np.cumsum(sizes_P)[:-1]
         return self._meet("reducescatterv", flat_N, name, lambda rows: np.split(_sum(rows), ends), sizes_P)
 
-    def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> Done:
-        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,)."""
+    def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> ReadyHandle:
         assert part_K.size == sizes_P[self.rank], f"allgatherv of {part_K.size} elements as one of {list(sizes_P)}"
         return self._meet("allgatherv", part_K, name, lambda rows: [np.concatenate(rows)] * self.size, sizes_P)
 
-    def broadcast(self, x_N: np.ndarray, name: str, root: int = 0) -> Done:
-        """``root``'s vector on every rank: (N,) -> (N,)."""
+    def broadcast(self, x_N: np.ndarray, name: str, root: int = 0) -> ReadyHandle:
         return self._meet("broadcast", x_N, name, lambda rows: [rows[root]] * self.size, root=root)
 
     def _meet(self, kind: str, x: np.ndarray, name: str, combine: Callable[[list[Any]], list[Any]],
-              sizes_P: Sequence[int] = (), root: int = 0) -> Done:
+              sizes_P: Sequence[int] = (), root: int = 0) -> ReadyHandle:
         self._sent[self.rank] += ring_bytes(kind.removesuffix("v"), x.nbytes, self.size, self.rank, root)
         shape = tuple(sizes_P) or x.shape
         key = (kind, name, shape, x.dtype.name, *([f"root {root}"] if kind == "broadcast" else []))
-        return Done(np.array(self._meeting.meet(self.rank, key, np.array(x), combine)))
+        return ReadyHandle(np.array(self._meeting.meet(self.rank, key, np.array(x), combine)))
 
 
 def _sum(rows: list[np.ndarray]) -> np.ndarray:

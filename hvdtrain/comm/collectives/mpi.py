@@ -1,10 +1,7 @@
-"""Collectives over plain MPI with numpy buffers, which go on while the program computes.
+"""Collectives over plain MPI with numpy buffers, which advance while the program computes.
 
-Owns what each call is made of, its bound in time and the number that it has on all ranks. What travels when is
-`hvdtrain.comm.collectives.rounds`', what moves it `hvdtrain.cluster.messages.progress`. Does not start MPI: it is given
-a communicator (`hvdtrain.cluster.boot.mpi_comm`).
-
-Every rank gets the same bits: each element is added by one rank, in the order of the ranks, and sent to all.
+Each call is an operation of `hvdtrain.comm.collectives.rounds`, moved by `hvdtrain.cluster.messages.progress`. Every
+rank gets the same bits: each element is added by one rank, in the order of the ranks, and sent to all.
 """
 
 from __future__ import annotations
@@ -18,18 +15,15 @@ import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.cluster.messages.progress import Operation, Progress
-from hvdtrain.comm.collectives.parts import Scratch, WithoutMemory, begins
+from hvdtrain.cluster.messages.progress import MpiProgress, Operation, progress_of_process
+from hvdtrain.comm.collectives.base import Scratch, WithoutMemory, begins
 from hvdtrain.comm.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
-from hvdtrain.core.group import Group, spans
+from hvdtrain.core.mesh import Group, spans
 from hvdtrain.core.protocols import AllGather, AllReduce, AllToAllV, Exchange, Request
 from hvdtrain.core.timeline import blocked
 
-
 LONGEST_SLEEP_S = 50e-6
-"""Between two looks at a collective that others have not entered: what such a sleep costs is late by as much."""
-
-_of_process: list[Progress] = []
+"""Longest sleep between two looks at a collective that others have not entered; it is late by as much."""
 
 
 class Pending:
@@ -42,14 +36,16 @@ class Pending:
         self._value: np.ndarray | None = None
 
     def wait(self) -> np.ndarray:
-        """Run the collective, or return the result of the run before."""
         if self._run is not None:
             self._value, self._run = self._run(), None
         assert self._value is not None
         return self._value
 
+    def done(self) -> bool:
+        return self._run is None
 
-class Moving:
+
+class OpenCollective:
     """Handle of an operation of ``wire``, issued when this is made. ``then``: gives the result from its value."""
 
     __slots__ = ("_operation", "_wire", "_what", "_name", "_came_s", "_then", "_value")
@@ -62,7 +58,6 @@ class Moving:
         wire.moves.issue(operation)
 
     def wait(self) -> Any:
-        """Return the result; the same one every time."""
         if self._value is None:
             stands = blocked(self._name, self._came_s)
             with deadline(self._wire.timeout_s, self._what), pulse.waiting(self._what), stands:
@@ -79,7 +74,7 @@ class Moving:
 
     @property
     def taken(self) -> bool:
-        """Whether somebody has the result."""
+        """Whether the result has been waited for."""
         return self._value is not None
 
 
@@ -92,24 +87,23 @@ class _Loans:
     def vector(self, n: int, dtype: np.dtype) -> tuple[int, np.ndarray]:
         """Return (place, (n,)) of memory whose call is over and was taken."""
         for place, (scratch, handle) in enumerate(self._lent):
-            if handle is None or not isinstance(handle, Moving) or handle.taken:
+            if handle is None or not isinstance(handle, OpenCollective) or handle.taken:
                 return place, scratch.vector(n, dtype)
         self._lent.append((Scratch(), None))
         return len(self._lent) - 1, self._lent[-1][0].vector(n, dtype)
 
     def lend(self, place: int, handle: Any) -> None:
-        """Keep it for ``handle``."""
         self._lent[place] = self._lent[place][0], handle
 
 
 class MpiCollectives(WithoutMemory):
     """Collectives over an mpi4py communicator, of which it makes a duplicate: collective to make.
 
-    Calls are made in the same order on every rank. They go on in a thread where MPI lets two threads in (``overlaps``),
-    else while a handle is waited for. Each first compares its kind, name, shape and dtype between ranks (law 5): a
-    message of 256 bytes to each other rank against a hang or a silently wrong sum.
-    ``dtypes`` are those that it adds; float16 is summed in float32. ``timeout_s``: longest time of one collective
-    (`deadline`). ``chunk``: elements of one call of MPI's own collectives, whose counts have 31 bits.
+    Calls are made in the same order on every rank. They advance in a thread where MPI lets two threads in
+    (``overlaps``), else while a handle is waited for. Each first compares its kind, name, shape and dtype between ranks
+    (law 5): a message of 256 bytes to each other rank against a hang or a silently wrong sum. ``dtypes`` are those that
+    it adds; float16 is summed in float32. ``timeout_s``: longest time of one collective (`deadline`). ``chunk``:
+    elements of one call of MPI's own collectives, whose counts have 31 bits.
     """
 
     name = "mpi"
@@ -135,7 +129,6 @@ class MpiCollectives(WithoutMemory):
         self._loans = _Loans()
 
     def among(self, group: Group) -> MpiCollectives:
-        """The same kind of wire between the ranks of ``group`` alone."""
         return MpiCollectives(self._comm_of(group), self.timeout_s, self.chunk)
 
     def _comm_of(self, group: Group) -> Any:
@@ -155,35 +148,29 @@ class MpiCollectives(WithoutMemory):
             squared=flat_N.size)
 
     def allgather(self, x_K: np.ndarray, name: str) -> Any:
-        """Every rank's vector, by rank: (K,) -> (P, K)."""
         return self._issue("allgather", name, x_K, lambda what, at: _moved(self._peers, "allgather", what, x_K, at),
                            lambda: np.array(x_K).reshape(1, -1))
 
     def alltoall(self, x_PK: np.ndarray, name: str) -> Any:
-        """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
         assert x_PK.shape[0] == self.size, f"alltoall of {x_PK.shape} over {self.size} ranks"
         return self._issue("alltoall", name, x_PK, lambda what, at: _moved(self._peers, "alltoall", what, x_PK, at),
                            lambda: np.array(x_PK))
 
     def alltoallv(self, flat_N: np.ndarray, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> Any:
-        """Consecutive parts go to the ranks, and the result is the parts that came: (N,) -> (N',)."""
         return self._issue("alltoallv", name, flat_N[:0], lambda what, at: _moved_parts(
             self._peers, what, flat_N, sent_P, got_P, at), lambda: np.array(flat_N))
 
     def reducescatter(self, flat_N: np.ndarray, name: str) -> Any:
-        """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
         assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"
         return MpiCollectives.reducescatterv(self, flat_N, [flat_N.size // self.size] * self.size, name)
 
     def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
-        """This rank's part of the sum over ranks, added in rank order: (N,) -> (sizes_P[rank],)."""
         assert flat_N.size == sum(sizes_P), f"reducescatterv of {flat_N.size} elements into {list(sizes_P)}"
         own_N = np.ascontiguousarray(flat_N)
         return self._issue("reducescatterv", name, flat_N, lambda what, at: Reduced(
             self._peers, what, at, 0, own_N, sizes_P), own_N.copy, sizes_P)
 
     def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
-        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,), good until the next call."""
         assert part_K.size == sizes_P[self.rank], f"allgatherv of {part_K.size} elements as one of {list(sizes_P)}"
         own_K = np.ascontiguousarray(part_K)
         place, all_N = self._loans.vector(sum(sizes_P), own_K.dtype)
@@ -194,7 +181,7 @@ class MpiCollectives(WithoutMemory):
         return handle
 
     def broadcast(self, x_N: np.ndarray, name: str, root: int = 0) -> Pending:
-        """``root``'s vector on every rank: (N,) -> (N,); in place where the memory allows it. MPI's own tree."""
+        """Broadcast by MPI's own tree; in place where the memory allows it."""
         def run() -> np.ndarray:
             result_N = _writable(x_N)
             for part in spans_of(result_N.size, self.chunk):
@@ -204,11 +191,7 @@ class MpiCollectives(WithoutMemory):
         return self._later(f"broadcast from {root}", name, x_N, run)
 
     def drive(self, exchange: Exchange, outgoing: Callable[[Any], np.ndarray], arrived: Callable[[Any], Any],
-              name: str) -> Moving:
-        """Issue a compressor's exchange with all its requests; the handle's value is what it returns.
-
-        ``outgoing``, ``arrived``: its arrays as numpy, and back; called in the thread that moves operations.
-        """
+              name: str) -> OpenCollective:
         at = self._number()
 
         def make(request: Request, stage: int) -> Operation:
@@ -228,7 +211,7 @@ class MpiCollectives(WithoutMemory):
             x = outgoing(request.x_PK)
             return _moved(self._peers, "alltoall", _entered("alltoall", call, x, ()), x, at, stage)
 
-        return Moving(Course(exchange, self.moves, make, arrived), self, f"exchange {name!r}", name)
+        return OpenCollective(DrivenExchange(exchange, self.moves, make, arrived), self, f"exchange {name!r}", name)
 
     def _issue(self, kind: str, name: str, x: np.ndarray, make: Callable[[str, int], Operation],
                alone: Callable[[], np.ndarray], sizes_P: Sequence[int] = (), squared: int = 0) -> Any:
@@ -240,7 +223,7 @@ class MpiCollectives(WithoutMemory):
             return Pending(alone)
         what = _entered(kind, name, x, sizes_P)
         operation = make(what, self._number())
-        return Moving(operation, self, what, name, partial(self._look, operation, squared) if squared else None)
+        return OpenCollective(operation, self, what, name, partial(self._look, operation, squared) if squared else None)
 
     def _look(self, operation: Any, n: int, value: np.ndarray) -> np.ndarray:
         """Count a sum and its squares."""
@@ -249,20 +232,16 @@ class MpiCollectives(WithoutMemory):
         return value
 
     def looked(self) -> tuple[int, float]:
-        """Elements summed since the last call, and the sum of squares over this rank's parts of them.
-
-        The squares of all ranks of the job add up to those of the sums.
-        """
         found = self._n_looked, self._squares
         self._n_looked, self._squares = 0, 0.0
         return found
 
     def await_over(self, operation: Operation, longest_sleep_s: float = 200e-6) -> None:
-        """Wait until ``operation`` of this wire is over."""
+        """Wait until ``operation`` of this transport is over."""
         self.moves.wait(operation, longest_sleep_s=longest_sleep_s)
 
     def _number(self) -> int:
-        """The next operation's, the same on every rank."""
+        """Return the next operation's number, the same on every rank."""
         self._issued += 1
         return self._issued - 1
 
@@ -289,14 +268,6 @@ class MpiCollectives(WithoutMemory):
             raise call.error
 
 
-def progress_of_process() -> Progress:
-    """Return what moves all operations of this process; MPI has been started."""
-    if not _of_process:
-        MPI = _mpi()
-        _of_process.append(Progress(MPI.Query_thread() >= MPI.THREAD_MULTIPLE))
-    return _of_process[0]
-
-
 def _moved(peers: Peers, kind: str, what: str, x: np.ndarray, at: int, stage: int = 0) -> Exchanged:
     """Return the operation of an allgather (K,) -> (P, K), or an alltoall (P, K) -> (P, K)."""
     x = np.ascontiguousarray(x)
@@ -321,17 +292,17 @@ def spans_of(n: int, chunk: int) -> Iterator[slice]:
 
 
 def _entered(kind: str, name: str, x: np.ndarray, sizes_P: Sequence[int]) -> str:
-    """Words for a collective that a rank enters."""
+    """Describe a collective that a rank enters."""
     return f"{kind} {name!r} {tuple(sizes_P) or x.shape} {x.dtype.name}"
 
 
 def _writable(x: np.ndarray) -> np.ndarray:
-    """``x`` itself where MPI can write into it, else a copy."""
+    """Return ``x`` itself where MPI can write into it, else a copy."""
     return x if x.flags.c_contiguous and x.flags.writeable else np.array(x, order="C")
 
 
 def _bytes(x: np.ndarray) -> Any:
-    """A buffer that moves elements without asking what they are, so that float16 and bool travel too.
+    """Return a buffer that moves elements without asking what they are, so that float16 and bool travel too.
 
     Without a count: mpi4py works it out, and reads one given to an allgather as elements of each rank.
     """
@@ -339,38 +310,36 @@ def _bytes(x: np.ndarray) -> Any:
 
 
 def _parts(x: np.ndarray, sizes_P: Sequence[int]) -> Any:
-    """A buffer of consecutive parts, one for each rank."""
+    """Return a buffer of consecutive parts, one for each rank."""
     return [x, (list(sizes_P), begins(sizes_P)), _element(x.dtype.itemsize)]
 
 
 def _element(itemsize: int) -> Any:
-    """The MPI type of ``itemsize`` bytes."""
     MPI = _mpi()
     return {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}[itemsize]
 
 
 def _mpi() -> Any:
-    """mpi4py's MPI, which whoever made the communicator has started."""
+    """Return mpi4py's MPI, which the maker of the communicator has started."""
     from mpi4py import MPI
 
     return MPI
 
 
-class Course(Operation):
+class DrivenExchange(Operation):
     """Runs ``exchange`` to its end; the value is what it returns.
 
     ``make(request, stage)``: the operation of a request; ``arrived``: its value as the exchange wants it. The exchange
     computes in whatever thread moves operations, beside the one that computes gradients.
     """
 
-    def __init__(self, exchange: Exchange, progress: Progress, make: Callable[[Request, int], Operation],
+    def __init__(self, exchange: Exchange, progress: MpiProgress, make: Callable[[Request, int], Operation],
                  arrived: Callable[[Any], Any]) -> None:
         super().__init__()
         self._exchange, self._progress, self._make, self._arrived = exchange, progress, make, arrived
         self._stage = 0
 
     def begin(self) -> None:
-        """Compute up to the first request."""
         self._go_on(None)
 
     def _go_on(self, answer: Any) -> None:

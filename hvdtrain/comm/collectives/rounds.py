@@ -1,13 +1,8 @@
 """Collectives as messages between pairs of ranks, in pieces, so that both directions of each link are busy at once.
 
-Owns what is sent when. A sum is reduce-scatter and all-gather: every rank sends each other its piece of that one's
-part, adds what it gets in the order of the ranks, so that any number of ranks and every wire have the same bits, and
-sends the sum back. What is sent and added is cut into rounds of one piece a rank; several rounds are under way, so
-that one is added while others travel: the bytes of a ring all-reduce, 2 (P-1)/P of the vector (Patarasuk and Yuan
-2009), in two steps in place of 2 (P-1).
-
-Before anything else the ranks tell each other what they have entered (law 5). How messages move while the
-program computes is `hvdtrain.cluster.messages.progress`'.
+A sum is reduce-scatter and all-gather in rounds of one piece a rank, several under way: the bytes of a ring all-reduce,
+2 (P-1)/P of the vector (Patarasuk and Yuan 2009), in two steps in place of 2 (P-1). Pieces are added in the order of
+the ranks, so that any number of ranks and every transport have the same bits.
 """
 
 from __future__ import annotations
@@ -18,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cluster.messages.progress import SEQUENCES, Operation, Progress
-from hvdtrain.comm.collectives.parts import add_rows, begins
+from hvdtrain.cluster.messages.progress import SEQUENCES, MpiProgress, Operation
+from hvdtrain.comm.collectives.base import add_rows, begins
 
 PIECE, LEAST_PIECE = 256 << 10, 16 << 10
 """Bytes of a message at most: so much at the end of an operation is not overlapped with anything. Of many ranks less,
@@ -35,7 +30,7 @@ MOST_IDLE = 32
 """Pieces' memory that is kept for the next operation."""
 
 _CALL = 256
-"""Bytes of what a rank says it has entered: a checksum of all of it, then its words as far as they go."""
+"""Bytes of a rank's call: a checksum of all of its text, then the text as far as it goes."""
 
 SCATTER, GATHER = 0, 1
 
@@ -46,7 +41,7 @@ class Peers:
     ``comm`` is used for nothing else. Numbers of operations count alike on all ranks.
     """
 
-    def __init__(self, comm: Any, progress: Progress) -> None:
+    def __init__(self, comm: Any, progress: MpiProgress) -> None:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]  # not all to one at first
         self.progress, self._comm = progress, comm
@@ -58,7 +53,6 @@ class Peers:
         return self._idle.pop() if self._idle else np.empty((self.size, self.piece), np.uint8)
 
     def take_back(self, memory: np.ndarray) -> None:
-        """End a loan."""
         if len(self._idle) < MOST_IDLE:
             self._idle.append(memory)
 
@@ -72,10 +66,10 @@ class Peers:
 
 
 class Call(Operation):
-    """Tells all ranks of ``peers`` that this one has entered ``what``, and hears what they have; no value.
+    """Exchange of ``what`` each rank of ``peers`` has entered (law 5), before anything else; no value.
 
-    ``sequence``, ``stage``: which operation this is, the same on every rank. A subclass goes on in `met`.
-    Errors: RuntimeError on every rank where two have entered different ones.
+    ``sequence``, ``stage``: number of the operation, the same on every rank. A subclass continues in `met`. Errors:
+    RuntimeError on every rank where two have entered different ones.
     """
 
     def __init__(self, peers: Peers, what: str, sequence: int, stage: int = 0) -> None:
@@ -87,7 +81,6 @@ class Call(Operation):
         self._left = 0
 
     def begin(self) -> None:
-        """Call."""
         own, peers = _said(self.what), self.peers
         self._heard[peers.rank] = own
         self._left = 2 * len(peers.others)
@@ -112,12 +105,12 @@ class Call(Operation):
         self.met()
 
     def met(self) -> None:
-        """Go on: all ranks have entered the same."""
+        """Continue: all ranks have entered the same."""
         self.end()
 
 
 class _Line:
-    """What is to be done in the order of rounds: whose turn it is, and what waits for its turn."""
+    """Actions in the order of rounds: the next one's number, and those that wait for their turn."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -133,7 +126,6 @@ class Rounds(Call):
     rounds = 0
 
     def met(self) -> None:
-        """Begin the first rounds."""
         self._opened = self._closed = 0
         self._opening = False
         self._unfinished: dict[int, int] = {}
@@ -153,7 +145,6 @@ class Rounds(Call):
         raise NotImplementedError
 
     def closing(self) -> None:
-        """End, with the result."""
         self.end(self.result())
 
     def send(self, j: int, raw: np.ndarray, to: int, phase: int, then: Callable[[], None] | None = None) -> None:
@@ -180,13 +171,13 @@ class Rounds(Call):
             through()
 
     def hold(self, j: int) -> None:
-        """Let round ``j`` go on until something is done `in_order` for it."""
+        """Keep round ``j`` open until something is done `in_order` for it."""
         self._unfinished[j] += 1
 
     def in_order(self, line: int, j: int, act: Callable[[], None]) -> None:
         """Do ``act`` for round ``j``, which was held for it, after the same of all rounds before it.
 
-        What is posted to a rank under one tag is matched in the order of posting, while messages come through in any.
+        Messages to a rank under one tag are matched in the order of posting, while they come through in any.
         """
         place = self._lines.setdefault(line, _Line())
         place.waiting[j] = act
@@ -220,9 +211,9 @@ class Rounds(Call):
 
 
 class Exchanged(Rounds):
-    """Row q of ``sent`` goes to rank q, and row q of ``got`` comes from it; rows may be of unlike lengths, or empty.
+    """Exchange of rows: row q of ``sent`` goes to rank q, row q of ``got`` comes from it; of any lengths.
 
-    Rows are contiguous; ``got`` is the value, as ``value`` if that is given.
+    Rows are contiguous; ``got`` is the value, or ``value`` if that is given.
     """
 
     def __init__(self, peers: Peers, what: str, sequence: int, stage: int, sent: Sequence[np.ndarray],
@@ -233,13 +224,11 @@ class Exchanged(Rounds):
         self.rounds = -(-max((x.size for x in (*self._sent, *self._got)), default=0) // PIECE)
 
     def begun(self) -> None:
-        """Copy this rank's own row."""
         own = self.peers.rank
         if self._got[own].size:
             np.copyto(self._got[own], self._sent[own])
 
     def open(self, j: int) -> None:
-        """Send and receive the j-th piece of each row."""
         at = slice(j * PIECE, (j + 1) * PIECE)
         for q in self.peers.others:
             self.receive(j, self._got[q][at], q, SCATTER)
@@ -247,7 +236,6 @@ class Exchanged(Rounds):
             self.send(j, self._sent[q][at], q, SCATTER)
 
     def result(self) -> Any:
-        """Return ``value``."""
         return self._got if self._value is None else self._value
 
 
@@ -274,7 +262,7 @@ class Reduced(Rounds):
         self.rounds = -(-max(sizes_P, default=0) // self._step)
 
     def _place(self, q: int, j: int) -> tuple[int, int]:
-        """Where the j-th piece of rank q's part lies."""
+        """Return the begin and end of the j-th piece of rank q's part."""
         first, end = self._begins_P[q], self._begins_P[q] + self._sizes_P[q]
         return min(end, first + j * self._step), min(end, first + (j + 1) * self._step)
 
@@ -282,7 +270,6 @@ class Reduced(Rounds):
         return self._raw[begin * self._item:end * self._item]
 
     def open(self, j: int) -> None:
-        """Send each rank its piece, and ask for those of this one's."""
         peers = self.peers
         begin, end = self._place(peers.rank, j)
         memory, waiting = peers.lend(), [len(peers.others)]
@@ -333,14 +320,12 @@ class Reduced(Rounds):
             self.send(j, self._bytes(begin, end), q, GATHER)
 
     def _ask(self, j: int, q: int) -> None:
-        """Ask for the sum of a piece of rank q's part."""
         begin, end = self._place(q, j)
         arrived = self._arrived if end > begin else None
         self.receive(j, self._bytes(begin, end), q, GATHER,
                      None if arrived is None else lambda: arrived(begin, end))
 
     def result(self) -> np.ndarray:
-        """Return the part, or the whole."""
         return self._x_N if self._spread else self._into_K
 
 
@@ -355,13 +340,12 @@ def even_parts(n: int, size: int, align: int = 64) -> list[int]:
 
 
 def _raw(x: np.ndarray) -> np.ndarray:
-    """The memory of a contiguous array, uint8 (n,)."""
     assert x.flags.c_contiguous, "messages are contiguous"
     return x.reshape(-1).view(np.uint8)
 
 
 def _said(what: str) -> np.ndarray:
-    """What a rank says it has entered."""
+    """Encode what a rank has entered."""
     words = what.encode()
     said = np.zeros(_CALL, np.uint8)
     said[:8] = np.frombuffer(zlib.crc32(words).to_bytes(8, "little"), np.uint8)
@@ -371,5 +355,4 @@ def _said(what: str) -> np.ndarray:
 
 
 def _words(said: np.ndarray) -> str:
-    """Return the words of it."""
     return bytes(said[8:]).rstrip(b"\0").decode(errors="replace")

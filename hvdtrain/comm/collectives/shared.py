@@ -1,17 +1,8 @@
 """Collectives over memory that the ranks of one host share, and MPI between hosts.
 
-Owns the shared segments and the sum in them. Everything but the sum is `MpiCollectives`' own. A gradient bucket that
-lies in a segment (`buffer`) is summed in place: each rank adds one stripe of all ranks' vectors, a cache-sized tile at
-a time, and writes the result back to all of them, so that every element is read and written once per rank. On 2 ranks
-and 2 cores 38 MiB take 2.6 ms that way, where MPI_Allreduce took 17.9 and Horovod 16.1. With several hosts the stripes
-are then summed across hosts while the program computes (`hvdtrain.comm.collectives.striped`): a hierarchical
-all-reduce.
-
-A part of a sum (`reducescatterv`) is added by its owner alone, from all ranks' vectors in the order of the ranks, tile
-by tile as well: the same bits. Parts come together (`allgatherv`) in one vector that the ranks of a host fill and all
-of them read. With several hosts one rank of each host adds what its host has for a rank of another and sends it there,
-where the hosts are added in the order of their lowest ranks; parts are brought together the same way. What is not
-added in memory (float16) goes from rank to rank, and is added in the order of the ranks on any number of hosts.
+A bucket in a segment (`buffer`) is summed in place, a stripe by each rank, a cache-sized tile at a time: on 2 ranks and
+2 cores 38 MiB take 2.6 ms, where MPI_Allreduce took 17.9 and Horovod 16.1. Stripes are summed across hosts while the
+program computes.
 """
 
 from __future__ import annotations
@@ -25,18 +16,18 @@ import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.messages.progress import Operation
-from hvdtrain.cluster.messages.segments import Layout, SharedUnavailable, map_of
+from hvdtrain.cluster.messages.shared_memory import SegmentLayout, SharedUnavailable, map_of
+from hvdtrain.comm.collectives.base import TILE, add_rows, begins, windows
 from hvdtrain.comm.collectives.mpi import (
-    LONGEST_SLEEP_S, Moving, MpiCollectives, Pending, _element, _entered, _mpi, _parts)
-from hvdtrain.comm.collectives.parts import TILE, add_rows, begins, windows
+    LONGEST_SLEEP_S, MpiCollectives, OpenCollective, Pending, _element, _entered, _mpi, _parts)
 from hvdtrain.comm.collectives.rounds import Peers
 from hvdtrain.comm.collectives.striped import Striped
 from hvdtrain.core.errors import PeerFailed
-from hvdtrain.core.group import Group, spans
-from hvdtrain.core.patience import wait_for
+from hvdtrain.core.mesh import Group, spans
+from hvdtrain.core.processes import wait_for
 
 LOOK_S, GRACE_S = 0.5, 5.0
-"""How often a wait looks whether a rank has left, and how long it waits on for one that has."""
+"""Interval at which a wait looks whether a rank has left, and its further wait for one that has."""
 
 SUMMED = frozenset({"float32", "float64", "int32", "int64"})
 
@@ -45,8 +36,9 @@ class SharedCollectives(MpiCollectives):
     """`MpiCollectives` whose sums go through memory within a host. Collective to make: every rank of ``comm`` does.
 
     ``host``: communicator of the ranks that share memory with this one; None: those that MPI says are on this host.
-    ``hosts``: the ranks of each host, in the order in which hosts are added.
-    Errors: `SharedUnavailable` on every rank where the ranks of any host cannot see each other's memory.
+    ``hosts``: the ranks of each host, in the order in which hosts are added. What is not added in memory (float16) goes
+    from rank to rank, and is added in the order of the ranks on any number of hosts. Errors: `SharedUnavailable` on
+    every rank where the ranks of any host cannot see each other's memory.
     """
 
     name = "shared"
@@ -66,33 +58,31 @@ class SharedCollectives(MpiCollectives):
         self.drives, self.moves_parts = self.drives and self.overlaps, False
         self._tiles: dict[str, np.ndarray] = {}
         # By the address of a vector; whoever holds one keeps its memory, which goes with the last.
-        self._own: dict[int, tuple[weakref.ref[np.ndarray], Layout, int]] = {}
-        self._scratch: dict[tuple[str, int, str], tuple[np.ndarray, Layout]] = {}
+        self._own: dict[int, tuple[weakref.ref[np.ndarray], SegmentLayout, int]] = {}
+        self._scratch: dict[tuple[str, int, str], tuple[np.ndarray, SegmentLayout]] = {}
         self._made = 0
         self._ranks_L: list[int] = self._host.allgather(self.rank)
         self.hosts: list[list[int]] = [list(ranks) for ranks in sorted(set(comm.allgather(tuple(self._ranks_L))))]
-        self._vectors: dict[tuple[str, str], tuple[np.ndarray, Layout]] = {}
+        self._vectors: dict[tuple[str, str], tuple[np.ndarray, SegmentLayout]] = {}
         raw, layout = self._segment(1, "int64")
         self._left_L = layout.rows_LSN(raw)[:, 0, 0]
         self._leave = weakref.finalize(self, self._left_L.__setitem__, mine, 1)
 
     def among(self, group: Group) -> SharedCollectives:
-        """The same between the ranks of ``group`` alone: memory between those of them that share it here."""
         comm, near = self._comm_of(group), [i for i, rank in enumerate(group.ranks) if rank in self._ranks_L]
         with deadline(self.timeout_s, f"splitting the ranks {spans(group.ranks)} by host"):
             host = comm.Split(near[0], key=group.index)
         return SharedCollectives(comm, self.timeout_s, self.chunk, host)
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
-        """(n,) zeros in shared memory; None for a dtype that is summed elsewhere. Collective."""
         found = self.buffers(n, dtype, 1)
         return found[0] if found else None
 
     def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
-        """``slots`` vectors such as `buffer` gives, [] for a dtype that is summed elsewhere. Collective.
+        """Return vectors of which each rank may hand any to the next `allreduce`, whichever the other ranks take.
 
-        Each rank may hand any of its own to the next `allreduce`, whichever the other ranks take: a sum that is still
-        looked at stays as it is while the next one is made. One that is never written to costs no memory.
+        A sum that is still looked at stays as it is while the next one is made. A vector that is never written to costs
+        no memory.
         """
         if dtype not in SUMMED or n == 0:
             return []
@@ -103,9 +93,8 @@ class SharedCollectives(MpiCollectives):
         return list(own_SN)
 
     def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Any:
-        """Sum over ranks: (N,) -> (N,); in place for a vector of `buffer`.
+        """Sum in place for a vector of `buffer`. Any other goes by way of a segment of this name.
 
-        Any other goes by way of a segment of this name on one host, and from rank to rank on several.
         ``op``: "sum", or "mean" of floats, which is the sum divided by the number of ranks.
         """
         if flat_N.dtype.name not in SUMMED or flat_N.size == 0:
@@ -119,7 +108,8 @@ class SharedCollectives(MpiCollectives):
             value = flat_N if own else layout.rows_LSN(raw)[self._host.Get_rank(), 0]
             what = _entered(kind, name, flat_N, ())
             summed = self._striped(raw, layout, slot, what, divisor, value)
-            return Moving(summed, self, what, name, partial(self._look, summed, flat_N.size) if own else np.copy)
+            look = partial(self._look, summed, flat_N.size) if own else np.copy
+            return OpenCollective(summed, self, what, name, look)
 
         def run() -> np.ndarray:
             if own:
@@ -132,7 +122,7 @@ class SharedCollectives(MpiCollectives):
 
         return self._later(kind, name, flat_N, run)
 
-    def _copied(self, flat_N: np.ndarray, name: str) -> tuple[np.ndarray, Layout, int]:
+    def _copied(self, flat_N: np.ndarray, name: str) -> tuple[np.ndarray, SegmentLayout, int]:
         """Copy a vector to the memory that is kept for sums of this name; collective the first time."""
         key = (name, flat_N.size, flat_N.dtype.name)
         if key not in self._scratch:
@@ -141,9 +131,9 @@ class SharedCollectives(MpiCollectives):
         np.copyto(layout.rows_LSN(raw)[self._host.Get_rank(), 0], flat_N)
         return raw, layout, 0
 
-    def _striped(self, raw: np.ndarray, layout: Layout, slot: int, what: str, divisor: int,
+    def _striped(self, raw: np.ndarray, layout: SegmentLayout, slot: int, what: str, divisor: int,
                  value: np.ndarray) -> Striped:
-        """The sum over hosts of the vectors that the ranks choose in one memory, this one that of ``slot``."""
+        """Return the sum over hosts of the vectors that the ranks choose in one memory, this one that of ``slot``."""
         mine, chosen_L = self._host.Get_rank(), layout.chosen_L(raw)
         chosen_L[mine] = slot
         near = [q for q in self._ranks_L if q != self.rank]
@@ -156,25 +146,24 @@ class SharedCollectives(MpiCollectives):
         return Striped(self._peers, self._across, what, self._number(), near, owners, rows, mine, stripe, divisor,
                        value)
 
-    def _memory_of(self, flat_N: np.ndarray) -> tuple[np.ndarray, Layout, int] | None:
-        """The memory of which ``flat_N`` is a vector of `buffers`, and which of them; None for any other."""
+    def _memory_of(self, flat_N: np.ndarray) -> tuple[np.ndarray, SegmentLayout, int] | None:
+        """Return the memory of which ``flat_N`` is a vector of `buffers`, and which of them; None for any other."""
         kept, layout, slot = self._own.get(_address(flat_N), (None, None, 0))
         raw = kept() if kept else None
         fits = layout and (layout.n, layout.dtype) == (flat_N.size, flat_N.dtype.name)
         return (raw, layout, slot) if raw is not None and layout and fits else None
 
     def flight(self, n: int, dtype: str) -> np.ndarray | None:
-        """(n,) of this rank's vector in flight, one for each dtype; None for a dtype that is summed elsewhere."""
         if dtype not in SUMMED or n == 0:
             return None
         raw, layout = self._vector("in flight", n, dtype)
         return layout.rows_LSN(raw)[self._host.Get_rank(), 0, :n]
 
     def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Pending:
-        """This rank's part of the sum over ranks: (N,) -> (sizes_P[rank],), the bits of `allreduce` on one host.
+        """Sum to the bits of `allreduce` on one host: each owner adds its part from all ranks' vectors, in their order.
 
-        Without a copy for the vector of `flight`, and for one of `buffer`, of which it then is a part; another one is
-        copied to the vector in flight.
+        Without a copy for the vector of `flight`, and for one of `buffer`, of which the result then is a part; another
+        one is copied to the vector in flight.
         """
         if flat_N.dtype.name not in SUMMED or flat_N.size == 0:
             return super().reducescatterv(flat_N, sizes_P, name)
@@ -205,10 +194,7 @@ class SharedCollectives(MpiCollectives):
         return self._later(f"reducescatterv{where}", name, flat_N, run, sizes_P)
 
     def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> Pending:
-        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,), which the ranks of a host share.
-
-        Good until the next call.
-        """
+        """Return memory that the ranks of a host share, good until the next call."""
         assert part_K.size == sizes_P[self.rank], f"allgatherv of {part_K.size} elements as one of {list(sizes_P)}"
         n, dtype = sum(sizes_P), part_K.dtype.name
         if n == 0:
@@ -228,15 +214,19 @@ class SharedCollectives(MpiCollectives):
 
         return self._later("allgatherv", name, part_K, run, sizes_P)
 
-    def _vector(self, use: str, n: int, dtype: str) -> tuple[np.ndarray, Layout]:
-        """The memory of one vector for each rank of this host, that is kept for a use; collective where it grows."""
+    def _vector(self, use: str, n: int, dtype: str) -> tuple[np.ndarray, SegmentLayout]:
+        """Return memory of one vector for each rank of this host, kept for a use; collective where it grows."""
         if (use, dtype) not in self._vectors or self._vectors[use, dtype][1].n < n:
             self._vectors.pop((use, dtype), None)
             self._vectors[use, dtype] = self._segment(n, dtype)
         return self._vectors[use, dtype]
 
     def _add_part(self, rows: list[np.ndarray], sizes_P: Sequence[int], total_K: np.ndarray) -> None:
-        """Write the sum of this rank's part over all ranks to ``total_K``, from the rows of this host's ranks (N,)."""
+        """Write the sum of this rank's part over all ranks to ``total_K``, from the rows of this host's ranks (N,).
+
+        With several hosts one rank of each host adds its host's rows for a rank of another and sends it there, where
+        the hosts are added in the order of their lowest ranks.
+        """
         first = begins(sizes_P)
 
         def of(q: int) -> list[np.ndarray]:
@@ -273,7 +263,7 @@ class SharedCollectives(MpiCollectives):
         kind = _element(part_K.dtype.itemsize)
         self._comm.Alltoallv([part_K, (sent_P, [0] * self.size), kind], [all_N, (taken_P, begins(sizes_P)), kind])
 
-    def _sum(self, raw: np.ndarray, layout: Layout, slot: int, divisor: int) -> float:
+    def _sum(self, raw: np.ndarray, layout: SegmentLayout, slot: int, divisor: int) -> float:
         """Replace the row that each rank of the one host chose, this one ``slot``, by the sum of all those.
 
         ``divisor``: of the sums. Returns the squares of this rank's stripe.
@@ -294,7 +284,6 @@ class SharedCollectives(MpiCollectives):
         self._until(lambda limit_s: wait_for(test, limit_s, LONGEST_SLEEP_S))
 
     def await_over(self, operation: Operation, longest_sleep_s: float = 200e-6) -> None:
-        """Wait until ``operation`` is over; errors as in `_until`."""
         try:
             self._until(lambda limit_s: self.moves.wait(operation, limit_s, longest_sleep_s))
         except PeerFailed as error:
@@ -314,13 +303,14 @@ class SharedCollectives(MpiCollectives):
                                  "gradients: every rank has to take the same number of steps")
 
     def leave(self) -> None:
-        """Tell the ranks of this host that this one enters no call any more; also told when it ends."""
+        """Announce to the ranks of this host that this one enters no call any more; also done when it ends."""
         self._leave()
 
-    def _segment(self, n: int, dtype: str, slots: int = 1) -> tuple[np.ndarray, Layout]:
-        """``slots`` vectors of n zeros for each rank of this host, as bytes; collective over all ranks of the job."""
+    def _segment(self, n: int, dtype: str, slots: int = 1) -> tuple[np.ndarray, SegmentLayout]:
+        """Return ``slots`` vectors of n zeros for each rank of this host, as bytes; collective over all ranks of the
+        job."""
         self._made += 1
-        layout = Layout(self._host.Get_size(), slots, n, dtype, self._made)
+        layout = SegmentLayout(self._host.Get_size(), slots, n, dtype, self._made)
         nbytes = layout.begin + layout.L * slots * layout.row_bytes
         with deadline(self.timeout_s, f"sharing {nbytes} bytes of memory on this host"):
             memory, reason = map_of(self._host, nbytes)
@@ -331,8 +321,7 @@ class SharedCollectives(MpiCollectives):
 
 
 def _helper(hosts: Sequence[Sequence[int]], rank: int, ranks: Sequence[int]) -> int:
-    """Return which of the ``ranks`` of a host adds for ``rank`` of another one, and receives its part for all of them.
-    """
+    """Return the rank of a host that adds for ``rank`` of another one, and receives its part for all of them."""
     place = next(ranks_L.index(rank) for ranks_L in hosts if rank in ranks_L)
     return ranks[place % len(ranks)]
 
@@ -364,8 +353,7 @@ def _add(rows: list[np.ndarray], stripe: slice, divisor: int, tile: np.ndarray, 
     return squares
 
 
-def _row(raw: np.ndarray, layout: Layout, i: int) -> np.ndarray:
-    """The vector of the i-th rank of this host."""
+def _row(raw: np.ndarray, layout: SegmentLayout, i: int) -> np.ndarray:
     return layout.rows_LSN(raw)[i, 0]
 
 

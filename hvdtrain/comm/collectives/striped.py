@@ -12,17 +12,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hvdtrain.cluster.messages.progress import Operation
-from hvdtrain.comm.collectives.parts import add_rows
+from hvdtrain.comm.collectives.base import add_rows
 from hvdtrain.comm.collectives.rounds import Call, Peers, Reduced, even_parts
 
 
 class Striped(Call):
-    """The sum of all ranks' vectors of all hosts, in place; ``value`` is what ``value`` is given as.
+    """Sum of the vectors of all ranks on several hosts, which share memory within a host, in place; the value is
+    ``value``.
 
-    ``across``: the ranks that have this one's stripe on all hosts; None: it has none. ``near``: the other ranks of this
-    host, by their numbers in ``peers``; ``owners``: those of them that have a stripe. ``rows``: gives this host's
-    vectors once all ranks have come; ``mine``: which is this rank's. ``divisor``: of the sums. ``squares``: of the part
-    of the sum that this rank has added, where it ``looks``.
+    Each rank adds one stripe of its host's vectors, the ranks with the same stripe on all hosts add theirs (`Reduced`),
+    and each writes the result to all vectors of its host, piece by piece, while other pieces travel: each host sends
+    and receives the bytes of one vector. ``across``: the ranks that have this one's stripe on all hosts; None: it has
+    none. ``near``: the other ranks of this host, by their numbers in ``peers``; ``owners``: those of them that have a
+    stripe. ``rows``: gives this host's vectors once all ranks have come; ``mine``: which is this rank's. ``divisor``:
+    of the sums. ``squares``: of the part of the sum that this rank has added, where it ``looks``.
     """
 
     def __init__(self, peers: Peers, across: Peers | None, what: str, sequence: int, near: Sequence[int],
@@ -34,7 +37,7 @@ class Striped(Call):
         self._awaited, self.squares, self.looks = 0, 0.0, value.dtype.name in ("float32", "float64")
 
     def met(self) -> None:
-        """All vectors are there: add."""
+        """Add: all vectors are there."""
         rows, token = self._rows_of(), np.zeros(1, np.uint8)
         self._awaited = len(self._owners) + 1
         for q in self._owners:

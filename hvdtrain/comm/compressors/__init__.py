@@ -10,7 +10,11 @@ from __future__ import annotations
 from hvdtrain.comm.compressors.base import Stateless
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Compressor
-from hvdtrain.core.slots import completed, give, in_slot, load_slot
+from hvdtrain.core.resolve import completed, give, in_slot, load_slot
+
+
+INHERITED = ("scatter", "in_place", "same_bits", "approximates")
+"""Members that hold for the ``exchange`` of the same class alone."""
 
 
 def names() -> tuple[str, ...]:
@@ -39,8 +43,8 @@ def _check_inherited(made: Compressor) -> None:
     """
     kinds = type(made).__mro__
     place = {name: next((i for i, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
-             for name in ("exchange", "scatter", "in_place", "same_bits")}
-    for name in ("scatter", "in_place", "same_bits"):
+             for name in ("exchange", *INHERITED)}
+    for name in INHERITED:
         if name not in vars(made) and place["exchange"] < place[name] < kinds.index(object):
             value = vars(Stateless)[name]
             give(made, name, value)

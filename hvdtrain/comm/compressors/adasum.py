@@ -6,7 +6,7 @@ Not a compression: it moves what an uncompressed sum moves. The operation is the
 from __future__ import annotations
 
 from hvdtrain import config
-from hvdtrain.comm.compressors.base import Ops, Uncompressed
+from hvdtrain.comm.compressors.base import CompressorOps, Uncompressed
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import AllReduce, Array, Exchange
 from hvdtrain.core.protocols.types import Bucket
@@ -25,8 +25,10 @@ class Adasum(Uncompressed):
     reductions = frozenset({"adasum"})
     own_mean = True
     own_key = "exchange.adasum"
+    approximates = False
+    pairs_ranks = True
 
-    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+    def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
         """One all-reduce by Adasum; `UserError` where P is not a power of two, which Horovod's needs."""
         if size & (size - 1):
@@ -35,6 +37,6 @@ class Adasum(Uncompressed):
         return (yield AllReduce(flat_N, "adasum")), state
 
 
-def make(exchange: config.Exchange) -> Adasum:
+def make(exchange: config.ExchangeConfig) -> Adasum:
     """No settings."""
     return Adasum()

@@ -3,19 +3,20 @@ those of every seam."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 from hvdtrain.core import protocols
-from hvdtrain.core.protocols import Array, Exchange
+from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Spread
 from hvdtrain.core.protocols.types import Bucket, Shards
 
 
 DEPENDENT = 1e-5
-"""A column of `Ops.orthogonalize` that keeps less than this part of its length beside those before it is noise."""
+"""A column of `orthogonalize` that keeps less than this share of its length beside those before it is noise."""
 
 
-class Ops(protocols.Ops, Protocol):
+class CompressorOps(protocols.Ops, Protocol):
     """The array operations of a backend, with those that only compressors use."""
 
     def abs_max_rows(self, x_BK: Array) -> Array:
@@ -65,6 +66,14 @@ class Stateless:
     """Steps at the start of a run that send more."""
     own_key = ""
     """Key that asks for the compressor in place of ``compression``."""
+    approximates = True
+    """The sum is not that of the gradients up to rounding, which a note of the run says."""
+    same_threads = False
+    """Ranks get the same bits with the same number of compute threads only."""
+    own_momentum = ""
+    """Key and value of the momentum that the compressor applies, on one rank too, in place of the optimizer's."""
+    pairs_ranks = False
+    """The number of ranks has to be a power of two."""
 
     def describe(self) -> str:
         """The name alone."""
@@ -78,16 +87,21 @@ class Stateless:
         """No state."""
         return {}
 
-    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+    def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
         """Sum a bucket over the ranks."""
         raise NotImplementedError
 
-    def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+    def scatter(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
                 stage: int = 0) -> Exchange:
         """Sum the whole bucket, and return a copy of this rank's shard: a view would keep the whole."""
         sum_N, new = yield from self.exchange(ops, flat_N, state, bucket, len(shards.sizes), stage)
         return ops.pack([sum_N[shards.own]]), new
+
+    def spread(self, ops: CompressorOps, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """Move the sums as they are."""
+        gathered_PK = yield AllGather(sum_K)
+        return ops.reshape(gathered_PK, (-1,))[:bucket.n]
 
 
 class Uncompressed(Stateless):
@@ -103,3 +117,88 @@ class Uncompressed(Stateless):
 def ring_allreduce_bytes(nbytes: int, size: int) -> int:
     """Bytes one rank sends in a ring all-reduce of ``nbytes``: 2 (P-1)/P, rounded up (Patarasuk and Yuan 2009)."""
     return -(-2 * (size - 1) * nbytes // size)
+
+
+SAMPLE = 1 << 15
+"""Entries in the sample."""
+LEAST = 2.0 ** -126
+"""The smallest magnitude that makes a candidate: zeros do not, however many there are."""
+
+
+def sample(n: int, k: int) -> tuple[int, int]:
+    """Return (stride, place): the threshold is the ``place``-th largest of every ``stride``-th magnitude.
+
+    (1, 0) where a sample is not worth it. A true top-k entry is in the sample with probability 1/stride, so their
+    number there has mean q = k/stride and deviation below sqrt(q); ``place`` is a quarter and six deviations above
+    the mean, because gradients are not in random order. The stride shares no small factor with a row of a weight.
+    """
+    if n < 4 * SAMPLE:
+        return 1, 0
+    stride = n // SAMPLE
+    while math.gcd(stride, 2 * 3 * 5 * 7) != 1:
+        stride += 1
+    mean = k / stride
+    place = math.ceil(1.25 * mean + 6 * math.sqrt(mean) + 8)
+    return (stride, place) if place * stride <= 0.75 * n else (1, 0)
+
+
+class Halves(Stateless):
+    """16 bits for each element, without state; a rounding changes an element by 2^-11 (fp16) or 2^-8 (bf16) of it."""
+
+    elementwise = same_bits = True
+    numerics, bytes_share = "lossy: 16 bits", 0.5
+
+    def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+                 stage: int = 0) -> Exchange:
+        """All-to-all of int16 (P, K), all-gather of int16 (K,), K = ceil(N / P)."""
+        k = part_length(bucket.n, size)
+        received_PK = yield AllToAll(self.encode(ops, as_rows(ops, flat_N, bucket.n, size, k)))
+        return (yield from self.spread(ops, self._sum(ops, received_PK, size, k), bucket, size)), state
+
+    def scatter(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+                stage: int = 0) -> Exchange:
+        """All-to-all of int16 in parts as long as the shards; the sum is rounded as for `spread`."""
+        size, k = len(shards.sizes), shards.sizes[shards.rank]
+        received_N = yield AllToAllV(self.encode(ops, flat_N), shards.sizes, (k,) * size)
+        return self.decode(ops, self._sum(ops, received_N, size, k)), state
+
+    def _sum(self, ops: CompressorOps, bits: Array, size: int, k: int) -> Array:
+        """Sum encoded rows, in any shape of P K elements, in rank order: the sum encoded (K,)."""
+        return self.encode(ops, sum_of_rows(ops, ops.reshape(self.decode(ops, bits), (size, k)), size))
+
+    def spread(self, ops: CompressorOps, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """All-gather of int16 (K,)."""
+        gathered_PK = yield AllGather(sum_K)
+        return self.decode(ops, gathered_PK)[:bucket.n]
+
+    def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
+        """Two shots of (P-1) parts each, 2 bytes an element: half of an uncompressed sum."""
+        return 2 * (size - 1) * 2 * part_length(bucket.n, size)
+
+    def encode(self, ops: CompressorOps, x: Array) -> Array:
+        """float32 -> int16 of the same shape."""
+        raise NotImplementedError
+
+    def decode(self, ops: CompressorOps, bits: Array) -> Array:
+        """int16 of any shape -> float32 (n,)."""
+        raise NotImplementedError
+
+
+def part_length(n: int, size: int) -> int:
+    """K = ceil(N / P): elements that one rank sums."""
+    return -(-n // size)
+
+
+def as_rows(ops: CompressorOps, flat_N: Array, n: int, size: int, k: int) -> Array:
+    """Zeros behind, then cut: (N,) -> (P, K) with P K >= N."""
+    missing = size * k - n
+    padded = ops.pack([flat_N, ops.zeros(missing, "float32")]) if missing else flat_N
+    return ops.reshape(padded, (size, k))
+
+
+def sum_of_rows(ops: CompressorOps, x_PK: Array, size: int) -> Array:
+    """Sum in rank order: (P, K) -> (K,)."""
+    total_K = x_PK[0]
+    for p in range(1, size):
+        total_K = ops.plus(total_K, x_PK[p])
+    return total_K

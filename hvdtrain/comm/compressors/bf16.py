@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain import config
-from hvdtrain.comm.compressors.base import Ops
-from hvdtrain.comm.compressors.twoshot import Halves
+from hvdtrain.comm.compressors.base import CompressorOps, Halves
 from hvdtrain.core.protocols import Array
 
 
@@ -14,15 +13,15 @@ class Bf16(Halves):
     name = "bf16"
     auto_order = 3
 
-    def encode(self, ops: Ops, x: Array) -> Array:
+    def encode(self, ops: CompressorOps, x: Array) -> Array:
         """Round to bfloat16."""
         return ops.bits16(x)
 
-    def decode(self, ops: Ops, bits: Array) -> Array:
+    def decode(self, ops: CompressorOps, bits: Array) -> Array:
         """Exact."""
         return ops.from_bits16(ops.reshape(bits, (-1,)))
 
 
-def make(exchange: config.Exchange) -> Bf16:
+def make(exchange: config.ExchangeConfig) -> Bf16:
     """No settings."""
     return Bf16()

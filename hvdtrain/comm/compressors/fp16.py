@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain import config
-from hvdtrain.comm.compressors.base import Ops
-from hvdtrain.comm.compressors.twoshot import Halves
+from hvdtrain.comm.compressors.base import CompressorOps, Halves
 from hvdtrain.core.protocols import Array
 
 
@@ -18,16 +17,16 @@ class Fp16(Halves):
     name = "fp16"
     auto_order = 2
 
-    def encode(self, ops: Ops, x: Array) -> Array:
+    def encode(self, ops: CompressorOps, x: Array) -> Array:
         """Round to float16."""
         half = ops.cast(x, "float16")
         return ops.reshape(ops.bitcast(ops.reshape(half, (-1,)), "int16"), half.shape)
 
-    def decode(self, ops: Ops, bits: Array) -> Array:
+    def decode(self, ops: CompressorOps, bits: Array) -> Array:
         """Exact."""
         return ops.cast(ops.bitcast(ops.reshape(bits, (-1,)), "float16"), "float32")
 
 
-def make(exchange: config.Exchange) -> Fp16:
+def make(exchange: config.ExchangeConfig) -> Fp16:
     """No settings."""
     return Fp16()

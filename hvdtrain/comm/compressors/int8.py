@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdtrain import config
-from hvdtrain.comm.compressors.base import Ops, Stateless
-from hvdtrain.comm.compressors.twoshot import as_rows, part_length, sum_of_rows
+from hvdtrain.comm.compressors.base import CompressorOps, Stateless, as_rows, part_length, sum_of_rows
 from hvdtrain.core import protocols
-from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Request
+from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Request, Spread
 from hvdtrain.core.protocols.types import Bucket, Shards
 
 BLOCK = 1024
@@ -45,13 +44,14 @@ class Int8(Stateless):
         """Nothing owed."""
         return {"residual": ops.zeros(bucket.n, "float32")}
 
-    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+    def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
         """All-to-all of int8 (P, scales + K + 4), all-gather of int8 (scales + K,)."""
         wire, residual_N = yield from self._sum(ops, flat_N, state, bucket, size)
-        return (yield from self.spread(ops, wire, bucket, size)), {"residual": residual_N}
+        sum_L = ops.pack([w[0] for w in wire])
+        return (yield from self.spread(ops, sum_L, bucket, size)), {"residual": residual_N}
 
-    def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+    def scatter(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
                 stage: int = 0) -> Exchange:
         """All-to-all of int8 (P, scales + K + 4); then each encoded sum goes to the shards that it lies in.
 
@@ -60,8 +60,8 @@ class Int8(Stateless):
         """
         size, rank = len(shards.sizes), shards.rank
         (scale_14B, q_1K), residual_N = yield from self._sum(ops, flat_N, state, bucket, size)
-        sent = [Piece.of(bucket.n, shards, rank, q) for q in range(size)]
-        got = [Piece.of(bucket.n, shards, p, rank) for p in range(size)]
+        sent = [ShardPiece.of(bucket.n, shards, rank, q) for q in range(size)]
+        got = [ShardPiece.of(bucket.n, shards, p, rank) for p in range(size)]
         parts = [x for piece in sent for x in (scale_14B[0][4 * piece.first:4 * piece.last],
                                                q_1K[0][piece.begin:piece.end], ops.zeros(piece.gap, "int8"))]
         received_L = yield AllToAllV(ops.pack(parts), [x.nbytes for x in sent], [x.nbytes for x in got])
@@ -72,13 +72,12 @@ class Int8(Stateless):
         # Of an empty shard too the result is made of the answer: TensorFlow leaves a request out that nobody reads.
         return ops.pack(found or [ops.cast(received_L, "float32")]), {"residual": residual_N}
 
-    def spread(self, ops: Ops, wire: tuple[Array, Array], bucket: Bucket,
-               size: int) -> Generator[Request, Array, Array]:
-        """Bring the encoded sums of all ranks' parts together: (scales (1, 4 B), int8 (1, K)) -> float32 (N,)."""
-        gathered_PL = yield AllGather(ops.pack([w[0] for w in wire]))
+    def spread(self, ops: CompressorOps, sum_K: Array, bucket: Bucket, size: int) -> Spread:
+        """All-gather of int8 (scales + K,)."""
+        gathered_PL = yield AllGather(sum_K)
         return ops.reshape(self.decode(ops, gathered_PL, size, int8_length(bucket.n, size)), (-1,))[:bucket.n]
 
-    def _sum(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket,
+    def _sum(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket,
              size: int) -> Generator[Request, Array, tuple[tuple[Array, Array], Array]]:
         """First shot: (the encoded sum of this rank's part, the residual (N,))."""
         n, k = bucket.n, int8_length(bucket.n, size)
@@ -96,7 +95,7 @@ class Int8(Stateless):
         is_mine_P1 = ops.reshape(ops.scatter_add(size, owner_1, ops.from_host(np.ones(1, np.float32))), (size, 1))
         return wire, ops.reshape(left_PK + is_mine_P1 * left_1K, (-1,))[:n]
 
-    def encode(self, ops: Ops, x_RK: Array, rows: int, k: int) -> tuple[tuple[Array, Array], Array]:
+    def encode(self, ops: CompressorOps, x_RK: Array, rows: int, k: int) -> tuple[tuple[Array, Array], Array]:
         """(R, K) -> ((scales as int8 (R, 4 B), elements int8 (R, K)), what is lost (R, K))."""
         x_BL = ops.reshape(x_RK, (rows * blocks(k), -1))
         scale_B = ops.abs_max_rows(x_BL) * (1 / 127)
@@ -105,7 +104,7 @@ class Int8(Stateless):
         scale_R4 = ops.reshape(ops.bitcast(scale_B, "int8"), (rows, -1))
         return (scale_R4, ops.reshape(ops.cast(q_BL, "int8"), (rows, k))), ops.reshape(lost_BL, (rows, k))
 
-    def decode(self, ops: Ops, wire_RL: Array, rows: int, k: int, count: int = 0) -> Array:
+    def decode(self, ops: CompressorOps, wire_RL: Array, rows: int, k: int, count: int = 0) -> Array:
         """int8 (R, 4 B + K) -> float32 (R, K); ``count``: B, 0 for `blocks`."""
         count = count or blocks(k)
         head = 4 * count
@@ -113,7 +112,7 @@ class Int8(Stateless):
         q_BL = ops.reshape(ops.cast(wire_RL[:, head:], "float32"), (rows * count, -1))
         return ops.reshape(q_BL * scale_B1, (rows, k))
 
-    def _piece(self, ops: Ops, received_L: Array, piece: Piece) -> Array:
+    def _piece(self, ops: CompressorOps, received_L: Array, piece: ShardPiece) -> Array:
         """Decode a piece: int8 (nbytes,) -> float32 (elements,)."""
         head, count, n = 4 * (piece.last - piece.first), piece.last - piece.first, piece.end - piece.begin
         before = piece.begin - piece.first * piece.block
@@ -128,7 +127,7 @@ class Int8(Stateless):
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """Elements [begin, end) of one rank's part that lie in a shard, in the blocks [first, last) of ``block`` elements.
     """
 
@@ -139,7 +138,7 @@ class Piece:
     block: int
 
     @classmethod
-    def of(cls, n: int, shards: Shards, p: int, q: int) -> Piece:
+    def of(cls, n: int, shards: Shards, p: int, q: int) -> ShardPiece:
         """Return what of rank ``p``'s part of ``n`` elements lies in rank ``q``'s shard."""
         k = int8_length(n, len(shards.sizes))
         block, end_q = k // blocks(k), shards.ends[q]
@@ -169,6 +168,6 @@ def int8_length(n: int, size: int) -> int:
     return count * (-(-least // (count * LANE)) * LANE)
 
 
-def make(exchange: config.Exchange) -> Int8:
+def make(exchange: config.ExchangeConfig) -> Int8:
     """No settings."""
     return Int8()

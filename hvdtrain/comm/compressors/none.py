@@ -15,6 +15,7 @@ class NoCompression(Uncompressed):
     same_bits = True
     auto_order = 1
     in_place = True
+    approximates = False
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
@@ -23,6 +24,6 @@ class NoCompression(Uncompressed):
         return total_N, state
 
 
-def make(exchange: config.Exchange) -> NoCompression:
+def make(exchange: config.ExchangeConfig) -> NoCompression:
     """No settings."""
     return NoCompression()

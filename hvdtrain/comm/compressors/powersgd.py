@@ -1,7 +1,7 @@
 """`powersgd`: each gradient matrix as the product of two thin ones (Vogels, Karimireddy, Jaggi, NeurIPS 2019).
 
 Owns which tensors are matrices, of what shape, and the exchange of their factors. How columns are made orthonormal is
-the backends' (`Ops.orthogonalize`).
+the backends' (`CompressorOps.orthogonalize`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from hvdtrain import config
-from hvdtrain.comm.compressors.base import Ops, Stateless, ring_allreduce_bytes
+from hvdtrain.comm.compressors.base import CompressorOps, Stateless, ring_allreduce_bytes
 from hvdtrain.core import protocols
 from hvdtrain.core.protocols import AllReduce, Array, Exchange
 from hvdtrain.core.protocols.types import Bucket
@@ -26,7 +26,7 @@ FRESH = 1e-6
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatrixShape:
     """Tensor ``index`` of a bucket as an (n, m) matrix, sent as r columns of n and r of m."""
 
     index: int
@@ -45,7 +45,7 @@ def split(shape: Sequence[int]) -> tuple[int, int]:
     return min(sizes, key=sum)
 
 
-def matrices(shapes: Sequence[Sequence[int]], rank: int) -> list[Matrix]:
+def matrices(shapes: Sequence[Sequence[int]], rank: int) -> list[MatrixShape]:
     """The tensors worth compressing: two dimensions or more, and n m > 2 r (n + m) with r = min(rank, n, m)."""
     found = []
     for index, shape in enumerate(shapes):
@@ -54,7 +54,7 @@ def matrices(shapes: Sequence[Sequence[int]], rank: int) -> list[Matrix]:
         n, m = split(shape)
         r = min(rank, n, m)
         if n * m > MIN_RATE * r * (n + m):
-            found.append(Matrix(index, n, m, r))
+            found.append(MatrixShape(index, n, m, r))
     return found
 
 
@@ -82,7 +82,7 @@ class PowerSGD(Stateless):
     """
 
     name, numerics = "powersgd", "lossy: low rank"
-    bytes_share = 0.05
+    bytes_share, same_threads = 0.05, True
     auto_order = 6
 
     def __init__(self, rank: int = 4) -> None:
@@ -101,7 +101,7 @@ class PowerSGD(Stateless):
             state[f"residual.{x.index}"] = ops.reshape(ops.zeros(x.n * x.m, "float32"), (x.n, x.m))
         return state
 
-    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+    def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
         """All-reduce of the P factors and the uncompressed tensors; all-reduce of the Q factors."""
         chosen = matrices(bucket.shapes, self.rank)
@@ -128,7 +128,7 @@ class PowerSGD(Stateless):
             new[f"q.{x.index}"] = self._warm(ops, q_rm, bucket.number, x)
         return ops.pack([sums[i] for i in range(len(parts))]), new
 
-    def _warm(self, ops: Ops, q_RM: Array, bucket: int, x: Matrix) -> Array:
+    def _warm(self, ops: CompressorOps, q_RM: Array, bucket: int, x: MatrixShape) -> Array:
         """The next step's Q: of magnitude 1, with a trace of the random start."""
         scale = 1 / (ops.abs_max(q_RM) + 1e-30)
         return q_RM * scale + ops.from_host(start(bucket, x.index, x.r, x.m)) * FRESH
@@ -141,6 +141,6 @@ class PowerSGD(Stateless):
         return ring_allreduce_bytes(4 * first, size) + ring_allreduce_bytes(4 * second, size)
 
 
-def make(exchange: config.Exchange) -> PowerSGD:
+def make(exchange: config.ExchangeConfig) -> PowerSGD:
     """With the settings of that section."""
     return PowerSGD(exchange.powersgd_rank)

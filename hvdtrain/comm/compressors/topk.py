@@ -1,7 +1,7 @@
 """`topk`: the entries of largest magnitude only; the others wait in the residual.
 
 Owns the error feedback, the momentum correction and the warm-up of Deep Gradient Compression (Lin et al., ICLR 2018).
-How the largest are found is the backends' (`Ops.topk`).
+How the largest are found is the backends' (`CompressorOps.topk`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from hvdtrain import config
-from hvdtrain.comm.compressors.base import Ops, Stateless
+from hvdtrain.comm.compressors.base import CompressorOps, Stateless
 from hvdtrain.core import protocols
 from hvdtrain.core.protocols import AllGather, AllToAllV, Array, Exchange
 from hvdtrain.core.protocols.types import Bucket, Shards
@@ -37,6 +37,7 @@ class TopK(Stateless):
     def __init__(self, ratio: float = 0.01, momentum: float = 0.0, warmup_steps: int = 0) -> None:
         assert 0 < ratio <= 1 and 0 <= momentum < 1 and warmup_steps >= 0, (ratio, momentum, warmup_steps)
         self.ratio, self.momentum, self.warmup_steps = ratio, momentum, warmup_steps
+        self.own_momentum = f"exchange.topk_momentum {momentum:g}" if momentum else ""
         self.not_auto = "exchange.topk_momentum changes the optimizer, which auto does not" if momentum else ""
         larger = [0.25 ** (s + 1) for s in range(WARMUP_STAGES) if 0.25 ** (s + 1) > ratio]
         self.ratios = (*(larger if warmup_steps else ()), ratio)
@@ -62,7 +63,7 @@ class TopK(Stateless):
         names = ("residual", "momentum") if self.momentum else ("residual",)
         return {name: ops.zeros(bucket.n, "float32") for name in names}
 
-    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+    def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
         """One all-gather of int32 (2 k,): indices, then the bits of the values."""
         k = self.k(bucket.n, stage)
@@ -73,7 +74,7 @@ class TopK(Stateless):
         values_Pk = ops.reshape(ops.bitcast(ops.reshape(pairs_PK[:, k:], (-1,)), "float32"), (size, k))
         return ops.scatter_add(bucket.n, index_Pk, values_Pk), new
 
-    def scatter(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
+    def scatter(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
                 stage: int = 0) -> Exchange:
         """All-gather of how many entries go to whom, int32 (P,); all-to-all of pairs, each to the shard it lies in."""
         k, n = self.k(bucket.n, stage), shards.sizes[shards.rank]
@@ -94,7 +95,7 @@ class TopK(Stateless):
             at = end
         return total_K, new
 
-    def _chosen(self, ops: Ops, flat_N: Array, state: dict[str, Array],
+    def _chosen(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array],
                 k: int) -> tuple[Array, Array, dict[str, Array]]:
         """Return (values, indices, new state) of the entries to be sent."""
         u_N = state["momentum"] * self.momentum + flat_N if self.momentum else flat_N
@@ -112,6 +113,6 @@ class TopK(Stateless):
         return (size - 1) * 8 * self.k(bucket.n, stage)
 
 
-def make(exchange: config.Exchange) -> TopK:
+def make(exchange: config.ExchangeConfig) -> TopK:
     """With the settings of that section."""
     return TopK(exchange.topk_ratio, exchange.topk_momentum, exchange.topk_warmup_steps)

@@ -16,22 +16,22 @@ from functools import partial
 import numpy as np
 
 from hvdtrain.comm import compressors
+from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle
 from hvdtrain.comm.collectives.lockstep import ring_bytes
-from hvdtrain.comm.collectives.null import Done, NullCollectives
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
-from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import (
     AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket, itemsize
-from hvdtrain.planning.exchange.choice import Cost, pick_bucket
+from hvdtrain.core.units import KIB, MIB
+from hvdtrain.planning.exchange.choice import CompressorCost, pick_bucket
 from hvdtrain.planning.exchange.link import Link, Traffic, fit
 
 Work = Callable[[Sequence[Array]], list[Array]]
 
-KIB = 1 << 10
 
 SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)
 """Bytes of the vector on each rank that a link is measured with."""
@@ -60,7 +60,7 @@ class Sweep:
     """What `measure` found: links by kind, costs by compressor, why the others cannot be used, and how long it took."""
 
     links: dict[str, Link]
-    costs: tuple[Cost, ...]
+    costs: tuple[CompressorCost, ...]
     refused: dict[str, str]
     seconds: float
 
@@ -71,7 +71,7 @@ def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Seque
     sample = _sample(buckets)
     draw = np.random.default_rng(0)
     grads = [ops.cast(ops.from_host(draw.standard_normal(b.n, np.float32)), b.dtype) for b in sample]
-    costs: list[Cost] = []
+    costs: list[CompressorCost] = []
     refused: dict[str, str] = {}
     for name in compressors.choices():
         compressor, refused[name] = _candidate(name, config, collectives, buckets)
@@ -120,17 +120,17 @@ class _Listening(NullCollectives):
         self.in_graph = real.in_graph
         self.asked: list[tuple[str, int, int]] = []
 
-    def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> Done:
+    def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> ReadyHandle:
         """(N,) -> the same (N,)."""
         self._keep("allreduce", flat_N, name)
         return super().allreduce(flat_N, name, op)
 
-    def allgather(self, x_K: Array, name: str) -> Done:
+    def allgather(self, x_K: Array, name: str) -> ReadyHandle:
         """(K,) -> (P, K)."""
         self._keep("allgather", x_K, name)
         return super().allgather(x_K, name)
 
-    def alltoall(self, x_PK: Array, name: str) -> Done:
+    def alltoall(self, x_PK: Array, name: str) -> ReadyHandle:
         """(P, K) -> the same (P, K)."""
         self._keep("alltoall", x_PK, name)
         return super().alltoall(x_PK, name)
@@ -142,7 +142,7 @@ class _Listening(NullCollectives):
 
 
 def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: Sequence[Bucket],
-          sample: Sequence[Bucket], grads: Sequence[Array]) -> Cost:
+          sample: Sequence[Bucket], grads: Sequence[Array]) -> CompressorCost:
     """This rank's cost of one step of ``compressor``, from the buckets of ``sample``; none costs nothing by itself.
 
     A wire that works while others wait has the requests of all buckets at once: they start up together, once a round.
@@ -161,7 +161,7 @@ def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: S
         same = [(round_, nbytes) for k, round_, nbytes in wire.asked if (k, round_ > 0) == (kind, later)]
         starts = len({round_ for round_, _ in same}) if collectives.overlaps else calls * len(same)
         traffic.append(Traffic(kind, later, starts, sum(n for _, n in same) * (sent / sampled if sampled else 1.0)))
-    return Cost(compressor.name, 0.0 if compressor.in_place else part * codec_s, tuple(traffic), sent,
+    return CompressorCost(compressor.name, 0.0 if compressor.in_place else part * codec_s, tuple(traffic), sent,
                 compressor.numerics)
 
 
@@ -203,12 +203,12 @@ def measure_links(collectives: Collectives, ops: Ops, control: Control, kinds: S
     links = {}
     for i, kind in enumerate(kinds):
         used_s, = slowest(control, [time.perf_counter() - begin])
-        probe = _Probe(collectives, ops, kind)
+        probe = _LinkProbe(collectives, ops, kind)
         links[kind] = fit(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
     return control.bcast(links)
 
 
-def _points(probe: _Probe, control: Control, budget_s: float) -> list[tuple[float, float]]:
+def _points(probe: _LinkProbe, control: Control, budget_s: float) -> list[tuple[float, float]]:
     """(wire bytes, median seconds on the slowest rank) of growing vectors, as many as the time allows, at least two.
 
     First one call of each size, to see how far it goes; then the repeats, the largest first: by then a link that lets
@@ -235,7 +235,7 @@ def _points(probe: _Probe, control: Control, budget_s: float) -> list[tuple[floa
     return points
 
 
-class _Probe:
+class _LinkProbe:
     """One kind of call with vectors of any size, kept between the calls."""
 
     def __init__(self, collectives: Collectives, ops: Ops, kind: str) -> None:

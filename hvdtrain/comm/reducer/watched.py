@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
-
 from hvdtrain.core.protocols import Handle
 from hvdtrain.core.timeline import Taker
 
@@ -37,17 +35,20 @@ class Watched:
         if not self._overlaps:
             return
         self._send()
-        if hasattr(handle, "done"):
-            self._asker.ask(handle, self)
+        self._asker.ask(handle, self)
 
     def waits(self) -> None:
         """The request that is open is waited for from here on."""
         if not self._overlaps:
             self._send()
 
+    def waits_for(self, handle: Handle) -> bool:
+        """Return whether the result of ``handle`` has not arrived yet."""
+        return handle is self._handle and not self._arrived_s
+
     def arrived(self, handle: Handle) -> None:
         """The result of ``handle`` is there; the first call tells. Called from any thread."""
-        if handle is self._handle and not self._arrived_s:
+        if self.waits_for(handle):
             self._arrived_s = time.perf_counter()
 
     def taken(self) -> None:
@@ -67,11 +68,11 @@ class Asker:
     """A thread that asks open handles whether they are done."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[Any, Watched]] = []
+        self._open: list[tuple[Handle, Watched]] = []
         self._changed = threading.Condition()
         self._runs = False
 
-    def ask(self, handle: Any, watched: Watched) -> None:
+    def ask(self, handle: Handle, watched: Watched) -> None:
         """Tell ``watched`` when ``handle`` is done."""
         with self._changed:
             self._open.append((handle, watched))
@@ -91,11 +92,11 @@ class Asker:
             for handle, watched in done:
                 watched.arrived(handle)
             with self._changed:
-                self._open = [pair for pair in self._open if pair not in done]
+                self._open = [pair for pair in self._open if pair[1].waits_for(pair[0])]
             time.sleep(ASK_EVERY_S)
 
 
-def _is_done(handle: Any) -> bool:
+def _is_done(handle: Handle) -> bool:
     """Whether it is; one that was waited for meanwhile may know no answer any more."""
     try:
         return bool(handle.done())

@@ -1,4 +1,1 @@
-"""``python -m hvdtrain bench``: measures transports and compressors.
-
-One file per sub-command, each with ``main(argv) -> int``. What they share: `record` (JSONL records) and `table`.
-"""
+"""``python -m hvdtrain bench``: one file per benchmark, each with ``main(argv) -> int``."""

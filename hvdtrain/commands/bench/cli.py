@@ -1,7 +1,5 @@
-"""``python -m hvdtrain bench``: what measures a cluster's transports and compressors, one file per bench.
-
-All other benches, and chaos, are in benchmarks/ of a checkout (``python -m benchmarks``). Their former commands lead
-there.
+"""``python -m hvdtrain bench``: pick a benchmark. All others are in benchmarks/ of a checkout (``python -m
+benchmarks``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""``bench compressors``: what each gradient compressor costs, sends and gets wrong, on the buckets of a model.
+"""``bench compressors``: time, bytes and error of each gradient compressor on the buckets of a model.
 
-Owns the made-up gradients, the split of the time and the errors. Needs one process: time is one rank's, against a wire
-that costs nothing; errors are those of P ranks in lockstep in this process.
+One process: time is that of one rank over a transport that costs nothing, errors are those of P ranks in lockstep.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ import numpy as np
 
 from hvdtrain import backends
 from hvdtrain.cluster.topology import affinity, compute_threads
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors import create, names
 from hvdtrain.comm.measure.sweep import exchange, settle
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench.session import require
-from hvdtrain.commands.bench.workloads import WORKLOADS
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core import table
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
@@ -35,10 +33,10 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import (
     AllGather, AllToAll, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.core.table import shown, spread
+from hvdtrain.core.table import spread
+from hvdtrain.core.units import format_number
 
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
-WORKLOAD_NAMES = ("mlp", "resnet", "gpt")
 WARM_UPS = 2
 SAMPLES = 64
 """Samples that a made-up gradient is summed over, as of a batch of this size."""
@@ -50,7 +48,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compressed: the buckets of a model, and every rank's gradient for each, float32 (P, N) on the host."""
+    """Buckets of a model, and the gradient of every rank for each, float32 (P, N) on the host."""
 
     name: str
     params: int
@@ -66,14 +64,7 @@ class Subject:
 
 # --- the subject ---------------------------------------------------------------------------------------------------
 
-def shapes_of(workload: str) -> Shapes:
-    """Parameter shapes of the model of `WORKLOADS`, as in `torch_models`, in their order. Pure: builds no model."""
-    made: dict[str, Callable[..., Shapes]] = {"mlp": mlp_shapes, "resnet": resnet_shapes, "gpt": gpt_shapes}
-    return made[WORKLOADS[workload].file](**WORKLOADS[workload].args)
-
-
 def mlp_shapes(in_features: int, hidden: Sequence[int], classes: int) -> Shapes:
-    """Weight and bias of each layer."""
     widths = [in_features, *hidden, classes]
     return [shape for n, m in zip(widths, widths[1:]) for shape in ((m, n), (m,))]
 
@@ -100,8 +91,16 @@ def gpt_shapes(vocab: int, context: int, width: int, depth: int) -> Shapes:
     return [(vocab, width), (context, width), *block * depth, *norm, (vocab, width)]
 
 
+WORKLOADS: dict[str, tuple[str, Shapes]] = {
+    "mlp": ("1024-2048-2048-1536-10 perceptron, 9.46M parameters", mlp_shapes(1024, [2048, 2048, 1536], 10)),
+    "resnet": ("small ResNet for 32x32x3 images, 0.27M parameters", resnet_shapes()),
+    "gpt": ("decoder, 4 blocks of width 256, 64 tokens, 3.22M parameters", gpt_shapes(96, 64, 256, 4)),
+}
+"""Models of `benchmarks.workloads`: description, and parameter shapes as in `torch_models`, in their order."""
+
+
 def subject(name: str, shapes: Shapes, bucket_mb: float, ranks: int, seed: int) -> Subject:
-    """The buckets of parameters of these shapes, with gradients that are the same for the same arguments."""
+    """Return the buckets of parameters of these shapes; equal arguments give equal gradients."""
     params = [ParamSpec(f"p{i}", tuple(shape), "float32") for i, shape in enumerate(shapes)]
     buckets = plan_buckets(params, bucket_mb)
     rows = [np.stack([np.concatenate([gradient(params[i].shape, seed, i, rank).ravel() for i in b.params])
@@ -110,10 +109,10 @@ def subject(name: str, shapes: Shapes, bucket_mb: float, ranks: int, seed: int) 
 
 
 def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.ndarray:
-    """A float32 gradient made as a dense layer's is: the product of deltas and rectified activations of `SAMPLES`.
+    """Return a float32 gradient made as a dense layer's is: deltas times rectified activations of `SAMPLES`.
 
-    Ranks share half of the deltas' variance, as batches of the same data do. Its rank is `SAMPLES` at most, its
-    entries have heavier tails than a normal distribution: white noise would be no gradient.
+    Ranks share half of the deltas' variance, as batches of the same data do. Its rank is `SAMPLES` at most, its entries
+    have heavier tails than a normal distribution: white noise would be no gradient.
     """
     common, own = np.random.default_rng([seed, index]), np.random.default_rng([seed, index, rank + 1])
     rows, columns = shape[0], int(np.prod(shape[1:], dtype=np.int64))
@@ -128,9 +127,9 @@ def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.nda
 
 def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callable[..., Any] | None, repeats: int,
             steps: int) -> dict[str, Any]:
-    """What a record holds of one compressor beside the environment. ``graph``: makes a function one graph, or None.
+    """Return the record of one compressor. ``graph``: makes a function one graph, or None.
 
-    Errors: `UserError` for a compressor that asks more of the wire than sums.
+    Errors: `UserError` for a compressor that needs more of the transport than sums.
     """
     compressor = create(name, config)
     if compressor.reductions:
@@ -150,12 +149,12 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
 
 
 class _Timed(Transport):
-    """A wire that tells a bucket's encoding, up to its last request, from its decoding, after the last answer."""
+    """Transport that separates a bucket's encoding, up to its last request, from its decoding, after the last answer.
+    """
 
     encode_s = decode_s = _since = 0.0
 
     def issue(self, request: Request, name: str) -> Handle:
-        """Put one request on the wire; what the wire does is not timed."""
         sent = request.x_K if isinstance(request, AllGather) else (
             request.x_PK if isinstance(request, AllToAll) else request.flat_N)
         settle(self.ops, sent)
@@ -174,11 +173,10 @@ class _Timed(Transport):
 
 def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable[..., Any] | None,
              repeats: int) -> list[tuple[float, float]]:
-    """(encoding, decoding) of all buckets on rank 0, in seconds, in each repeat; state goes on from one to the next.
+    """Return (encoding, decoding) of all buckets on rank 0 in seconds, by repeat.
 
-    The wire is null's: it costs nothing, results have the right shapes, and values of this rank only. In a graph the
-    two cannot be told apart: (the whole function, 0), and the wire's time, which repeats rows for an allgather, is in
-    it.
+    In a graph the two cannot be separated: (the whole function, 0), with the time that null's allgather takes to repeat
+    rows.
     """
     wire = NullCollectives(0, subject.ranks)
     each = [Reducer([bucket], compressor, wire, ops) for bucket in subject.buckets]
@@ -202,9 +200,10 @@ def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable
 
 
 def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tuple[float, float]:
-    """Relative error norms, over all buckets, of the first sum and of the mean sum of ``steps`` equal gradients.
+    """Return the relative error norms, over all buckets, of the first sum and of the mean sum of ``steps`` equal
+    gradients.
 
-    The second is what error feedback brings down: what one step leaves out, a later one sends.
+    The second shows error feedback: what one step leaves out, a later one sends.
     """
     exact = [rows_PN.sum(0, dtype=np.float64) for rows_PN in subject.gradients]
 
@@ -230,7 +229,7 @@ def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tu
 # --- the command ---------------------------------------------------------------------------------------------------
 
 def main(argv: list[str]) -> int:
-    """Run the command; 0."""
+    """Run the benchmark; return 0."""
     args = parse(argv)
     _check_alone()
     ops, graph, threads = _start(args)
@@ -253,8 +252,8 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; `UserError` for a bad one."""
-    usual = Exchange()
+    """Return the options; `UserError` for a bad one."""
+    usual = ExchangeConfig()
     summing = [name for name in names() if not _reductions(name)]
     parser = options.Parser("hvdtrain bench compressors",
                             "Time to encode and decode, bytes sent and error of each gradient "
@@ -265,9 +264,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
     parser.add_argument("--compressors", type=options.some_of("--compressors", summing), default=",".join(summing),
                         metavar="A,B", help="which")
-    parser.add_argument("--workload", type=options.some_of("--workload", WORKLOAD_NAMES), metavar="A,B",
-                        default=",".join(WORKLOAD_NAMES),
-                        help="whose parameters: " + "; ".join(f"{w}: {WORKLOADS[w].doc}" for w in WORKLOAD_NAMES))
+    parser.add_argument("--workload", type=options.some_of("--workload", WORKLOADS), metavar="A,B",
+                        default=",".join(WORKLOADS),
+                        help="whose parameters: " + "; ".join(f"{w}: {text}" for w, (text, _) in WORKLOADS.items()))
     parser.add_argument("--shapes", type=options.shapes("--shapes"), default=None, metavar="2048x512,2048",
                         help="parameters of these shapes instead")
     parser.add_argument("--ranks", type=options.whole("--ranks", 2, 16), default=2, metavar="P",
@@ -289,7 +288,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _reductions(name: str) -> bool:
-    """Whether a compressor asks more of the wire than sums."""
     return bool(create(name, Config()).reductions)
 
 
@@ -313,19 +311,19 @@ def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, in
 
 
 def _config(args: argparse.Namespace) -> Config:
-    exchange = Exchange(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
+    exchange = ExchangeConfig(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
     return Config(exchange=exchange).check()
 
 
 def _subjects(args: argparse.Namespace) -> list[Subject]:
-    named = [("shapes", args.shapes)] if args.shapes else [(name, shapes_of(name)) for name in args.workload]
+    named = [("shapes", args.shapes)] if args.shapes else [(name, WORKLOADS[name][1]) for name in args.workload]
     return [subject(name, shapes, args.bucket_mb, args.ranks, args.seed) for name, shapes in named]
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """A record as a row of the table."""
+    """Return the cells of a record's row."""
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.1f}x"
-    times = [shown(row[key]) for key in ("time_ms", "encode_ms", "decode_ms")]
+    times = [format_number(row[key]) for key in ("time_ms", "encode_ms", "decode_ms")]
     return [row["describe"], *times, str(row["bytes_sent"]), ratio, f"{row['error_first']:.2e}",
             f"{row['error_mean']:.2e}"]
 

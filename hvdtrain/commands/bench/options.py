@@ -1,7 +1,4 @@
-"""Options of the bench commands: a parser whose complaints are `UserError`s, and the types of its values.
-
-Owns the words for a bad option. What an option means is the command's own.
-"""
+"""Options of the benchmarks: a parser that raises `UserError`, and the types of its values."""
 
 from __future__ import annotations
 
@@ -16,25 +13,24 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Tells the defaults that say something."""
+    """Help that prints defaults other than empty ones."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` that raises `UserError` where the other would print its usage and exit."""
+    """`argparse.ArgumentParser` that raises `UserError` where the other prints its usage and exits."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(prog=f"python -m {command}", description=description, allow_abbrev=False,
                          formatter_class=_Formatter)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the complaint."""
         raise UserError(message.replace("argument ", "", 1), "", self._help())
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The options in ``argv``; `UserError` for an unknown one, with the nearest name."""
+        """Return the options in ``argv``; `UserError` for an unknown one, with the nearest name."""
         args, rest = self.parse_known_args(list(argv))
         if rest:
             name = rest[0].partition("=")[0]
@@ -44,18 +40,18 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def common(self, repeats: int) -> None:
-        """The options that the benches share: --repeats, --markdown, --jsonl."""
+        """Add --repeats, --markdown and --jsonl."""
         self.add_argument("--repeats", type=whole("--repeats", 1), default=repeats, metavar="N",
                           help="timed repeats, of which the median counts")
         self.reports("row")
 
     def reports(self, each: str) -> None:
-        """The options of what a bench tells: --markdown, --jsonl; ``each``: what has a record of its own."""
+        """Add --markdown and --jsonl; ``each``: the unit of a record."""
         self.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
         self.add_argument("--jsonl", default="", metavar="FILE", help=f"append a JSON record per {each} to this file")
 
     def waits(self, default_s: float, what: str) -> None:
-        """The option --timeout, in seconds; ``what`` it bounds."""
+        """Add --timeout, in seconds; ``what`` it bounds."""
         self.add_argument("--timeout", type=number("--timeout", 0, 1e6), default=default_s, metavar="S", help=what)
 
     def _help(self) -> str:
@@ -63,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_of(option: str, choices: Iterable[str]) -> Callable[[str], str]:
-    """A type: one of ``choices``."""
+    """Return a type: one of ``choices``."""
     known = list(choices)
 
     def read(text: str) -> str:
@@ -75,7 +71,7 @@ def one_of(option: str, choices: Iterable[str]) -> Callable[[str], str]:
 
 
 def some_of(option: str, choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """A type: a comma-separated list of ``choices``, each once."""
+    """Return a type: a comma-separated list of ``choices``, each once."""
     single = one_of(option, choices)
 
     def read(text: str) -> list[str]:
@@ -85,7 +81,7 @@ def some_of(option: str, choices: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def whole(option: str, least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """A type: a whole number from ``least`` to ``most``."""
+    """Return a type: a whole number from ``least`` to ``most``."""
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?\d{1,18}", text.strip()) or not least <= int(text) <= most:
             raise UserError(f"{option} is {text!r}", f"a whole number from {least} to {most}", f"correct {option}")
@@ -95,7 +91,7 @@ def whole(option: str, least: int, most: int = 2**31 - 1) -> Callable[[str], int
 
 
 def number(option: str, above: float, most: float) -> Callable[[str], float]:
-    """A type: a number above ``above``, ``most`` at most."""
+    """Return a type: a number above ``above``, ``most`` at most."""
     def read(text: str) -> float:
         try:
             value = float(text)
@@ -110,7 +106,7 @@ def number(option: str, above: float, most: float) -> Callable[[str], float]:
 
 
 def size(option: str) -> Callable[[str], int]:
-    """A type: bytes such as 4096, 4K, 64M or 1G (powers of 1024)."""
+    """Return a type: bytes such as 4096, 4K, 64M or 1G (powers of 1024)."""
     def read(text: str) -> int:
         match = re.fullmatch(r"(\d{1,15})\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
         n = int(match[1]) * UNITS[match[2].upper()] if match else 0
@@ -122,7 +118,7 @@ def size(option: str) -> Callable[[str], int]:
 
 
 def shapes(option: str) -> Callable[[str], Any]:
-    """A type: shapes of parameters such as 2048x512,2048."""
+    """Return a type: shapes of parameters such as 2048x512,2048."""
     def read(text: str) -> tuple[tuple[int, ...], ...]:
         parts = [part.strip() for part in text.split(",")]
         if not all(re.fullmatch(r"[1-9]\d{0,9}(x[1-9]\d{0,9})*", part) for part in parts):

@@ -1,7 +1,4 @@
-"""What a measurement is worth nothing without: versions, hosts, wire, seed; and the file that keeps it all.
-
-Owns the facts of the environment in a record and the JSONL file. Does not measure. Imports no framework: versions
-come from package metadata.
+"""Environment of a measurement (versions, hosts, transport, seed) and the JSONL file of records. Imports no framework.
 """
 
 from __future__ import annotations
@@ -39,11 +36,10 @@ PACKAGES = {
 
 def environment(hosts: str = "", ranks: int = 1, wire: str = "", seed: int | None = None, threads: int = 0,
                 framework: str = "") -> dict[str, Any]:
-    """The facts of this process and machine that a record begins with, JSON-able.
+    """Return the facts of this process and machine that a record begins with, JSON-able.
 
-    ``hosts``: `hvdtrain.cluster.topology.Topology.describe` of the job; this host alone where it is empty.
-    ``threads``: compute threads of a rank; 0 where they were left to the framework. Versions are None where a package
-    is not installed, ``mpi`` is None where no MPI is known.
+    ``hosts``: `hvdtrain.cluster.topology.Topology.describe` of the job; "" for this host alone. ``threads``: compute
+    threads of a rank, 0 where the framework chooses. Versions are None where a package is not installed.
     """
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -65,7 +61,7 @@ def environment(hosts: str = "", ranks: int = 1, wire: str = "", seed: int | Non
 
 
 def versions() -> dict[str, str | None]:
-    """Version of each of `PACKAGES` from its metadata, None where it is not installed; imports none of them."""
+    """Return the version of each of `PACKAGES` from its metadata, None where it is not installed."""
     found: dict[str, str | None] = {}
     for name, candidates in PACKAGES.items():
         found[name] = next((v for v in map(version_of, candidates) if v is not None), None)
@@ -77,7 +73,7 @@ def versions() -> dict[str, str | None]:
 
 
 def mpi_library() -> str | None:
-    """First line of the MPI library's own version where this process runs it; else an installed wheel; else None."""
+    """Return the running MPI library's version line, else that of an installed wheel, else None."""
     running = library.running()
     if running is not None:
         return running
@@ -89,29 +85,31 @@ def mpi_library() -> str | None:
 
 
 def gpus(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
-    """Names of this host's NVIDIA GPUs as the driver tells them; [] without one."""
+    """Return the names of this host's NVIDIA GPUs as the driver has them; [] without one."""
     told = [read(str(path)) for path in sorted(Path(root).glob("*/information"))]
     found = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in told]
     return [match[1].strip() for match in found if match]
 
 
 def settings(env: Mapping[str, str]) -> dict[str, str]:
-    """What in ``env`` bears on speed: threads, Horovod's knobs, Open MPI's transports and algorithms. Pure."""
+    """Return the variables in ``env`` that bear on speed: threads, Horovod's knobs, Open MPI's transports and
+    algorithms.
+    """
     names = re.compile(r"OMP_NUM_THREADS|OMPI_MCA_(mpi|coll|btl|pml|mtl|osc)(_.*)?|NCCL_.*|UCX_.*|TF_(XLA|ENABLE)_.*"
                        r"|HOROVOD_(FUSION|CYCLE|AUTOTUNE|HIERARCHICAL|CACHE|CPU|GPU|THREAD|NUM|DISABLE|ENABLE).*")
     return {name: env[name] for name in sorted(env) if names.fullmatch(name)}
 
 
 def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Add ``record`` as one line of JSON to the file at ``path``, which is made with its folder if need be.
+    """Append ``record`` as one line of JSON to the file at ``path``; `UserError` where it cannot be written.
 
-    Numbers that JSON lacks (NaN, infinities) become null. One write a record. `UserError` where it cannot be written.
+    Numbers that JSON lacks (NaN, infinities) become null. One write a record.
     """
     _write(path, json.dumps(_plain(record), allow_nan=False) + "\n")
 
 
 def check(path: str) -> None:
-    """Raise `UserError` where `append` could not write, before anything is measured; "" asks for no records."""
+    """Raise `UserError` where `append` could not write; "" asks for no records."""
     if path:
         _write(path, "")
 
@@ -127,7 +125,7 @@ def _write(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: numpy's numbers as Python's, tuples as lists, what is not finite as None."""
+    """Convert to JSON's types: numpy's numbers to Python's, tuples to lists, what is not finite to None."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

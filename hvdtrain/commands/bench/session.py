@@ -1,7 +1,4 @@
-"""A job that is up for measuring its wire: started as a run starts, without model and data.
-
-Owns the order of the start and the facts about the wire. What starts MPI and Horovod is `hvdtrain.cluster.boot`.
-"""
+"""Job for measuring a transport: starts as a run starts, without model and data. `hvdtrain.cluster.boot` starts MPI."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ from hvdtrain.core.protocols import Collectives, Control, Ops
 
 @dataclass
 class Session:
-    """Who takes part, and what moves arrays between them.
+    """Control plane, transport and framework of a benchmark.
 
-    ``facts``: of the libraries below the wire: mpi (its version) and settings (`record.settings`); of a Horovod also
-    nccl, mpi_enabled, and gpu (whether arrays lie on one).
+    ``facts``: mpi (its version) and settings (`record.settings`); of Horovod also nccl, mpi_enabled, and gpu (arrays
+    lie on one).
     """
 
     control: Control
@@ -43,9 +40,9 @@ class Session:
 
 
 def open_session(framework: str, collectives: str, timeout_s: float, argv: Sequence[str]) -> Session:
-    """Start the job: control plane, framework, wire; collective.
+    """Start the job: control plane, framework, transport; collective.
 
-    ``argv``: the options, which every rank must have been given alike. Errors: `UserError` on every rank.
+    ``argv``: the options, equal on all ranks. Errors: `UserError` on every rank.
     """
     require(framework)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -69,9 +66,9 @@ def open_session(framework: str, collectives: str, timeout_s: float, argv: Seque
 
 
 def records(session: Session, bench: str, path: str) -> Callable[[dict[str, Any]], None]:
-    """What appends a record of ``bench`` to the file at ``path``: on rank 0, and nowhere where ``path`` is "".
+    """Return a function that appends a record of ``bench`` to the file at ``path``, on rank 0; "" writes none.
 
-    Collective; `UserError` on every rank where it could not be written, before anything is measured.
+    Collective; `UserError` on every rank where the file cannot be written.
     """
     mine = path if session.control.rank == 0 else ""
     agreed(session.control, lambda: record.check(mine), "opening the file for records")
@@ -87,7 +84,6 @@ def require(framework: str) -> None:
 
 
 def _gloo(framework: str, config: Config, facts: LaunchFacts) -> Any:
-    """Horovod, which carries the control plane of a job without MPI."""
     if framework not in horovod.NATIVE:
         raise UserError(f"--framework {framework} under horovodrun --gloo", "torch or tensorflow",
                         "correct --framework")
@@ -99,7 +95,6 @@ def _gloo(framework: str, config: Config, facts: LaunchFacts) -> Any:
 
 
 def _facts(wire: Collectives, ops: Ops, framework: str, config: Config, control: Control) -> dict[str, Any]:
-    """What the libraries that are loaded tell of themselves."""
     facts: dict[str, Any] = {"mpi": record.mpi_library(), "settings": record.settings(os.environ)}
     if wire.name == "horovod":
         hvd = horovod.start_horovod(framework, config.exchange, control)

@@ -1,8 +1,6 @@
 """``bench wire``: time and bandwidth of each collective by size, with the columns and definitions of nccl-tests.
 
-Owns the definitions, the check of every result and the timing. What is timed is what a gradient bucket pays: from the
-framework's array to the framework's array, through the same calls as the reducer's, so for a wire of the host also
-the way there and back. `hvdtrain.comm.measure.link_rows` has the links between hosts, which come last. Definitions:
+Measures what a gradient bucket costs, from the framework's array to the framework's array. Definitions:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
@@ -19,7 +17,7 @@ import numpy as np
 from hvdtrain.cluster import boot
 from hvdtrain.cluster import links as measuring
 from hvdtrain.comm.collectives.shared import SUMMED
-from hvdtrain.comm.measure import link_rows as links
+from hvdtrain.comm.measure import transports as links
 from hvdtrain.comm.measure.sweep import settle
 from hvdtrain.commands.bench import options
 from hvdtrain.commands.bench.session import Session, open_session, records
@@ -27,7 +25,8 @@ from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops
 from hvdtrain.core.protocols.types import itemsize
-from hvdtrain.core.table import shown, spread
+from hvdtrain.core.table import spread
+from hvdtrain.core.units import format_number
 
 KINDS = ("allreduce", "allgather", "alltoall", "reducescatter", "broadcast")
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
@@ -46,7 +45,7 @@ WARM_UPS = 3
 
 @dataclass(frozen=True)
 class Point:
-    """One row: ``size`` bytes of the collective ``kind``, of which a rank's call names ``count`` elements."""
+    """Row of the table: ``size`` bytes of the collective ``kind``; ``count``: elements that a rank's call names."""
 
     kind: str
     size: int
@@ -58,18 +57,17 @@ class Point:
 # --- definitions ---------------------------------------------------------------------------------------------------
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """busbw / algbw: what the busiest link carries for each byte of ``size``. Source: nccl-tests' PERFORMANCE.md."""
+    """Return busbw / algbw: what the busiest link carries per byte of ``size``. Source: nccl-tests' PERFORMANCE.md."""
     if kind == "allreduce":
         return 2 * (ranks - 1) / ranks
     return 1.0 if kind == "broadcast" else (ranks - 1) / ranks
 
 
 def point(kind: str, size: int, dtype: str, ranks: int) -> Point:
-    """The row for about ``size`` bytes, rounded down to whole elements for each rank, at least one.
+    """Return the row for about ``size`` bytes, rounded down to whole elements for each rank, at least one.
 
-    ``size`` means what it does in nccl-tests: the vector of allreduce and broadcast; what a rank holds in the end for
-    allgather, in the beginning for reducescatter; the whole buffer of alltoall. ``count`` is the argument of the call:
-    of those three 1/P of the elements.
+    ``size`` is that of nccl-tests: the vector of allreduce and broadcast; the result of allgather, the input of
+    reducescatter; the whole buffer of alltoall. ``count``: of the last three 1/P of the elements.
     """
     share = 1 if kind in ("allreduce", "broadcast") else ranks
     count = max(1, size // (itemsize(dtype) * share))
@@ -77,7 +75,7 @@ def point(kind: str, size: int, dtype: str, ranks: int) -> Point:
 
 
 def sizes(least: int, most: int, factor: float) -> list[int]:
-    """Bytes from ``least`` to ``most``, each ``factor`` times the one before."""
+    """Return bytes from ``least`` to ``most``, each ``factor`` times the one before."""
     found = [float(least)]
     while found[-1] * factor <= most:
         found.append(found[-1] * factor)
@@ -85,13 +83,13 @@ def sizes(least: int, most: int, factor: float) -> list[int]:
 
 
 def bandwidths(p: Point, ranks: int, seconds: float) -> tuple[float, float]:
-    """(algbw, busbw) in GB/s, 10^9 bytes: size / time, and that times `bus_factor`."""
+    """Return (algbw, busbw) in GB/s, 10^9 bytes: size / time, and that times `bus_factor`."""
     algbw = p.size / seconds / 1e9
     return algbw, algbw * bus_factor(p.kind, ranks)
 
 
 def sent(p: Point, rank: int, ranks: int) -> np.ndarray:
-    """What ``rank`` brings to the check: whole numbers that tell element, rank and destination apart.
+    """Return the input of ``rank`` for the check: whole numbers that differ by element, rank and destination.
 
     (elements,), for allgather (count,), for alltoall (P, count).
     """
@@ -101,7 +99,7 @@ def sent(p: Point, rank: int, ranks: int) -> np.ndarray:
 
 
 def expected(p: Point, rank: int, ranks: int) -> np.ndarray:
-    """The result on ``rank`` of what all `sent`, in closed form."""
+    """Return the result on ``rank`` when all ranks bring `sent`, in closed form."""
     index = np.arange(p.count)
     if p.kind == "allreduce":
         return _sum(index, ranks, p.dtype)
@@ -115,23 +113,23 @@ def expected(p: Point, rank: int, ranks: int) -> np.ndarray:
 
 
 def _pattern(index: np.ndarray, rank: int, ranks: int, dtype: str) -> np.ndarray:
-    """Element i of rank r: h(i) + r mod M, with h in 1 ... M without a period; see `_values` for M."""
+    """Return element i of rank r: h(i) + r mod M, with h in 1 ... M without a period; see `_values` for M."""
     return (_hashed(index, ranks, dtype) + rank % _values(ranks, dtype)).astype(dtype)
 
 
 def _sum(index: np.ndarray, ranks: int, dtype: str) -> np.ndarray:
-    """Sum over r of `_pattern`: P h(i) + the sum of r mod M. No rank's own element equals it, as h > 0."""
+    """Return the sum over r of `_pattern`: P h(i) + the sum of r mod M. No rank's own element equals it, as h > 0."""
     own = sum(rank % _values(ranks, dtype) for rank in range(ranks))
     return (ranks * _hashed(index, ranks, dtype) + own).astype(dtype)
 
 
 def _values(ranks: int, dtype: str) -> int:
-    """M: so many values that the sum over ranks, at most P (2 M - 1), is exact in ``dtype``, in any order."""
+    """Return M: so many values that the sum over ranks, at most P (2 M - 1), is exact in ``dtype``, in any order."""
     return max(1, EXACT.get(dtype, 1 << 24) // (2 * ranks))
 
 
 def _hashed(index: np.ndarray, ranks: int, dtype: str) -> np.ndarray:
-    """h: whole numbers of 1 ... M that repeat with no shift or stride; multiply and xor-shift twice."""
+    """Return h: whole numbers of 1 ... M that repeat with no shift or stride; multiply and xor-shift twice."""
     x = index.astype(np.uint32)
     for _ in range(2):
         x ^= x >> 16
@@ -141,15 +139,14 @@ def _hashed(index: np.ndarray, ranks: int, dtype: str) -> np.ndarray:
 
 
 def count_wrong(found: np.ndarray, right: np.ndarray) -> int:
-    """Elements that are not what they should be; all of them where the shape is another."""
+    """Return the number of wrong elements; all of them where the shape is another."""
     return right.size if found.shape != right.shape else int(np.count_nonzero(found != right))
 
 
 def algorithm(kind: str, wire: str, dtype: str, several_hosts: bool, facts: Mapping[str, Any]) -> str:
-    """What is known of how the bytes move; the libraries below do not tell more. Pure.
+    """Return what is known of how the bytes move; the libraries below report no more.
 
-    ``facts``: mpi (the library's version), and of a Horovod nccl, mpi_enabled and gpu (whether arrays lie on one);
-    settings as in `record.settings`.
+    ``facts``: as `Session.facts`.
     """
     library = facts.get("mpi") or "MPI"
     forced = ", ".join(f"{k.removeprefix('OMPI_MCA_')}={v}" for k, v in facts.get("settings", {}).items()
@@ -169,7 +166,7 @@ def algorithm(kind: str, wire: str, dtype: str, several_hosts: bool, facts: Mapp
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 def measure(session: Session, p: Point, repeats: int) -> dict[str, Any]:
-    """Check one size and time it: what a record holds beside the environment. Collective.
+    """Check one size, time it, and return its record. Collective.
 
     Times are of the slowest rank, by repeat; "wrong" counts elements over all ranks, None where nothing is moved.
     """
@@ -194,15 +191,13 @@ def measure(session: Session, p: Point, repeats: int) -> dict[str, Any]:
 
 
 def redop(kind: str) -> str:
-    """The reduction's name, "none" for a collective that only moves."""
     return "sum" if kind in ("allreduce", "reducescatter") else "none"
 
 
 def _source(session: Session, p: Point) -> tuple[np.ndarray, Callable[[], Array]]:
-    """(numpy memory to fill, what makes the framework's array of it).
+    """Return (numpy memory to fill, a function that makes the framework's array of it). Collective.
 
-    An allreduce sums in the wire's own memory, as training does, where there is some and the framework's arrays may
-    lie in it. Collective.
+    An allreduce sums in the transport's own memory, as training does, where the framework's arrays may lie in it.
     """
     ops, wire = session.ops, session.wire
     own = wire.buffer(p.count, p.dtype) if p.kind == "allreduce" and wire.host and _lies_in_numpy(ops) else None
@@ -211,7 +206,7 @@ def _source(session: Session, p: Point) -> tuple[np.ndarray, Callable[[], Array]
 
 
 def _lies_in_numpy(ops: Ops) -> bool:
-    """Whether an array of this framework sees what is written to the numpy memory it was made from."""
+    """Return whether an array of this framework shares the numpy memory that it was made from."""
     memory = np.zeros(4096, np.float32)
     array = ops.from_host(memory)
     memory[:] = 1
@@ -219,7 +214,8 @@ def _lies_in_numpy(ops: Ops) -> bool:
 
 
 def _caller(session: Session, p: Point) -> Callable[[Array], Array]:
-    """One collective, from the framework's array to the framework's array. Names are the same on every rank (law 5)."""
+    """Return one collective, from the framework's array to the framework's array; names are equal on all ranks (law 5).
+    """
     wire, ops = session.wire, session.ops
     operate, name = getattr(wire, p.kind), f"bench.{p.kind}.{p.size}.{p.dtype}"
     more = (ROOT,) if p.kind == "broadcast" else ()
@@ -233,7 +229,7 @@ def _caller(session: Session, p: Point) -> Callable[[Array], Array]:
 
 
 def _time(session: Session, call: Callable[[Array], Array], x: Array, repeats: int) -> tuple[np.ndarray, int]:
-    """(seconds of one call in each repeat on this rank, calls that a repeat takes together).
+    """Return (seconds of one call in each repeat on this rank, calls per repeat).
 
     Calls follow each other as in nccl-tests: each but a broadcast lets no rank run ahead.
     """
@@ -255,13 +251,13 @@ def _time(session: Session, call: Callable[[Array], Array], x: Array, repeats: i
 # --- the command ---------------------------------------------------------------------------------------------------
 
 def main(argv: list[str]) -> int:
-    """Run the command; 1 where a result was wrong."""
+    """Run the benchmark; return 1 where a result was wrong."""
     args = parse(argv)
     return bench(open_session(args.framework, args.collectives, args.timeout, argv), args)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; `UserError` for a bad one."""
+    """Return the options; `UserError` for a bad one."""
     parser = options.Parser("hvdtrain bench wire",
                             "Time and bandwidth of each collective by size, with the columns and definitions "
                             "of nccl-tests, and the links between hosts. Start it under mpirun; alone it shows what a "
@@ -292,7 +288,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def bench(session: Session, args: argparse.Namespace) -> int:
-    """Measure, print a table for each kind and each pair of hosts, append records; 1 where a result was wrong.
+    """Measure, print a table for each kind and each pair of hosts, append records; return 1 where a result was wrong.
 
     Collective.
     """
@@ -317,16 +313,16 @@ def bench(session: Session, args: argparse.Namespace) -> int:
 
 
 def _measured(session: Session, kind: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The results of one kind, smallest size first; sizes that round to the same are measured once."""
+    """Yield the results of one kind, smallest size first; sizes that round to the same are measured once."""
     points = [point(kind, size, args.dtype, session.control.size) for size in sizes(args.min, args.max, args.factor)]
     for p in dict.fromkeys(points):
         yield measure(session, p, args.repeats)
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """A record as a row of the table."""
+    """Return the cells of a record's row."""
     return [str(row["size_bytes"]), str(row["count"]), row["dtype"], row["redop"],
-            str(row["root"]), shown(row["time_us"]), shown(row["algbw_GBps"]), shown(row["busbw_GBps"]),
+            str(row["root"]), *(format_number(row[key]) for key in ("time_us", "algbw_GBps", "busbw_GBps")),
             "N/A" if row["wrong"] is None else str(row["wrong"])]
 
 

@@ -1,8 +1,4 @@
-"""Building Horovod for this machine: facts -> plan -> wheel -> verification -> record.
-
-Owns everything behind ``python -m hvdtrain build``. Imports the standard library only, and neither Horovod
-nor a framework: those are looked at from outside (package metadata, files) or run in child processes.
-"""
+"""``python -m hvdtrain build``: build, install and check Horovod. Imports neither Horovod nor a framework."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From facts to a build: the environment, the cache key, the run path. Pure, so that it can be tested whole.
-
-Owns every decision of a build. Touches neither the machine nor the network.
-"""
+"""Build plan from the facts of a machine: environment, cache key, run path and the edits of Horovod's source. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from hvdtrain.cluster.machine.software import Facts, Mpi
-from hvdtrain.commands.build_horovod.patches import PATCH_LEVEL
+from hvdtrain.cluster.machine.software import BuildFacts, Mpi
 from hvdtrain.core.errors import UserError
 
 HOROVOD_VERSION = "0.28.1"
@@ -21,13 +18,12 @@ _ENV_NAME = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to build: ``env`` for the compiler, ``key`` for the cache, ``notes`` for the user.
-
-    ``env`` holds only what this project sets; the caller lays it over a cleaned copy of its own environment.
+class BuildPlan:
+    """``env``: for the compiler, laid over the caller's cleaned environment. ``key``: of the cache. ``notes``: for the
+    user.
     """
 
-    facts: Facts
+    facts: BuildFacts
     env: dict[str, str]
     key: str
     cuda: bool
@@ -35,26 +31,25 @@ class Plan:
 
     @property
     def frameworks(self) -> tuple[str, ...]:
-        """The names of the frameworks that are built."""
         return tuple(f.name for f in self.facts.frameworks)
 
     @property
     def mpi(self) -> Mpi | None:
-        """The MPI that is built in, or None for Gloo alone."""
+        """Return the MPI that is built in, or None for Gloo alone."""
         return self.facts.mpi if self.env["HOROVOD_WITH_MPI"] == "1" else None
 
     def title(self) -> str:
-        """One line for the terminal: what is built against what."""
+        """Return one line: what is built against what."""
         mpi = f"{self.mpi.flavour} {self.mpi.version}" if self.mpi else "no MPI (Gloo)"
         wire = f"NCCL {self.facts.cuda.nccl_version}, CUDA {self.facts.cuda.version}" if self.cuda else "CPU"
         names = ", ".join(f"{f.dist} {f.version}" for f in self.facts.frameworks)
         return f"horovod {HOROVOD_VERSION} for {self.facts.python_tag}, {names}, {mpi}, {wire}"
 
 
-def plan(facts: Facts, cpu_only: bool = False) -> Plan:
+def plan(facts: BuildFacts, cpu_only: bool = False) -> BuildPlan:
     """Decide how to build Horovod for ``facts``; ``cpu_only`` leaves CUDA and NCCL out.
 
-    Raises UserError where there is no framework, or where a GPU build is wanted and a part of it is missing.
+    Errors: `UserError` where there is no framework, or where a part of a GPU build is missing.
     """
     if not facts.frameworks:
         raise UserError("got no framework in this environment", "torch or tensorflow",
@@ -76,11 +71,11 @@ def plan(facts: Facts, cpu_only: bool = False) -> Plan:
     if cuda:
         env |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED",
                 "HOROVOD_BUILD_CUDA_CC_LIST": ",".join(facts.capabilities)}
-    return Plan(facts, env, cache_key(facts, env, mpi, cuda), cuda, notes)
+    return BuildPlan(facts, env, cache_key(facts, env, mpi, cuda), cuda, notes)
 
 
-def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
-    """Whether to build with CUDA and NCCL, and what to tell the user about it."""
+def _gpu_build(facts: BuildFacts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
+    """Return whether to build with CUDA and NCCL, and notes for the user."""
     with_cuda = [f for f in facts.frameworks if f.cuda]
     if not facts.capabilities or cpu_only:
         return False, ()
@@ -100,11 +95,10 @@ def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
     return True, ()
 
 
-def run_path(facts: Facts, mpi: bool, cuda: bool) -> list[str]:
-    """Folders that the built libraries search for libmpi and libnccl, relative to themselves inside the
-    environment.
+def run_path(facts: BuildFacts, mpi: bool, cuda: bool) -> list[str]:
+    """Return the folders that the built libraries search for libmpi and libnccl.
 
-    Relative, because a cached wheel is installed into other virtual environments too.
+    Relative to themselves inside the environment: a cached wheel is installed into other environments too.
     """
     dirs = [facts.mpi.lib_dir] if mpi and facts.mpi and facts.mpi.lib_dir else []
     if cuda:
@@ -114,9 +108,9 @@ def run_path(facts: Facts, mpi: bool, cuda: bool) -> list[str]:
     return ["$ORIGIN/" + os.path.relpath(d, here) if (d + os.sep).startswith(inside) else d for d in dirs]
 
 
-def cache_key(facts: Facts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
-    """A folder name that is equal exactly when a built wheel may be used again: readable parts, then a digest
-    of all.
+def cache_key(facts: BuildFacts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
+    """Return a folder name that is equal exactly when a built wheel may be reused: readable parts, then a digest of
+    all.
     """
     parts = [f"horovod-{HOROVOD_VERSION}", facts.python_tag]
     parts += [f"{f.dist}-{f.version}" for f in facts.frameworks]
@@ -127,3 +121,61 @@ def cache_key(facts: Facts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
     whole = json.dumps([parts, env, facts.platform, facts.libc, SDIST_SHA256, PATCH_LEVEL], sort_keys=True)
     digest = hashlib.sha256(whole.encode()).hexdigest()[:10]
     return re.sub(r"[^A-Za-z0-9.+_-]", "-", "_".join([*parts, digest]))
+
+
+PATCH_LEVEL = 1
+"""Part of the cache key: raise it when an edit changes, so that no old wheel is used."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace ``old`` with ``new``, once, in ``path`` (relative to the unpacked source); ``why`` is for the reader."""
+
+    path: str
+    old: str
+    new: str
+    why: str
+
+
+EDITS = (
+    Edit("CMakeLists.txt",
+         "set(CMAKE_CXX_STANDARD 14)\n",
+         "set(CMAKE_CXX_STANDARD 17)\n"
+         'set(CMAKE_INSTALL_RPATH "$ENV{HVDTRAIN_RPATH}")\n'
+         "set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\n",
+         "the frameworks' headers are C++17; and the run path must not name the environment of the build"),
+    Edit("horovod/torch/CMakeLists.txt",
+         "set(CMAKE_CXX_STANDARD 14)\n",
+         "set(CMAKE_CXX_STANDARD 17)\n",
+         "PyTorch's headers are C++17"),
+    Edit("horovod/tensorflow/CMakeLists.txt",
+         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+         "",
+         "TensorFlow no longer ships the XLA headers that this file includes"),
+)
+
+
+def apply_edits(source_dir: Path, edits: tuple[Edit, ...] = EDITS) -> None:
+    """Apply every edit to the source unpacked at ``source_dir``, or none.
+
+    Errors: `UserError` where an edit does not apply exactly once: the source is another one.
+    """
+    texts = {path: _read(source_dir / path) for path in {e.path for e in edits}}
+    for edit in edits:
+        times = texts[edit.path].count(edit.old)
+        if times != 1:
+            raise UserError(f"got {edit.path} with {times} occurrences of {edit.old.strip()!r}",
+                            "exactly one, as in Horovod 0.28.1",
+                            "build from the unmodified source package; this edit no longer applies")
+        texts[edit.path] = texts[edit.path].replace(edit.old, edit.new)
+    for path, text in texts.items():
+        (source_dir / path).write_text(text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise UserError(f"got a source without {path.name} ({error.strerror}: {path})",
+                        "the source package of Horovod 0.28.1",
+                        "delete the cached source and try again") from error

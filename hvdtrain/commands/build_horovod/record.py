@@ -1,7 +1,4 @@
-"""What the installed Horovod was built against, written beside it, and whether that still holds.
-
-Owns share/hvdtrain/horovod-build.json of the environment. Reads package metadata; never imports Horovod.
-"""
+"""Record of the Horovod installed here: share/hvdtrain/horovod-build.json of the environment. Never imports Horovod."""
 
 from __future__ import annotations
 
@@ -15,11 +12,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """One build: ``key`` of its plan, ``wheel_sha256``, what it was built for, and which checks it has
-    ``verified``.
+    """``key`` of the plan, ``wheel_sha256``, and the names of the checks it passed in ``verified``.
 
-    ``frameworks`` maps a distribution's name to its version. ``mpi`` is "flavour version", or "" for Gloo
-    alone.
+    ``frameworks``: version by distribution. ``mpi``: "flavour version", or "" for Gloo alone.
     """
 
     key: str
@@ -33,12 +28,10 @@ class BuildRecord:
 
 
 def path() -> Path:
-    """Where the record of this environment lies."""
     return Path(sys.prefix, "share", "hvdtrain", "horovod-build.json")
 
 
 def write(record: BuildRecord) -> None:
-    """Write the record in one step."""
     path().parent.mkdir(parents=True, exist_ok=True)
     aside = path().with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(asdict(record), indent=2) + "\n")
@@ -46,7 +39,7 @@ def write(record: BuildRecord) -> None:
 
 
 def read() -> BuildRecord | None:
-    """The record as written, or None where there is none or it is not one."""
+    """Return the record, or None where there is none or it cannot be read."""
     try:
         return BuildRecord(**json.loads(path().read_text()))
     except (OSError, ValueError, TypeError):
@@ -54,7 +47,7 @@ def read() -> BuildRecord | None:
 
 
 def installed() -> BuildRecord | None:
-    """The record of the Horovod installed here; None without Horovod, or with one that this tool did not
+    """Return the record of the Horovod installed here; None without Horovod, or with one that this tool did not
     install.
     """
     record = read()
@@ -68,7 +61,7 @@ def installed() -> BuildRecord | None:
 
 
 def _source_sha256(dist: importlib.metadata.Distribution) -> str:
-    """The digest of the wheel that pip installed ``dist`` from, as pip noted it ("" where it did not)."""
+    """Return the digest of the wheel that pip installed ``dist`` from, "" where pip noted none."""
     try:
         archive = json.loads(dist.read_text("direct_url.json") or "{}").get("archive_info", {})
     except ValueError:

@@ -1,8 +1,6 @@
-"""The few programs that must be on the machine already; a missing one is named with the package that brings
-it.
+"""Programs that have to be on the machine, each with its package.
 
-Owns the list. ``python -m hvdtrain.commands.build_horovod.tools`` is what the Makefile asks before anything is
-installed, so this file needs the standard library only.
+The Makefile runs this file before anything is installed: the standard library only.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ int main() { return *std::optional<int>{0}; }
 
 
 @dataclass(frozen=True)
-class Tool:
-    """A needed thing: how to find it, and its package on Debian or Ubuntu and on Fedora or RHEL."""
+class RequiredTool:
+    """``debian``, ``fedora``: the package on Debian or Ubuntu, on Fedora or RHEL."""
 
     name: str
     present: Callable[[], bool]
@@ -35,7 +33,7 @@ class Tool:
 
 
 def compiler() -> str:
-    """The C++ compiler that CMake would take: $CXX, else c++, else g++, else clang++; "" without one."""
+    """Return the C++ compiler that CMake would take: $CXX, else c++, else g++, else clang++; "" without one."""
     named = os.environ.get("CXX", "").split()
     for name in [*named[:1], "c++", "g++", "clang++"]:
         if shutil.which(name):
@@ -44,7 +42,6 @@ def compiler() -> str:
 
 
 def compiles_cpp17() -> bool:
-    """Whether that compiler takes C++17, its library included."""
     name = compiler()
     if not name:
         return False
@@ -68,21 +65,21 @@ def _has_venv() -> bool:
     return importlib.util.find_spec("ensurepip") is not None or sys.prefix != sys.base_prefix
 
 
-def needed() -> tuple[Tool, ...]:
-    """Everything that must be there before `make setup`, in the order in which it is asked for."""
+def needed() -> tuple[RequiredTool, ...]:
+    """Return the tools in the order in which they are looked for."""
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     return (
-        Tool("CPython 3.10 or later", lambda: sys.version_info >= MINIMUM_PYTHON, "python3", "python3.11"),
-        Tool("Python's venv module", _has_venv, f"{python}-venv", "python3"),
-        Tool("Python's C headers", _has_headers, f"{python}-dev", "python3-devel"),
-        Tool("a C++17 compiler", compiles_cpp17, "g++", "gcc-c++"),
-        Tool("cmake", _on_path("cmake"), "cmake", "cmake"),
-        Tool("make", _on_path("make"), "make", "make"),
+        RequiredTool("CPython 3.10 or later", lambda: sys.version_info >= MINIMUM_PYTHON, "python3", "python3.11"),
+        RequiredTool("Python's venv module", _has_venv, f"{python}-venv", "python3"),
+        RequiredTool("Python's C headers", _has_headers, f"{python}-dev", "python3-devel"),
+        RequiredTool("a C++17 compiler", compiles_cpp17, "g++", "gcc-c++"),
+        RequiredTool("cmake", _on_path("cmake"), "cmake", "cmake"),
+        RequiredTool("make", _on_path("make"), "make", "make"),
     )
 
 
-def missing(tools: tuple[Tool, ...] | None = None) -> str | None:
-    """One line that names the first missing thing and its package, or None where all are there."""
+def missing(tools: tuple[RequiredTool, ...] | None = None) -> str | None:
+    """Return a line that names the first missing tool and its package, or None."""
     for tool in needed() if tools is None else tools:
         if not tool.present():
             return (f"error: {tool.name} is missing; install the package {tool.debian} (Debian, Ubuntu) "
@@ -91,9 +88,9 @@ def missing(tools: tuple[Tool, ...] | None = None) -> str | None:
 
 
 def main() -> int:
-    """Print the line, if there is one; the exit status says whether everything is there.
+    """Print the line of the missing tool; return 1 if there is one.
 
-    ``--wheels``: nothing is to be compiled, so only what installs is asked for.
+    ``--wheels``: nothing is compiled, so only Python and venv are looked for.
     """
     line = missing(needed()[:2] if "--wheels" in sys.argv[1:] else None)
     if line:

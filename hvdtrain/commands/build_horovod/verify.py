@@ -1,7 +1,4 @@
-"""Does the installed Horovod work? A 2-rank allreduce in each framework, in processes of its own, each with a
-deadline.
-
-Owns the check's programs and the commands that start them. Installs nothing.
+"""Check of the installed Horovod: a 2-rank allreduce in each framework, in processes of its own, each with a deadline.
 """
 
 from __future__ import annotations
@@ -14,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.cluster.machine.software import Mpi, search_path
-from hvdtrain.commands.build_horovod.plan import Plan
-from hvdtrain.commands.build_horovod.progress import SILENT_S, Display
-from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.commands.build_horovod.plan import BuildPlan
+from hvdtrain.commands.build_horovod.run import SILENT_S, ChildFailed, Display, logged
 
 RANKS = 2
 CHECK_TIMEOUT_S = 180.0
@@ -56,9 +52,7 @@ _PROGRAMS = {"torch": _TORCH, "tensorflow": _TENSORFLOW}
 
 @dataclass(frozen=True)
 class Check:
-    """One check: ``name`` for people, the command, its environment's additions, and how many ranks must
-    report.
-    """
+    """``ranks``: how many have to report."""
 
     name: str
     argv: tuple[str, ...]
@@ -67,14 +61,11 @@ class Check:
 
 
 def program(framework: str, ranks: int, gpu: bool) -> str:
-    """The Python program that one rank of the check runs."""
     return _PROGRAMS[framework].format(ranks=ranks, gpu=gpu).strip()
 
 
 def launch_argv(mpi: Mpi | None, ranks: int, horovodrun: str) -> list[str]:
-    """How to start ``ranks`` local processes: the MPI's own mpirun, or horovodrun over Gloo where there is no
-    MPI.
-    """
+    """Return the words that start ``ranks`` local processes: MPI's own mpirun, or horovodrun over Gloo without MPI."""
     if mpi is None:
         return [horovodrun, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]
     if mpi.flavour == "openmpi":
@@ -83,9 +74,7 @@ def launch_argv(mpi: Mpi | None, ranks: int, horovodrun: str) -> list[str]:
 
 
 def launch_env(mpi: Mpi | None, root: bool) -> dict[str, str]:
-    """What the check's launcher needs. Open MPI refuses root unless told twice: said for this child only, and
-    only as root.
-    """
+    """Return variables for the launcher; as root, Open MPI's two, for this child only."""
     env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "HOROVOD_STALL_CHECK_TIME_SECONDS": "20"}
     if mpi is not None and mpi.flavour == "openmpi":
         env["OMPI_MCA_mpi_yield_when_idle"] = "1"
@@ -94,8 +83,8 @@ def launch_env(mpi: Mpi | None, root: bool) -> dict[str, str]:
     return env
 
 
-def checks(plan: Plan, python: str, horovodrun: str, root: bool) -> list[Check]:
-    """The checks of a plan: 2 ranks per framework, and one rank on the GPU where there is a single GPU."""
+def checks(plan: BuildPlan, python: str, horovodrun: str, root: bool) -> list[Check]:
+    """Return the checks of a plan: 2 ranks per framework, and one rank on the GPU where there is a single GPU."""
     mpi = plan.mpi
     wire = "Gloo" if mpi is None else f"{mpi.flavour} {mpi.version}"
     found = []
@@ -109,7 +98,7 @@ def checks(plan: Plan, python: str, horovodrun: str, root: bool) -> list[Check]:
 
 
 def run(check: Check, log: Path, env: dict[str, str]) -> str:
-    """Run one check and return where the sum was computed ("cpu" or "cuda"); raises ChildFailed."""
+    """Run one check and return where the sum was computed ("cpu" or "cuda"). Errors: `ChildFailed`."""
     before = log.stat().st_size if log.exists() else 0
     logged(f"the check ({check.name})", list(check.argv), log, env | dict(check.env), CHECK_TIMEOUT_S,
            Display(f"checking {check.name}", after_s=SILENT_S))
@@ -122,8 +111,8 @@ def run(check: Check, log: Path, env: dict[str, str]) -> str:
     return said[0]
 
 
-def run_all(plan: Plan, log: Path, env: dict[str, str], say) -> list[str]:
-    """Run every check of ``plan`` and return their names; ChildFailed at the first that fails."""
+def run_all(plan: BuildPlan, log: Path, env: dict[str, str], say) -> list[str]:
+    """Run every check of ``plan`` and return their names. Errors: `ChildFailed` at the first that fails."""
     horovodrun = shutil.which("horovodrun", path=search_path()) or "horovodrun"
     passed = []
     for check in checks(plan, sys.executable, horovodrun, os.geteuid() == 0):

@@ -1,23 +1,24 @@
-"""From a plan to a wheel: fetch the source, check it, unpack it, apply the edits, compile, keep.
-
-Owns the effects of a build. Decides nothing: the environment and the key come from ``plan``.
-"""
+"""Building a wheel (fetch, check, unpack, edit, compile) and the user's cache of wheels, $XDG_CACHE_HOME/hvdtrain."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hvdtrain.cluster.machine.software import Cuda, search_path
-from hvdtrain.commands.build_horovod import cache, patches
-from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, SDIST_SHA256, Plan
-from hvdtrain.commands.build_horovod.progress import SILENT_S, Display
-from hvdtrain.commands.build_horovod.run import logged
+from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, SDIST_SHA256, BuildPlan, apply_edits
+from hvdtrain.commands.build_horovod.run import SILENT_S, Display, logged
 from hvdtrain.core.errors import UserError
 
 DOWNLOAD_TIMEOUT_S = 600.0
@@ -27,7 +28,6 @@ _MEMORY_PER_JOB = 2 << 30  # bytes; the TensorFlow sources peak near 2.4 GB, the
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as handle:
         for block in iter(lambda: handle.read(1 << 20), b""):
@@ -36,22 +36,22 @@ def sha256_of(path: Path) -> str:
 
 
 def default_jobs() -> int:
-    """Compilers to run at once: one per processor we may use, fewer where memory is short."""
+    """Return the number of compilers to run at once: one per processor, fewer where memory is short."""
     cpus = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return max(1, min(cpus, 1 + memory // _MEMORY_PER_JOB))
 
 
 def check_build_needs() -> None:
-    """Raise UserError where a Python package that Horovod's setup.py imports is not installed."""
+    """Raise `UserError` where a Python package that Horovod's setup.py imports is not installed."""
     missing = [name for name in _BUILD_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"got no {', '.join(missing)} in this environment", "what Horovod's setup.py imports",
                         "run pip install -r requirements/horovod.txt")
 
 
-def child_env(plan: Plan) -> dict[str, str]:
-    """This process's environment with the plan's over it, without any other HOROVOD_* or language setting."""
+def child_env(plan: BuildPlan) -> dict[str, str]:
+    """Return this process's environment with the plan's over it, without other HOROVOD_* or language settings."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "LC_", "MAKEFLAGS"))}
     first = os.path.dirname(plan.facts.mpi.mpicxx) if plan.facts.mpi and plan.facts.mpi.mpicxx else ""
     env |= {"PATH": os.pathsep.join(filter(None, [first, search_path()])), "LC_ALL": "C",
@@ -60,14 +60,14 @@ def child_env(plan: Plan) -> dict[str, str]:
 
 
 def fetch_source(env: dict[str, str], log: Path) -> Path:
-    """The source package of Horovod, from the cache or through pip; UserError where its digest is not the
-    known one.
+    """Return Horovod's source package, from the cache or through pip; `UserError` for another digest than the known
+    one.
     """
-    name = cache.SOURCE
-    kept = cache.root() / "source" / name
+    name = SOURCE
+    kept = root() / "source" / name
     if kept.exists() and sha256_of(kept) == SDIST_SHA256:
         return kept
-    with cache.workspace() as work:
+    with workspace() as work:
         argv = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation",
                 "--no-cache-dir", "--no-binary", "horovod", "-d", str(work), f"horovod=={HOROVOD_VERSION}"]
         logged("fetching the source", argv, log, env, DOWNLOAD_TIMEOUT_S,
@@ -81,9 +81,7 @@ def fetch_source(env: dict[str, str], log: Path) -> Path:
 
 
 def unpack(archive: Path, into: Path) -> Path:
-    """Unpack a source package, refusing members that would land outside ``into``; returns its single top
-    folder.
-    """
+    """Unpack a source package, refusing members outside ``into``; return its single top folder."""
     with tarfile.open(archive) as tar:
         for member in tar.getmembers():
             target = (into / member.name).resolve()
@@ -98,17 +96,16 @@ def unpack(archive: Path, into: Path) -> Path:
     return next(p for p in into.iterdir() if p.is_dir())
 
 
-def build(plan: Plan, log: Path, jobs: int, display: Display) -> Path:
-    """Compile the wheel of ``plan`` and keep it in the cache; the caller holds the key's lock. ChildFailed on
-    failure.
+def build(plan: BuildPlan, log: Path, jobs: int, display: Display) -> Path:
+    """Compile the wheel of ``plan`` and keep it in the cache; the caller holds the key's lock. Errors: `ChildFailed`.
     """
     env = child_env(plan)
     log.write_text(f"# {plan.title()}\n" + "".join(f"# {k}={v}\n" for k, v in sorted(plan.env.items())))
     source = fetch_source(env, log)
-    with cache.workspace() as work:
+    with workspace() as work:
         (work / "source").mkdir()
         tree = unpack(source, work / "source")
-        patches.apply(tree)
+        apply_edits(tree)
         if plan.cuda:
             env |= stage(plan.facts.cuda, work / "toolkit")
         env |= {"MAKEFLAGS": f"-j{jobs}", "TMPDIR": str(work)}
@@ -117,7 +114,7 @@ def build(plan: Plan, log: Path, jobs: int, display: Display) -> Path:
         logged("the build", [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps",
                              "--no-cache-dir", "--no-index", "-w", str(out), str(tree)],
                log, env, COMPILE_TIMEOUT_S, display, cwd=work)
-        return cache.place(plan.key, out)
+        return place(plan.key, out)
 
 
 def install(wheel: Path, log: Path, env: dict[str, str]) -> None:
@@ -129,7 +126,7 @@ def install(wheel: Path, log: Path, env: dict[str, str]) -> None:
 
 
 def stage(cuda: Cuda, into: Path) -> dict[str, str]:
-    """Link toolkit and NCCL under ``into`` and return the environment that points every finder there."""
+    """Link toolkit and NCCL under ``into``; return the environment that points every finder there."""
     home, nccl = into / "cuda", into / "nccl"
     home.mkdir(parents=True)
     for name in ("bin", "include", "nvvm"):
@@ -153,11 +150,108 @@ def stage(cuda: Cuda, into: Path) -> dict[str, str]:
 
 
 def link_libraries(sources: list[Path], into: Path, only: str = "lib") -> None:
-    """Link each library that starts with ``only`` into ``into``, also under its name without a version
-    number.
-    """
+    """Link each library that starts with ``only`` into ``into``, also under its name without a version number."""
     into.mkdir(parents=True)
     for library in (f for d in sources for f in sorted(d.iterdir()) if f.name.startswith(only)):
         for name in {library.name, re.sub(r"\.so\.[\d.]+$", ".so", library.name)}:
             if not (into / name).is_symlink():
                 (into / name).symlink_to(library)
+
+
+LOCK_TIMEOUT_S = 3600.0
+
+SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
+"""Horovod's source package, in the folder ``source``."""
+
+
+def root() -> Path:
+    """Return the cache folder, made where it is missing; `UserError` where it cannot be written."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = Path(base, "hvdtrain")
+    try:
+        for name in ("wheels", "logs", "source"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"got a cache folder that cannot be made ({error})", "a writable folder",
+                        "set XDG_CACHE_HOME to one") from error
+    return path
+
+
+def find(key: str) -> Path | None:
+    """Return the cached wheel of ``key``, or None."""
+    wheels = sorted((root() / "wheels" / key).glob("horovod-*.whl"))
+    return wheels[0] if wheels else None
+
+
+def place(key: str, built: Path) -> Path:
+    """Move the folder ``built`` (on the cache's own file system) in as ``key``, replacing an older one."""
+    home, old = root() / "wheels" / key, built.with_name(built.name + ".old")
+    if home.exists():
+        home.rename(old)
+    built.rename(home)
+    shutil.rmtree(old, ignore_errors=True)
+    found = find(key)
+    assert found is not None, f"{home} holds no wheel"
+    return found
+
+
+def take_over(folder: Path, key: str) -> Path | None:
+    """Copy what the wheelhouse ``folder`` has of Horovod into the cache; return the wheel of ``key``, or None.
+
+    Errors: `UserError` where there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"got the wheelhouse {folder}, which is not there", "a folder that make wheelhouse filled",
+                        "correct WHEELHOUSE=DIR, or fill it where there is a network: make wheelhouse WHEELHOUSE=DIR")
+    kept = root() / "source" / SOURCE
+    if not kept.exists() and (folder / "horovod" / SOURCE).exists():
+        copy(folder / "horovod" / SOURCE, kept)
+    found = sorted((folder / "horovod" / key).glob("horovod-*.whl"))
+    if found and find(key) is None:
+        with workspace() as work:
+            copy(found[0], work / "wheel" / found[0].name)
+            place(key, work / "wheel")
+    return find(key)
+
+
+def copy(source: Path, target: Path) -> Path:
+    """Copy a file whole or not at all; return ``target``."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(source, part)
+    return part.replace(target)
+
+
+@contextmanager
+def workspace() -> Iterator[Path]:
+    """Yield a folder to build in, on the cache's own file system (``place`` is one rename); remove it at the end."""
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=root()) as path:
+        yield Path(path)
+
+
+@contextmanager
+def lock(key: str, waiting=lambda: None, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold ``key`` against other builds of the same user; call ``waiting`` once if another one holds it.
+
+    The kernel's lock ends with the process. Errors: `UserError` after ``timeout_s``.
+    """
+    path, deadline = root() / "wheels" / f".{key}.lock", time.monotonic() + timeout_s
+    with path.open("w") as handle:
+        said = False
+        while not _try_lock(handle.fileno()):
+            if not said:
+                waiting()
+                said = True
+            if time.monotonic() > deadline:
+                raise UserError(f"got no lock on {path} in {timeout_s:.0f} s", "the other build to end",
+                                "look for another `python -m hvdtrain build` and end it")
+            time.sleep(0.2)
+        yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,9 +1,6 @@
-"""A folder of wheels from which ``make setup WHEELHOUSE=DIR`` installs without a network.
+"""Folder of wheels from which ``make setup WHEELHOUSE=DIR`` installs without a network; `wheel.take_over` reads it.
 
-Owns what lies in it and where: the wheels of the pins, and below ``horovod`` the built Horovod by its cache key (pip
-does not look there, so that it takes none that was built for something else), and Horovod's source for machines that
-have to build their own. ``python -m hvdtrain.commands.build_horovod.wheelhouse`` fills it in an environment that is set
-up; `cache.take_over` reads it.
+Horovod lies below ``horovod``, by its cache key, where pip does not look: pip would take one built for something else.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.commands.build_horovod import cache, flow, wheel
+from hvdtrain.commands.build_horovod import cli, wheel
 from hvdtrain.commands.build_horovod.run import ChildFailed
 from hvdtrain.core.errors import UserError
 
@@ -23,18 +20,18 @@ PIP_TIMEOUT_S = 3600.0
 
 
 def add_horovod(folder: Path, key: str) -> Path | None:
-    """Copy the cached wheel of ``key`` to where `cache.take_over` looks; None where it was not built."""
-    built = cache.find(key)
-    return None if built is None else cache.copy(built, folder / "horovod" / key / built.name)
+    """Copy the cached wheel of ``key`` to where `wheel.take_over` looks; None where it was not built."""
+    built = wheel.find(key)
+    return None if built is None else wheel.copy(built, folder / "horovod" / key / built.name)
 
 
 def add_source(into: Path) -> Path:
     """Copy Horovod's source package to the folder ``into``, fetched where the cache has none.
 
-    Errors: ChildFailed without a network, UserError for a package with another digest.
+    Errors: `ChildFailed` without a network, `UserError` for a package with another digest.
     """
     env = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    return cache.copy(wheel.fetch_source(env, cache.root() / "logs" / "source.log"), into / cache.SOURCE)
+    return wheel.copy(wheel.fetch_source(env, wheel.root() / "logs" / "source.log"), into / wheel.SOURCE)
 
 
 def listing(folder: Path) -> tuple[list[str], int]:
@@ -45,17 +42,14 @@ def listing(folder: Path) -> tuple[list[str], int]:
 
 
 def download(folder: Path, pins: Sequence[str], extra_index: str = "") -> list[list[str]]:
-    """Return pip's calls that fill ``folder`` with the wheels of these files of pins, the second if the first fails.
-
-    A package that has no wheel is built into one. Pure.
-    """
+    """Return pip's calls that fill ``folder`` with the wheels of these files of pins; the second if the first fails."""
     words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "-w", str(folder),
              "--find-links", str(folder), *(word for name in pins for word in ("-r", name))]
     other = [*words, "--timeout", "15", "--retries", "1", "--extra-index-url", extra_index]
     return [words, other] if extra_index else [words]
 
 
-def fill(folder: Path, pins: Sequence[str], extra_index: str, options: flow.Options) -> int:
+def fill(folder: Path, pins: Sequence[str], extra_index: str, options: cli.Options) -> int:
     """Fill ``folder``; return the exit status, 1 where pip did not find all. What lies there already stays."""
     folder.mkdir(parents=True, exist_ok=True)
     for words in download(folder.absolute(), pins, extra_index):
@@ -64,7 +58,7 @@ def fill(folder: Path, pins: Sequence[str], extra_index: str, options: flow.Opti
     else:
         print("error: pip did not find a wheel for every pin", file=sys.stderr)
         return 1
-    key = flow.make_plan(options).key
+    key = cli.make_plan(options).key
     if add_horovod(folder, key) is None:
         print(f"note: there is no built Horovod for {key}; run python -m hvdtrain build, then this again")
     try:
@@ -77,7 +71,6 @@ def fill(folder: Path, pins: Sequence[str], extra_index: str, options: flow.Opti
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fill the folder that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m hvdtrain.commands.build_horovod.wheelhouse",
                                      description="Fill a folder with wheels for machines without a network.")
     parser.add_argument("folder", type=Path)
@@ -86,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="the Horovod without CUDA")
     parser.add_argument("--extra-index", default="", help="asked where pip's own indexes lack a pin")
     args = parser.parse_args(argv)
-    options = flow.Options(frameworks=tuple(args.frameworks) if args.frameworks else None, cpu_only=args.cpu)
+    options = cli.Options(frameworks=tuple(args.frameworks) if args.frameworks else None, cpu_only=args.cpu)
     return fill(args.folder, args.pins, args.extra_index, options)
 
 

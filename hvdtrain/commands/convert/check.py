@@ -1,8 +1,4 @@
-"""Whether twins compute the same: random input like a model's example, random weights like its own, and how far
-outputs are apart.
-
-Owns both as pure numpy.
-"""
+"""Comparison of twins on random input and random weights. Pure numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +17,9 @@ wrong ones are far above."""
 
 
 def random_like(example: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Arrays of the shapes and dtypes of ``example``: floats of its mean and spread, whole numbers out of its own."""
+    """Return arrays of the shapes and dtypes of ``example``: floats of its mean and spread, integers drawn from its
+    own.
+    """
     draw = np.random.default_rng(0)
     out = []
     for array in example:
@@ -35,8 +33,10 @@ def random_like(example: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def inputs(example: Callable[..., Any] | None, shape: Sequence[int], inferred: Sequence[tuple[tuple[int, ...], str]],
            ) -> list[np.ndarray]:
-    """Random input for `SAMPLES` samples: like the file's ``example``, of the ``shape`` that the user gives for one
-    sample, or of the shapes and dtypes ``inferred`` from the model. `UserError` where there is none of these."""
+    """Return random input for `SAMPLES` samples: like the file's ``example``, of the user's ``shape``, or ``inferred``.
+
+    Errors: `UserError` where there is none of these.
+    """
     if shape:
         return random_like([np.random.default_rng(1).standard_normal((SAMPLES, *shape)).astype(np.float32)])
     if example is not None:
@@ -51,8 +51,11 @@ def inputs(example: Callable[..., Any] | None, shape: Sequence[int], inferred: S
 
 
 def random_weights(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays like those of ``model`` with other values, none 0: as spread as they are, or as 1 over the root of the
-    inputs where they are all alike; variances from 0.5 to 1.5. What is not a floating number stays."""
+    """Return arrays like those of ``model`` with other values, none 0.
+
+    As spread as they are, or 1 over the root of the inputs where they are all equal; variances from 0.5 to 1.5. Other
+    dtypes stay.
+    """
     draw = np.random.default_rng(0)
     known = model.weights()
     out = dict(arrays)
@@ -74,7 +77,7 @@ def random_weights(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def apart(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    """The largest difference of outputs as a part of the largest output; infinite where one is not finite.
+    """Return the largest difference of outputs over the largest output; infinite where one is not finite.
 
     Errors: `UserError` where the numbers of outputs or their shapes differ.
     """

@@ -1,7 +1,4 @@
-"""``python -m hvdtrain convert``: weights, or a run with its optimizer, from PyTorch to a Keras twin or back.
-
-Owns the options and the table. The conversion is `hvdtrain.commands.convert`.
-"""
+"""``python -m hvdtrain convert``: the options and the table. `hvdtrain.commands.convert.request` converts."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from hvdtrain.commands.convert import Request, convert, source_of, target_of
 from hvdtrain.commands.convert.request import TOLERANCE
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.table import as_text
 from hvdtrain.core.terminal import say
 
 HELP = "see python -m hvdtrain convert --help"
@@ -19,7 +17,7 @@ _ARGS = ("model_args", "twin_args")
 
 
 def main(argv: list[str]) -> int:
-    """Convert as ``argv`` says and print what became what; 0, or a `UserError` and nothing made."""
+    """Convert as ``argv`` says and print the pairs; return 0, or raise `UserError` and make nothing."""
     given, rest = _entries(argv)
     args, unknown = make_parser().parse_known_args(rest)
     if unknown:
@@ -42,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options, besides --model_args.NAME and --twin_args.NAME."""
+    """Return the parser of the options, besides --model_args.NAME and --twin_args.NAME."""
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain convert", allow_abbrev=False,
         usage="python -m hvdtrain convert SOURCE TARGET [--model M] [--twin M] [--model_args.NAME VALUE ...] ...",
@@ -70,10 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def table(report: dict[str, Any]) -> list[str]:
-    """Lines: each weight of torch beside its Keras twin, how they were matched, the difference, remarks."""
-    rows = [("PyTorch", "Keras", "layout, PyTorch -> Keras"), *map(tuple, report["rows"])]
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    lines = [f"{a:{widths[0]}}  {b:{widths[1]}}  {words}" for a, b, words in rows]
+    """Return lines: each weight of torch and its Keras twin, how they were matched, the difference, remarks."""
+    lines = as_text(("PyTorch", "Keras", "layout, PyTorch -> Keras"), report["rows"]).splitlines()
     lines.append(f"{len(report['rows'])} weights matched {report['how']}, {report['frameworks'][0]} to "
                  f"{report['frameworks'][1]}")
     if "apart" in report:
@@ -88,7 +84,9 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 def _entries(argv: list[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """({"model_args": ..., "twin_args": ...} of --model_args.NAME VALUE and --twin_args.NAME VALUE, other words)."""
+    """Return ({"model_args": ..., "twin_args": ...} of --model_args.NAME VALUE and --twin_args.NAME VALUE, other
+    words).
+    """
     found: dict[str, dict[str, Any]] = {key: {} for key in _ARGS}
     rest: list[str] = []
     words = list(argv)
@@ -108,7 +106,6 @@ def _entries(argv: list[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
 
 
 def _pairs(given: list[str]) -> dict[str, str]:
-    """A=B, given once or more, by A."""
     wrong = next((text for text in given if text.count("=") != 1), None)
     if wrong is not None:
         raise UserError(f"{wrong!r} is no pair", "two names with = between them", HELP)
@@ -116,7 +113,6 @@ def _pairs(given: list[str]) -> dict[str, str]:
 
 
 def _numbers(key: str, text: str) -> list[int]:
-    """Whole numbers with commas between them."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

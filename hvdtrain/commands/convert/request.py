@@ -1,18 +1,24 @@
-"""What a conversion is asked to do, and which model is the twin of which where the user does not say.
-
-Owns the request and its JSON form, in which a child gets it.
-"""
+"""Conversion from beginning to end: its request, a child process for each framework, and the rename into place."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import inspect
-from hvdtrain.commands.convert.places import Place
+from hvdtrain.checkpoint import CheckpointStore, inspect
+from hvdtrain.checkpoint.files import fsync_directory, make_directories
+from hvdtrain.checkpoint.run_directory import RunDirectory
+from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import orderly_signals
 
 TOLERANCE = 1e-5
 """Largest difference of outputs that passes, as a part of the largest output."""
@@ -22,15 +28,15 @@ _TWINS = {"torch_models.": "tf_models.", "tf_models.": "torch_models."}
 
 @dataclass(frozen=True)
 class Request:
-    """A conversion of ``source``, made with ``model``, to ``target``, made with ``twin``.
+    """Conversion of ``source``, made with ``model``, to ``target``, made with ``twin``.
 
     ``model``, ``twin``: module:callable; ``model_args``, ``twin_args``: their keyword arguments. ``pairs``: torch layer
     -> Keras layer. ``flats``: torch Linear -> the (C, ...) that torch flattens. ``input_shape``: of one sample, where
-    the model's file has no example. ``check``: whether outputs are compared, within ``tolerance``.
+    the model's file has no example. ``check``: compare outputs, within ``tolerance``.
     """
 
-    source: Place
-    target: Place
+    source: ModelPath
+    target: ModelPath
     model: str = ""
     twin: str = ""
     model_args: dict[str, Any] = field(default_factory=dict)
@@ -43,11 +49,10 @@ class Request:
 
     @property
     def with_state(self) -> bool:
-        """Whether the optimizer's state and the run's position are converted too."""
+        """Return whether the optimizer's state and the run's position are converted too."""
         return self.target.kind == "checkpoint"
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
         path.write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
 
     @classmethod
@@ -55,12 +60,12 @@ class Request:
         """Undo `write`."""
         plain = json.loads(path.read_text(encoding="utf-8"))
         for key in ("source", "target"):
-            plain[key] = Place(Path(plain[key]["path"]), plain[key]["kind"])
+            plain[key] = ModelPath(Path(plain[key]["path"]), plain[key]["kind"])
         return cls(**plain)
 
 
 def completed(request: Request) -> Request:
-    """``request`` with what a checkpoint knows of its model, and the twin of a model of this project.
+    """Return ``request`` with what a checkpoint knows of its model, and the twin of a model of this project.
 
     Errors: `UserError` where either model is not known, or a whole run is asked for and SOURCE is none.
     """
@@ -84,3 +89,120 @@ def completed(request: Request) -> Request:
         raise UserError(f"the twin of {request.model} is not known", "module:callable or path/file.py:callable",
                         "say --twin tf_models.cnn:build")
     return replace(request, twin_args={**request.model_args, **request.twin_args})
+
+
+ENDINGS = {".weights.h5": "weights", ".keras": "keras", ".safetensors": "safetensors", ".pt": "state_dict",
+           ".pth": "state_dict"}
+FRAMEWORKS = {"weights": "tensorflow", "keras": "tensorflow", "state_dict": "torch"}
+"""The framework that a kind of file belongs to; .safetensors and checkpoints are of either."""
+
+_KINDS = "a run's directory, one of its checkpoints, or a file that ends in " + ", ".join(ENDINGS)
+
+
+@dataclass(frozen=True)
+class ModelPath:
+    """Path and its kind: "checkpoint" (of a run), "safetensors", "state_dict", "keras" or "weights"."""
+
+    path: Path
+    kind: str
+
+    def require(self, framework: str, key: str) -> None:
+        """Raise `UserError` where this kind of file is not one of ``framework``; ``key`` names the model's option."""
+        own = FRAMEWORKS.get(self.kind, framework)
+        if own != framework:
+            raise UserError(f"{self.path} is a file of {own} and {key} names a {framework} model", f"a {own} model",
+                            f"correct {key}, or the ending of the file")
+
+
+def kind_of_file(path: Path) -> str:
+    return next((kind for ending, kind in ENDINGS.items() if path.name.endswith(ending)), "")
+
+
+def source_of(text: str, log: Callable[[str], None]) -> ModelPath:
+    """Return SOURCE; of a run's directory its newest whole checkpoint, damaged ones reported to ``log``.
+
+    Errors: `UserError` for a path that is not there or holds no such thing.
+    """
+    path = Path(text)
+    if not path.exists():
+        raise UserError(f"there is no {text}", _KINDS, "correct SOURCE")
+    if path.is_dir():
+        for root in RunDirectory(path).roots:
+            if root.is_dir() and any(root.glob("step-*")):
+                found = CheckpointStore(root, 1).latest_whole(log)
+                if found is None:
+                    raise UserError(f"{root} holds no whole checkpoint", "at least one that verifies", "correct SOURCE")
+                return ModelPath(found[0], "checkpoint")
+        inspect(path)
+        return ModelPath(path, "checkpoint")
+    kind = kind_of_file(path)
+    if not kind:
+        raise UserError(f"SOURCE is {text}", _KINDS, "correct SOURCE, or save it as one of these")
+    return ModelPath(path, kind)
+
+
+def target_of(text: str) -> ModelPath:
+    """Return TARGET: a file by its ending, else a run's directory. Errors: `UserError` if it exists."""
+    path = Path(os.path.abspath(text))
+    kind = kind_of_file(path)
+    if os.path.lexists(path) and not (not kind and path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{text} is there already", "a new name, so that nothing is overwritten",
+                        "choose another TARGET")
+    if not kind and path.suffix in (".h5", ".hdf5", ".pb", ".onnx", ".bin", ".ckpt", ".npz"):
+        raise UserError(f"TARGET is {text}", "a new directory, or a file that ends in " + ", ".join(ENDINGS),
+                        "correct TARGET")
+    return ModelPath(path, kind or "checkpoint")
+
+
+CHILD_TIMEOUT_S = 1800.0
+"""Longest time that one half may take."""
+
+
+def convert(request: Request) -> dict[str, Any]:
+    """Convert, check and put TARGET in place; return the report of `hvdtrain.commands.convert.worker.write`.
+
+    Errors: `UserError` where something does not fit; TARGET does not exist then.
+    """
+    request = completed(request)
+    parent = request.target.path.parent
+    try:
+        make_directories(parent)
+        aside = Path(tempfile.mkdtemp(prefix=".hvdtrain-convert-", dir=parent))
+    except OSError as error:
+        raise UserError(f"nothing can be made in {parent}: {error.strerror or error}",
+                        "a writable directory for TARGET", "choose another TARGET") from None
+    try:
+        with orderly_signals():
+            made, asked, exchange = aside / "made", aside / "request.json", aside / "exchange"
+            made.mkdir()
+            request.write(asked)
+            _child("reading SOURCE", ["read", str(asked), str(exchange)], exchange)
+            _child("writing TARGET", ["write", str(asked), str(exchange), str(made)], exchange)
+        _publish(made, request)
+        return json.loads(exchange.with_suffix(".report").read_text(encoding="utf-8"))
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _child(what: str, argv: list[str], exchange: Path) -> None:
+    """Run one half; its `UserError` becomes ours."""
+    log, said = exchange.with_suffix(f".{argv[0]}.log"), exchange.with_suffix(".error")
+    # Outputs are compared on the CPU, where both frameworks compute in full fp32.
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2",
+           "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT.parent), os.environ.get("PYTHONPATH", "")]))}
+    try:
+        logged(what, [sys.executable, "-m", "hvdtrain.commands.convert.worker", *argv], log, env, CHILD_TIMEOUT_S)
+    except ChildFailed as failed:
+        if said.is_file():
+            raise UserError(*json.loads(said.read_text(encoding="utf-8"))) from None
+        raise failed.told("models that can be built and loaded here", "see its last lines above") from None
+
+
+def _publish(made: Path, request: Request) -> None:
+    target = request.target.path
+    try:
+        os.rename(made if request.with_state else made / target.name, target)
+        fsync_directory(target.parent)
+    except OSError as error:
+        raise UserError(f"TARGET {target} could not be made: {error}", "a free name in a writable directory",
+                        "choose another TARGET") from None

@@ -1,7 +1,4 @@
-"""What a checkpoint says beside its arrays, told for the other framework, so that ``--resume`` goes on with it.
-
-Owns the translation of a run's configuration and of its manifest. Pure; what the optimizer is, `rule` says.
-"""
+"""Configuration and manifest of a run for the other framework, so that ``--resume`` continues there. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.backends.interchange.rule import Rule
-from hvdtrain.config import Config, Named, Pipeline, schema
+from hvdtrain.config import Config, Named, PipelineConfig, schema
 from hvdtrain.core import __version__
 from hvdtrain.core.errors import UserError
 
@@ -23,7 +20,7 @@ _GENERATORS = ("python.", "numpy.")
 
 
 def config_of(plain: Mapping[str, Any]) -> Config:
-    """The configuration in a manifest; keys of another release that this one lacks are left out."""
+    """Return the configuration in a manifest, without keys of another release."""
     deep = schema.sections(Config)
     values: dict[str, Any] = {}
     for one in fields(Config):
@@ -36,10 +33,10 @@ def config_of(plain: Mapping[str, Any]) -> Config:
 
 
 def bare(config: Config) -> Config:
-    """What decides the model and its optimizer: for a step that trains nothing, in one process on the CPU."""
+    """Return what decides the model and its optimizer: for a step that trains nothing, in one process on the CPU."""
     return replace(config, loss=Named(), metrics=[], precision="fp32", balance="off", shares=[], emulate_speed=[],
                    compression="none", model_parallel=1, split_micro_batches=0, devices_per_rank=0,
-                   pipeline=Pipeline())
+                   pipeline=PipelineConfig())
 
 
 def require_constant_rate(config: Config, scheduled: str = "") -> None:
@@ -52,7 +49,7 @@ def require_constant_rate(config: Config, scheduled: str = "") -> None:
 
 def config_for(config: Config, framework: str, rule: Rule, model: str, model_args: dict[str, Any],
                target: Path) -> Config:
-    """The configuration with which the run goes on in ``framework``, from its directory ``target``."""
+    """Return the configuration with which the run continues in ``framework``, from its directory ``target``."""
     name, args = rule.in_torch() if framework == "torch" else rule.in_keras()
     scale = config.global_batch / config.schedule.linear_scaling_base if config.schedule.linear_scaling_base else 1.0
     schedule, lr = config.schedule, config.lr
@@ -65,7 +62,7 @@ def config_for(config: Config, framework: str, rule: Rule, model: str, model_arg
 
 def meta_for(meta: Mapping[str, Any], framework: str, model: str, rest: Mapping[str, Any],
              config: Config) -> dict[str, Any]:
-    """The manifest's facts: position, samples and callbacks as they are, the rest of the other framework."""
+    """Return the manifest: position, samples and callbacks unchanged, the rest of the other framework."""
     scale = {k: v for k, v in meta["step_rest"].items() if k == "loss_scale"}
     meta = {k: v for k, v in meta.items() if k != "schedule"}  # follows from the configuration
     return {**meta, "hvdtrain": __version__, "framework": framework, "model": model, "step_rest": {**rest, **scale},
@@ -73,7 +70,7 @@ def meta_for(meta: Mapping[str, Any], framework: str, model: str, rest: Mapping[
 
 
 def rank_arrays(old: Mapping[str, np.ndarray], fresh: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One rank's generators: Python's and numpy's as they were, the framework's ``fresh`` from (seed, rank).
+    """Return one rank's generators: Python's and numpy's unchanged, the framework's ``fresh`` from (seed, rank).
 
     Compressor state is left out: it belongs to the gradients' buckets of one framework.
     """
@@ -82,7 +79,7 @@ def rank_arrays(old: Mapping[str, np.ndarray], fresh: Mapping[str, np.ndarray]) 
 
 
 def remarks(config: Config, draws: bool, compressor_state: bool, compiled_loss: str) -> list[str]:
-    """What does not go over, in words."""
+    """Return what is not converted, as sentences."""
     found = []
     if draws:
         found.append("the frameworks draw dropout from unlike generators: the curves agree as two seeds do")

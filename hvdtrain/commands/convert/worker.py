@@ -1,9 +1,8 @@
-"""One half of a conversion in a process of its own: reading SOURCE with its framework, or writing TARGET with its.
+"""Half of a conversion in a process of its own: reading SOURCE with its framework, or writing TARGET with its.
 
-``python -m hvdtrain.commands.convert.worker read|write REQUEST EXCHANGE [MADE]``. Owns the two halves. They meet in the
-directory EXCHANGE, a checkpoint whose groups hold the weights ("model"), the optimizer's state by slot ("slot-m"),
-the random generators by rank, the input and the outputs of the check, and random weights ("chance") with their
-outputs. A user's mistake is left in EXCHANGE.error.
+``python -m hvdtrain.commands.convert.worker read|write REQUEST EXCHANGE [MADE]``. EXCHANGE is a checkpoint whose groups
+hold the weights ("model"), the optimizer's state by slot ("slot-m"), the random generators by rank, input and outputs
+of the check, and random weights ("chance") with their outputs. A user's mistake is left in EXCHANGE.error.
 """
 
 from __future__ import annotations
@@ -18,30 +17,29 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import backends
-from hvdtrain.backends.interchange import layouts
+from hvdtrain.backends.interchange import layers
 from hvdtrain.backends.interchange import rule as rules
 from hvdtrain.backends.interchange.layers import Model
 from hvdtrain.backends.interchange.pairing import Pairs, carry, carry_moments, hints, pair
 from hvdtrain.backends.interchange.rule import Rule, remarks
 from hvdtrain.backends.model_spec import Spec, build_spec
-from hvdtrain.checkpoint import Kept, Snapshot, read_snapshot, write_snapshot
+from hvdtrain.checkpoint import OpenCheckpoint, Snapshot, read_snapshot, write_snapshot
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.commands.convert import check, resume
 from hvdtrain.commands.convert.request import Request
 from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 SHORT = {"torch": "torch", "tensorflow": "keras"}
 
 
 def read(request: Request, exchange: Path) -> None:
-    """Read SOURCE with its framework into ``exchange``."""
     snapshot = read_snapshot(request.source.path) if request.source.kind == "checkpoint" else None
     config = resume.config_of(snapshot.meta["config"]) if snapshot else Config()
     spec, side = _built(request.model, request.model_args, config.seed)
@@ -74,8 +72,10 @@ def read(request: Request, exchange: Path) -> None:
 
 
 def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
-    """Make TARGET in the directory ``made`` from ``exchange``; return what there is to tell. `UserError` if it is not
-    to be: where layers do not fit or outputs differ nothing is made."""
+    """Make TARGET in the directory ``made`` from ``exchange``; return the report.
+
+    Errors: `UserError` where layers do not fit or outputs differ; nothing is made then.
+    """
     found = read_snapshot(exchange)
     meta, rule = found.meta, Rule.from_dict(found.meta["rule"]) if "rule" in found.meta else None
     old = resume.config_of(meta["run"]["config"]) if rule else Config()
@@ -114,8 +114,8 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     return report | {"optimizer": f"{name} {args}", "step": meta["run"]["cursor"]["step"], "slots": sorted(slots)}
 
 
-def _save(request: Request, side: Any, parts: Parts, config: Config, found: Kept, made: Path) -> None:
-    """The run's directory: one checkpoint, as the run itself would write it, and its configuration."""
+def _save(request: Request, side: Any, parts: ModelParts, config: Config, found: OpenCheckpoint, made: Path) -> None:
+    """Write the run's directory: one checkpoint, as the run itself would write it, and its configuration."""
     run = found.meta["run"]
     groups, rest = parts.state.state()
     ranks = {name: resume.rank_arrays(arrays, side.fresh_generators(parts.model, config.seed, int(name[5:])))
@@ -129,16 +129,14 @@ def _save(request: Request, side: Any, parts: Parts, config: Config, found: Kept
 
 
 def _training_remarks(pairs: Pairs) -> list[str]:
-    """What the outputs cannot show because it takes part in training only."""
-    found = [text for ends in pairs.ends for text in layouts.remark(ends)]
+    found = [text for ends in pairs.ends for text in layers.remark(ends)]
     if any(ends.torch.kind == "batch norm" for ends in pairs.ends):
         found.append("BatchNorm's running variance is unbiased in PyTorch and biased in Keras: evaluation differs by "
                      "about one part in the values per channel of a micro-batch, training does not")
     return found
 
 
-def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: Kept) -> dict[str, Any]:
-    """Compare outputs; `UserError` where they are apart."""
+def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: OpenCheckpoint) -> dict[str, Any]:
     x = _in_order(found, "input")
     may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
     apart = check.apart(_outputs(request.twin, side, spec, x), _in_order(found, "output"))
@@ -158,8 +156,11 @@ def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: Kept)
 
 
 def _by_chance(request: Request, side: Any, spec: Spec, x: list[np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """Random weights and the outputs with them, so that no weight of SOURCE, such as 0, hides a layer from the check;
-    none where those outputs are not finite. The model keeps its own weights."""
+    """Return random weights and the outputs with them, so that no weight of SOURCE, such as 0, hides a layer; {} where
+    not finite.
+
+    The model keeps its own weights.
+    """
     own = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}
     side.assign(spec.model, check.random_weights(side.describe(spec.model), own))
     drawn = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}  # shared ones once
@@ -171,7 +172,6 @@ def _by_chance(request: Request, side: Any, spec: Spec, x: list[np.ndarray]) -> 
 
 
 def _outputs(text: str, side: Any, spec: Spec, x: list[np.ndarray]) -> list[np.ndarray]:
-    """The outputs on ``x``; `UserError` where the model does not take it."""
     try:
         return side.outputs(spec.model, x)
     except Exception as error:  # noqa: BLE001  (each framework and each model has its own)
@@ -182,7 +182,6 @@ def _outputs(text: str, side: Any, spec: Spec, x: list[np.ndarray]) -> list[np.n
 
 
 def _built(text: str, args: dict[str, Any], seed: int) -> tuple[Spec, Any]:
-    """The model with its file's functions, and the part of its backend that converts."""
     def prepare() -> None:
         rng.seed(seed, 0)
         for name in backends.imported():
@@ -194,11 +193,10 @@ def _built(text: str, args: dict[str, Any], seed: int) -> tuple[Spec, Any]:
     return spec, importlib.import_module(f"hvdtrain.backends.{spec.framework}.convert")
 
 
-def _parts(spec: Spec, config: Config) -> Parts:
-    """The model's parts as a run has them, to load and keep state with; they will not train."""
+def _parts(spec: Spec, config: Config) -> ModelParts:
     plain = replace(spec, task=None, metrics=None, weight=None)
     make = backends.load(spec.framework).make_parts
-    parts: Parts = make(plain, resume.bare(config), SoloControl(), NullCollectives(), 0)
+    parts: ModelParts = make(plain, resume.bare(config), SoloControl(), NullCollectives(), 0)
     return parts
 
 
@@ -206,13 +204,12 @@ def _numbered(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{i:03d}": array for i, array in enumerate(arrays)}
 
 
-def _in_order(found: Kept, group: str) -> list[np.ndarray]:
-    """Undo `_numbered`."""
+def _in_order(found: OpenCheckpoint, group: str) -> list[np.ndarray]:
     return [array for _, array in sorted(found.tensors[group].items())]
 
 
 def main(argv: list[str]) -> int:
-    """Do one half; 2 after a user's mistake, which is left as JSON beside EXCHANGE."""
+    """Run one half; return 2 after a user's mistake, which is left as JSON in EXCHANGE.error."""
     request, exchange = Request.read(Path(argv[1])), Path(argv[2])
     try:
         with exit_calls.told():

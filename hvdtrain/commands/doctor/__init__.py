@@ -1,5 +1,4 @@
-"""What would stop or slow a run on these hosts, found before the run.
+"""``python -m hvdtrain doctor``: set-up problems of hosts and the commands that fix them. Changes nothing on a host.
 
-``facts`` looks, ``checks`` judges (pure), ``table`` shows; ``gather`` brings the hosts' facts together under a launcher
-and ``start`` starts one rank per host. Changes nothing on a host: every remedy is a command that the user runs.
+``facts`` looks, ``checks`` judges (pure), ``gather`` collects the facts of all hosts under a launcher, ``cli`` prints.
 """

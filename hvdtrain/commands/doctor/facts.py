@@ -32,6 +32,7 @@ A host's facts, by key:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import ipaddress
 import mmap
@@ -41,7 +42,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,11 @@ from typing import Any
 from hvdtrain.cluster.devices import VISIBLE, count_gpus
 from hvdtrain.cluster.horovod import horovod_libraries, horovod_reason
 from hvdtrain.cluster.launchers.prepare import ROOT_VARIABLES
+from hvdtrain.cluster.machine.cgroup import cpu_quota, memory_limits
+from hvdtrain.cluster.machine.memory import left_alive_bytes
 from hvdtrain.cluster.machine.software import answer_of, find_framework, find_mpi, find_mpirun, version_of
-from hvdtrain.cluster.topology import affinity, cpu_quota
-from hvdtrain.commands.doctor import container, peers, probes
+from hvdtrain.cluster.topology import affinity
+from hvdtrain.commands.doctor import peers, probes
 from hvdtrain.core import __version__
 from hvdtrain.core.launcher import launch_facts
 
@@ -69,12 +73,12 @@ Facts = dict[str, Any]
 
 
 def known(value: Any) -> bool:
-    """Whether a fact could be had and is there (not None)."""
+    """Return whether a fact is known and not None."""
     return value is not None and not (isinstance(value, str) and value.startswith(UNKNOWN))
 
 
 def attempt(look: Callable[[], Any]) -> Any:
-    """What ``look`` returns, or "unknown: " and why it could not."""
+    """Return what ``look`` returns, or "unknown: " and the reason."""
     try:
         return look()
     except Exception as error:  # noqa: BLE001  (whatever goes wrong with one fact must not hide the others)
@@ -83,7 +87,7 @@ def attempt(look: Callable[[], Any]) -> Any:
 
 
 def collect(env: Mapping[str, str], timeout_s: float = PROBE_S) -> Facts:
-    """The facts of this host as a run would find them in ``env``; takes seconds, at most ``timeout_s`` and a little."""
+    """Return the facts of this host as a run would find them in ``env``; takes at most ``timeout_s`` and a little."""
     packages = attempt(lambda: probes.run_all(_programs(env), env, timeout_s))
     looked = packages if isinstance(packages, dict) else {}
     found: Facts = {name: attempt(look) for name, look in _looks(env).items()}
@@ -99,7 +103,6 @@ def collect(env: Mapping[str, str], timeout_s: float = PROBE_S) -> Facts:
 
 
 def _programs(env: Mapping[str, str]) -> dict[str, str]:
-    """The programs that have something to look at here, by name."""
     texts = {name: probes.program(name, horovod_reason(name) is None) for name in FRAMEWORKS if _installed(name)}
     if _installed("mpi4py"):
         texts["mpi4py"] = probes.program("mpi4py")
@@ -109,7 +112,6 @@ def _programs(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
-    """How each of the quick facts is found."""
     return {
         "host": socket.gethostname,
         "boot": boot_id,
@@ -124,12 +126,12 @@ def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
         "mpi_moves": _mpi_moves,
         "visible": lambda: env.get(VISIBLE),
         "interfaces": interfaces,
-        "cores": lambda: min(len(affinity()), cpu_quota(), container.limits()["cores"] or float("inf")),
+        "cores": lambda: min(len(affinity()), cpu_quota(), limits()["cores"] or float("inf")),
         "affinity": lambda: len(affinity()),
-        "limits": container.limits,
-        "container": lambda: container.container(env),
+        "limits": limits,
+        "container": lambda: find_container(env),
         "peers": lambda: neighbours(env, "processes", peers.between_processes()),
-        "memory_bytes": memory_bytes,
+        "memory_bytes": left_alive_bytes,
         "shm_bytes": lambda: shutil.disk_usage("/dev/shm").free,
         "shm_total": lambda: shutil.disk_usage("/dev/shm").total,
         "root": lambda: os.geteuid() == 0,
@@ -143,7 +145,7 @@ def _installed(name: str) -> bool:
 
 
 def distribution(name: str) -> dict[str, str]:
-    """Version and distribution of a framework as pip knows them, for one that cannot tell itself; {} without any."""
+    """Return version and distribution of a framework as pip has them; {} without any."""
     found = attempt(lambda: find_framework(name))
     return {} if isinstance(found, str) or found is None else {"version": found.version, "distribution": found.dist}
 
@@ -160,8 +162,7 @@ def _mpirun() -> dict[str, str] | None:
 
 
 def _mpi_moves() -> dict[str, bool] | None:
-    """Whether the Open MPI beside mpirun was built with UCX, and to read the memory of GPUs; None where it cannot tell.
-    """
+    """Return whether the Open MPI of mpirun was built with UCX, and with CUDA; None where that is not known."""
     path = find_mpirun()
     told = answer_of([str(Path(path).with_name("ompi_info")), "--parsable", "--all"])[0] if path else ""
     if "mca:pml:" not in told:
@@ -170,7 +171,7 @@ def _mpi_moves() -> dict[str, bool] | None:
 
 
 def launcher(env: Mapping[str, str]) -> dict[str, Any] | None:
-    """Who started this process, as its environment tells; None where nobody did."""
+    """Return the launcher of this process from its environment; None without one."""
     facts = launch_facts(env)
     if facts.kind == "solo":
         return None
@@ -179,7 +180,7 @@ def launcher(env: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def launcher_series(env: Mapping[str, str]) -> str:
-    """The version of the Open MPI whose mpirun set ``env``: "5.0.11" (5 tells it), "4" (by its names), or ""."""
+    """Return the version of the Open MPI whose mpirun set ``env``: "5.0.11", "4" (from its variables), or ""."""
     told = re.match(r"\d+(\.\d+)*", env.get("OMPI_VERSION", ""))
     if told:
         return told[0]
@@ -187,30 +188,30 @@ def launcher_series(env: Mapping[str, str]) -> str:
 
 
 def neighbours(env: Mapping[str, str], between: str, found: Mapping[str, str]) -> dict[str, Any]:
-    """The fact ``peers`` from a trial between processes or ranks."""
+    """Return the fact ``peers`` from a trial between processes or ranks."""
     off = env.get(f"OMPI_MCA_{SINGLE_COPY}", "") == "none" or "cma" in env.get("OMPI_MCA_smsc", "").lstrip("^").split(
         ",") and env.get("OMPI_MCA_smsc", "").startswith("^")
-    return {**found, "between": between, "ptrace_scope": container.ptrace_scope(), "single_copy_off": off}
+    return {**found, "between": between, "ptrace_scope": ptrace_scope(), "single_copy_off": off}
 
 
 def boot_id() -> str:
-    """An id of this start of the kernel: two hosts that have one name differ in it."""
+    """Return an id of this start of the kernel: two hosts of one name differ in it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def horovod_mpi(framework: str) -> list[str]:
-    """File names of the MPI libraries that Horovod's native library for ``framework`` wants; [] without one."""
+    """Return the file names of the MPI libraries that Horovod's library for ``framework`` needs; [] without one."""
     return sorted({name for file in horovod_libraries(framework) or () for name in wanted_mpi(file)})
 
 
 def wanted_mpi(path: Path) -> list[str]:
-    """The MPI libraries named in a shared object, such as libmpi.so.40; the strings of its dynamic section."""
+    """Return the MPI libraries named in a shared object, such as libmpi.so.40; the strings of its dynamic section."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return sorted({m.decode() for m in re.findall(rb"\0(libmpi(?:_abi|cxx)?\.so\.\d+)(?=\0)", data)})
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """The addresses of version 4 of this host with their networks."""
+    """Return the version 4 addresses of this host with their networks."""
     import psutil
 
     states, found = psutil.net_if_stats(), []
@@ -224,15 +225,85 @@ def interfaces() -> list[dict[str, Any]]:
     return found
 
 
-def memory_bytes(root: str = "/sys/fs/cgroup") -> int:
-    """Memory that processes started here could get: what is available, or less where the control group limits it."""
-    import psutil
+STOPS = "stops"
+"""A run would not start, or would end or hang."""
+SLOWS = "slows"
+"""A run would work, slower or otherwise less well than it could."""
+NOTE = "note"
+"""Nothing is wrong; there is a setting for it."""
 
-    available = int(psutil.virtual_memory().available)
-    for limit, used in (("memory.max", "memory.current"),
-                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        try:
-            return min(available, int(Path(root, limit).read_text()) - int(Path(root, used).read_text()))
-        except (OSError, ValueError):  # this version is not mounted, or "max": no limit
-            continue
-    return available
+SEVERITIES = (STOPS, SLOWS, NOTE)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``got`` is a clause, ``do`` starts with a verb and holds the command; no closing full stops. ``hosts``: in order.
+    """
+
+    severity: str
+    hosts: tuple[str, ...]
+    got: str
+    do: str
+
+
+def merge(problems: Iterable[Problem]) -> list[Problem]:
+    """Return the problems, worst first, each once with all its hosts."""
+    hosts: dict[tuple[str, str, str], dict[str, None]] = {}
+    for p in problems:
+        hosts.setdefault((p.severity, p.got, p.do), {}).update(dict.fromkeys(p.hosts))
+    found = [Problem(severity, tuple(names), got, do) for (severity, got, do), names in hosts.items()]
+    return sorted(found, key=lambda p: SEVERITIES.index(p.severity))
+
+
+def stops(problems: Iterable[Problem]) -> bool:
+    """Return whether any of them would stop a run."""
+    return any(p.severity == STOPS for p in problems)
+
+
+UNLIMITED = 1 << 60
+"""Version 1 tells no limit as a number near 2 ** 63."""
+
+NAMED = (("APPTAINER_CONTAINER", "Apptainer"), ("SINGULARITY_CONTAINER", "Singularity"),
+         ("KUBERNETES_SERVICE_HOST", "Kubernetes"), ("ENROOT_ROOTFS", "enroot"))
+FILES = (("run/.containerenv", "Podman"), (".dockerenv", "Docker"))
+GROUPS = (("kubepods", "Kubernetes"), ("docker", "Docker"), ("libpod", "Podman"), ("lxc", "LXC"),
+          ("containerd", "containerd"))
+
+
+def find_container(env: Mapping[str, str], root: str = "/") -> dict[str, Any] | None:
+    """Return {"kind", "by", "namespaced"} of the container around this process; None outside of one.
+
+    ``namespaced``: in a user namespace of its own, as rootless engines and Apptainer make one.
+    """
+    found = next(((kind, name) for name, kind in NAMED if env.get(name)), None)
+    found = found or next(((kind, f"/{name}") for name, kind in FILES if Path(root, name).exists()), None)
+    found = found or next(((kind, "/proc/self/cgroup") for word, kind in GROUPS
+                           if re.search(rf"[/\-.]{word}\b", _text(root, "proc/self/cgroup"))), None)
+    if found is None and env.get("container"):  # what systemd-nspawn, LXC and Podman tell their first process
+        found = (env["container"], "the variable container")
+    return None if found is None else {"kind": found[0], "by": found[1], "namespaced": namespaced(root)}
+
+
+def namespaced(root: str = "/") -> bool:
+    """Return whether user ids are mapped: the first namespace maps the whole range onto itself."""
+    rows = _text(root, "proc/self/uid_map").split()
+    return bool(rows) and rows[:3] != ["0", "0", "4294967295"]
+
+
+def ptrace_scope(root: str = "/") -> int | None:
+    """Return Yama's rule of who may read whose memory, 0 to 3; None without Yama."""
+    text = _text(root, "proc/sys/kernel/yama/ptrace_scope").strip()
+    return int(text) if text.isdigit() else None
+
+
+def limits(root: str = "/") -> dict[str, Any]:
+    """Return {"cores", "memory_bytes"} that the control groups around this process allow, None without a limit."""
+    memory = [limit for limit, _ in memory_limits(f"{root}/sys/fs/cgroup", f"{root}/proc") if limit < UNLIMITED]
+    cores = cpu_quota(f"{root}/sys/fs/cgroup", f"{root}/proc")
+    return {"cores": None if cores == float("inf") else cores, "memory_bytes": min(memory, default=None)}
+
+
+def _text(root: str, name: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(root, name).read_text(errors="replace")
+    return ""

@@ -1,7 +1,7 @@
-"""Checks of names and networks between hosts. Pure.
+"""Checks of names, networks and links between hosts. Pure.
 
 MPI's TCP transport tries every network that two hosts seem to share. A bridge of a container or virtual machine program
-has the same address on every host, seems shared, and leads nowhere: the job hangs at its first message.
+has the same address on every host and leads nowhere: the job hangs at its first message.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.cluster.launchers import openmpi
-from hvdtrain.commands.doctor.facts import Facts, known
-from hvdtrain.commands.doctor.problem import SLOWS, STOPS, Problem
+from hvdtrain.cluster.links import SLOW, LinkTiming, PairLink, slow
+from hvdtrain.comm.measure import transports as shown
+from hvdtrain.commands.doctor.facts import SLOWS, STOPS, Facts, Problem, known
+from hvdtrain.core import table
 
 VIRTUAL = re.compile(r"docker|br-|virbr|veth|vmnet|vboxnet|cni|flannel|cali|lxc|lxdbr|podman|kube|dummy|ifb")
 """Names of interfaces that do not lead to another host."""
@@ -22,20 +25,20 @@ Found = Iterator[Problem]
 
 
 def usable(host: Facts) -> list[dict[str, Any]]:
-    """The interfaces of a host that may lead to another: up, no loopback, none of `VIRTUAL`."""
+    """Return the interfaces of a host that may lead to another: up, no loopback, none of `VIRTUAL`."""
     rows = host["interfaces"] if known(host["interfaces"]) else []
     return [row for row in rows if row["up"] and not VIRTUAL.match(row["name"])
             and not ipaddress.ip_address(row["address"]).is_loopback]
 
 
 def common(hosts: Sequence[Facts]) -> list[str]:
-    """Networks in which every host has a usable interface, in the first host's order."""
+    """Return the networks in which every host has a usable interface, in the first host's order."""
     shared = [[row["network"] for row in usable(host)] for host in hosts]
     return [network for network in dict.fromkeys(shared[0]) if all(network in each for each in shared[1:])]
 
 
 def one_name(hosts: Sequence[Facts]) -> Found:
-    """Every host has a name of its own: ranks of hosts with one name count as ranks of one host."""
+    """Check that every host has a name of its own: ranks of hosts with one name count as ranks of one host."""
     boots: dict[str, list[str]] = {}
     for host in hosts:
         boots.setdefault(host["host"], []).append(str(host["boot"]))
@@ -46,7 +49,7 @@ def one_name(hosts: Sequence[Facts]) -> Found:
 
 
 def loopback_names(hosts: Sequence[Facts]) -> Found:
-    """With several hosts, a host's own name is no loopback address."""
+    """Check, with several hosts, that a host's own name is no loopback address."""
     if len(hosts) < 2:
         return
     for host in hosts:
@@ -59,7 +62,7 @@ def loopback_names(hosts: Sequence[Facts]) -> Found:
 
 
 def networks(hosts: Sequence[Facts]) -> Found:
-    """A network that all hosts are in, and none that only seems to be one."""
+    """Check that all hosts share a network, and that none only seems shared."""
     if len(hosts) < 2 or not all(known(host["interfaces"]) for host in hosts):
         return
     cut_off = tuple(host["host"] for host in hosts if not usable(host))
@@ -84,7 +87,8 @@ def networks(hosts: Sequence[Facts]) -> Found:
 
 
 def pinned(host: Facts, networks: str) -> str:
-    """The options that keep the launcher found on ``host`` and its MPI to some networks ("10.0.0.0/24,10.1.0.0/24")."""
+    """Return the options that keep the launcher of ``host`` and its MPI to some networks ("10.0.0.0/24,10.1.0.0/24").
+    """
     found = host["mpirun"] if known(host["mpirun"]) else {"flavour": "openmpi", "version": ""}
     if found["flavour"] != "openmpi":
         return f"mpiexec -iface {_interface(host, networks.split(',')[0])}"
@@ -93,12 +97,11 @@ def pinned(host: Facts, networks: str) -> str:
 
 
 def _all_of(hosts: Sequence[Facts]) -> str:
-    """The usable networks of all hosts, with commas between."""
     return ",".join(dict.fromkeys(row["network"] for host in hosts for row in usable(host)))
 
 
 def _alike(hosts: Sequence[Facts]) -> dict[str, str]:
-    """Addresses, loopback apart, that more than one host has; by address the interface's name."""
+    """Return addresses that more than one host has, loopback apart; by address the interface's name."""
     seen: dict[str, list[str]] = {}
     for host in hosts:
         for row in host["interfaces"]:
@@ -109,3 +112,39 @@ def _alike(hosts: Sequence[Facts]) -> dict[str, str]:
 
 def _interface(host: Facts, network: str) -> str:
     return next(row["name"] for row in usable(host) if row["network"] == network)
+
+
+def told(link: PairLink) -> dict[str, Any]:
+    """Return a link as JSON has it, for the facts of its first host; `links_of` undoes it."""
+    return asdict(link)
+
+
+def links_of(hosts: Sequence[Facts]) -> list[PairLink]:
+    """Return the links in the facts of all hosts, which refer to hosts by their places in ``hosts``."""
+    rows = [row for host in hosts if known(host["links"]) for row in host["links"]]
+    return [PairLink((row["hosts"][0], row["hosts"][1]), (row["ranks"][0], row["ranks"][1]), row["latency_s"],
+                     LinkTiming(**row["there"]), LinkTiming(**row["back"]), LinkTiming(**row["both"]), row["at_once"])
+            for row in rows]
+
+
+def slow_links(hosts: Sequence[Facts]) -> Iterator[Problem]:
+    """Check that every pair of hosts carries at least half of the median of the others."""
+    for link, middle_Bps in slow(links_of(hosts)):
+        a, b = (hosts[place] for place in link.hosts)
+        cards = " and ".join(dict.fromkeys(f"ethtool {row['name']}" for host in (a, b) for row in usable(host)[:1]))
+        yield Problem(SLOWS, (a["host"], b["host"]),
+                      f"the link between {a['host']} and {b['host']} carries {shown.gbit(link.rate_Bps)} in each "
+                      f"direction, expected at least {SLOW:g} of the other pairs' median of {shown.gbit(middle_Bps)}",
+                      f"run {cards or 'ethtool'} on both to see at which speed they are connected, and change the "
+                      "cable or port that is slow; until then leave the slow host out of -H")
+
+
+def text(hosts: Sequence[Facts]) -> list[str]:
+    """Return the tables of all pairs as `bench wire` prints them, and the sentences below."""
+    if len(hosts) < 2:
+        return [f"{shown.ONE_HOST}."]
+    found, names = links_of(hosts), [host["host"] for host in hosts]
+    if not found:
+        return [f"links between hosts: {str(hosts[0]['links'] or 'not measured').rstrip('.')}."]
+    each = [f"{title}\n{table.as_text(shown.HEADERS, rows)}\n" for title, rows in shown.tables(found, names)]
+    return ["", *each, *(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in shown.words(found, names))]

@@ -1,10 +1,8 @@
-"""Whether processes of one host may reach each other's memory, by trying it.
+"""Trial of whether processes of one host reach each other's memory, by CMA and by files in memory.
 
-Owns the trial. Two things are tried, in the way that MPI and hvdtrain do them: CMA (process_vm_readv, by which Open
-MPI moves large messages between ranks of a host) and opening a file in memory of another process under /proc (by which
-ranks share gradients). Containers forbid both: by seccomp, by a user or a PID namespace for each rank.
-
-The standard library only; also a program of its own: ``peers.py offer`` and ``peers.py reach OFFER``.
+CMA is process_vm_readv, by which Open MPI moves large messages; ranks share gradients in files in memory, opened under
+/proc. Containers forbid both: by seccomp, by a user or a PID namespace for each rank. The standard library only; also a
+program: ``peers.py offer`` and ``peers.py reach OFFER``.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class _Vector(ctypes.Structure):
 
 
 class Offer:
-    """Memory of this process that a neighbour may try to reach, until `close`; ``facts`` says where it is."""
+    """Memory of this process that a neighbour may try to reach, until `close`; ``facts`` locates it."""
 
     def __init__(self) -> None:
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -45,24 +43,24 @@ class Offer:
                                       "token": token.hex()}
 
     def close(self) -> None:
-        """Withdraw it."""
         os.close(self._fd)
 
 
 def reach(offer: Mapping[str, Any]) -> dict[str, str]:
-    """Try a neighbour's offer: {"cma": ..., "files": ...}, each "ok", the name of an error, or "other process"."""
+    """Try a neighbour's offer; return {"cma": ..., "files": ...}, each "ok", the name of an error, or "other process".
+    """
     return {"cma": _told(_read_vm, offer), "files": _told(_read_file, offer)}
 
 
 def worst(found: list[dict[str, str]]) -> dict[str, str] | None:
-    """One answer for a host from those of its ranks: the first that is not "ok"; None where nothing was tried. Pure."""
+    """Return the answer of a host: the first of its ranks' that is not "ok"; None where nothing was tried. Pure."""
     if not found:
         return None
     return {key: next((one[key] for one in found if one[key] != "ok"), "ok") for key in ("cma", "files")}
 
 
 def between_processes(timeout_s: float = TRIAL_S) -> dict[str, str]:
-    """Try it between two processes that are no parent and child, as ranks are. OSError, ValueError where that fails."""
+    """Try it between two processes that are no parent and child, as ranks are. Errors: OSError, ValueError."""
     words = [sys.executable, "-S", os.path.abspath(__file__)]
     with subprocess.Popen([*words, "offer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as offering:
         try:
@@ -87,7 +85,6 @@ def _told(read: Any, offer: Mapping[str, Any]) -> str:
 
 
 def _read_vm(offer: Mapping[str, Any]) -> bytes:
-    """The token, read out of the neighbour's memory."""
     call = ctypes.CDLL(None, use_errno=True).process_vm_readv
     call.restype = ctypes.c_ssize_t
     into = ctypes.create_string_buffer(TOKEN_BYTES)
@@ -100,7 +97,6 @@ def _read_vm(offer: Mapping[str, Any]) -> bytes:
 
 
 def _read_file(offer: Mapping[str, Any]) -> bytes:
-    """The token, read from the neighbour's file in memory."""
     fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return os.pread(fd, TOKEN_BYTES, 0)
@@ -109,7 +105,6 @@ def _read_file(offer: Mapping[str, Any]) -> bytes:
 
 
 def _main(argv: list[str]) -> int:
-    """Be one of the two processes of `between_processes`."""
     if argv[0] == "offer":
         offer = Offer()
         print(json.dumps(offer.facts), flush=True)

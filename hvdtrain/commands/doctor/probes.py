@@ -1,7 +1,6 @@
 """Short programs that look at one package each, in processes of their own, with a deadline.
 
-Owns the programs and their running. A framework that does not load, crashes or hangs takes its own process with it and
-no other, and no process loads two frameworks (law 3). Knows nothing of what the answers mean.
+A framework that crashes or hangs takes only its own process with it, and no process loads two frameworks (law 3).
 """
 
 from __future__ import annotations
@@ -91,22 +90,23 @@ _BODIES = {"torch": _TORCH, "tensorflow": _TENSORFLOW, "mpi4py": _MPI, "gpu": _G
 
 
 def program(name: str, horovod: bool = False) -> str:
-    """The text of a program: "torch", "tensorflow" (each with its part of Horovod if asked), "mpi4py" or "gpu"."""
+    """Return the text of a program: "torch", "tensorflow" (each with its part of Horovod if asked), "mpi4py" or "gpu".
+    """
     tail = _HOROVOD.format(name=name) if horovod else ""
     return _TELL.format(mark=MARK) + _BODIES[name] + tail + 'tell(at="")\n'
 
 
 def run_all(programs: Mapping[str, str], env: Mapping[str, str], timeout_s: float) -> dict[str, dict[str, Any]]:
-    """Run the programs side by side; by name, what each told before it ended or ``timeout_s`` was over.
+    """Run the programs side by side; return by name what each reported before its end or ``timeout_s``.
 
-    Of a program that did not come to its end, ``error`` says how it ended, after ``at``, the last thing it began.
+    Of a program that did not finish, ``error`` is how it ended, ``at`` the last thing it began.
     """
     ends_at = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as folder:
         started = []
         try:
             for name, text in programs.items():
-                started.append((name, _Probe(text, env, folder)))
+                started.append((name, _ProbeProcess(text, env, folder)))
             return {name: probe.answer(ends_at, timeout_s) for name, probe in started}
         finally:
             for _, probe in started:
@@ -114,7 +114,7 @@ def run_all(programs: Mapping[str, str], env: Mapping[str, str], timeout_s: floa
 
 
 def merged(text: str) -> dict[str, Any]:
-    """The answers in a program's output laid over each other; a line that was cut off is none. Pure."""
+    """Return the answers in a program's output laid over each other; a line that was cut off is none. Pure."""
     found: dict[str, Any] = {}
     for line in text.splitlines():
         if line.startswith(MARK):
@@ -126,7 +126,7 @@ def merged(text: str) -> dict[str, Any]:
 
 
 def how_it_ended(code: int | None, stderr: str, timeout_s: float) -> str:
-    """Words for an exit status other than 0 (None: it was still running), with the last line that it said. Pure."""
+    """Return words for an exit status other than 0 (None: still running), with the last line of its output. Pure."""
     if code is None:
         return f"took more than {timeout_s:g} s"
     if code < 0:
@@ -136,8 +136,8 @@ def how_it_ended(code: int | None, stderr: str, timeout_s: float) -> str:
     return lines[-1][:300] if lines else f"exit status {code}"
 
 
-class _Probe:
-    """One program that runs, its output in files."""
+class _ProbeProcess:
+    """Running program, its output in files."""
 
     def __init__(self, text: str, env: Mapping[str, str], folder: str) -> None:
         self.out: IO[str] = tempfile.TemporaryFile("w+", dir=folder, errors="replace")
@@ -146,7 +146,7 @@ class _Probe:
                            stderr=self.err)
 
     def answer(self, ends_at: float, timeout_s: float) -> dict[str, Any]:
-        """What the program told; waits for its end until ``ends_at`` (of time.monotonic)."""
+        """Return what the program reported; wait for its end until ``ends_at`` (of time.monotonic)."""
         code = self.child.process.returncode if self.child.ends_within(ends_at - time.monotonic()) else None
         self._kill()
         told = merged(whole_text(self.out))
@@ -156,7 +156,6 @@ class _Probe:
         return told
 
     def end(self) -> None:
-        """Kill the program if it still runs, and close its files."""
         self._kill()
         for file in (self.out, self.err):
             file.close()
@@ -167,6 +166,6 @@ class _Probe:
 
 
 def whole_text(file: IO[str]) -> str:
-    """What was written to a file that is still open."""
+    """Return what was written to a file that is still open."""
     file.seek(0)
     return file.read()

@@ -1,8 +1,6 @@
-"""``python -m hvdtrain launch``: start a job on several hosts, under whichever launcher is here.
+"""``python -m hvdtrain launch``: start a job on several hosts, under the launcher found here.
 
-Owns the options, the dry run and the effect: this process becomes the launcher, or with ``--restarts`` its supervisor
-(`hvdtrain.commands.launch.supervise`). Decisions are in `hvdtrain.cluster.launchers.prepare`, flags in the launchers'
-files.
+This process becomes the launcher, or with ``--restarts`` its supervisor (`hvdtrain.commands.launch.supervisor`).
 """
 
 from __future__ import annotations
@@ -15,24 +13,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.cluster.launchers import LAUNCHERS, LaunchSpec, Tool
-from hvdtrain.cluster.launchers.detect import find, here, hosts_of, interpreter
-from hvdtrain.cluster.launchers.environment import laid_over, valid_name
+from hvdtrain.cluster.launchers import LAUNCHERS, LaunchSpec, LauncherProgram
 from hvdtrain.cluster.launchers.mpich import LAST
-from hvdtrain.cluster.launchers.options import add_options, wishes
-from hvdtrain.cluster.launchers.prepare import Here, prepare
-from hvdtrain.cluster.launchers.spec import BINDINGS
-from hvdtrain.commands.launch.around import Launching
+from hvdtrain.cluster.launchers.prepare import Here, add_options, find, here, hosts_of, interpreter, prepare, wishes
+from hvdtrain.cluster.launchers.spec import BINDINGS, laid_over, valid_name
+from hvdtrain.commands.launch.hosts import LaunchCommands
 from hvdtrain.commands.launch.job import job_of
-from hvdtrain.commands.launch.supervise import Around, Supervisor, say
+from hvdtrain.commands.launch.supervisor import Supervisor, SupervisorEnvironment, say
 from hvdtrain.core.errors import UserError
-from hvdtrain.reports.ends.writer import Writer
+from hvdtrain.reports.survivor import Writer
 
 MOST_RESTARTS = 1_000_000
 
 
 def main(argv: list[str]) -> int:
-    """Become the launcher, or print its command line; returns only after a dry run."""
+    """Become the launcher, or print its command line; returns only after a dry run or a supervised job."""
     args, program = parse(argv)
     hosts = hosts_of(args.hosts, args.hostfile)
     machine = here()
@@ -55,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """(options, the program that each rank runs). `UserError` where nothing stands after ``--``."""
+    """Return (options, the program that each rank runs). `UserError` where nothing stands after ``--``."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     args = _parser().parse_args(list(argv[:at]))
     words = args.words = list(argv[at + 1:])
@@ -69,7 +64,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     return args, rank_program(words)
 
 
-def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here, tool: Tool,
+def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here, tool: LauncherProgram,
                notes: Sequence[str]) -> int:
     """Stay outside of MPI and launch, again where it may help; return the exit status."""
     if machine.inside:
@@ -77,7 +72,7 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
                         "take the outer launcher away, or the inner one")
     for line in notes:
         print(f"note: {line}", file=sys.stderr)
-    launching = Launching(args, machine, tool)
+    launching = LaunchCommands(args, machine, tool)
     hosts = launching.placed(launching.hosts)
     launching.spec(hosts, program, {})  # refuses what cannot be launched before anything is made
     job = job_of(args.words, program, args.out, hosts)
@@ -88,7 +83,7 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
     start_s = job.config.control_timeout_s if near and job.config is not None else 0.0
     if not near:
         say(f"rank 0 is on {hosts[0].name}: {job.out} must be the same folder there and here")
-    around = Around(launching.command, launching.candidates, launching.placed, say, start_s,
+    around = SupervisorEnvironment(launching.command, launching.candidates, launching.placed, say, start_s,
                     time.time() + limit_s if limit_s else 0.0, tool.flavour == "openmpi", machine.names)
     around.page = (pages := Writer()).start
     say(f"files in {job.out}, by {tool.launcher}")
@@ -99,7 +94,7 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
 
 
 def rank_program(words: Sequence[str]) -> tuple[str, ...]:
-    """What stands after ``--`` as a rank runs it: our commands under this interpreter, other programs as given."""
+    """Return the program after ``--`` as a rank runs it: our commands under this interpreter, others unchanged."""
     from hvdtrain.commands import COMMANDS
 
     if words[0] == "launch":
@@ -110,7 +105,7 @@ def rank_program(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def shell_lines(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """The launch as lines for a shell: the variables, then the command.
+    """Return the launch as lines for a shell: the variables, then the command.
 
     `LAST` goes on the command's line: a shell hands variables on in an order of its own, env(1) puts a new one last.
     """
@@ -120,7 +115,6 @@ def shell_lines(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
 
 
 def headline(spec: LaunchSpec) -> str:
-    """The launch in one line."""
     where = ", ".join(map(str, spec.hosts[:8])) + (", ..." if len(spec.hosts) > 8 else "")
     ranks = f"{spec.ranks or 'as many'} {'rank' if spec.ranks == 1 else 'ranks'}"
     return f"hvdtrain launch: {ranks} on {where or 'the allocation, as it says'}, by {spec.tool.launcher}"
@@ -149,7 +143,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _become(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """Turn into the launcher: its signals and exit status are then this process's."""
     # Python ignores these two, and what is ignored stays so in every rank.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

@@ -1,7 +1,6 @@
-"""What a supervised program is: where it keeps its files, its words for an attempt, and how its success is known.
+"""Job under supervision: its folder, its words for an attempt, the partition of its model, and its success.
 
-Owns the difference between our ``train``, whose options a supervisor can write, and any other program, which is told
-its folder and brings its own way to go on. Reads files, starts nothing.
+The options of ``train`` are known; any other program gets its folder and resumes by itself. Starts nothing.
 """
 
 from __future__ import annotations
@@ -9,17 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.checkpoint.run_directory import RunDirectory
-from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness import causes
-from hvdtrain.commands.launch.recut import options, recut
-from hvdtrain.commands.launch.supervisor import refit
-from hvdtrain.config import Config, schema
-from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
+from hvdtrain.commands.launch.restart_policy import refit
+from hvdtrain.config import Config, cut_over_ranks, micro_batches, schema
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import depths_of
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 
@@ -27,21 +26,20 @@ Stamp = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A program under supervision.
+class SupervisedJob:
+    """``words``: what each rank runs. ``out``: the run's folder. ``config``: of ``train``, else None.
 
-    ``words``: what each rank runs. ``out``: the run's folder. ``config``: of ``train``, else None. ``first``: the
-    hosts that the user's per-rank lists are for.
+    ``first``: the hosts that the user's per-rank lists are for.
     """
 
     words: tuple[str, ...]
     out: Path
     config: Config | None = None
-    first: tuple[Host, ...] = ()
+    first: tuple[HostSlots, ...] = ()
     resume: str = field(default="")
 
-    def attempt(self, number: int, hosts: tuple[Host, ...], micro_batch: int) -> tuple[str, ...]:
-        """The words for one attempt: the folder, where to go on, lists cut for its ranks, a smaller micro-batch."""
+    def attempt(self, number: int, hosts: tuple[HostSlots, ...], micro_batch: int) -> tuple[str, ...]:
+        """Return the words of an attempt: folder, resume, lists cut for its ranks, a smaller micro-batch."""
         if self.config is None:
             return self.words
         more = ["--out", str(self.out)]
@@ -51,9 +49,7 @@ class Job:
             more += ["--micro_batch", str(micro_batch)]
         return (*self.words, *more, *self._refitted(hosts))
 
-    def _refitted(self, hosts: tuple[Host, ...]) -> list[str]:
-        """The options that fit the cut of the model and the user's lists to other ranks; none where they are the same.
-        """
+    def _refitted(self, hosts: tuple[HostSlots, ...]) -> list[str]:
         if not self.first or not hosts or hosts == self.first:
             return []
         ranks = sum(host.slots for host in self.first)
@@ -61,7 +57,7 @@ class Job:
         lists = schema.per_rank(self.config)
         more: list[str] = []
         if cut_over_ranks(self.config):
-            more += options(self.config, recut(self.config, self.first, hosts))
+            more += pipeline_options(self.config, recut(self.config, self.first, hosts))
             del lists["shares"]  # of copies of the model, not of ranks
         for name, values in lists.items():
             # Settings by host or by kind of device need no fitting: they are mappings.
@@ -74,14 +70,15 @@ class Job:
                 more += [f"--{name}", ":".join(refit(words, self.first, hosts))]
         return more
 
-    def cut_anew(self, hosts: tuple[Host, ...]) -> str:
-        """How the model is cut over the ranks of ``hosts``, in words; "" where that is as the user has it."""
+    def cut_anew(self, hosts: tuple[HostSlots, ...]) -> str:
+        """Return how the model is partitioned over the ranks of ``hosts``, in words; "" where the user's is unchanged.
+        """
         if self.config is None or not self.first or not hosts or not cut_over_ranks(self.config):
             return ""
         return recut(self.config, self.first, hosts).why
 
     def checkpoint(self) -> int:
-        """The step of the newest checkpoint in the folder; -1 without one."""
+        """Return the step of the newest checkpoint in the folder; -1 without one."""
         try:
             names = [path.name for path in RunDirectory(self.out).checkpoints.iterdir()]
         except OSError:
@@ -89,7 +86,7 @@ class Job:
         return max((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), default=-1)
 
     def micro_batch(self, ranks: int, smaller: int) -> int:
-        """The largest micro-batch that a rank may compute; 0 where that is not known."""
+        """Return the largest micro-batch that a rank may compute; 0 where that is not known."""
         if self.config is None:
             return 0
         stages = max([self.config.pipeline.stages, *self.config.pipeline.depths])
@@ -100,7 +97,7 @@ class Job:
         return min(sizes, default=0)
 
     def stamp(self) -> Stamp:
-        """What tells one completed.json from another; (0, 0) without one."""
+        """Return what distinguishes one completed.json from another; (0, 0) without one."""
         try:
             found = (self.out / RunDirectory.COMPLETED).stat()
         except OSError:
@@ -108,10 +105,10 @@ class Job:
         return (found.st_mtime_ns, found.st_ino)
 
     def succeeded(self, before: Stamp, status: int, ranks: int, left: Sequence[dict[str, Any]]) -> bool:
-        """Whether an attempt has ended well. ``before``: the stamp when it began; ``left``: its ranks' causes.
+        """Return whether an attempt ended well. ``before``: the stamp when it began; ``left``: its ranks' causes.
 
-        By completed.json, new or, of ``train``, found complete by rank 0. A program that is not ours and writes none
-        has ended well where every rank left "done", as Python's end does by itself, and the launcher saw nothing else.
+        By completed.json, new or, of ``train``, found complete by rank 0. Another program that writes none ended well
+        where every rank left "done", as Python's end does by itself, and the launcher ended with 0.
         """
         now = self.stamp()
         done = {row["rank"] for row in left if row["kind"] == "done"}
@@ -120,8 +117,9 @@ class Job:
         return self.config is None and status == 0 and bool(done) and len(done) >= max(1, ranks)
 
 
-def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tuple[Host, ...]) -> Job | None:
-    """The job that stands after ``--``; None where nothing is to be run (``train --help``).
+def job_of(words: Sequence[str], program: tuple[str, ...], out: str,
+           hosts: tuple[HostSlots, ...]) -> SupervisedJob | None:
+    """Return the job that stands after ``--``; None where nothing is to be run (``train --help``).
 
     ``program``: the words as ranks run them; ``out``: launch's own --out. `UserError` for a configuration that a rank
     would refuse, and for a program without a folder.
@@ -131,7 +129,7 @@ def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tupl
             raise UserError(f"launch --restarts does not know where {words[0]} keeps its files",
                             "--out FOLDER before the --",
                             "name the folder in which its Trainer writes, or an empty one")
-        return Job(program, Path(out).absolute())
+        return SupervisedJob(program, Path(out).absolute())
     if out:
         raise UserError("launch was given --out for train, which has one itself", "--out behind the --",
                         "write: launch ... -- train --out FOLDER")
@@ -140,11 +138,11 @@ def job_of(words: Sequence[str], program: tuple[str, ...], out: str, hosts: tupl
     config = parse(list(words[1:] if words[0] == "train" else words))
     if config is None:
         return None
-    return Job(program, folder_of(config).absolute(), config, hosts, config.resume)
+    return SupervisedJob(program, folder_of(config).absolute(), config, hosts, config.resume)
 
 
 def folder_of(config: Config) -> Path:
-    """The folder of a run, made: the config's, the newest of its model with ``resume auto``, or a new one."""
+    """Make and return the folder of a run: the config's, the newest of its model with ``resume auto``, or a new one."""
     from hvdtrain import backends
     from hvdtrain.checkpoint import run_directory as outdir
 
@@ -152,7 +150,7 @@ def folder_of(config: Config) -> Path:
     return outdir.choose(config, name)[0]
 
 
-def prepare_attempt(job: Job, number: int) -> Path:
+def prepare_attempt(job: SupervisedJob, number: int) -> Path:
     """Make an attempt's folder, ``OUT/attempts/NNN``; `UserError` where that is impossible."""
     where = job.out / "attempts" / f"{number:03d}"
     try:
@@ -166,9 +164,93 @@ def prepare_attempt(job: Job, number: int) -> Path:
 
 
 def next_number(out: Path) -> int:
-    """The number of the next attempt in a folder, after those of all supervisors before."""
+    """Return the number of the next attempt in a folder, after those of all supervisors before."""
     try:
         taken = [int(path.name) for path in (out / "attempts").iterdir() if path.name.isdigit()]
     except OSError:
         taken = []
     return max(taken, default=0) + 1
+
+
+if TYPE_CHECKING:
+    from hvdtrain.config import Config
+
+
+class Recut(NamedTuple):
+    """``depths``: ranks of each replica. ``owners``: the former replica that each takes its settings from.
+
+    ``why``: in words, "" where the partition is the user's own.
+    """
+
+    depths: tuple[int, ...]
+    owners: tuple[int, ...]
+    why: str = ""
+
+
+def recut(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots]) -> Recut:
+    """Return the replicas of a model for the ranks of ``after``, where the user's configuration is for ``before``.
+
+    A multiple of ``pipeline.stages`` keeps them. Other ranks make as many replicas as keep each as deep as may be, none
+    deeper than it was: 2 ranks of 3 stages are one replica over 2, and 5 are replicas over 3 and 2. Depths of the
+    user's are those of the ranks that are left of each replica. Memory is checked by the job itself. Pure.
+    """
+    old, new = _ranks(before), _ranks(after)
+    stages, given = config.pipeline.stages, config.pipeline.depths
+    if not given and new % stages == 0:
+        return _taken(config, before, after, (stages,) * (new // stages), "")
+    if not given:
+        copies = -(-new // stages)
+        depths = tuple(new // copies + (i < new % copies) for i in range(copies))
+        return _taken(config, before, after, depths, f"{new} rank{'s are' * (new > 1) or ' is'} no multiple of "
+                      f"pipeline.stages {stages}: the model is {_cut_in_words(depths)}")
+    if sum(given) == new and before == after:
+        return Recut(tuple(given), tuple(range(len(given))))
+    owners = [copy for copy, depth in enumerate(given) for _ in range(depth)]
+    if sum(given) != old:  # never the user's own ranks: the job refuses it in words
+        return Recut(tuple(given), tuple(range(len(given))))
+    left = [int(copy) for copy in refit([str(copy) for copy in owners], before, after)]
+    found: list[tuple[int, int]] = []
+    for copy, ranks in groupby(left):
+        n = len(list(ranks))
+        found += [(copy, min(given[copy], n - at)) for at in range(0, n, given[copy])]
+    depths, taken = tuple(depth for _, depth in found), tuple(copy for copy, _ in found)
+    why = "" if depths == tuple(given) else f"of pipeline.depths {given} the ranks that are left make {list(depths)}"
+    return Recut(depths, taken, why)
+
+
+def pipeline_options(config: Config, found: Recut) -> list[str]:
+    """Return the options of ``train`` for these replicas, with the user's shares of them; none for the user's own."""
+    words: list[str] = []
+    if found.why:
+        alike = len(set(found.depths)) == 1
+        words += ["--pipeline.stages", str(found.depths[0] if alike else 1)]
+        words += ["--pipeline.depths", "[]" if alike else str(list(found.depths))]
+        words += ["--pipeline.cut", "[]"] if config.pipeline.cut else []
+    shares = config.shares
+    if isinstance(shares, (list, tuple)) and max(found.owners) < len(shares):
+        own = [shares[copy] for copy in found.owners]
+        words += ["--shares", str(own if any(own) else [1] * len(own))]
+    return words
+
+
+def _taken(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots], depths: tuple[int, ...],
+           why: str) -> Recut:
+    stages, old = config.pipeline.stages, _ranks(before)
+    if old % stages:
+        return Recut(depths, tuple(0 for _ in depths), why)
+    copy_of = [copy for copy, depth in enumerate(depths_of(stages, [], old)) for _ in range(depth)]
+    left = refit([str(copy) for copy in copy_of], before, after)
+    firsts = [sum(depths[:i]) for i in range(len(depths))]
+    return Recut(depths, tuple(int(left[first]) for first in firsts), why)
+
+
+def _ranks(hosts: Sequence[HostSlots]) -> int:
+    return sum(host.slots for host in hosts)
+
+
+def _cut_in_words(depths: Sequence[int]) -> str:
+    if set(depths) == {1}:
+        return "trained whole on each"
+    if len(set(depths)) == 1:
+        return f"cut over {depths[0]}" + (f" in each of {len(depths)} copies" if len(depths) > 1 else "")
+    return f"cut over {', '.join(map(str, depths[:-1]))} and {depths[-1]} in {len(depths)} copies"

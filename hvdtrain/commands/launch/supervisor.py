@@ -1,258 +1,398 @@
-"""What a supervisor does after an attempt has ended: launch again, where, how soon and with which options, or end.
+"""Supervisor of a job: start it, wait for its end, record the attempt in ``history.jsonl``, start it again.
 
-Owns the rules of `next_launch` and the records that they read. Starts nothing, looks at nothing, knows no clock.
-`hvdtrain.commands.launch.supervise` asks it after every attempt. Pure.
-
-What counts as the same trouble again: an exception, a loss that is not finite, memory or a disk that is full ends the
-run when it comes back at one step and no newer checkpoint was written in between; ranks, hosts and waits that are lost
-are often nobody's fault, so they end it only after `LOST_AT_ONE_STEP` such.
+`hvdtrain.commands.launch.restart_policy` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.launchers.spec import Host
-from hvdtrain.cluster.liveness.causes import PARTS
+from hvdtrain.cluster.launchers.spec import HostSlots, valid_name
+from hvdtrain.cluster.liveness import causes
+from hvdtrain.cluster.liveness.causes import in_words, start_parts
+from hvdtrain.cluster.liveness.pulse import WAITING
+from hvdtrain.cluster.liveness.watch.system import catches
+from hvdtrain.cluster.machine.cgroup import oom_kills
+from hvdtrain.commands.launch.job import SupervisedJob, next_number, prepare_attempt
+from hvdtrain.commands.launch.restart_policy import (
+    EXIT_INTERRUPTED, EXIT_REQUEUE, End, HostCandidate, Launch, LaunchAttempt, cause_of, next_launch, row,
+    silent_hosts)
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import Child, processes
+from hvdtrain.reports import launch_history as history
 
-OURS = ("exception", "non_finite", "oom", "disk")
-"""Kinds of causes that the program brings about: the second at one step ends the run."""
+TICK_S = 0.05
+GRACE_S = 3.0
+"""From SIGTERM to SIGKILL: a launcher ends its ranks, on other hosts too, in about half a second."""
 
-LOST = ("lost", "hang", "unreachable", "echo")
-"""Kinds of causes that hosts and networks bring about."""
+ALONE_S = 1.0
+"""Time for processes to end by themselves after their launcher."""
 
-LOST_AT_ONE_STEP = 5
-"""So many lost ranks at one step, without a newer checkpoint, end the run."""
+KILLED_S = 10.0
+"""Longest wait for the end of killed processes (one in a system call that hangs stays)."""
 
-FAILURES_OF_A_HOST = 2
-"""A host that ranks were lost on so often is left out of the next attempt."""
+LOOK_S = 0.25
+"""How often the attempt's folder is looked at."""
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-"""The waits before restarts that follow an attempt without a finished step: they double."""
+END_S = 20.0
+"""From a rank's cause to the end of its launcher: what takes longer is ended."""
 
-EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_REQUEUE, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
+LEAVE_S = 120.0
+"""From the completion record of ``train``, or from the last rank's "done", to the end of the launcher."""
+
+REQUEUE_S = 600.0
+"""From the wish to save and end to the end of the launcher."""
+
+Command = Callable[[tuple[HostSlots, ...], tuple[str, ...], Mapping[str, str]], tuple[list[str], dict[str, str]]]
+"""(hosts, program, variables for the ranks) -> (the launcher's words, its whole environment)."""
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One attempt that has ended.
+@dataclass
+class SupervisorEnvironment:
+    """``command``: writes a launch. ``start_s``: longest wait for the first sign of rank 0, 0 for no bound.
 
-    ``kind``: a value of `causes.KINDS`; ``rank`` -1 and ``host`` "" where they are not known. ``begin`` and ``end``:
-    steps finished when it began and when it ended, in the run's count; -1: none ever. ``checkpoint``: step of the
-    newest checkpoint at its end, -1 without one. ``micro_batch``: largest micro-batch that a rank may have computed, 0
-    where it is not known. ``hosts``: where its ranks were. ``left_out``: hosts that it went without.
+    ``ends_at``: unix seconds of a known wall limit, 0 without one. ``forwards``: the launcher hands SIGUSR2 on to its
+    ranks. ``page``: begins to write the run report in a folder, and does not wait.
     """
+
+    command: Command
+    candidates: Callable[[Path | None], list[HostCandidate]]
+    placed: Callable[[tuple[HostSlots, ...]], tuple[HostSlots, ...]]
+    say: Callable[[str], None]
+    start_s: float = 0.0
+    ends_at: float = 0.0
+    forwards: bool = False
+    own_names: tuple[str, ...] = ()
+    page: Callable[[Path], None] = lambda out: None
+
+
+@dataclass
+class RunningAttempt:
+    """Attempt while it runs, and what is known of it."""
 
     number: int
-    kind: str
-    text: str = ""
-    rank: int = -1
-    host: str = ""
-    hosts: tuple[Host, ...] = ()
-    begin: int = -1
-    end: int = -1
-    checkpoint: int = -1
-    micro_batch: int = 0
-    left_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A host that may be used, as it was just seen.
-
-    ``answers``: it does what it is asked; ``here``: it is this one; ``keeps``: it sees the run's folder, so that rank
-    0 may be there.
-    """
-
-    host: Host
-    answers: bool = True
-    here: bool = False
-    keeps: bool = True
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Launch on ``hosts`` (none: where the allocation says) after ``wait_s``, without the hosts ``left_out``.
-
-    ``micro_batch``: a smaller one than before, or 0.
-    """
-
-    hosts: tuple[Host, ...]
-    wait_s: float = 0.0
-    micro_batch: int = 0
+    where: Path
+    launch: Launch
+    began: float
+    stamp: tuple[int, int]
+    oom_kills: int
+    status: int | None = None
+    ended: float = 0.0
     why: str = ""
-    left_out: tuple[str, ...] = ()
+    """What the supervisor ended it for, "" where it ended by itself."""
+    parts: dict[str, float] = field(default_factory=dict)
+    told: bool = False
 
 
-@dataclass(frozen=True)
-class End:
-    """End with an exit status, and say why."""
+class LauncherGroup(Child):
+    """Launcher and all that it starts on this host; ``token``: the value of HVDLAUNCH_JOB in their environment.
 
-    status: int
-    why: str
-
-
-def next_launch(history: Sequence[Attempt], hosts: Sequence[Candidate], restarts: int) -> Launch | End:
-    """Decide what comes after ``history``, of which the last attempt has just ended; () before the first one.
-
-    ``hosts``: what may be used now, () where an allocation decides. ``restarts``: how many there may be in all.
+    Launchers give their ranks process groups of their own, so only the token finds all. A supervisor that is killed
+    takes the launcher along by SIGTERM, not SIGKILL, so that the launcher ends its ranks on all hosts.
     """
-    if not history:
-        return Launch(_usable(history, hosts), why="the first attempt")
-    last = history[-1]
-    over = _over(history, restarts)
-    if over is not None:
-        return over
-    smaller = 0
-    if last.kind == "oom":
-        smaller = last.micro_batch // 2
-        if smaller < 1:
-            return End(EXIT_FAILED, f"{_what(last)}, and no smaller micro-batch is known: {last.text}")
-    wait_s = _wait_s(history)
-    words = [_what(last), "restarting" + (f" in {wait_s:g} s" if wait_s else " at once")]
-    chosen = _usable(history, hosts)
-    gone = [one.host.name for one in hosts if one.host.name not in {host.name for host in chosen}]
-    back = [name for name in last.left_out if name in {host.name for host in chosen}]
-    words += [f"without {', '.join(gone)}"] if gone else []
-    words += [f"with {', '.join(back)} again"] if back else []
-    if smaller:
-        words.append(f"with micro-batches of {smaller} at most; the global batch, and so the curve, stay")
-    return Launch(chosen, wait_s, smaller, "; ".join(words), tuple(gone))
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], token: str) -> None:
+        # horovodrun passes every name to a shell; names that are none (an exported function's, or worse) stay here.
+        names = {name: value for name, value in env.items() if valid_name(name)}
+        try:
+            super().__init__(words, names, causes.JOB, token, signal.SIGTERM)
+        except OSError as error:
+            raise UserError(f"{words[0]} cannot be started: {error.strerror}", "a launcher that runs",
+                            "see what it is; a command line of more than 128 KiB in one word is too long") from None
+
+    def processes(self) -> list[int]:
+        """Return the ids of the processes on this host that this supervisor started."""
+        return processes(self.mark, self.variable)
+
+    def signal_rank(self, pid: int, number: int) -> bool:
+        """Send a signal to a rank on this host if it has a handler; return whether the signal was sent."""
+        if pid not in self.processes() or not catches(pid, number):
+            return False
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+            return True
+        return False
+
+    def end_all(self, grace_s: float = GRACE_S) -> float:
+        """End all processes: SIGTERM, ``grace_s``, SIGKILL; return the seconds it took.
+
+        After the launcher's own end the rest has `ALONE_S` first: watchers then record which rank was lost.
+        """
+        begin = time.monotonic()
+        while self.process.poll() is not None and self.processes() and time.monotonic() < begin + ALONE_S:
+            time.sleep(TICK_S)
+        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILLED_S)):
+            if self._ended():
+                break
+            self._signal(number)
+            ends_at = time.monotonic() + wait_s
+            while not self._ended() and time.monotonic() < ends_at:
+                time.sleep(TICK_S)
+        return time.monotonic() - begin
+
+    def _ended(self) -> bool:
+        return self.process.poll() is not None and not self.processes()
+
+    def _signal(self, number: int) -> None:
+        # The launcher first, and alone where it can still do the work: it reaches its ranks on other hosts too.
+        if self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, number)
+            if number == signal.SIGTERM:
+                return
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
 
 
-def _over(history: Sequence[Attempt], restarts: int) -> End | None:
-    """The end that the history asks for; None where it may go on."""
-    last = history[-1]
-    if last.kind == "done":
-        return End(EXIT_OK, "the run is complete")
-    if last.kind == "requeue":
-        return End(EXIT_REQUEUE, f"the run is saved, to go on in another job: {last.text}")
-    if last.kind == "interrupted":
-        return End(EXIT_INTERRUPTED, "interrupted")
-    if last.kind == "user":
-        return End(EXIT_USER, f"a mistake to mend, which no restart would: {last.text}")
-    again = _at_one_step(history)
-    if last.kind in OURS and again >= 2:
-        return End(EXIT_FAILED, f"{_what(last)}, as before, with no newer checkpoint in between: it would come again")
-    if last.kind not in OURS and again >= LOST_AT_ONE_STEP:
-        return End(EXIT_FAILED, f"{_what(last)}, for the {again}th time there, with no newer checkpoint in between")
-    if len(history) > restarts:
-        used = {0: "no restart was asked for", 1: "the one restart is used up"}
-        return End(EXIT_FAILED, f"{_what(last)}; {used.get(restarts, f'the {restarts} restarts are used up')}")
-    return None
+class Signals:
+    """Signals to the supervisor: the first asks to save and end, a further one to end now.
 
-
-def _at_one_step(history: Sequence[Attempt]) -> int:
-    """How many attempts since the newest checkpoint ended as the last one did, at its step; itself included.
-
-    A smaller micro-batch is another attempt at memory's trouble, not the same again.
+    A further SIGUSR2 changes nothing, and SIGHUP ends now: nobody reads the output any more. ``status``: of a run that
+    was saved, 130 where SIGINT asked for it.
     """
-    last, count = history[-1], 0
-    group = OURS if last.kind in OURS else LOST
-    for before in reversed(history):
-        if before.checkpoint < last.checkpoint:
-            break
-        same_size = last.kind != "oom" or before.kind != "oom" or before.micro_batch == last.micro_batch
-        count += before.kind in group and before.end == last.end and same_size
-    return count
+
+    def __init__(self) -> None:
+        self.requeue = False
+        self.interrupt = False
+        self.status = EXIT_REQUEUE
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Listen while the body runs; restore the handlers. What is ignored (nohup) stays so."""
+        numbers = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+        before = {number: signal.signal(number, self._heard)
+                  for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _heard(self, number: int, _frame: object) -> None:
+        if number == signal.SIGHUP or number != signal.SIGUSR2 and self.requeue:
+            self.interrupt = True
+        elif not self.requeue:
+            self.requeue, self.status = True, EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
 
 
-def _gained(history: Sequence[Attempt], at: int) -> bool:
-    """Whether attempt ``at`` came further than every one before it, or wrote a newer checkpoint."""
-    one, before = history[at], history[:at]
-    started = max([one.begin, *(b.end for b in before)])
-    saved = max((b.checkpoint for b in before), default=-1)
-    return one.end > started or bool(before) and one.checkpoint > saved
+class Supervisor:
+    """Run of one job to its end; ``restarts``: how many there may be."""
+
+    def __init__(self, job: SupervisedJob, restarts: int, around: SupervisorEnvironment) -> None:
+        self.job, self.restarts, self.around = job, restarts, around
+        self.signals = Signals()
+        self.token = secrets.token_hex(16)
+        self.micro_batch = 0
+        self.attempts: list[LaunchAttempt] = []
+        self.records: list[dict[str, Any]] = []
+
+    def run(self) -> int:
+        """Launch until `next_launch` ends it; return the exit status (0, 1, 2, 75, 130)."""
+        begin, before = time.monotonic(), None
+        decision = next_launch((), self.around.candidates(None), self.restarts)
+        with self.signals.taken():
+            while isinstance(decision, Launch):
+                self._pause(decision.wait_s)
+                asked = self._asked()
+                if asked is not None:
+                    self.around.say(asked.why)
+                    decision = asked
+                    break
+                self.micro_batch = decision.micro_batch or self.micro_batch
+                seen = self._attempt(decision, before)
+                hosts = self.around.candidates(seen.where)  # before the verdict: it brings causes from other hosts
+                self.attempts.append(self._judge(seen))
+                decision = self._decide(hosts)
+                self.records.append(row(self.attempts[-1], seen.began, seen.ended - seen.began, seen.parts,
+                                        decision.why))
+                trouble = history.append(self.job.out, self.records[-1])
+                self.around.page(self.job.out)
+                for text in filter(None, (trouble, decision.why)):
+                    self.around.say(text)
+                before = seen
+        if len(self.records) > 1:
+            self.around.say(history.table(self.records))
+        self.around.say(f"{history.sentence(self.records, time.monotonic() - begin)}; files in {self.job.out}")
+        return self.signals.status if decision.status == EXIT_REQUEUE else decision.status
+
+    def _decide(self, hosts: Sequence[HostCandidate]) -> Launch | End:
+        last, ends_at = self.attempts[-1], self.around.ends_at
+        asked = self._asked()
+        if asked is not None and last.kind not in ("done", "user", "requeue"):
+            return asked
+        decision = next_launch(self.attempts, hosts, self.restarts)
+        if isinstance(decision, Launch) and ends_at and time.time() + decision.wait_s >= ends_at:
+            return End(EXIT_REQUEUE, f"{last.kind}, and the time limit is reached: to go on in another job")
+        return decision
+
+    def _asked(self) -> End | None:
+        """Return the end that a signal asks for, where no attempt is there to be saved; None without one."""
+        if self.signals.interrupt:
+            return End(EXIT_INTERRUPTED, "interrupted")
+        if not self.signals.requeue:
+            return None
+        what = f"; the attempt ended before it was saved ({self.attempts[-1].kind})" if self.attempts else ""
+        return End(EXIT_REQUEUE, f"asked to end{what}: to go on in another job from the newest checkpoint")
+
+    def _pause(self, seconds: float) -> None:
+        ends_at = time.monotonic() + seconds
+        while time.monotonic() < ends_at and not (self.signals.requeue or self.signals.interrupt):
+            time.sleep(TICK_S)
+
+    def _attempt(self, launch: Launch, before: RunningAttempt | None) -> RunningAttempt:
+        job, number = self.job, next_number(self.job.out)
+        launch = replace(launch, hosts=self.around.placed(launch.hosts))
+        where = prepare_attempt(job, number)
+        if before is not None and (anew := job.cut_anew(launch.hosts)):
+            self.around.say(anew)
+        told = {causes.DIRECTORY: str(where), causes.ATTEMPT: str(number), causes.JOB: self.token}
+        if self.around.ends_at:
+            told[causes.ENDS_AT] = f"{self.around.ends_at:.0f}"
+        program = job.attempt(len(self.attempts) + 1, launch.hosts, self.micro_batch)
+        words, env = self.around.command(launch.hosts, program, told)
+        seen = RunningAttempt(number, where, launch, time.time(), job.stamp(), oom_kills())
+        group = LauncherGroup(words, env, self.token)
+        try:
+            self._watch(seen, group, before)
+        finally:
+            ended = time.time()
+            seen.ended = seen.ended or ended
+            seen.status = group.process.poll()
+            seen.parts["kill"] = round(ended - seen.ended + group.end_all(), 3)
+        return seen
+
+    def _watch(self, seen: RunningAttempt, group: LauncherGroup, before: RunningAttempt | None) -> None:
+        """Wait until the launcher ends or must be ended. Every wait has a bound, but that for training itself."""
+        look_at, asked_at, final_at, begin = 0.0, 0.0, 0.0, time.monotonic()
+        while group.process.poll() is None:
+            time.sleep(TICK_S)
+            now = time.monotonic()
+            if self.signals.interrupt:
+                seen.why = "interrupted"
+                return
+            if self.signals.requeue and not asked_at:
+                asked_at = now
+                self._ask(seen, group)
+            if now < look_at:
+                continue
+            look_at = now + LOOK_S
+            self._report(seen, before)
+            bound_s, why = self._bound(seen)
+            final_at = final_at or (now if bound_s else 0.0)
+            if asked_at and now - asked_at > REQUEUE_S:
+                seen.why = f"it had not saved and ended {REQUEUE_S:g} s after it was asked to"
+            elif bound_s and now - final_at > bound_s:
+                seen.why = f"its launcher had not ended {bound_s:g} s after {why}"
+            elif self.around.start_s and now - begin > self.around.start_s and not _begun(seen.where):
+                seen.why = f"no rank had begun {self.around.start_s:g} s after the launch"
+            if seen.why:
+                return
+        seen.ended = time.time()
+        self._report(seen, before)
+
+    def _bound(self, seen: RunningAttempt) -> tuple[float, str]:
+        """Return how long the launcher may continue after what the ranks have left, and what that is; (0, "") for no
+        bound.
+        """
+        left = causes.read(seen.where)
+        bad = [row for row in left if row["kind"] not in ("done", "requeue")]
+        if bad:
+            return END_S, f"a rank's last words ({bad[0]['kind']})"
+        ranks = sum(host.slots for host in seen.launch.hosts)
+        # A program of the user's may have more to do after its fit.
+        complete = self.job.config is not None and self.job.stamp() not in ((0, 0), seen.stamp)
+        if ranks and len(left) >= ranks or complete:
+            return LEAVE_S, "the end of the run"
+        return 0.0, ""
+
+    def _ask(self, seen: RunningAttempt, group: LauncherGroup) -> None:
+        """Have the ranks save and end with status 75: by a file, and by SIGUSR2 to those that listen.
+
+        A rank without a handler (before fit, after it, or in a program of the user's) would die of the signal.
+        """
+        with contextlib.suppress(OSError):
+            (seen.where / causes.REQUEUE).touch()
+        listening = [row for row in causes.read_marks(seen.where) if row["name"] == "fit"]
+        told = [group.signal_rank(row["pid"], signal.SIGUSR2) for row in listening
+                if isinstance(row.get("pid"), int) and row.get("host") == socket.gethostname()]
+        interrupted = self.signals.status == EXIT_INTERRUPTED
+        if interrupted and not any(told) and all(row.get("host") == socket.gethostname() for row in listening):
+            self.signals.interrupt = True  # no rank is in a fit: there is nothing to save
+            return
+        again = "; another Ctrl-C ends them at once" if interrupted else ""
+        self.around.say(f"asked to end: the ranks save, and end with status 75{again}")
+        if not any(told) and self.around.forwards and not listening and self.job.config is None:
+            group.process.send_signal(signal.SIGUSR2)
+
+    def _report(self, seen: RunningAttempt, before: RunningAttempt | None) -> None:
+        if before is None or seen.told:
+            return
+        parts = start_parts(seen.began, causes.read_marks(seen.where))
+        if "first step" in parts:
+            seen.told = True
+            gone: dict[str, float] = {name: s for name, s in before.parts.items() if name in ("notice", "kill")}
+            self.around.say(f"recovered in {in_words({**gone, **parts})}")
+
+    def _judge(self, seen: RunningAttempt) -> LaunchAttempt:
+        job, hosts = self.job, seen.launch.hosts
+        ranks = sum(host.slots for host in hosts)
+        left, marks = causes.read(seen.where), causes.read_marks(seen.where)
+        end, last_sign = causes.read_progress(seen.where)
+        begin = next((row["step"] for row in marks if row["name"] == "fit" and isinstance(row.get("step"), int)), -1)
+        succeeded = job.succeeded(seen.stamp, -1 if seen.status is None else seen.status, ranks, left)
+        succeeded = succeeded and not self._cut_short(seen, left, ranks) or self._knows_nothing_of_us(seen)
+        kind, text, rank, host = cause_of(left, succeeded, seen.status, seen.why, oom_kills() - seen.oom_kills)
+        # Of the host that this process lives on it is known that it is there.
+        silent = [name for name in silent_hosts(hosts, left) if name not in self.around.own_names]
+        if kind == "lost" and WAITING in text and len(silent) == 1:  # a host is gone whole, and others waited
+            rank, host, text = -1, silent[0], f"no rank there told why it ended; {text}"
+        if not succeeded and last_sign:
+            seen.parts["notice"] = round(max(0.0, seen.ended - last_sign), 3)
+        seen.parts.update(start_parts(seen.began, marks))
+        end = max([end, *(row["step"] for row in left)])
+        micro = job.micro_batch(ranks, self.micro_batch)
+        return LaunchAttempt(seen.number, kind, text, rank, self._named(host, rank, hosts), hosts, begin, end,
+                       job.checkpoint(), micro, seen.launch.left_out)
+
+    def _cut_short(self, seen: RunningAttempt, left: Sequence[Mapping[str, Any]], ranks: int) -> bool:
+        return self.job.config is None and bool(seen.why) and sum(row["kind"] == "done" for row in left) < max(1, ranks)
+
+    def _knows_nothing_of_us(self, seen: RunningAttempt) -> bool:
+        """Return whether a program without hvdtrain ended well, on this host alone: of a lost host, a launcher's 0
+        means nothing.
+        """
+        near = {host.name for host in seen.launch.hosts} <= set(self.around.own_names)
+        return self.job.config is None and seen.status == 0 and not seen.why and near and not _begun(seen.where)
+
+    def _named(self, host: str, rank: int, hosts: tuple[HostSlots, ...]) -> str:
+        """Return a host's name in the launch, from what it calls itself, or from the rank's place there."""
+        alike = [one.name for one in hosts if one.name.partition(".")[0] == host.partition(".")[0]
+                 or {one.name, host} <= set(self.around.own_names)] if host else []
+        if len(alike) == 1:
+            return alike[0]
+        for one in hosts if rank >= 0 else ():
+            if rank < one.slots:
+                return one.name
+            rank -= one.slots
+        return hosts[0].name if len(hosts) == 1 else ""
 
 
-def _wait_s(history: Sequence[Attempt]) -> float:
-    """No wait before the first restart and after an attempt that gained a step; else waits that double, bounded."""
-    idle = 0
-    for at in range(len(history) - 1, -1, -1):
-        if _gained(history, at):
-            break
-        idle += 1
-    if len(history) == 1 or idle == 0:
-        return 0.0
-    return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(idle - 1, 16))
+def _begun(where: Path) -> bool:
+    return any(where.glob("marks-*.jsonl")) or any(where.glob("cause-*.json"))
 
 
-def _usable(history: Sequence[Attempt], hosts: Sequence[Candidate]) -> tuple[Host, ...]:
-    """The hosts that answer and have not failed twice since they were last left out; one at least.
-
-    A host that was left out for its failures returns, with none counted, as soon as an attempt without it has ended
-    and it answers.
-    """
-    kept = [one for one in hosts if one.answers and _failures(history, one.host.name) < FAILURES_OF_A_HOST]
-    if not kept:
-        answering = [one for one in hosts if one.answers] or [one for one in hosts if one.here] or list(hosts)
-        kept = sorted(answering, key=lambda one: (_failures(history, one.host.name), not one.here))[:1]
-    if history and not any(one.keeps for one in kept):  # the checkpoints are on a host that would be left out
-        kept = [one for one in hosts if one.keeps and one.answers][:1] + kept
-    if history and kept and not kept[0].keeps:
-        kept.sort(key=lambda one: not one.keeps)
-    return tuple(one.host for one in kept)
-
-
-def _failures(history: Sequence[Attempt], name: str) -> int:
-    """Attempts in which ranks of a host were lost, since it was last left out."""
-    count = 0
-    for one in reversed(history):
-        if name in one.left_out:
-            break
-        count += one.kind in LOST and one.host == name
-    return count
-
-
-def _what(one: Attempt) -> str:
-    """What ended an attempt, in words."""
-    words = {"exception": "an exception", "non_finite": "a loss or gradient that is not finite", "oom": "out of memory",
-             "disk": "a disk that cannot be written", "lost": "lost", "echo": "lost", "hang": "hangs",
-             "unreachable": "cannot be reached"}
-    who = f"rank {one.rank}" if one.rank >= 0 else "a rank"
-    at = f" at step {one.end}" if one.end >= 0 else " before its first step"
-    where = f" on host {one.host}" if one.host else ""
-    kind = words.get(one.kind, one.kind)
-    if one.kind in LOST:
-        return f"{who}{where} {'was lost' if kind == 'lost' else kind}{at}"
-    return f"{kind} on {who}{where}{at}"
-
-
-def refit(values: Sequence[str], before: Sequence[Host], after: Sequence[Host]) -> list[str]:
-    """Return a per-rank list for the ranks of ``after``, from the one for those of ``before``. Pure.
-
-    Each rank of a host keeps the value of the rank in its place there; further ranks of it take its last one's, those
-    of a host that was not there the first host's first.
-    """
-    own: dict[str, list[str]] = {}
-    at = 0
-    for host in before:
-        own.setdefault(host.name, []).extend(values[at:at + host.slots])
-        at += host.slots
-    fitted: list[str] = []
-    for host in after:
-        mine = own.get(host.name) or [values[0]]
-        fitted += [mine[min(i, len(mine) - 1)] for i in range(host.slots)]
-    return fitted
-
-
-def row(one: Attempt, began: float, ran_s: float, parts: Mapping[str, float], decision: str) -> dict[str, Any]:
-    """Return one attempt as a record.
-
-    ``began``: unix seconds; ``ran_s``: from its launcher's start to its end; ``parts``: seconds of its start and of the
-    end that the next attempt follows, by the names in `marks.PARTS`; ``decision``: what was done then.
-    """
-    return {
-        "attempt": one.number, "cause": one.kind, "words": one.text, "rank": one.rank, "host": one.host,
-        "hosts": [str(host) for host in one.hosts], "ranks": sum(host.slots for host in one.hosts),
-        "step_start": one.begin, "step_end": one.end, "checkpoint": one.checkpoint, "steps_lost": lost(one),
-        "time": round(began, 3), "seconds": {"ran": round(ran_s, 3), **{p: parts[p] for p in PARTS if p in parts}},
-        "decision": decision,
-    }
-
-
-def lost(one: Attempt) -> int:
-    """Steps that have to be computed once more: those since the newest checkpoint, where the attempt failed."""
-    return 0 if one.kind == "done" else max(0, one.end - max(0, one.checkpoint))
+def say(text: str) -> None:
+    """Print a line of the supervisor's, and ignore that nobody reads it."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), f"hvdtrain launch: {text}\n".encode(errors="replace"))

@@ -1,8 +1,4 @@
-"""``python -m hvdtrain migrate``: move scripts of other trainers to hvdtrain: a diff, and what is unsafe in them.
-
-Owns the options and the printing. The work is in ``hvdtrain.commands.migrate``. Files are left alone without
-``--write``.
-"""
+"""``python -m hvdtrain migrate``: options and output. Changes files only with ``--write``."""
 
 from __future__ import annotations
 
@@ -15,14 +11,14 @@ NOTHING = ("{name}: nothing recognised: no Horovod, tf.distribute, model.fit of 
 
 
 def main(argv: list[str]) -> int:
-    """Print the diffs and findings; 0 where a script was recognised, 1 where none was. `UserError` for a bad file."""
+    """Print diffs and findings; return 1 where no script was recognised. Errors: `UserError` for a bad file."""
     args = parser().parse_args(argv)
     from hvdtrain.commands.migrate import plan, source
-    from hvdtrain.commands.migrate.rules import Wish
+    from hvdtrain.commands.migrate.finding import MigrateOptions
 
-    wish = Wish(args.to, args.ranks)
-    plan.check(wish)
-    found = [plan.migrate(source.read(name), wish) for name in dict.fromkeys(args.scripts)]
+    options = MigrateOptions(args.to, args.ranks)
+    plan.check(options)
+    found = [plan.migrate(source.read(name), options) for name in dict.fromkeys(args.scripts)]
     for migration in found:
         show(migration)
     changed = [m for m in found if m.after != m.source.data]
@@ -36,7 +32,6 @@ def main(argv: list[str]) -> int:
 
 
 def show(migration: object) -> None:
-    """Print one script's diff, findings and snippet."""
     from hvdtrain.commands.migrate.plan import Migration
     from hvdtrain.commands.migrate.source import diff
 
@@ -56,7 +51,7 @@ def show(migration: object) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     made = argparse.ArgumentParser(
         prog="python -m hvdtrain migrate", allow_abbrev=False,
         description="Move training scripts to hvdtrain: Horovod (Keras, TensorFlow, PyTorch), tf.distribute, "
@@ -77,7 +72,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _shown(text: str) -> str:
-    """``text`` as standard output can show it: what its encoding lacks is escaped."""
     import sys
 
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"

@@ -1,8 +1,4 @@
-"""Pieces of syntax trees: made, put in, taken out, with the formatting around them.
-
-Owns the mechanics of an edit. An edit is planned as ``{node of the read tree: function of its new form}`` and made in
-one pass by `apply`; so a plan can be thrown away whole.
-"""
+"""Edits of syntax trees that keep the formatting. An edit is planned by node, and `apply` makes all in one pass."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import libcst as cst
+import re
 
 from hvdtrain.commands.migrate.scan import Scan, local_name, name_of
 
@@ -20,8 +17,9 @@ Change = Callable[[Any], Any]
 
 @dataclass
 class Edits:
-    """A planned rewrite. ``changes``: by node; ``imports``: lines to add after the imports, unless they are there;
-    ``first``: statements to put after those."""
+    """Planned rewrite. ``changes``: by node; ``imports``: lines to add after the imports; ``first``: statements behind
+    those.
+    """
 
     changes: dict[cst.CSTNode, Change] = field(default_factory=dict)
     imports: list[str] = field(default_factory=list)
@@ -33,12 +31,11 @@ class Edits:
         self.changes[node] = change if earlier is None else lambda new: change(earlier(new))
 
     def swap(self, node: cst.CSTNode, text: str) -> None:
-        """Plan the expression ``text`` in place of an expression."""
         self.put(node, lambda old: expression(text, old))
 
     def remove(self, line: cst.CSTNode) -> None:
-        """Plan to take a statement out, with the comment right above it; a comment further up stays. Its block gets
-        ``pass`` if nothing else is left."""
+        """Plan to remove a statement with the comment right above it; its block gets ``pass`` if nothing else is left.
+        """
         self.put(line, lambda old: Gone(body=[cst.Pass()], leading_lines=_apart(old.leading_lines)))
 
     def __bool__(self) -> bool:
@@ -46,11 +43,11 @@ class Edits:
 
 
 class Gone(cst.SimpleStatementLine):
-    """Stands for a statement that was taken out, until its block is put together; its comments go to the next one."""
+    """Removed statement, until its block is put together; its comments go to the next one."""
 
 
 def _apart(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    """Lines above a statement up to the last blank one: what is not about the statement itself."""
+    """Return the lines above a statement up to the last blank one: what is not about the statement itself."""
     blank = max((i for i, line in enumerate(lines) if line.comment is None), default=-1)
     return list(lines[:blank + 1])
 
@@ -70,7 +67,7 @@ class _Apply(cst.CSTTransformer):
 
 
 def _together(block: Any) -> Any:
-    """A block without its `Gone` statements, whose comments move on to the next statement, or below the last."""
+    """Return a block without its `Gone` statements, whose comments move on to the next statement, or below the last."""
     body: list[Any] = []
     held: list[cst.EmptyLine] = []
     for line in block.body:
@@ -86,7 +83,7 @@ def _together(block: Any) -> Any:
 
 
 def _joined(held: list[cst.EmptyLine], own: list[cst.EmptyLine], first: bool) -> list[cst.EmptyLine]:
-    """Lines above what is left, with those of what went: its comments, or else one run of blank lines."""
+    """Return the lines above what is left, with those of what went: its comments, or else one run of blank lines."""
     if any(line.comment for line in held):
         return held + own
     if first or own and own[0].comment is None:
@@ -95,7 +92,7 @@ def _joined(held: list[cst.EmptyLine], own: list[cst.EmptyLine], first: bool) ->
 
 
 def apply(scan: Scan, edits: Edits) -> cst.Module:
-    """Return the module with the edits made, and without imports that served only what was taken out."""
+    """Return the module with the edits made, and without imports that served only what was removed."""
     if not edits:
         return scan.module
     end = _first_change(scan, edits)
@@ -126,7 +123,7 @@ def _followed_by(lines: list[Any]) -> Change:
 
 
 def _first_change(scan: Scan, edits: Edits) -> int:
-    """Index in the module's body of the first statement that is no import and has an edit in it."""
+    """Return the index of the first statement that is no import and has an edit in it."""
     for index, line in enumerate(scan.module.body):
         if not _is_import(line) and any(node in edits.changes for node in scan.inner(line)):
             return index
@@ -134,7 +131,7 @@ def _first_change(scan: Scan, edits: Edits) -> int:
 
 
 def _after_needed(scan: Scan, texts: Sequence[str], index: int, end: int) -> int:
-    """``index``, or behind a later import, above ``end``, of what the statements ``texts`` read."""
+    """Return ``index``, or behind a later import, above ``end``, of what the statements ``texts`` read."""
     read = {node.value for text in texts for node in Scan(cst.parse_module(text)).all(cst.Name)}
     for at in range(index, end):
         names = {local_name(alias) for alias in scan.all(cst.ImportAlias, scan.module.body[at])
@@ -151,14 +148,12 @@ def _many(node: Any) -> list[Any]:
 
 
 def _import_lines(scan: Scan) -> set[str]:
-    """The text of every import statement at top level."""
     return {scan.code(node) for node in scan.nodes if isinstance(node, (cst.Import, cst.ImportFrom))
             and scan.parent.get(scan.parent[node]) is scan.module}
 
 
 def _after_imports(scan: Scan, end: int) -> int:
-    """Index in the module's body behind its last import at top level above statement ``end``; behind the docstring
-    where there is none."""
+    """Return the index behind the last top-level import above statement ``end``, or behind the docstring."""
     body = scan.module.body
     for index in range(end, 0, -1):
         if _is_import(body[index - 1]):
@@ -177,7 +172,7 @@ def _is_docstring(node: cst.CSTNode) -> bool:
 
 
 def _without_idle_imports(scan: Scan, module: cst.Module) -> cst.Module:
-    """Take out imports at top level whose name was read before and is no longer read anywhere."""
+    """Remove top-level imports whose name was read before and is no longer read anywhere."""
     after = Scan(module)
     idle = {name for name in scan.imports if scan.uses(name) and not after.uses(name)}
     exported = {text for node in after.all(cst.SimpleString) if (text := node.evaluated_value)}
@@ -216,12 +211,11 @@ def expression(text: str, like: cst.BaseExpression | None = None) -> cst.BaseExp
 
 
 def statement(text: str) -> Any:
-    """Parse one statement, a simple line or a compound."""
     return cst.parse_statement(text)
 
 
 def arg(text: str, keyword: str = "") -> cst.Arg:
-    """An argument, ``keyword=text`` without spaces or ``text``."""
+    """Return an argument, ``keyword=text`` without spaces or ``text``."""
     if not keyword:
         return cst.Arg(expression(text))
     return cst.Arg(expression(text), keyword=cst.Name(keyword), equal=cst.AssignEqual(
@@ -229,24 +223,21 @@ def arg(text: str, keyword: str = "") -> cst.Arg:
 
 
 def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
-    """The argument ``name=value``."""
     return arg("_", name).with_changes(value=value)
 
 
 def in_a_row(parts: Sequence[Any]) -> list[Any]:
-    """Arguments or elements with a comma and a blank between them."""
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     return [*(p.with_changes(comma=comma) for p in parts[:-1]), parts[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
 
 
 def broken(width: int) -> cst.Comma:
-    """A comma, a line end, and ``width`` spaces beyond the indentation of the statement."""
+    """Return a comma, a line end, and ``width`` spaces beyond the indentation of the statement."""
     return cst.Comma(whitespace_after=cst.ParenthesizedWhitespace(
         cst.TrailingWhitespace(), indent=True, last_line=cst.SimpleWhitespace(" " * width)))
 
 
 def _plain(comma: cst.Comma) -> cst.Comma:
-    """A comma with the line end and indentation behind another one, without its comment."""
     after = comma.whitespace_after
     if isinstance(after, cst.ParenthesizedWhitespace):
         after = after.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
@@ -254,7 +245,7 @@ def _plain(comma: cst.Comma) -> cst.Comma:
 
 
 def comments(nodes: Sequence[cst.CSTNode]) -> list[cst.EmptyLine]:
-    """The comments in some nodes, a line each."""
+    """Return the comments in some nodes, a line each."""
     found: list[cst.EmptyLine] = []
     for node in nodes:
         todo: list[cst.CSTNode] = [node]
@@ -267,8 +258,10 @@ def comments(nodes: Sequence[cst.CSTNode]) -> list[cst.EmptyLine]:
 
 
 def with_args(call: cst.Call, args: Sequence[cst.Arg], alone: Sequence[cst.Arg] = (), width: int = 0) -> cst.Call:
-    """``call`` with other arguments, separated as it separates its own; those of ``alone`` begin a line each, ``width``
-    spaces beyond the indentation."""
+    """Return ``call`` with other arguments, separated as it separates its own.
+
+    Those of ``alone`` begin a line each, ``width`` spaces beyond the indentation.
+    """
     if not args:
         return call.with_changes(args=[], whitespace_before_args=cst.SimpleWhitespace(""))
     old = call.args
@@ -301,7 +294,7 @@ def with_args(call: cst.Call, args: Sequence[cst.Arg], alone: Sequence[cst.Arg] 
 
 
 def _first_line(last: cst.Arg) -> cst.TrailingWhitespace | None:
-    """The comment behind the last argument of a call, with its line end; None if there is none."""
+    """Return the comment behind the last argument of a call, with its line end; None if there is none."""
     for space in (last.whitespace_after_arg, getattr(last.comma, "whitespace_after", None)):
         if isinstance(space, cst.ParenthesizedWhitespace) and space.first_line.comment is not None:
             return space.first_line
@@ -309,7 +302,7 @@ def _first_line(last: cst.Arg) -> cst.TrailingWhitespace | None:
 
 
 def with_elements(list_node: cst.List, elements: Sequence[Any], width: int = 0) -> cst.List:
-    """A list with elements put before its own, a line each as it has its own, or else ``width`` spaces in."""
+    """Return a list with elements before its own, a line each as it has its own, or else ``width`` spaces in."""
     old = list_node.elements
     before = list_node.lbracket.whitespace_after
     between = next((e.comma for e in old[:-1] if isinstance(e.comma, cst.Comma)
@@ -325,7 +318,7 @@ def with_elements(list_node: cst.List, elements: Sequence[Any], width: int = 0) 
 
 
 def dedent(node: cst.With) -> cst.FlattenSentinel:
-    """The statements of a ``with`` block in its place; comments above, beside and below it stay."""
+    """Return the statements of a ``with`` block in its place; comments above, beside and below it stay."""
     body: list[Any] = list(node.body.body) if isinstance(node.body, cst.IndentedBlock) else [
         cst.SimpleStatementLine(body=node.body.body)]  # type: ignore[arg-type]
     lead = list(node.leading_lines)
@@ -338,7 +331,34 @@ def dedent(node: cst.With) -> cst.FlattenSentinel:
 
 
 def guarded(line: Any, condition: str) -> cst.If:
-    """``if condition:`` around a statement; comments above it stay above."""
+    """Return ``if condition:`` around a statement; comments above it stay above."""
     inner = line.with_changes(leading_lines=[])
     made = cast(cst.If, statement(f"if {condition}:\n    pass"))
     return made.with_changes(leading_lines=line.leading_lines, body=cst.IndentedBlock(body=[inner]))
+
+
+HOMES = {"Config": "hvdtrain", "Trainer": "hvdtrain", "DataConfig": "hvdtrain.config",
+         "ExchangeConfig": "hvdtrain.config",
+         "Named": "hvdtrain.config", "ScheduleConfig": "hvdtrain.config"}
+
+
+class Names:
+    """Local names of hvdtrain in code that is put into a script: ``names["Trainer"]``; ``trainer``: one for a Trainer.
+    """
+
+    def __init__(self, scan: Scan) -> None:
+        self.trainer = "trainer" if "trainer" not in scan.bound else "hvd_trainer"
+        self._as = {name: name if name not in scan.bound else f"Hvd{name}" for name in HOMES}
+
+    def __getitem__(self, name: str) -> str:
+        return self._as[name]
+
+    def imports(self, text: str) -> list[str]:
+        """Return the import lines of what ``text`` calls."""
+        called = [name for name, local in self._as.items() if re.search(rf"\b{local}\(", text)]
+        lines = []
+        for module in dict.fromkeys(HOMES.values()):
+            said = [name if name == self._as[name] else f"{name} as {self._as[name]}" for name in called
+                    if HOMES[name] == module]
+            lines += [f"from {module} import {', '.join(said)}"] if said else []
+        return lines

@@ -1,7 +1,4 @@
-"""A Python file: read, parsed, compared, written in one rename.
-
-Owns bytes, encodings and line ends. Does not know what is in the file.
-"""
+"""Python files: read, parsed, compared, written in one rename."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ MOST_BYTES = 2**21
 
 
 @dataclass(frozen=True)
-class Source:
+class ScriptSource:
     """``name``: as the user gave it. ``data``: its bytes. ``module``: their syntax tree, which gives them back."""
 
     name: str
@@ -34,7 +31,7 @@ class Source:
     module: cst.Module
 
 
-def read(name: str) -> Source:
+def read(name: str) -> ScriptSource:
     """Return the parsed file; `UserError` where it is missing, no file, too large, or not Python of this version."""
     path = Path(name)
     try:
@@ -49,13 +46,13 @@ def read(name: str) -> Source:
         raise UserError(f"{name!r} cannot be read: {error}", "a readable Python file", "check the path") from None
     if len(data) > MOST_BYTES:
         raise UserError(f"{name} has {len(data)} bytes", f"{MOST_BYTES} at most", "name a script, not data")
-    return Source(name, path, data, parse(name, data))
+    return ScriptSource(name, path, data, parse(name, data))
 
 
-def of_text(text: str, name: str = "script.py") -> Source:
-    """A source that is no file, such as a test's or a page's; `UserError` as in `read`."""
+def of_text(text: str, name: str = "script.py") -> ScriptSource:
+    """Return a source that is no file; `UserError` as in `read`."""
     data = text.encode()
-    return Source(name, Path(name), data, parse(name, data))
+    return ScriptSource(name, Path(name), data, parse(name, data))
 
 
 def parse(name: str, data: bytes) -> cst.Module:
@@ -84,7 +81,6 @@ def parse(name: str, data: bytes) -> cst.Module:
 
 
 def _syntax(name: str, data: bytes) -> str:
-    """Why ``data`` does not compile; "" if it does."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as '\d' in a string: the user's, not asked about here
@@ -96,8 +92,8 @@ def _syntax(name: str, data: bytes) -> str:
     return ""
 
 
-def diff(source: Source, after: bytes) -> str:
-    """A unified diff of ``source`` to ``after`` that ``patch`` takes; "" where nothing changes."""
+def diff(source: ScriptSource, after: bytes) -> str:
+    """Return a unified diff of ``source`` to ``after`` that ``patch`` takes; "" where nothing changes."""
     if after == source.data:
         return ""
     encoding = source.module.encoding
@@ -110,16 +106,15 @@ def diff(source: Source, after: bytes) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines with their ends, cut at line feeds only, as ``patch`` does."""
     lines = [line + "\n" for line in text.split("\n")]
     last = lines.pop()[:-1]
     return lines + ([last] if last else [])
 
 
-def write(source: Source, after: bytes) -> None:
+def write(source: ScriptSource, after: bytes) -> None:
     """Replace the file by ``after`` in one rename, mode kept; through a link, the file it leads to.
 
-    `UserError` where it cannot be written, or has changed since it was read; it is then as it was.
+    Errors: `UserError` where it cannot be written, or has changed since it was read; it is then unchanged.
     """
     path = Path(os.path.realpath(source.path))
     try:

@@ -4,21 +4,22 @@ Owns the contracts only. Shapes: N elements of a flat vector, P ranks of a group
 `Array` is whatever one backend computes with: `numpy.ndarray`, `torch.Tensor` or `tf.Tensor`.
 """
 
-from hvdtrain.core.protocols.control import Control
-from hvdtrain.core.protocols.data_parallel import ChangesTransport, DataParallel
-from hvdtrain.core.protocols.model_state import (
+from hvdtrain.core.protocols.model import (
     BlockCost, Buffers, Compile, Evaluator, ModelFacts, ModelState, Remat, Transform, Writable)
-from hvdtrain.core.protocols.ops import Cell, Compressor, Ops
-from hvdtrain.core.protocols.params import Optimizer, Params
-from hvdtrain.core.protocols.report import Callback, Launcher, Record, RecordedRun, Report, Tracker
-from hvdtrain.core.protocols.stage import Cargo, Done, GradientSink, ModelSpec, PipelineStage, Schedule, Stage
+from hvdtrain.core.protocols.run import Callback, Launcher, Record, RecordedRun, Report, Tracker
+from hvdtrain.core.protocols.stage import (
+    Cargo, ChangesTransport, DataParallel, DividesState, GradientSink, ModelSpec, PipelineStage, Schedule, Stage,
+    StepGradients)
+from hvdtrain.core.protocols.tensors import Compressor, Ops, Optimizer, Params, StateCell
+from hvdtrain.core.protocols.transport import (
+    AllGather, AllReduce, AllToAll, AllToAllV, Carrier, Channel, Collectives, Control, Exchange, Handle,
+    PendingMessage, Request, Spread)
 from hvdtrain.core.protocols.types import Array, Batch, Pair, ParamSpec
-from hvdtrain.core.protocols.wire import (
-    AllGather, AllReduce, AllToAll, AllToAllV, Carrier, Channel, Collectives, Coming, Exchange, Handle, Request)
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "AllToAllV", "Array", "Batch", "BlockCost", "Buffers", "Callback",
-           "Cargo", "Carrier", "Cell", "ChangesTransport", "Channel", "Collectives", "Coming", "Compile", "Compressor",
-           "Control", "DataParallel", "Done", "Evaluator", "Exchange", "GradientSink", "Handle", "Launcher",
-           "ModelFacts", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "PipelineStage",
-           "Record", "RecordedRun", "Remat", "Report", "Request", "Schedule", "Stage", "Tracker", "Transform",
-           "Writable"]
+           "Cargo", "Carrier", "StateCell", "ChangesTransport", "Channel", "Collectives", "PendingMessage", "Compile",
+           "Compressor", "Control", "DataParallel", "DividesState", "StepGradients", "Evaluator", "Exchange",
+           "GradientSink",
+           "Handle", "Launcher", "ModelFacts", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec",
+           "Params", "PipelineStage", "Record", "RecordedRun", "Remat", "Report", "Request", "Schedule", "Spread",
+           "Stage", "Tracker", "Transform", "Writable"]

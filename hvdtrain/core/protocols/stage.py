@@ -1,17 +1,16 @@
-"""The seams of forward and backward: what computes gradients, and what takes them."""
+"""Protocols of a step: stages compute gradients, sinks take them, and data parallelism updates every replica."""
 
 from __future__ import annotations
 
-import numpy as np
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from hvdtrain.core.protocols.types import Array, Batch, Pair
+import numpy as np
 
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.shortage import Shortage
-    from hvdtrain.core.protocols.types import Bucket, StepBatch
+from hvdtrain.core.protocols.tensors import Compressor, Ops
+from hvdtrain.core.protocols.transport import Collectives
+from hvdtrain.core.protocols.types import Array, Batch, Bucket, Pair, ParamSpec, Shortage, StepBatch
 
 
 class GradientSink(Protocol):
@@ -21,33 +20,28 @@ class GradientSink(Protocol):
     handed over in its own shape, by the parameter's index. ``in_graph``: it may be called while a graph is traced;
     the graph's results are then handed over by `ran`. ``variant``: graphs that were traced under another one are not
     to be run (a compressor that warms up sends other amounts). ``retains``: gradients stay in the memory of their
-    buckets until the update, which reads them there; where False a bucket that was put is the sink's, its memory is
-    asked for anew in every step, and whoever made the gradients in it forgets them. ``waited_s``: seconds that the
-    calls of `put` in the step at hand have waited for other ranks, which are none of the stage's computing.
+    buckets until the update; where False a bucket that was put is the sink's, its memory is asked for again in every
+    step, and whoever made the gradients in it forgets them. ``waited_s``: seconds for which `put` waited in this step.
     """
 
     retains: bool
     waited_s: float
 
     @property
-    def buckets(self) -> list[Bucket]:
-        """What gradients are handed over in."""
-        ...
+    def buckets(self) -> list[Bucket]: ...
 
     @property
     def in_graph(self) -> bool:
-        """Whether `put`, `collect` and `look` may be called while a graph is traced."""
+        """Return whether `put`, `collect` and `look` may be called while a graph is traced."""
         ...
 
     @property
     def overlaps(self) -> bool:
-        """Whether a bucket that is put travels while backward goes on, outside of any graph."""
+        """Return whether a bucket that is put travels during backward, outside of any graph."""
         ...
 
     @property
-    def variant(self) -> int:
-        """What a traced graph depends on."""
-        ...
+    def variant(self) -> int: ...
 
     def buffer(self, bucket: Bucket) -> Array:
         """Return zeros (n,) to make a bucket's gradient in: where the wire sums it without a copy, if it can."""
@@ -184,7 +178,7 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True)
-class Done:
+class StepGradients:
     """What a step's gradients ended with on this rank.
 
     ``grads``: as `GradientSink.collect` returns them. ``totals``: (loss_sum, weight) of each micro-batch, maybe still
@@ -201,7 +195,7 @@ class Done:
 class Schedule(Protocol):
     """The order of a step's forwards and backwards."""
 
-    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Compute and sum the gradients of ``loss_sum * scale`` over this rank's micro-batches of ``batch``."""
         ...
 
@@ -291,4 +285,121 @@ class PipelineStage(Stage, Protocol):
 
     def drop(self) -> None:
         """Forget what is kept for backward: the step at hand has broken off."""
+        ...
+
+
+class DataParallel(GradientSink, Protocol):
+    """Keeps the ranks' copies of a model one model: takes their gradients, decides what is summed when, and updates.
+
+    ``caveats``: the laws it bends, in words that are printed at start. ``divides_state``: each rank updates a shard of
+    the parameters, and keeps the optimizer's state of that shard alone. ``copies_equal``: several ranks hold the same
+    parameters after every update, as far as their sums have the same bits.
+    """
+
+    caveats: tuple[str, ...]
+    divides_state: bool
+    copies_equal: bool
+
+    @property
+    def can_change_transport(self) -> bool:
+        """Whether it is a `ChangesTransport`, in this run."""
+        ...
+
+    @property
+    def compression(self) -> str:
+        """The name of the compressor in use, "none" without one."""
+        ...
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor in use."""
+        ...
+
+    def describe(self) -> str:
+        """Return how gradients travel in short, such as "none" or "topk 1 %", for the summary."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Open step ``step``; `discard` goes back to here."""
+        ...
+
+    def discard(self) -> None:
+        """Undo what the step did to the exchange's state: there will be no update."""
+        ...
+
+    def scale(self, batch: StepBatch) -> float:
+        """Return what this rank's summed loss is multiplied by: 1 / W with W the global weight (law 1)."""
+        ...
+
+    def meets(self, step: int) -> bool:
+        """Return whether the copies exchange anything in step ``step``, so that the ranks vote on it; alike on all."""
+        ...
+
+    def squares(self, grads: Sequence[Array]) -> float:
+        """Return the sum of squares over this rank's part of ``grads``, as `collect` returned them.
+
+        Over all ranks they add up to the square of the global norm; NaN or infinite where a gradient is not finite, or
+        so large that its square overflows float32 (1.8e19). 0 where the gradients are still on an asynchronous device:
+        there `update` looks.
+        """
+        ...
+
+    def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
+        """Update the parameters; return (finite, norm) as `Optimizer.step` does, the same on every rank.
+
+        ``unused``: indices of the parameters that no rank used in this step, which `Optimizer.step` leaves as they are.
+        """
+        ...
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> Sequence[tuple[int, int]] | None:
+        """Take in the parameters from index ``first`` of ``specs`` on, which have been added to the model's.
+
+        The stage is to be connected again. Returns the elements [begin, end) of each that this rank updates; None: all.
+        """
+        ...
+
+    def remembered_bytes(self) -> int:
+        """Return the bytes that a compressor keeps from step to step on this rank, with those that undo a step."""
+        ...
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Return this rank's own state (a compressor's residual, say) by name; {} without any."""
+        ...
+
+    def restore(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `saved`; return in words what of it did not fit and starts anew, or ""."""
+        ...
+
+    def restart(self) -> None:
+        """Forget all state."""
+        ...
+
+
+class DividesState(DataParallel, Protocol):
+    """A strategy with ``divides_state``; the memory plan and the summary read what follows.
+
+    ``stage``: of ZeRO, 1: gradients stay whole, 2: they are divided too. ``sizes_BP``: elements of each bucket that
+    each rank updates. ``gathers``: updates after which parameters were gathered, in ``gathered_s`` seconds.
+    """
+
+    stage: int
+    sizes_BP: Sequence[Sequence[int]]
+    gathers: int
+    gathered_s: float
+
+
+class ChangesTransport(DataParallel, Protocol):
+    """A way whose exchange may be changed between two steps, by all ranks at once; the stage is connected again."""
+
+    @property
+    def ops(self) -> Ops:
+        """The operations on the arrays that it exchanges."""
+        ...
+
+    def use(self, compressor: Compressor) -> None:
+        """Exchange by another compressor, with fresh state, from the next step on."""
+        ...
+
+    def use_wire(self, wire: Collectives) -> str:
+        """Exchange over another transport from the next step on; return what of the state starts anew, or ""."""
         ...

@@ -1,1 +1,178 @@
+from dataclasses import dataclass, field
+
+from hvdtrain.core.protocols import Record
 """What happened in a run, as one stream of records: the schema, who gets which."""
+
+
+VERSION = 2
+"""Of log.jsonl, in its "start" records. Logs without one are version 1, which had fewer events and values."""
+
+
+@dataclass(frozen=True)
+class EventSchema:
+    """An event: when it is recorded, and its ``values``: name -> meaning with unit. ``often``: how often there is one.
+    """
+
+    doc: str
+    values: dict[str, str] = field(default_factory=dict)
+    often: str = ""
+
+
+def problems(record: Record) -> list[str]:
+    """Return in words where ``record`` is not as documented; [] also for an event of somebody else's."""
+    event = EVENTS.get(record.event)
+    if event is None:
+        return []
+    return [f"{record.event} has {name!r}, which is not documented" for name in record.values
+            if name not in event.values]
+
+
+EVENTS = {
+    "start": EventSchema("A fit begins, also one that goes on with a run.", {
+        "schema": "version of this log",
+        "world_size": "ranks",
+        "hosts": "the hosts in words",
+        "pipeline": "of a model that is cut over ranks, else null: order, copies (the ranks of each, by stage), blocks "
+        "(of each copy, by stage)",
+        "notes": "remarks made before",
+        "framework": "torch, tensorflow or numpy",
+        "model": "the model's name",
+        "wire": "what carries gradients",
+        "memory": "reckoned bytes by rank, as in end",
+        "config": "the whole configuration",
+        "epochs": "epochs of the whole run",
+        "steps": "steps of the whole run; null: not known",
+        "pid": "process of rank 0",
+    }),
+    "note": EventSchema("A remark, as it is printed.", {"text": "the remark"}),
+    "step": EventSchema("A step has ended with its update; step is how many have ended.", {
+        "epoch": "whole epochs before",
+        "samples": "samples of this epoch so far",
+        "loss": "mean over the global batch",
+        "grad_norm": "L2 norm of the summed gradient before clipping; null where it was not taken",
+        "lr": "learning rate",
+        "samples_per_s": "global samples per second over the last steps",
+        "phases_s": "rank 0's seconds so far: data, compute, wait, update",
+        "percent_of_solo": "percent of the sum of the ranks' solo speeds; null for one rank",
+    }, "every log_every steps"),
+    "non_finite": EventSchema("A step without an update, since a loss or gradient was not finite.",
+                        {"ranks": "those that brought it in"}),
+    "eval": EventSchema("The evaluation data was measured.", {
+        "epoch": "whole epochs before",
+        "metrics": "name -> value",
+        "samples_per_s": "of training before it",
+        "unread": "samples left out that could not be read",
+    }),
+    "checkpoint": EventSchema("A checkpoint was due here."),
+    "ledger": EventSchema("An epoch's samples were counted.", {
+        "epoch": "which", "whole": "whether it is verified that each was seen exactly once",
+        "skipped": "samples in steps without update",
+        "unread": "samples left out that could not be read",
+        "ledger": "totals so far", "got": "samples seen, where not whole", "want": "samples there are",
+        "words": "what is wrong, or why it is not verified",
+    }),
+    "balance": EventSchema("Ranks get other parts of the batch.", {
+        "stage": "plan: at the start; replan; ceilings: a rank's memory holds less",
+        "samples": "samples of a step by rank",
+        "columns": "of rows", "rows": "the probe's table", "lines": "by rank [seconds per call, seconds per sample]",
+        "equal_s": "seconds of a step with equal parts", "plan_s": "seconds of a step with these",
+        "from_step": "first step with these parts", "ceilings": "rank -> most samples of a micro-batch",
+    }),
+    "pipeline": EventSchema("How a model is cut over ranks: at the start as planned, at the end as measured.", {
+        "stage": "planned or measured",
+        "stages": "by copy and stage: copy, stage, rank, host, device, blocks; busy_s: seconds of a step in forward "
+                  "and backward; micro_batches of a step; parameters_bytes, gradients_bytes, optimizer_bytes, "
+                  "activations_bytes as planned; capacity_bytes, 0: not known",
+        "step_s": "seconds of a step's forwards and backwards", "idle_share": "part of the ranks' time, without input, "
+        "update and exchange, in which they wait for other stages or copies",
+        "wire_s": "seconds of a step in the exchange between copies", "steps": "full steps measured; null: planned",
+    }, "where a model is cut over ranks"),
+    "compression": EventSchema("Compression auto has decided or checked.", {
+        "stage": "decided or checked", "choice": "compressor", "reason": "in words", "base": "what was measured of a "
+        "step without one", "rows": "each compressor's reckoning", "refused": "those that cannot be used, and why",
+        "sweep_s": "seconds that measuring took", "links": "kind of collective -> its line", "measured_s": "seconds of "
+        "a step with the choice", "wire": "what carries gradients from here on",
+    }),
+    "wire": EventSchema("Collectives auto has taken a wire, checked it, or seen that the link is another one.", {
+        "stage": "rule: without measuring; decided; tried: the next best, since steps waited longer than reckoned; "
+        "checked; changed: the link, so that it decides anew",
+        "choice": "the wire in use", "reason": "in words", "bytes": "gradients of a step as they travel",
+        "rows": "each wire's reckoning: wire_s, busy_s (processor seconds), cost_s (the most that a step pays), "
+        "idle_cores (kept busy without work), rate_Bps", "measured": "each wire's line: seconds by bytes, cores "
+        "that it keeps busy, bytes of the largest sum", "refused": "those that are no candidates, and why",
+        "short": "part of a core that a wire lacks beside computing, 0 to 1", "sweep_s": "seconds that measuring took",
+        "hosts": "by host: node, ranks, cores, numa (nodes; null: not looked at)",
+        "step_s": "seconds of a step", "wait_s": "seconds of it that waited for gradients",
+    }, "where collectives is auto and there are several ranks"),
+    "compile": EventSchema("Compile auto has decided.",
+                           {"option": "what was tried", "kinds": "device -> times and choice"}),
+    "memory_fit": EventSchema("Micro-batch and recomputed blocks were chosen by memory.", {"ranks": "by rank"}),
+    "out_of_memory": EventSchema("A rank ran out of memory.", {
+        "rank": "which", "at_step": "in which step", "phase": "training, evaluation or an audit",
+        "size": "samples of its micro-batch", "then": "samples tried next; -1: no fewer are left",
+        "why": "the error's words",
+    }),
+    "meter": EventSchema("How the ranks' time was used, over the run; before end.", {
+        "percent_of_solo": "percent of the sum of solo speeds", "step_s": "mean seconds of a step",
+        "lost_percent": "cause -> percent of the ranks' time; of a model that is cut over ranks also idle and channel: "
+        "stages waiting for each other, and messages between them",
+        "ranks": "by rank, or by copy of a model that is cut over ranks: samples and seconds of a mean step",
+        "advice": "what to do, in words",
+    }),
+    "seconds": EventSchema("Where each rank's seconds went since the record of this kind before.", {
+        "from_step": "step after which they begin",
+        "window_s": "seconds by rank 0's clock",
+        "ranks": "by rank, cause -> seconds; causes: hvdtrain.core.timeline.CAUSES; together the rank's whole time",
+        "waits": "[rank, for whom, seconds] of each rank's longest waits, the longest first; for itself: for whom is "
+                 "not known",
+        "idles": "[rank, for whom, seconds] that a stage of a pipeline waited for another one; none: []",
+    }, "about every 5 s, and last of all, after end"),
+    "system": EventSchema("What each rank's process and device hold and do.", {
+        "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), quota_percent (of the periods "
+                 "of a processor quota those in which it was used up), threads; memory: kind -> bytes "
+                 "(hvdtrain.core.units); of a GPU also allocated_bytes, reserved_bytes, peak_bytes, "
+                 "fragmentation (part of reserved), retries, utilisation_percent, sm_mhz, most_sm_mhz, throttled "
+                 "(reasons), temperature_c, power_w, used_bytes (of all processes); more_gpus: the same of a rank's "
+                 "further GPUs; null: not known",
+        "mfu": "model FLOPs utilisation by rank, 0 to 1, since the record before, at the end since the first steps; "
+               "null where peak or FLOPs are not known",
+        "flops": "floating-point operations of one sample, forward and backward, by rank; null: not known",
+        "flops_unknown": "by rank why not; empty: they are known",
+        "peak_flops": "of the rank's devices, a second, by rank; null: not known",
+        "peak_source": "by rank where that comes from; empty: it is not known",
+    }, "about every 5 s, and before end"),
+    "saved": EventSchema("A checkpoint is on disk, or could not be written; that of the end comes after \"end\".", {
+        "at_step": "of the state in it", "took_s": "from its begin to its end", "blocked_s": "seconds of it in which "
+        "rank 0 did not train", "bytes": "on disk", "error": "why not; empty: it is there",
+    }),
+    "clocks": EventSchema("How far the hosts' clocks are apart.", {
+        "ranks": "by rank {offset_s, within_s}: ahead of rank 0's by offset_s, give or take within_s",
+    }),
+    "environment": EventSchema("Where the run runs.", {
+        "versions": "package -> version", "python": "version", "mpi": "library", "launcher": "kind",
+        "hosts": "by host: node, ranks, cores, memory_bytes in all, cpu, system, driver (of its GPUs)",
+        "devices": "by rank in words",
+        "differs": "key -> value of the configuration where it differs from the default",
+        "resumed_from": "step; null: began anew", "attempt": "number under a supervisor; null: none",
+    }),
+    "whatif": EventSchema("How fast the run would be without one of its ranks, as reckoned from the steps so far.", {
+        "ranks": "by rank: percent more samples a second of the rest (negative: fewer); null: cannot be told",
+        "step_s": "mean seconds of a step now", "without_s": "by rank, of a step without it; null as above",
+    }, "after 64, 128, 256, ... steps, and before end, where there are several ranks"),
+    "trace": EventSchema("A trace was written.", {
+        "path": "file in the run's directory", "steps": "[first, last]", "within_s": "bound of the clocks",
+        "events": "in the file", "dropped": "that the size bound has cost", "bytes": "of the file",
+        "overlap_percent": "by rank, part of the exchange that ran beside backward",
+        "critical": "[[rank, what, seconds]] of the longest chain of a mean step",
+    }),
+    "failed": EventSchema("The fit has ended by an error, or without a word.", {
+        "error": "its type and text, as rank 0 met it; where rank 0 was killed, a sentence that says so",
+        "rank": "the one that its text accuses, else 0",
+    }),
+    "end": EventSchema("The fit is over.", {
+        "epoch": "whole epochs", "stop": "why it ended early; empty: it did not", "metrics": "of the last evaluation",
+        "ledger": "what was checked of the samples",
+        "memory": "by rank, bytes: state as reckoned, free at the start, peak as measured; reckoned at the start and "
+                  "measured at the end: kind -> bytes (hvdtrain.core.units), null: not known",
+    }),
+}

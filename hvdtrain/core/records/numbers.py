@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hvdtrain.core.protocols import Record
-from hvdtrain.core.records.schema import EVENTS
+from hvdtrain.core.records import EVENTS
 
 GROUPS = {"step": "train", "eval": "test", "system": "system", "seconds": "percent_of_time", "saved": "checkpoint",
           "meter": "meter"}

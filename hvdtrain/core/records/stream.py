@@ -1,17 +1,19 @@
-"""Hands every record of a run to those who show or keep it: callbacks write here, reports read.
+"""Hand every record of a run to the reports whose turn it is: callbacks write here, reports read.
 
-Owns who gets which record and when. Knows no report. A report that fails is said once and dropped: none ends a run.
+Knows no report. A report that fails is noted once and dropped: none ends a run.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Record, RecordedRun, Report
-from hvdtrain.core.turns import Turns
 
 MOST_HELD = 1000
 """Records kept until the run begins; beyond these the oldest are lost."""
@@ -20,7 +22,7 @@ checks: list[Callable[[Record], None]] = []
 """Called with every record, before any report; tests hold them against the schema here."""
 
 
-class Stream:
+class RecordStream:
     """Gives records to the reports that ``make`` returns, in the order in which they were made.
 
     On rank 0; elsewhere it makes none. ``latest``: the last record of each event.
@@ -97,3 +99,34 @@ class Stream:
     def _failed(run: RecordedRun, report: Report, error: Exception) -> None:
         name = getattr(report, "name", type(report).__name__)
         run.note(f"{name} fails ({type(error).__name__}: {error}); training goes on without it")
+
+
+class Turns:
+    """Says at which steps it is somebody's turn who wants ``every``: "50 step", "2 epoch", "5 s", "" each.
+
+    ``got``: what a `UserError` says of an ``every`` that means nothing. ``clock``: seconds may be meant, as on rank 0
+    alone, since clocks differ. ``due``: what `ask` has returned last.
+    """
+
+    def __init__(self, every: str, got: str, clock: bool = True) -> None:
+        self.due = True
+        self._last = -math.inf
+        count, _, self._unit = every.partition(" ")
+        if every and (not re.fullmatch(r"\d+(\.\d+)?" if self._unit == "s" else r"\d+", count) or float(count) == 0
+                      or self._unit not in ("step", "epoch", *(["s"] if clock else []))):
+            raise UserError(got, "'N step', 'N epoch', or, on root only, 'N s'",
+                            "correct it")
+        self._count = float(count or 0)
+
+    def ask(self, run: RecordedRun) -> bool:
+        """Return whether it is its turn after the step that has just ended; ask once a step."""
+        if self._unit == "step":
+            self.due = run.state.cursor.step % int(self._count) == 0
+        elif self._unit == "epoch":
+            left = run.feed.steps_left(run.state.cursor)
+            self.due = left == 0 and (run.state.cursor.epoch + 1) % int(self._count) == 0
+        elif self._unit == "s":
+            now = time.monotonic()
+            self.due = now - self._last >= self._count
+            self._last = now if self.due else self._last
+        return self.due

@@ -1,23 +1,21 @@
-"""What this rank does and when: `span` around a piece of work is the one hook, for seconds by cause and for traces.
+"""Attribute each second of a rank to one cause: `span` around a piece of work is the one hook, for causes and traces.
 
-A span outside of a run, or in a thread that nobody has named, does nothing. Spans of a run's own thread move its
-`hvdtrain.core.timeline.clock.Clock`; spans of any thread are handed to the recorder of a trace while one is being
-taken. `blocked` is the span around standing in an exchange with other ranks: all places where a rank waits for others
-have it.
+Owns the clock of causes and the sums over steps. A span outside of a run, or in a thread that nobody has named, does
+nothing; `blocked` is the span around an exchange with other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.timeline import birth
-from hvdtrain.core.timeline.clock import CAUSES, Clock, StepTotals
-from hvdtrain.core.timeline.stood import Blocked, Stood
+from hvdtrain.core.timeline.spans import Blocked, Stood
 
 __all__ = ["CAUSES", "Blocked", "Taker", "Timeline", "active", "blocked", "current", "idle", "span", "stamped"]
 
@@ -48,7 +46,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.clock.add("start", birth.unclaimed_s())
+        self.clock.add("start", unclaimed_s())
         self.clock.base("start")
         self.totals = StepTotals()
         self.taker: Taker | None = None
@@ -89,7 +87,7 @@ def active(timeline: Timeline, lane: str = "main") -> Iterator[None]:
     finally:
         _local.lane = before
         if lane == "main":
-            birth.claim()
+            claim()
 
 
 def current() -> Timeline | None:
@@ -212,3 +210,128 @@ def stamped(seconds: float, name: str = "", begin_s: float = 0.0, end_s: float =
         timeline.stood.add(Blocked(timeline.step, name, begin_s, begin_s, end_s))
         if timeline.taker is not None:
             timeline.taker.take(name, lane.name, begin_s, end_s, {}, "wait")
+
+
+_told = [0.0]
+
+
+def unclaimed_s() -> float:
+    """Return the seconds since this process began, or since `claim`; 0 where the system does not tell.
+
+    Linux counts a process' begin in hundredths of a second since the system has started (proc(5), field 22).
+    """
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        lived_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+    since_s = time.perf_counter() - _told[0] if _told[0] else lived_s
+    return max(0.0, min(lived_s, since_s))
+
+
+def claim() -> None:
+    """Let what has passed belong to a run: the next one in this process begins now."""
+    _told[0] = time.perf_counter()
+
+
+CAUSES = ("start", "input", "compute", "idle", "channel", "wait", "wire", "update", "checkpoint", "evaluation", "other")
+"""``idle``: for another stage of a pipeline; ``channel``: for what stages send each other to be copied and to arrive.
+``wait``: for ranks that come later to an exchange; ``wire``: for the exchange itself, when all have come."""
+
+
+class Clock:
+    """A stack of causes: seconds go to the one on top. One thread uses it.
+
+    While a rank stands in an exchange its seconds go to "wait": which of them are "wire" is known when the ranks have
+    compared when each came (`hvdtrain.core.timeline.spans`).
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._seconds = dict.fromkeys(CAUSES, 0.0)
+        self._stack = ["other"]
+        self._since = now()
+
+    def base(self, cause: str) -> None:
+        """Give what comes to ``cause`` wherever nothing is on the stack."""
+        self._lap()
+        self._stack[0] = cause
+
+    def push(self, cause: str) -> None:
+        """Give what comes to ``cause``, one of `CAUSES`, until `pop`."""
+        self._lap()
+        self._stack.append(cause)
+
+    def pop(self) -> None:
+        """Give what comes to the cause before."""
+        self._lap()
+        self._stack.pop()
+
+    def add(self, cause: str, seconds: float) -> None:
+        """Give seconds from before this clock began, such as those of the process' start."""
+        self._seconds[cause] += seconds
+
+    def carve(self, cause: str, seconds: float) -> None:
+        """Give ``seconds`` that somebody else has measured to ``cause``, in place of the cause on top just now.
+
+        A graph stamps how long it has waited within a call that is one piece of computing for this clock.
+        """
+        self._lap()
+        own = self._stack[-1]
+        seconds = min(max(0.0, seconds), self._seconds[own])
+        self._seconds[own] -= seconds
+        self._seconds[cause] += seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds so far by cause."""
+        self._lap()
+        return dict(self._seconds)
+
+    def _lap(self) -> None:
+        now = self._now()
+        self._seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+
+class StepTotals:
+    """Sums over this rank's steps: seconds by phase, steps, samples. `hvdtrain.engine.run_parts` adds to them.
+
+    "wait": for gradients and agreements, and steps that are repeated. Finer causes are `Clock`'s.
+    """
+
+    NAMES = ("data", "compute", "wait", "update")
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(self.NAMES, 0.0)
+        self.steps = 0
+        self.samples = 0
+        self.own_samples = 0
+        self.own_micros = 0
+        self.step_s = 0.0
+        self.first_s = 0.0
+        self.first_samples = 0
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to one phase."""
+        self.seconds[name] += max(0.0, seconds)
+
+    def lose(self, seconds: float) -> None:
+        """Count a discarded step's time as waiting, so that speed estimates ignore it."""
+        self.add("wait", seconds)
+        self.step_s += seconds
+
+    def step(self, seconds: float, samples: int, own: int = 0, micros: int = 0) -> None:
+        """Count one step of all ranks' ``samples``, of which this rank had ``own`` in ``micros`` micro-batches."""
+        if not self.steps:
+            self.first_s, self.first_samples = seconds, samples
+        self.steps += 1
+        self.samples += samples
+        self.own_samples += own
+        self.own_micros += micros
+        self.step_s += seconds
+
+    def samples_per_s(self) -> float:
+        """Global samples per second of step time and data time, without the first step (warm-up, tracing)."""
+        seconds = self.step_s - self.first_s + self.seconds["data"]
+        return (self.samples - self.first_samples) / seconds if self.steps > 1 and seconds > 0 else math.nan

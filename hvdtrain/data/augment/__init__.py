@@ -1,9 +1,7 @@
-"""Changed pictures for training: a file for each augmentation, and `Augmented`, the source that applies them.
+"""Augment pictures while they are read: a file for each augmentation, and `Augmented`, the source that applies them.
 
-Owns the order (`ORDER`), which names there are, and where random numbers come from: a picture is a function of (seed,
-epoch, sample number) and of nothing else, so it does not depend on the ranks (law 2). A file has ``check(value)`` and
-``apply(x, value, uniform)``: pictures (n, H, W, C) of any number type to the same, with ``uniform`` as in
-`hvdtrain.data.augment.draw`. A user's own, ``module:callable``, is such an ``apply``. Numpy only.
+A file has ``check(value)`` and ``apply(x, value, uniform)``, from pictures (n, H, W, C) of any number type to the same;
+a user's ``module:callable`` is such an ``apply``. `hvdtrain.data.augment.draw` has the random numbers.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.core.resolve import load_callable
-from hvdtrain.core.slots import in_slot, load_slot
+from hvdtrain.core.resolve import in_slot, load_callable, load_slot
 from hvdtrain.data.augment import mixup
 from hvdtrain.data.augment.draw import uniform_of
 from hvdtrain.data.sources import EpochSource, Source, Unreadable
@@ -29,7 +26,7 @@ CHANNELS = (1, 3, 4)
 
 
 def check(spec: Mapping[str, Any]) -> None:
-    """Raise `UserError` for an augmentation that there is none of, and for a value that it does not take."""
+    """Raise `UserError` for an unknown augmentation, and for a value that it does not take."""
     files = in_slot(__name__, "apply")
     for name, value in spec.items():
         if ":" in name:
@@ -41,12 +38,12 @@ def check(spec: Mapping[str, Any]) -> None:
 
 
 def mixes(spec: Mapping[str, Any]) -> bool:
-    """Whether targets become shares of classes."""
+    """Return whether targets become shares of classes."""
     return bool(mixup.alpha_of(spec.get("mixup", 0)))
 
 
 def steps_of(spec: Mapping[str, Any]) -> list[tuple[str, Callable[..., np.ndarray], Any]]:
-    """Return (name of its random numbers, function, value) of all but mixup, in order; those of value 0 are off."""
+    """Return (name of its random numbers, function, value) of all but mixup, in order, without those of value 0."""
     files = [*ORDER, *(name for name in in_slot(__name__, "apply") if name not in ORDER)]
     own = [name for name in spec if ":" in name]
     steps = [(name, load_slot(__name__, name, "data.augment", "apply"), spec[name]) for name in files if spec.get(name)]
@@ -54,12 +51,11 @@ def steps_of(spec: Mapping[str, Any]) -> list[tuple[str, Callable[..., np.ndarra
                     for name in own]
 
 
-class Augmented:
-    """An `hvdtrain.data.sources.EpochSource`: the pictures of ``source`` as ``spec`` (``data.augment``) changes them.
+class Augmented(EpochSource):
+    """Pictures of ``source`` changed by ``spec`` (``data.augment``): an `hvdtrain.data.sources.EpochSource`.
 
     x is (n, H, W) or (n, H, W, C) of floats or whole numbers and keeps its type. With mixup y becomes float32 (n, C).
-    Pickles as what made it, since a user's own function is known to this process alone.
-    Errors: `UserError` for a stream, for data that holds no pictures, and from mixup for what has no classes.
+    Errors: `UserError` for a stream, for data that holds no pictures, and from mixup for data without classes.
     """
 
     def __init__(self, source: Source, spec: Mapping[str, Any], seed: int) -> None:
@@ -82,12 +78,7 @@ class Augmented:
     def __len__(self) -> int:
         return len(self.wraps)
 
-    def fetch(self, indices_n: np.ndarray) -> Arrays:
-        """Return the samples as they are in epoch 0."""
-        return self.fetch_in(indices_n, 0)
-
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
-        """Return arrays (n, ...) of the samples ``indices_n`` as they are in ``epoch``."""
         own = self._changed(indices_n, epoch)
         if not mixes(self.spec):
             return own
@@ -107,7 +98,7 @@ class Augmented:
         return mixup.mix(x, other_x, weights_n), mixup.mix(y, other_y, weights_n)
 
     def _changed(self, indices_n: np.ndarray, epoch: int) -> Arrays:
-        """The samples after all but mixup."""
+        """Return the samples after all augmentations but mixup."""
         source = self.wraps
         fetched: Any = (source.fetch_in(indices_n, epoch) if isinstance(source, EpochSource)
                         else source.fetch(indices_n))

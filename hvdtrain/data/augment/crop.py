@@ -1,4 +1,4 @@
-"""``crop: P``: pad each picture with P pixels of zeros on every side and cut its size out of that at a random place."""
+"""``crop: P``: pad each picture with P pixels of zeros on every side and crop its size from a random place."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.augment.draw import Uniform
-from hvdtrain.data.augment.values import smaller_than, whole
+from hvdtrain.data.augment.draw import Uniform, smaller_than, whole
 
 
 def check(value: Any) -> None:
-    """Raise `UserError` unless ``value`` is a number of pixels."""
     whole("crop", value, "pixels of padding")
 
 
 def apply(x: np.ndarray, value: int, uniform: Uniform) -> np.ndarray:
-    """Return (n, H, W, C) of a type as it came; each of the (2 P + 1)^2 places is as likely."""
+    """Return (n, H, W, C) of the same type; each of the (2 P + 1)^2 places is as likely."""
     n, height, width, channels = x.shape
     smaller_than("crop", value, min(height, width), x)
     top_n, left_n = (uniform(2) * (2 * value + 1)).astype(np.int64).T

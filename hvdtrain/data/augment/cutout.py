@@ -1,7 +1,6 @@
 """``cutout: L``: set a square of L pixels a side to zero, its centre anywhere in the picture.
 
-T. DeVries, G. Taylor, "Improved regularization of convolutional neural networks with cutout", arXiv 1708.04552, 2017: a
-part of the square may lie outside.
+Source: T. DeVries, G. Taylor, arXiv 1708.04552, 2017. Part of the square may lie outside.
 """
 
 from __future__ import annotations
@@ -10,17 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.augment.draw import Uniform
-from hvdtrain.data.augment.values import smaller_than, whole
+from hvdtrain.data.augment.draw import Uniform, smaller_than, whole
 
 
 def check(value: Any) -> None:
-    """Raise `UserError` unless ``value`` is a number of pixels."""
     whole("cutout", value, "pixels a side")
 
 
 def apply(x: np.ndarray, value: int, uniform: Uniform) -> np.ndarray:
-    """Return (n, H, W, C) with a hole in each."""
     extents = np.array(x.shape[1:3])
     smaller_than("cutout", value, int(2 * extents.max()), x)
     starts = np.floor(uniform(2) * extents).astype(np.int64) - value // 2

@@ -1,30 +1,31 @@
-"""Random numbers of single samples: from (seed, epoch, sample number, name) alone, whoever draws them and with whom.
+"""Draw random numbers of single samples from (seed, epoch, sample number, name) alone, and check augmentations' values.
 
-Owns the generator, counter-based and vectorised over samples, and the Beta distribution upon it. Law 2 rests here as
-far as augmented pictures go.
+Law 2 rests on these numbers for augmented data: no sample depends on the ranks or on the other samples of its batch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import numbers
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.ledger import GOLDEN, mixed
 
 Uniform = Callable[[int], np.ndarray]
 """From k to float64 (n, k) in [0, 1): the first k random numbers of each of n samples, the same at every call."""
 
-ROUNDS = 32
-"""Tries of a rejection method, of which each succeeds 19 times in 20."""
+ROUNDS = 32  # tries of a rejection method, of which each succeeds 19 times in 20
 
 
 def uniform_of(numbers_n: np.ndarray, seed: int, epoch: int, name: str, first: int = 0) -> Uniform:
-    """Return what draws for the samples int64[n] ``numbers_n``; each ``name`` has numbers of its own.
+    """Return a generator for the samples int64[n] ``numbers_n``; each ``name`` has numbers of its own.
 
-    Each sample has a SplitMix64 sequence of its own (Steele, Lea and Flood, OOPSLA 2014), whose start is its number
-    scrambled under a key of (seed, epoch, name). ``first``: the number of the sequence to begin with.
+    Each sample has a SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014) that starts at its number, scrambled
+    under a key of (seed, epoch, name). ``first``: index in the sequence to begin with.
     """
     text = f"{seed} {epoch} {name}".encode()
     key = np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), "<u8").astype(np.uint64)
@@ -37,20 +38,13 @@ def uniform_of(numbers_n: np.ndarray, seed: int, epoch: int, name: str, first: i
 
 
 def beta(uniform: Uniform, alpha: float) -> np.ndarray:
-    """Return float64[n] of Beta(alpha, alpha), of the first 6 * `ROUNDS` + 2 random numbers of each sample at most.
-
-    X / (X + Y) of two Gamma(alpha) variables, by logarithms so that a small ``alpha`` does not underflow.
-    """
+    """Return float64[n] of Beta(alpha, alpha) as X / (X + Y) of Gamma variables, by logarithms for a small alpha."""
     log_x, log_y = (_log_gamma_variable(uniform, alpha, which) for which in (0, 1))
     return 1 / (1 + np.exp(np.clip(log_y - log_x, -700, 700)))
 
 
 def _log_gamma_variable(uniform: Uniform, alpha: float, which: int) -> np.ndarray:
-    """Return float64[n]: the logarithm of a Gamma(alpha) variable, ``which`` of two.
-
-    That of alpha + 1 times U^(1 / alpha): G. Marsaglia, W. Tsang, "A simple method for generating gamma variables", ACM
-    TOMS 26, 2000.
-    """
+    """Return float64[n]: the logarithm of Gamma(alpha) variable ``which`` (Marsaglia, Tsang, TOMS 2000)."""
     d = alpha + 1 - 1 / 3
     boost_n = np.log1p(-uniform(2)[:, which]) / alpha
     cubes_n, open_n = np.ones(len(boost_n)), np.ones(len(boost_n), bool)
@@ -66,3 +60,24 @@ def _log_gamma_variable(uniform: Uniform, alpha: float, which: int) -> np.ndarra
         if not open_n.any():
             break
     return np.log(d * cubes_n) + boost_n
+
+
+def whole(name: str, value: Any, of_what: str) -> None:
+    """Raise `UserError` unless ``value`` is a whole number of 0 (off) or more."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
+        raise UserError(f"data.augment.{name} is {value!r}", f"a whole number of {of_what}, 0 or more",
+                        f"correct data.augment.{name}")
+
+
+def smaller_than(name: str, value: int, limit: int, x: np.ndarray) -> None:
+    """Raise `UserError` unless ``value`` is below ``limit``, so that something is left of pictures ``x``."""
+    if value >= limit:
+        raise UserError(f"data.augment.{name} is {value}, and the pictures have {x.shape[1]} x {x.shape[2]} pixels",
+                        f"less than {limit}, so that something of them is left", f"correct data.augment.{name}")
+
+
+def share(name: str, value: Any) -> None:
+    """Raise `UserError` unless ``value`` is a probability."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise UserError(f"data.augment.{name} is {value!r}", "a probability from 0 to 1",
+                        f"correct data.augment.{name}")

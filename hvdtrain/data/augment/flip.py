@@ -6,17 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.augment.draw import Uniform
-from hvdtrain.data.augment.values import share
+from hvdtrain.data.augment.draw import Uniform, share
 
 
 def check(value: Any) -> None:
-    """Raise `UserError` unless ``value`` is a probability."""
     share("flip", value)
 
 
 def apply(x: np.ndarray, value: float, uniform: Uniform) -> np.ndarray:
-    """Return (n, H, W, C), those chosen with their columns in the other order."""
     chosen_n = uniform(1)[:, 0] < value
     flipped = x.copy()
     flipped[chosen_n] = x[chosen_n, :, ::-1]

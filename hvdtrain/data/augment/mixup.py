@@ -1,10 +1,7 @@
 """``mixup: A``: the mean of two samples, pictures and classes, by a weight from Beta(A, A).
 
-H. Zhang et al., "mixup: Beyond empirical risk minimization", ICLR 2018. There the two are of one batch; here a sample's
-partner is any sample of the set, drawn like the weight from (seed, epoch, sample), so that no picture depends on how a
-batch is cut. Each sample is therefore read once for itself and once, on average, as another's partner.
-
-`mixup` is the last of the augmentations, as it alone needs other samples: `partners` says which, `mix` does it.
+Source: H. Zhang et al., "mixup: Beyond empirical risk minimization", ICLR 2018. A partner is drawn from the whole set
+rather than from the batch, so that no picture depends on the ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.data.augment.draw import beta, uniform_of
-from hvdtrain.data.augment.values import whole
+from hvdtrain.data.augment.draw import beta, uniform_of, whole
 from hvdtrain.data.sources import ArraySource, Source
 
 _KEYS = ("alpha", "classes")
@@ -39,15 +35,12 @@ def check(value: Any) -> None:
 
 
 def alpha_of(value: Any) -> Any:
-    """The Beta distribution's parameter; 0 is off."""
+    """Return the Beta distribution's parameter; 0 is off."""
     return value.get("alpha", 0.2) if isinstance(value, Mapping) else value
 
 
 def classes_of(value: Any, source: Source) -> int:
-    """Return C: of the configuration, of ``source.classes``, or the largest class number of arrays and 1.
-
-    ``source.classes`` may be a number or the classes' names. Errors: `UserError` where none of these says it.
-    """
+    """Return the number of classes, as configured, known to the source, or of its targets; else `UserError`."""
     told = value.get("classes", 0) if isinstance(value, Mapping) else 0
     known: Any = told or getattr(source, "classes", 0)
     if known:
@@ -62,28 +55,25 @@ def classes_of(value: Any, source: Source) -> int:
 
 
 def partners(numbers_n: np.ndarray, samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Return int64[n]: of each sample the one that it is mixed with, of ``samples`` (it may be itself)."""
+    """Return int64[n]: for each sample the one of ``samples`` that it is mixed with (it may be itself)."""
     uniform = uniform_of(numbers_n, seed, epoch, "mixup partner")
     return (uniform(1)[:, 0] * samples).astype(np.int64)
 
 
 def weights(numbers_n: np.ndarray, alpha: float, seed: int, epoch: int) -> np.ndarray:
-    """Return float64[n] from Beta(alpha, alpha): each sample's own part, its partner has the rest."""
+    """Return float64[n] from Beta(alpha, alpha): each sample's own weight; its partner has the rest."""
     return beta(uniform_of(numbers_n, seed, epoch, "mixup weight"), alpha)
 
 
 def mix(own: np.ndarray, other: np.ndarray, weights_n: np.ndarray) -> np.ndarray:
-    """Return weight * own + (1 - weight) * other of arrays (n, ...); of whole numbers rounded to them."""
+    """Return weight * own + (1 - weight) * other of arrays (n, ...), rounded where they are whole numbers."""
     weights = weights_n.reshape(-1, *[1] * (own.ndim - 1)).astype(np.float64 if own.dtype.itemsize > 4 else np.float32)
     mixed = weights * own + (1 - weights) * other
     return (np.rint(mixed) if own.dtype.kind in "iu" else mixed).astype(own.dtype)
 
 
 def shares(y: np.ndarray, classes: int) -> np.ndarray:
-    """Return float32 (n, C): 1 at each class number of ``y`` (n,) or (n, 1); shares (n, C) as they are.
-
-    Errors: `UserError` for other targets, and for class numbers outside 0..C-1.
-    """
+    """Return float32 (n, C): one-hot of class numbers, or shares as they are; `UserError` for other targets."""
     if y.dtype.kind == "f" and y.ndim == 2 and y.shape[1] == classes > 1:
         return y.astype(np.float32)
     if y.ndim == 2 and y.shape[1] == 1:

@@ -1,6 +1,6 @@
 """``cifar100``: 60,000 colour pictures of 32 x 32 pixels in 100 classes, from the archive as it is published.
 
-Owns the archive's formats and checksums. Fetches nothing over a network, unpacks nothing to disk and unpickles nothing.
+Owns the archive's formats and checksums. Fetches nothing over a network, and runs no code of a pickle.
 Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pickle
+import struct
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data import plain_pickle
-from hvdtrain.data.pictures import Scale
+from hvdtrain.data.pictures import Normalisation
 from hvdtrain.data.sources import Source
 
 HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -36,19 +37,20 @@ _LABELS = {"coarse": 20, "fine": 100}
 _RECORD = 2 + 3 * 32 * 32
 _FILES = {"cifar-100-binary": ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt"),
           "cifar-100-python": ("train", "test", "meta")}
-_MOST_BYTES = 2**28
-"""Of one file in the archive; the largest has 154 MB."""
+_MOST_BYTES = 2**28  # of one file in the archive; the largest has 154 MB
+MOST_READS = 4_000_000
+"""Reads of one pickle, one for each opcode and each argument; a file of CIFAR-100 takes about 600,000."""
 
 
-class Part(NamedTuple):
-    """One split: uint8 pixels (n, 3072), red, green, blue, and the two class numbers of each picture, uint8 (n,)."""
+class Split(NamedTuple):
+    """Pixels uint8 (n, 3072), red, green, blue, and two class numbers uint8 (n,) for each picture."""
 
     pixels: np.ndarray
     coarse: np.ndarray
     fine: np.ndarray
 
 
-Contents = tuple[dict[str, Part], dict[str, tuple[str, ...]]]
+Contents = tuple[dict[str, Split], dict[str, tuple[str, ...]]]
 """The splits, and the names of the classes of each kind."""
 
 
@@ -65,7 +67,7 @@ def make(split: str, root: str, labels: str = "fine", md5: str = "", normalise: 
         raise UserError(f"data.args.labels is {labels!r}", "fine (100 classes) or coarse (20)", "correct it")
     if not isinstance(normalise, bool):
         raise UserError(f"data.args.normalise is {normalise!r}", "true or false", "correct it")
-    scale = Scale.of(MEAN if normalise else None, STD if normalise else None, 3, layout)
+    scale = Normalisation.of(MEAN if normalise else None, STD if normalise else None, 3, layout)
     place = _find(root)
     if place.is_dir():
         if md5:
@@ -80,24 +82,23 @@ def make(split: str, root: str, labels: str = "fine", md5: str = "", normalise: 
 
 
 class Cifar100:
-    """Pictures as uint8, a number to each; floats when they are fetched. ``classes``: names by number."""
+    """Pictures held as uint8 and converted when fetched. ``classes``: names by number."""
 
     fixed = True
 
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray, scale: Scale, classes: tuple[str, ...]) -> None:
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray, scale: Normalisation, classes: tuple[str, ...]) -> None:
         self.pixels, self.labels, self.scale, self.classes = pixels, labels, scale, classes
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (x, y) of the pictures ``indices_n``; see `make`."""
         pixels = self.pixels[indices_n].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return self.scale(np.ascontiguousarray(pixels)), self.labels[indices_n].astype(np.int64)
 
 
 def _find(root: Any) -> Path:
-    """The archive, or the folder with the files of one."""
+    """Return the archive, or the folder with the files of one."""
     if not isinstance(root, (str, os.PathLike)) or not str(root):
         raise UserError(f"data.args.root is {root!r}", "the folder of the CIFAR-100 archive", "set data.args.root")
     top = Path(root).expanduser()
@@ -121,7 +122,7 @@ def _complete(folder: Path, kind: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    """Which format an archive of this name has."""
+    """Return the format of an archive from its name."""
     for kind in PUBLISHED:
         if kind.rpartition("-")[2] in name:
             return kind
@@ -129,7 +130,7 @@ def _kind(name: str) -> str:
 
 
 def _checked(md5: Any, archive: Path) -> str:
-    """The checksum that ``archive`` must have."""
+    """Return the checksum that ``archive`` must have."""
     if not md5:
         return PUBLISHED[_kind(archive.name)]
     if not isinstance(md5, str) or len(md5) != 32 or set(md5.lower()) - set("0123456789abcdef"):
@@ -139,7 +140,7 @@ def _checked(md5: Any, archive: Path) -> str:
 
 @lru_cache(maxsize=1)  # the two splits of a run come from one reading
 def _archive(path: str, md5: str, size: int, mtime_ns: int) -> Contents:
-    """Read an archive, of which the file is compared with ``md5`` first."""
+    """Verify the archive's ``md5``, then read it."""
     kind = _kind(Path(path).name)
     with _told(path), open(path, "rb") as file:
         found = _md5(file)
@@ -162,7 +163,6 @@ def _archive(path: str, md5: str, size: int, mtime_ns: int) -> Contents:
 
 
 def _unpacked(folder: str) -> Contents:
-    """Read the files of an unpacked archive."""
     kind = next(kind for kind in _FILES if _complete(Path(folder), kind))
     raw = {}
     for name in _FILES[kind]:
@@ -177,12 +177,11 @@ def _unpacked(folder: str) -> Contents:
 
 
 def _decoded(kind: str, file: Any) -> Any:
-    """One file of an archive: bytes, or what its pickle holds."""
-    return plain_pickle.read(file) if kind == "cifar-100-python" else file.read()
+    return read_pickle(file) if kind == "cifar-100-python" else file.read()
 
 
 def _contents(kind: str, raw: dict[str, Any]) -> Contents:
-    """The splits and names in an archive's files; ValueError where they are not what they should be."""
+    """Return the splits and names in an archive's files; ValueError for unexpected content."""
     lacking = [name for name in _FILES[kind][:2] if name not in raw]
     if lacking:
         raise ValueError(f"it lacks {kind}/{lacking[0]}")
@@ -196,16 +195,16 @@ def _contents(kind: str, raw: dict[str, Any]) -> Contents:
     return parts, {label: found for label, found in names.items() if found}
 
 
-def _of_binary(data: bytes) -> Part:
-    """Records of coarse label, fine label, 3072 pixels, a byte each."""
+def _of_binary(data: bytes) -> Split:
+    """Read records of coarse label, fine label, 3072 pixels, a byte each."""
     if not data or len(data) % _RECORD:
         raise ValueError(f"it has a file of {len(data)} bytes, no multiple of {_RECORD}")
     records = np.frombuffer(data, np.uint8).reshape(-1, _RECORD)
-    return Part(records[:, 2:], records[:, 0], records[:, 1])
+    return Split(records[:, 2:], records[:, 0], records[:, 1])
 
 
-def _of_python(found: Any) -> Part:
-    """A dict of coarse_labels, fine_labels and data."""
+def _of_python(found: Any) -> Split:
+    """Read a dict of coarse_labels, fine_labels and data."""
     pixels = found.get(b"data") if isinstance(found, dict) else None
     if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _RECORD - 2 or not len(pixels):
         raise ValueError("it has a file without pictures of 3072 bytes")
@@ -214,11 +213,10 @@ def _of_python(found: Any) -> Part:
         if not isinstance(labels, list) or len(labels) != len(pixels) or not all(
                 isinstance(label, int) and 0 <= label < 256 for label in labels):
             raise ValueError("it has a file whose labels are not one small number for each picture")
-    return Part(pixels, np.array(coarse, np.uint8), np.array(fine, np.uint8))
+    return Split(pixels, np.array(coarse, np.uint8), np.array(fine, np.uint8))
 
 
 def _names(raw: dict[str, Any], label: str) -> Iterator[str]:
-    """The class names of one kind, as far as the archive has them."""
     if "meta" in raw and isinstance(raw["meta"], dict):
         found = raw["meta"].get(f"{label}_label_names".encode(), [])
         yield from (name.decode("utf-8", "replace") for name in found if isinstance(name, bytes))
@@ -235,10 +233,97 @@ def _md5(file: BinaryIO) -> str:
 
 @contextmanager
 def _told(path: str) -> Iterator[None]:
-    """Have a `UserError` name ``path`` for whatever is wrong with it."""
+    """Raise a `UserError` that names ``path`` for whatever is wrong with it."""
     try:
         yield
     except (OSError, EOFError, ValueError, TypeError, tarfile.TarError, zlib.error) as error:
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{path} cannot be read: {said}", "CIFAR-100 as it is published",
                         f"download it again from {HOME}") from None
+
+
+class _Dtype:
+    """The dtype uint8; flags and state that a pickle gives besides are dropped."""
+
+    def __init__(self, code: Any, *flags: Any) -> None:
+        if code != b"u1":
+            raise ValueError("it makes something else than an array of uint8")
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _Array:
+    """A uint8 array, filled without numpy's own ``__setstate__``, which trusts the sizes in a pickle."""
+
+    value: np.ndarray | None = None
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, by_columns, data = state
+        if not isinstance(dtype, _Dtype):
+            raise ValueError("it holds an array that is not of uint8")
+        stored = np.frombuffer(data, np.uint8).reshape(shape, order="F" if by_columns else "C")
+        self.value = np.ascontiguousarray(stored)
+
+
+_CLASSES = {("numpy.core.multiarray", "_reconstruct"): _Array, ("numpy", "dtype"): _Dtype, ("numpy", "ndarray"): None}
+"""What a pickle of plain data may name. ndarray itself is only ever an argument of ``_reconstruct``."""
+
+_OPCODES = (
+    pickle.PROTO, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.EMPTY_DICT,
+    pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.SHORT_BINSTRING,
+    pickle.BINSTRING, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.TUPLE, pickle.TUPLE1,
+    pickle.TUPLE2, pickle.TUPLE3, pickle.APPEND, pickle.APPENDS, pickle.GLOBAL, pickle.REDUCE, pickle.BUILD)
+"""Those that Python 2 wrote plain data with, besides SETITEM and SETITEMS."""
+
+
+def _with_bytes_keys(opcode: bytes, first: int) -> Callable[[Any], None]:
+    """Return the handler of SETITEM or SETITEMS for keys of bytes: the hash of a nested tuple may never end."""
+    plain: Callable[[Any], None] = pickle._Unpickler.dispatch[opcode[0]]
+
+    def handler(unpickler: Any) -> None:
+        if not all(isinstance(key, bytes) for key in unpickler.stack[first::2]):
+            raise TypeError("a key that is no string")
+        plain(unpickler)
+
+    return handler
+
+
+class _CountedFile:
+    """A file that refuses more than `MOST_READS` reads: an opcode of one byte may take a hundred of memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.readline, self._read, self._reads = file.readline, file.read, 0
+
+    def read(self, n: int) -> bytes:
+        self._reads += 1
+        if self._reads > MOST_READS:
+            raise ValueError(f"it takes more than {MOST_READS} reads")
+        return self._read(n)
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Unpickle data alone. In Python, since the unpickler in C allocates whatever memo number a file makes up."""
+
+    dispatch = {**{opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES},
+                pickle.SETITEM[0]: _with_bytes_keys(pickle.SETITEM, -2),
+                pickle.SETITEMS[0]: _with_bytes_keys(pickle.SETITEMS, 0)}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _CLASSES:
+            raise ValueError(f"it names {module[:40]}.{name[:40]}, which is no plain data")
+        return _CLASSES[module, name]
+
+
+def read_pickle(file: BinaryIO) -> Any:
+    """Return a pickle's plain data, strings as bytes, arrays as uint8; ValueError for anything else."""
+    try:
+        found = _PlainUnpickler(_CountedFile(file), encoding="bytes").load()
+    except (pickle.UnpicklingError, EOFError, struct.error, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"it holds no plain data ({type(error).__name__}: {error})") from None
+    if isinstance(found, dict):
+        return {key: item.value if isinstance(item, _Array) else item for key, item in found.items()}
+    return found

@@ -1,8 +1,4 @@
-"""``digits``: scikit-learn's handwritten digits, read from the file that it ships.
-
-Owns where that file is. Importing scikit-learn for it takes one to two seconds at every start of a rank, also after a
-failure; the file takes a tenth.
-"""
+"""``digits``: scikit-learn's handwritten digits, read from the file that it ships."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import ArraySource, Source, held_out
 
 SHAPE = (1797, 65)
 
@@ -21,10 +16,8 @@ SHAPE = (1797, 65)
 def make(split: str, test_fraction: float = 0.2, seed: int = 0) -> Source:
     """Return scikit-learn's 1,797 handwritten digits: x float32 (n, 8, 8) in [0, 1], y int64 (n,) of 0 to 9.
 
-    The test split takes ``test_fraction`` of every class, chosen by ``seed``, the same with every library
-    version.
-    Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998, as scikit-learn
-    ships it.
+    The test split takes ``test_fraction`` of every class, chosen by ``seed``, the same with every library version.
+    Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998.
     """
     raw = table()
     x, y = (raw[:, :-1].reshape(-1, 8, 8) / 16.0).astype(np.float32), raw[:, -1].astype(np.int64)

@@ -1,6 +1,6 @@
 """``folder``: pictures in DIR/train/CLASS/, and in DIR/test/CLASS/ if there is one.
 
-Owns the listing: which files there are, in which order, of which class. `hvdtrain.data.pictures` decodes them.
+Owns which files there are, in which order, of which class. `hvdtrain.data.pictures` decodes them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.listing import entries, files_in, is_, shown
-from hvdtrain.data.pictures import ENDINGS, Scale, channels_of, checked_size, decode, first_size
-from hvdtrain.data.sources import Source
+from hvdtrain.data.pictures import ENDINGS, Normalisation, channels_of, checked_size, decode, first_size
+from hvdtrain.data.sources import Source, entries, files_in, is_, shown
 
 _ENDINGS = tuple(ending.encode() for ending in ENDINGS)
-_TRIED = 100
-"""Pictures that are tried for the size of all, should the first ones be unreadable."""
+_TRIED = 100  # pictures that are tried for the size of all, should the first ones be unreadable
 
 
 def make(split: str, root: str, size: Any = 0, layout: str = "channels_last", channels: int = 3, mean: Any = None,
@@ -27,10 +25,10 @@ def make(split: str, root: str, size: Any = 0, layout: str = "channels_last", ch
 
     x float32 (n, H, W, C) in [0, 1], or (pixel - ``mean``) / ``std`` (numbers, or one for each channel), with
     ``layout`` channels_first (n, C, H, W); y int64 (n,), the class's place among the sorted names. ``size`` N or
-    [H, W]: scale pictures and cut out their middle; without it all must have one size. ``channels``: 3, or 1 for grey.
+    [H, W]: scale pictures and crop the middle; without it all must have one size. ``channels``: 3, or 1 for grey.
     Errors: `UserError` for folders that are missing, without pictures, or whose classes differ.
     """
-    scale = Scale.of(mean, std, channels_of(channels), layout)
+    scale = Normalisation.of(mean, std, channels_of(channels), layout)
     wanted = checked_size(size)
     top = _folder(root)
     train = os.path.join(top, b"train")
@@ -54,15 +52,13 @@ def make(split: str, root: str, size: Any = 0, layout: str = "channels_last", ch
 class Pictures:
     """The pictures of the class folders in ``folder``, ordered by class and path, both bytewise.
 
-    Holds a path as its bytes and one offset, so millions of them are held and pickled compactly. ``classes``: names in
-    the order of their numbers. ``size`` (H, W): see `hvdtrain.data.pictures.decode`; None: all have that of the first.
-    ``full``: whether every class must have a picture.
-    Errors: `UserError` for classes without pictures; `Unreadable` when none can be read.
+    ``size`` (H, W): see `hvdtrain.data.pictures.decode`; None: that of the first. ``full``: every class needs a
+    picture. Errors: `UserError` for classes without pictures; `Unreadable` when none can be read.
     """
 
     fixed = True
 
-    def __init__(self, folder: bytes, classes: list[bytes], scale: Scale, size: tuple[int, int] | None,
+    def __init__(self, folder: bytes, classes: list[bytes], scale: Normalisation, size: tuple[int, int] | None,
                  channels: int, full: bool) -> None:
         self.classes = tuple(shown(name) for name in classes)
         self.scale, self.channels, self.resized = scale, channels, size is not None
@@ -87,7 +83,7 @@ class Pictures:
         return len(self._ends) - 1
 
     def path(self, number: int) -> bytes:
-        """The file of a sample."""
+        """Return the file of a sample."""
         return self._path(number, int(self.labels(np.array([number]))[0]))
 
     def _path(self, number: int, label: int) -> bytes:
@@ -95,11 +91,10 @@ class Pictures:
         return b"/".join((self._folder, self._class_names[label], self._paths[low:high]))
 
     def labels(self, indices_n: np.ndarray) -> np.ndarray:
-        """The class numbers int64[n] of samples, without a look at their files."""
+        """Return the class numbers int64[n] of samples without reading their files."""
         return np.searchsorted(self._starts, indices_n, side="right").astype(np.int64) - 1
 
     def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Decode the pictures ``indices_n``; see `make`. `Unreadable` for the first that cannot be."""
         pixels = np.empty((len(indices_n), *self.size, self.channels), np.uint8)
         labels_n = self.labels(np.asarray(indices_n))
         for row, (number, label) in enumerate(zip(np.asarray(indices_n).tolist(), labels_n.tolist())):
@@ -118,7 +113,6 @@ def _times(shape: tuple[int, ...]) -> str:
 
 
 def _folder(root: Any) -> bytes:
-    """The folder that ``data.args.root`` names."""
     if not isinstance(root, (str, os.PathLike)) or not str(root):
         raise UserError(f"data.args.root is {root!r}", "a folder that holds train/CLASS/*.png",
                         "set data.args.root to its path")
@@ -131,14 +125,14 @@ def _folder(root: Any) -> bytes:
 
 
 def _beside(top: bytes) -> str:
-    """What was expected in ``top``, and what is there."""
+    """Describe what was expected in ``top`` and the folders that are there."""
     names = sorted(shown(entry.name) for entry in islice(entries(top), 1000) if is_(entry.is_dir))
     more = ", ..." if len(names) > 5 else ""
     return "train/CLASS/*.png in it" + (f", where there are {', '.join(names[:5])}{more}" if names else "")
 
 
 def _classes(folder: bytes) -> list[bytes]:
-    """The names of the class folders in ``folder``, sorted bytewise."""
+    """Return the names of the class folders in ``folder``, sorted bytewise."""
     names = sorted(entry.name for entry in entries(folder) if is_(entry.is_dir))
     if not names:
         loose = any(entry.name.lower().endswith(_ENDINGS) for entry in entries(folder))
@@ -148,7 +142,7 @@ def _classes(folder: bytes) -> list[bytes]:
 
 
 def _check_alike(train: bytes, classes: list[bytes], folder: bytes, tested: list[bytes]) -> None:
-    """Raise `UserError` where the two folders have different classes, whose numbers would not mean the same."""
+    """Raise `UserError` where the two folders have different classes: numbers would not mean the same."""
     for names, others, where in ((classes, tested, folder), (tested, classes, train)):
         lacking = [shown(name) for name in names if name not in set(others)]
         if lacking:

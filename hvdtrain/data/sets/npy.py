@@ -1,7 +1,4 @@
-"""``npy``: arrays in ``.npy`` files of one folder, mapped into memory, so that they may be larger than it.
-
-Owns the maps: opened where they are used, and compared with what they were when the run began.
-"""
+"""``npy``: arrays in ``.npy`` files of one folder, mapped into memory, so that they may be larger than it."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.data.sources import Source, by_name
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import Source, by_name, held_out
 from hvdtrain.data.stream import Arrays
 
 _NAMES = ("x", "y", "sample_weight")
@@ -23,10 +19,9 @@ _PARTS = ("", "_train", "_test")
 def make(split: str, root: str = "", path: str = "", test_fraction: float = 0.2, seed: int = 0) -> Source | None:
     """Return the arrays x_train.npy, y_train.npy, sample_weight_train.npy in ``root``, or x_test.npy and so on.
 
-    ``path``: x_train.npy itself, or x.npy, in place of ``root``. x.npy, y.npy without x_test.npy are cut in two:
-    ``test_fraction`` of the samples, chosen by ``seed``, is held out. x_train.npy without x_test.npy leaves no
-    evaluation. Only x is a must. Nothing is unpickled; a fetch reads its own rows only.
-    Errors: `UserError` for files that are missing, damaged, or do not fit one another.
+    ``path``: x_train.npy itself, or x.npy, in place of ``root``. Of x.npy, y.npy without x_test.npy, ``test_fraction``
+    of the samples, chosen by ``seed``, is held out; x_train.npy without x_test.npy leaves no evaluation. Only x is
+    required. Errors: `UserError` for files that are missing, damaged, or do not fit one another.
     """
     folder = _folder(root, path)
     files = {name + part: folder / f"{name}{part}.npy" for part in _PARTS for name in _NAMES
@@ -40,7 +35,6 @@ def make(split: str, root: str = "", path: str = "", test_fraction: float = 0.2,
 
 
 def _folder(root: Any, path: Any) -> Path:
-    """The folder with the files."""
     if bool(root) == bool(path) or not isinstance(root or path, (str, os.PathLike)):
         raise UserError(f"data.args.root is {root!r}", "the folder that holds x_train.npy or x.npy",
                         "set data.args.root to its path")
@@ -59,11 +53,10 @@ def _folder(root: Any, path: Any) -> Path:
 
 
 class Mapped:
-    """Samples along the first axis of ``.npy`` files.
+    """Samples along the first axis of ``.npy`` files, opened by each process that unpickles it.
 
-    ``held``: (split, fraction, seed) of a set that is cut in two, or None. Pickles as paths, and is opened where it is
-    used. Errors: `UserError` for a file that is no ``.npy`` of numbers row by row, files of different lengths, and one
-    that has changed since.
+    ``held``: (split, fraction, seed) of a set that is divided in two, or None. Errors: `UserError` for a file other
+    than a ``.npy`` of numbers row by row, files of different lengths, and one that has changed since the start.
     """
 
     fixed = True
@@ -97,11 +90,11 @@ class Mapped:
             self._chosen = np.flatnonzero(held_out(np.zeros(n, np.int8), fraction, seed) == (split == "test"))
 
     def _check_unchanged(self) -> None:
-        """Raise `UserError` for a file that is not what it was; reading one that was cut would end the process."""
+        """Raise `UserError` for a changed file; reading one that was truncated would end the process."""
         for file, stamp in zip(self._files, self._stamps):
             if _stamp(file) != stamp:
                 raise UserError(f"{file} has changed while it was used", "files that stay as they are",
-                                "start the run anew with the file as it is now")
+                                "start the run again with the file as it is now")
 
     def __len__(self) -> int:
         return len(self._arrays[0]) if self._chosen is None else len(self._chosen)
@@ -114,7 +107,6 @@ class Mapped:
 
 
 def _stamp(file: str) -> tuple[int, int]:
-    """Size and time of ``file``."""
     try:
         status = os.stat(file)
     except OSError as error:
@@ -124,7 +116,7 @@ def _stamp(file: str) -> tuple[int, int]:
 
 
 def _mapped(file: str) -> np.ndarray:
-    """A map of ``file``; `UserError` for one that is not numbers, row by row."""
+    """Map ``file``; `UserError` for one that is not numbers, row by row."""
     try:
         array = np.lib.format.open_memmap(file, mode="r")
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, OverflowError) as error:
@@ -141,7 +133,6 @@ def _mapped(file: str) -> np.ndarray:
 
 
 def _unreadable(file: str, error: Exception) -> str:
-    """Why a ``.npy`` file cannot be mapped."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     with open(file, "rb") as opened:

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.core.errors import UserError, count, nearest
-from hvdtrain.data.sources import ArraySource, Source, by_name
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import ArraySource, Source, by_name, held_out
 
 
 def make(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> Source:
-    """Return the arrays x, y, sample_weight of a ``.npz`` file, or x_test and so on; only x is a must.
+    """Return the arrays x, y, sample_weight of a ``.npz`` file, or x_test and so on; only x is required.
 
     Without x_test, ``test_fraction`` of the samples, chosen by ``seed``, is held out. Nothing is unpickled.
     Errors: `UserError` for a file that is missing, unreadable, not a ``.npz``, or lacks x.
@@ -50,7 +49,7 @@ def make(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> So
 
 
 def _unreadable(path: str, error: Exception) -> str:
-    """Why a ``.npz`` file cannot be read; numpy's own words would advise to unpickle what is no array at all."""
+    """Describe the damage; numpy's own message would advise to unpickle."""
     if isinstance(error, OSError):
         return str(error)
     if not zipfile.is_zipfile(path) and "bare array" not in str(error):

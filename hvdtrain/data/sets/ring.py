@@ -5,19 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.data.augment.draw import uniform_of
-from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.data.splits import SPLITS, STREAM, uniform
+from hvdtrain.data.sources import SPLITS, STREAM, ArraySource, Source, uniform
 from hvdtrain.planning.batch.sampler import at_least
 
-SPREAD = 0.05
-"""Standard deviation of a coordinate about its point."""
+SPREAD = 0.05  # standard deviation of a coordinate about its point
 
 
 def make(split: str, samples: int = 1024, points: int = 8, latent: int = 8, seed: int = 0) -> Source:
-    """Return ``samples`` points in the plane, each near one of ``points`` on the unit circle; the same everywhere.
-
-    Arrays: x float32 (n, 2), and noise float32 (n, latent), uniform in [-1, 1), which is another in each epoch.
-    """
+    """Return points (n, 2) near ``points`` places on the unit circle, and noise (n, latent) of each epoch; float32."""
     for name, value in {"samples": samples, "points": points, "latent": latent, "seed": seed}.items():
         at_least(f"data.args.{name}", value, 0 if name == "seed" else 1)
     u = uniform(3 * samples, seed, STREAM + 1 + SPLITS.index(split)).reshape(3, samples)
@@ -28,17 +23,15 @@ def make(split: str, samples: int = 1024, points: int = 8, latent: int = 8, seed
 
 
 class Ring(ArraySource):
-    """An `hvdtrain.data.sources.EpochSource`: points as they are, and noise from (seed, epoch, sample)."""
+    """Points, and noise from (seed, epoch, sample): an `hvdtrain.data.sources.EpochSource`."""
 
     def __init__(self, x: np.ndarray, latent: int, seed: int) -> None:
         super().__init__((x,))
         self._latent, self._seed = latent, seed
 
     def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return points and the noise of epoch 0."""
         return self.fetch_in(indices_n, 0)
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
-        """Return points and the noise of ``epoch``."""
         noise = 2 * uniform_of(indices_n, self._seed, epoch, "ring noise")(self._latent) - 1
         return self.arrays[0][indices_n], noise.astype(np.float32)

@@ -1,4 +1,4 @@
-"""``synthetic``: made-up samples that can be learnt, of any shape and number."""
+"""``synthetic``: generated samples that can be learnt, of any shape and number."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import numpy as np
 
 from hvdtrain.cluster.machine.memory import host_budget_bytes
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.data.splits import SPLITS, STREAM, uniform
+from hvdtrain.core.units import format_bytes
+from hvdtrain.data.sources import SPLITS, STREAM, ArraySource, Source, uniform
 from hvdtrain.planning.batch.sampler import at_least, epoch_order
 
-_WORK_BYTES = 24
-"""Bytes that data takes for each number while it is made: its bits and two float64."""
+_WORK_BYTES = 24  # bytes that data takes for each number while it is made: its bits and two float64
 
 
 def make(split: str, samples: int = 1024, shape: Sequence[int] = (8, 8), classes: int = 10,
          vocab: int = 0, seed: int = 0) -> Source:
-    """Return ``samples`` made-up samples in either split that can be learnt, the same on every machine.
+    """Return ``samples`` generated samples in either split, the same on every machine.
 
-    ``vocab`` 0: x float32 (n, *shape) uniform in [-1, 1), y int64 (n,) the class that a fixed random linear
-    map of x ranks first. ``vocab`` > 0: x int64 (n, T) tokens and y int64 (n, T) the tokens that follow, T
-    the product of ``shape``; a token's successor is fixed nine times in ten, any token otherwise.
+    ``vocab`` 0: x float32 (n, *shape) uniform in [-1, 1), y int64 (n,) the class that a fixed random linear map of x
+    ranks first. ``vocab`` > 0: x int64 (n, T) tokens and y int64 (n, T) the tokens that follow, T the product of
+    ``shape``; a token's successor is fixed nine times in ten, any token otherwise.
     """
     least_of = {"samples": (samples, 1), "classes": (classes, 2), "vocab": (vocab, 0), "seed": (seed, 0)}
     for name, (value, least) in least_of.items():
@@ -45,11 +44,11 @@ def make(split: str, samples: int = 1024, shape: Sequence[int] = (8, 8), classes
 
 
 def _check_memory(what: str, needed_bytes: int) -> None:
-    """Raise `UserError` where this host has less memory left; a number of samples may have a digit too many."""
+    """Raise `UserError` where this host has less memory left: ``samples`` may have a digit too many."""
     left_bytes = host_budget_bytes(1)
     if 0 < left_bytes < needed_bytes:
-        raise UserError(f"data synthetic of {what} takes {needed_bytes / 2**30:,.1f} GiB while it is made",
-                        f"at most the {left_bytes / 2**30:,.1f} GiB that this host has left",
+        raise UserError(f"data synthetic of {what} takes {format_bytes(needed_bytes)} while it is made",
+                        f"at most the {format_bytes(left_bytes)} that this host has left",
                         "set data.args.samples, or shape, to less")
 
 

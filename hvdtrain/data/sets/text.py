@@ -1,7 +1,4 @@
-"""``text``: English for language models that every Python brings along, the topics of its own ``help()``.
-
-Owns the text, the numbering of its characters and how it is cut into sequences.
-"""
+"""``text``: English for language models that every Python ships, the topics of its ``help()``, by character."""
 
 from __future__ import annotations
 
@@ -10,18 +7,15 @@ import importlib
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.data.splits import held_out
+from hvdtrain.data.sources import ArraySource, Source, held_out
 from hvdtrain.planning.batch.sampler import at_least
 
-VOCAB = 96
-"""Tokens: the 95 printable ASCII characters in their order, then the line break."""
-
+VOCAB = 96  # tokens: the 95 printable ASCII characters in their order, then the line break
 MODULE = "pydoc_data.topics"
 
 
 def make(split: str, context: int = 64, samples: int = 0, test_fraction: float = 0.1, seed: int = 0) -> Source:
-    """Return Python's own help texts by character: x int64 (n, context) tokens below 96, y the tokens that follow.
+    """Return Python's help texts by character: x int64 (n, context) tokens below 96, y the tokens that follow.
 
     The test split takes ``test_fraction`` of the sequences, chosen by ``seed``, and either split at most ``samples``
     (0: all) of its own, spread over the text.
@@ -39,11 +33,7 @@ def make(split: str, context: int = 64, samples: int = 0, test_fraction: float =
 
 
 def paragraphs() -> str:
-    """The topics in alphabetical order as one text, each paragraph once (topics repeat one another).
-
-    The same on every machine with the same version of Python; versions differ in a few paragraphs. Errors: `UserError`
-    where a distribution ships Python without it.
-    """
+    """Return the topics in order as one text, each paragraph once; `UserError` where Python lacks them."""
     try:
         topics = importlib.import_module(MODULE).topics
     except ModuleNotFoundError:
@@ -54,22 +44,19 @@ def paragraphs() -> str:
 
 
 def encode(text: str) -> np.ndarray:
-    """Token numbers (int64) of ``text``: printable ASCII as 0 to 94, a line break as 95, any other as a "?"."""
+    """Return token numbers int64: printable ASCII as 0 to 94, a line break as 95, any other as a "?"."""
     codes = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int64)
     tokens = np.where((codes >= 32) & (codes < 127), codes - 32, ord("?") - 32)
     return np.where(codes == ord("\n"), VOCAB - 1, tokens)
 
 
 def decode(tokens: np.ndarray) -> str:
-    """Undo `encode`, as far as it can be: the text of token numbers."""
+    """Return the text of token numbers."""
     codes = np.where(np.asarray(tokens) == VOCAB - 1, ord("\n"), np.asarray(tokens) + 32)
     return bytes(codes.astype(np.uint8)).decode("ascii")
 
 
 def sequences(tokens_N: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut (N,) tokens into x (n, context) and y (n, context), the tokens one later; n = (N - 1) // context.
-
-    The sequences follow one another and share no token of x.
-    """
+    """Cut (N,) tokens into x (n, context) and y (n, context), the tokens one later; n = (N - 1) // context."""
     n = (len(tokens_N) - 1) // context
     return tokens_N[:n * context].reshape(n, context), tokens_N[1:n * context + 1].reshape(n, context)

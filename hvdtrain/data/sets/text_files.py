@@ -1,7 +1,4 @@
-"""``text_files``: text files as token numbers, for language models, and masked as BERT's are.
-
-Owns the cut into sequences and the masks. `hvdtrain.data.tokens` makes the numbers, once.
-"""
+"""``text_files``: text files as sequences of token numbers, for language models, or masked as BERT's are."""
 
 from __future__ import annotations
 
@@ -14,17 +11,12 @@ import numpy as np
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.resolve import absolute
 from hvdtrain.data.augment.draw import uniform_of
-from hvdtrain.data.listing import files_in, shown
-from hvdtrain.data.sources import Source
-from hvdtrain.data.splits import held_out
-from hvdtrain.data.tokenizer import tokenizer_of
-from hvdtrain.data.tokens import kept, opened
+from hvdtrain.data.sources import Source, files_in, held_out, shown
+from hvdtrain.data.tokenizer import open_tokens, token_file, tokenizer_of
 from hvdtrain.planning.batch.sampler import at_least
 
 ENDINGS = (".txt", ".text", ".md")
-IGNORED = -1
-"""Target of a token that does not count, as in the BERT twins."""
-
+IGNORED = -1  # target of a token that does not count, as in the BERT twins
 MASKED, REPLACED = 0.8, 0.9
 """Of the chosen tokens eight in ten are masked, one becomes any other, one stays (J. Devlin et al., "BERT", 2019)."""
 
@@ -36,9 +28,9 @@ def make(split: str, root: str, context: int = 128, tokenizer: str = "bytes", vo
     x int64 (n, context) tokens and y int64 (n, context) the tokens that follow. ``tokenizer``: bytes (256 tokens), a
     local tokenizer.json, or module:callable (text -> list of numbers below ``vocab``). ``test``: another file or folder
     for testing; else ``test_fraction`` of the sequences, chosen by ``seed``.
-    ``masked`` above 0: that part of each x is chosen anew in every epoch, from (``seed``, epoch, sample), and masked
-    with ``mask_token`` (-1: the tokenizer's own, or one more than its tokens); y is what it was, -1 elsewhere.
-    ``cache``: folder for the token numbers. Errors: `UserError`, also of `tokenizer_of` and `kept`.
+    ``masked`` above 0: that fraction of each x is chosen in each epoch, from (``seed``, epoch, sample), and masked with
+    ``mask_token`` (-1: the tokenizer's own, or one more than its tokens); y is the original, -1 elsewhere.
+    ``cache``: folder for the token numbers. Errors: `UserError`, also of `tokenizer_of` and `token_file`.
     """
     at_least("data.args.context", context, 1)
     at_least("data.args.mask_token", mask_token, -1)
@@ -50,7 +42,7 @@ def make(split: str, root: str, context: int = 128, tokenizer: str = "bytes", vo
     key = "test" if whole and split == "test" else "root"
     paths, beside = _files(test if key == "test" else root, key)
     held = None if whole else (split, test_fraction, seed)
-    path = str(kept(paths, made, beside, cache))
+    path = str(token_file(paths, made, beside, cache))
     if not masked:
         return Sequences(path, context, held, made.vocab)
     mask = next(number for number in (mask_token, made.mask, made.vocab) if number >= 0)
@@ -58,7 +50,7 @@ def make(split: str, root: str, context: int = 128, tokenizer: str = "bytes", vo
 
 
 def _files(root: Any, key: str) -> tuple[list[bytes], Path]:
-    """The files, sorted by the bytes of their paths, and the folder that they are in."""
+    """Return the files, sorted by the bytes of their paths, and the folder that they are in."""
     if not isinstance(root, (str, os.PathLike)) or not str(root):
         raise UserError(f"data.args.{key} is {root!r}", "a text file, or a folder of them", f"set data.args.{key}")
     top = absolute(Path(root).expanduser())
@@ -76,7 +68,7 @@ def _files(root: Any, key: str) -> tuple[list[bytes], Path]:
 
 
 class Sequences:
-    """Sequences that follow one another in a file of tokens. Pickles as its path. ``vocab``: different tokens."""
+    """Sequences that follow one another in a file of tokens, opened by each process. ``vocab``: number of tokens."""
 
     fixed = True
 
@@ -93,7 +85,7 @@ class Sequences:
         self._open()
 
     def _open(self) -> None:
-        self._tokens = opened(self._path)
+        self._tokens = open_tokens(self._path)
         n = (len(self._tokens) - 1) // self.context
         if n < (1 if self._held is None else 2):
             raise UserError(f"the text has {count(len(self._tokens), 'token')}, and data.args.context is "
@@ -108,22 +100,17 @@ class Sequences:
         return len(self._chosen)
 
     def _rows(self, indices_n: np.ndarray) -> np.ndarray:
-        """int64 (n, context + 1): the tokens of each sequence, and the next one."""
+        """Return int64 (n, context + 1): the tokens of each sequence, and the next one."""
         starts_n = self._chosen[indices_n] * self.context
         return self._tokens[starts_n[:, None] + np.arange(self.context + 1)].astype(np.int64)
 
     def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (x, y) of the sequences ``indices_n``, y one token later."""
         rows = self._rows(indices_n)
         return rows[:, :-1].copy(), rows[:, 1:].copy()
 
 
 class Masked(Sequences):
-    """The same sequences for a masked language model: an `hvdtrain.data.sources.EpochSource`.
-
-    Of each one the nearest whole number to ``part`` of its tokens is chosen, one at least. ``mask``: the masked token's
-    number. ``vocab`` counts it too.
-    """
+    """The same sequences with a fraction ``part`` of their tokens, at least one, masked again in each epoch."""
 
     def __init__(self, path: str, context: int, held: tuple[str, float, int] | None, vocab: int, part: float,
                  mask: int, seed: int) -> None:
@@ -131,11 +118,9 @@ class Masked(Sequences):
         self.part, self.mask, self.seed, self._words = part, mask, seed, vocab
 
     def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sequences as they are in epoch 0."""
         return self.fetch_in(indices_n, 0)
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (x, y) of the sequences ``indices_n``, masked as they are in ``epoch``."""
         x = self._rows(indices_n)[:, :-1].copy()
         T, k = self.context, max(1, round(self.part * self.context))
         uniform = uniform_of(indices_n, self.seed, epoch, "masked tokens")(T + 2 * k)

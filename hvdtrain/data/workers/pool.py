@@ -1,7 +1,7 @@
-"""A rank's side of its workers: `Pool`, which cuts fetches into tasks, and `Pooled`, a source that is read through it.
+"""A rank's side of its workers: `Pool`, which divides fetches into tasks, and `Pooled`, a source read through a pool.
 
-Owns the tasks, their order and the waits. Results lie in memory that worker and rank share, two for each worker, and
-are copied to their place in the batch as they come, so that the order of samples is that of the fetch.
+Owns tasks, their order and waiting. Workers write results to shared memory, two slots each, from which the rank copies
+them to their place in the batch: the order of samples is that of the fetch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.rows import Rows, of_data
+from hvdtrain.data.rows import ColumnNames, of_data
+from hvdtrain.data.sources import EpochSource
 from hvdtrain.data.stream import Arrays
 from hvdtrain.data.workers import start
-from hvdtrain.data.workers.worker import Memory, WorkerTraceback, nameless, refuse_unlike
+from hvdtrain.data.workers.worker import SharedResults, WorkerTraceback, nameless, refuse_unlike
 
 SLOTS = 2
 """Tasks that a worker has at a time: one that it fetches, one that waits or whose result is being read."""
 
-TASKS = 2
-"""Tasks for each of several workers that a fetch is cut into, so that a slow sample holds up less."""
-
+TASKS = 2  # tasks for each of several workers that a fetch is cut into, so that a slow sample holds up less
 LOOK_MS = 1000
 
 
 class Fetch:
-    """A fetch under way: ``left`` tasks to come; ``arrays`` (n, ...) that fill up; its first error by position."""
+    """A fetch in progress: ``left`` tasks to come; ``arrays`` (n, ...) being filled; its first error by position."""
 
     def __init__(self, n: int) -> None:
         self.n, self.left, self.dropped = n, 0, False
@@ -46,12 +45,11 @@ class Fetch:
         self.error: tuple[int, BaseException] | None = None
 
     def failed(self, at: int, error: BaseException) -> None:
-        """Keep the error of the task that begins at position ``at``, unless one of a position before is known."""
+        """Keep the error of the task that begins at position ``at``, unless an earlier position failed."""
         if self.error is None or at < self.error[0]:
             self.error = (at, error)
 
     def place(self, at: int, parts: Arrays) -> None:
-        """Copy the arrays of a task to position ``at``."""
         if not self.arrays:
             self.arrays = [np.empty((self.n, *part.shape[1:]), part.dtype) for part in parts]
         refuse_unlike(self.arrays, parts)
@@ -60,9 +58,9 @@ class Fetch:
 
 
 class _Worker:
-    """One worker as its rank knows it: ``busy`` holds (task, slot) in the order in which it works on them."""
+    """A worker as its rank knows it: ``busy`` holds (task, slot) in the order of work."""
 
-    def __init__(self, server: start.Server, number: int, setup_fd: int, preload: Sequence[str],
+    def __init__(self, server: start.WorkerServer, number: int, setup_fd: int, preload: Sequence[str],
                  timeout_s: float) -> None:
         from multiprocessing.connection import Connection  # which makes another name for the user's script
 
@@ -76,22 +74,16 @@ class _Worker:
         with theirs:
             self.pid = server.fork([theirs.fileno(), setup_fd, *fds], preload)
         self.channel = Connection(ours.detach())
-        self.memory, self.free, self.fds = [Memory(fd) for fd in fds], list(range(SLOTS)), fds
+        self.memory, self.free, self.fds = [SharedResults(fd) for fd in fds], list(range(SLOTS)), fds
 
 
 class _Task:
-    """Samples ``indices_n`` of a fetch, from its position ``at`` on."""
-
     def __init__(self, fetch: Fetch, source: int, at: int, indices_n: np.ndarray, epoch: int) -> None:
         self.fetch, self.source, self.at, self.indices_n, self.epoch = fetch, source, at, indices_n, epoch
 
 
 class Pool:
-    """``n`` workers that fetch from sources packed in ``setup_fd`` (`worker.pack`), which it closes.
-
-    ``timeout_s``: longest time for one task. Raises `UserError` where the first worker cannot unpack the sources, and
-    `OSError` where none can be started.
-    """
+    """Run ``n`` workers on the sources packed in ``setup_fd``. `UserError`: unpacking failed; `OSError`: no process."""
 
     def __init__(self, setup_fd: int, n: int, timeout_s: float, preload: Sequence[str] = ()) -> None:
         self.n, self._timeout_s = n, timeout_s
@@ -100,7 +92,7 @@ class Pool:
         self._tasks: dict[int, _Task] = {}
         self._waiting: deque[_Task] = deque()
         self._broken: UserError | None = None
-        self.rows: dict[int, Rows] = {}
+        self.rows: dict[int, ColumnNames] = {}
         self._server = start.hold()
         self.workers: list[_Worker] = []
         self._by_fd: dict[int, _Worker] = {}
@@ -121,7 +113,7 @@ class Pool:
             os.close(setup_fd)
 
     def begin(self, source: int, indices_n: np.ndarray, epoch: int) -> Fetch:
-        """Have the samples ``indices_n`` of a source fetched; `collect` gives them."""
+        """Start fetching the samples ``indices_n`` of a source; `collect` returns them."""
         with self._lock:
             fetch = Fetch(len(indices_n))
             tasks = min(fetch.n, TASKS * self.n if self.n > 1 else 1)
@@ -144,7 +136,7 @@ class Pool:
         return tuple(fetch.arrays)
 
     def drop(self, fetch: Fetch) -> None:
-        """Let a fetch be that nobody will collect."""
+        """Cancel a fetch."""
         with self._lock:
             fetch.dropped = True
             kept = [task for task in self._waiting if task.fetch is not fetch]
@@ -154,7 +146,7 @@ class Pool:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _hand_out(self) -> None:
-        """Give waiting tasks to the workers that have fewest."""
+        """Give waiting tasks to the workers with the fewest."""
         while self._waiting and any(worker.free for worker in self.workers):
             worker = min((w for w in self.workers if w.free), key=lambda w: (len(w.busy), not w.ready))
             task, slot, number = self._waiting.popleft(), worker.free.pop(), next(self._numbers)
@@ -170,7 +162,7 @@ class Pool:
                 self._ended(worker)
 
     def _pump(self) -> None:
-        """Take what workers have sent, waiting a while for it; raise `UserError` for one that is gone or hangs."""
+        """Receive results, waiting a while for them; raise `UserError` for a worker that ended or hangs."""
         if self._broken is not None:
             raise self._broken
         heard = self._poll.poll(LOOK_MS)
@@ -235,8 +227,8 @@ class Pool:
         raise error
 
 
-class Pooled:
-    """An `EpochSource` that is source ``number`` of a pool, whose samples its workers fetch."""
+class Pooled(EpochSource):
+    """An `EpochSource` that is source ``number`` of a pool."""
 
     def __init__(self, source: Any, pool: Pool, number: int) -> None:
         self.wraps, self.pool, self._number = source, pool, number
@@ -248,28 +240,20 @@ class Pooled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wraps, name)
 
-    def fetch(self, indices_n: np.ndarray) -> Arrays:
-        """Return the samples as they are in the first epoch."""
-        return self.fetch_in(indices_n, 0)
-
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
-        """Return the samples as they are in ``epoch``."""
         return self.collect(self.begin(indices_n, epoch))
 
     def begin(self, indices_n: np.ndarray, epoch: int) -> Fetch:
-        """Begin a fetch; `collect` gives it, `drop` lets it be."""
         return self.pool.begin(self._number, indices_n, epoch)
 
     def collect(self, fetch: Fetch) -> Arrays:
-        """Wait for a fetch."""
         return self.pool.collect(fetch)
 
     def drop(self, fetch: Fetch) -> None:
-        """Let a fetch be."""
         self.pool.drop(fetch)
 
 
-def _close(workers: list[_Worker], server: start.Server, owner: int) -> None:
+def _close(workers: list[_Worker], server: start.WorkerServer, owner: int) -> None:
     for worker in workers:
         if owner == os.getpid():
             server.kill(worker.pid)
@@ -281,7 +265,7 @@ def _close(workers: list[_Worker], server: start.Server, owner: int) -> None:
 
 
 def _raised(packed: bytes, text: str) -> BaseException:
-    """The exception of a worker, whose traceback there is its cause; a `UserError` needs none."""
+    """Restore the exception of a worker, with its traceback there as the cause; a `UserError` needs none."""
     error: BaseException = pickle.loads(packed)
     if not isinstance(error, UserError):
         error.__cause__ = WorkerTraceback(text)

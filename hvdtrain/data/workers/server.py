@@ -1,7 +1,7 @@
-"""The process that forks a rank's workers: exec'ed, with one thread, without MPI and with nothing of a job around it.
+"""Fork a rank's workers in a process of one thread, without MPI and without a job's environment.
 
-Run as a script with the number of a socket. Owns the workers' processes and how they ended. It ends, and all of them
-with it, as soon as the rank has closed its end of the socket or is gone.
+Run as a script with the number of a socket. Owns the workers' processes; when the rank closes its end of the socket or
+ends, this process ends, and the workers with it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(number: int) -> None:
-    """Serve requests until the rank is gone: ``fork`` with a worker's descriptors, ``wait`` for a status, ``kill``."""
+    """Serve requests until the rank ends: ``fork`` with a worker's descriptors, ``wait`` for a status, ``kill``."""
     rank = os.getppid()
     for name in SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -62,7 +62,7 @@ def _answer(request: dict, fds: list, control: socket.socket, alive: set, ended:
 
 
 def _fork(request: dict, fds: list, control: socket.socket) -> int:
-    """Fork a worker with ``fds``: its socket, what it is set up with, and its memory for results."""
+    """Fork a worker with ``fds``: its socket, its setup, and its memory for results."""
     sys.path[:] = request["path"]
     for name in request["preload"]:  # once for all workers; what fails here fails again in the worker, with its words
         with contextlib.suppress(Exception):
@@ -82,7 +82,7 @@ def _fork(request: dict, fds: list, control: socket.socket) -> int:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when ``parent`` ends (Linux), however that happens."""
+    """Have the kernel end this process when ``parent`` ends (Linux)."""
     with contextlib.suppress(OSError, AttributeError, ImportError):
         import ctypes
 
@@ -101,7 +101,7 @@ def _reap(alive: set, ended: dict) -> None:
 
 
 def _status(pid: int, alive: set, ended: dict) -> object:
-    """How a worker ended, as `subprocess.Popen.returncode`; None while it has not."""
+    """Return a worker's exit status as `subprocess.Popen.returncode`; None while it runs."""
     for _ in range(100):
         _reap(alive, ended)
         if pid in ended:

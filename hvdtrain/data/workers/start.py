@@ -1,7 +1,7 @@
-"""Starts a rank's server of workers, and asks it for them: before MPI starts, or, later, by exec alone.
+"""Start a rank's server of workers, before MPI starts where possible, and request workers from it.
 
-Owns the server's process and the environment that it gets, in which nothing of the job is left: what runs under it can
-join no MPI job and sees no GPU. One server for each process, kept while anybody holds it.
+Owns the server's process and its environment without variables of the job: its children join no MPI job and see no GPU.
+One server per process, kept while any pool holds it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,8 @@ ALONE = {**dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_TH
                           "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1"), "CUDA_VISIBLE_DEVICES": ""}
 """One thread for each worker, and no GPU."""
 
-ANSWER_S = 60.0
-"""Longest wait for the server's answer: it may import a framework first."""
-
-STATUS_S = 15.0
-"""Longest wait for the answer how a worker ended, after which the server is taken for frozen."""
-
+ANSWER_S = 60.0  # longest wait for the server's answer: it may import a framework first
+STATUS_S = 15.0  # longest wait for the answer how a worker ended, after which the server is taken for frozen
 END_S = 5.0
 
 _lock = threading.RLock()
@@ -39,22 +35,22 @@ _held: dict[str, Any] = {"server": None, "users": 0, "pid": 0}
 
 
 def clean(env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``env`` without the job that this process belongs to, for one that computes by one thread."""
+    """Return ``env`` without the job that this process belongs to, for a process that computes by one thread."""
     return {**{name: value for name, value in env.items() if not name.startswith(JOB)}, **ALONE}
 
 
-def hold() -> Server:
-    """Return this process' server, started where there is none; pair it with `release`. `OSError`: it cannot be."""
+def hold() -> WorkerServer:
+    """Return this process' server, started if needed; pair with `release`. `OSError`: it cannot start."""
     with _lock:
         server = _held["server"]
         if server is None or _held["pid"] != os.getpid() or server.ended():  # another pid's: of a process that forked
-            _held.update(server=Server(), users=0, pid=os.getpid())
+            _held.update(server=WorkerServer(), users=0, pid=os.getpid())
         _held["users"] += 1
         return _held["server"]  # type: ignore[no-any-return]
 
 
-def release(server: Server) -> None:
-    """Hold ``server`` no longer; the last one ends it. One that was replaced, since it had ended, is nobody's."""
+def release(server: WorkerServer) -> None:
+    """Release ``server``; the last release ends it."""
     with _lock:
         if _held["pid"] != os.getpid() or _held["server"] is not server:
             return
@@ -66,9 +62,7 @@ def release(server: Server) -> None:
 
 @contextlib.contextmanager
 def early(wanted: bool) -> Iterator[None]:
-    """Hold a server from here on, before MPI starts, if one is ``wanted`` and can be; at the end it goes unless workers
-    have come to need it, however that end is reached.
-    """
+    """Hold a server during the body, from before MPI starts, if one is ``wanted`` and can start."""
     held = None
     if wanted:
         with contextlib.suppress(OSError):
@@ -80,7 +74,7 @@ def early(wanted: bool) -> Iterator[None]:
             release(held)
 
 
-class Server:
+class WorkerServer:
     """The process of `hvdtrain.data.workers.server` and the socket to it."""
 
     def __init__(self) -> None:
@@ -93,27 +87,25 @@ class Server:
         self.end = weakref.finalize(self, _end, process, ours, os.getpid())
 
     def ended(self) -> bool:
-        """Whether the process is gone, as after a kill."""
         return self._process.poll() is not None
 
     def fork(self, fds: Sequence[int], preload: Sequence[str]) -> int:
-        """Have a worker forked that gets ``fds``; return its process id."""
+        """Fork a worker that gets ``fds``; return its process id."""
         return int(self._ask({"do": "fork", "path": [os.path.abspath(p) for p in sys.path], "preload": list(preload)},
                              fds)["pid"])
 
     def status(self, pid: int, do: str = "wait") -> int | None:
-        """How a worker ended, as `subprocess.Popen.returncode`; None where that is not known."""
+        """Return a worker's exit status as `subprocess.Popen.returncode`; None where unknown."""
         with contextlib.suppress(OSError):
             found = self._ask({"do": do, "pid": pid}, (), STATUS_S)["status"]
             return None if found is None else int(found)
         return None
 
     def kill(self, pid: int) -> None:
-        """End a worker."""
         self.status(pid, "kill")
 
     def _ask(self, request: dict[str, Any], fds: Sequence[int] = (), most_s: float = ANSWER_S) -> dict[str, Any]:
-        """Send a request and wait for its answer; a server that gives none is killed, and its workers end with it."""
+        """Send a request and wait for the answer; kill a server that gives none, and its workers with it."""
         with _lock:
             self._socket.settimeout(most_s)
             try:

@@ -1,11 +1,8 @@
-"""What a worker does: unpack the sources that it is given, then fetch samples into memory that its rank reads.
+"""Run a worker: unpack the sources, then fetch samples into memory that its rank reads.
 
-Owns the loop of a worker, its random generators and what it tells of an error. It dies with the server that forked it;
-it knows no other rank and no MPI.
-
-Samples of a user's source are fetched one at a time, with Python's, numpy's and, where it is imported, PyTorch's
-generators seeded from (seed, epoch, sample number): a dataset that draws from them gives the same samples whatever the
-ranks and workers are. The project's own sources draw from no such generator.
+Owns the loop, the random generators and the report of errors. Samples of a user's source are fetched one at a time,
+with Python's, numpy's and, if imported, PyTorch's generators seeded from (seed, epoch, sample number), so that they do
+not depend on ranks and workers.
 """
 
 from __future__ import annotations
@@ -31,9 +28,7 @@ from hvdtrain.data import sources
 from hvdtrain.data.rows import of_data
 from hvdtrain.data.stream import Arrays
 
-HEAD = struct.Struct("<QQ")
-"""Offset and bytes of the header within what a worker is set up with."""
-
+HEAD = struct.Struct("<QQ")  # offset and bytes of the header within what a worker is set up with
 ALIGN = 64
 
 OWN = "hvdtrain.data."
@@ -43,7 +38,7 @@ _inside: list[str] = []
 
 
 class WorkerTraceback(Exception):
-    """The traceback of an exception in a worker, as text: the cause of the exception that the rank raises."""
+    """The traceback of an exception in a worker: the cause of the exception that the rank raises."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f"\n{text}")
@@ -54,7 +49,7 @@ class ImportedAgain(BaseException):
 
 
 def refuse_inside() -> None:
-    """Raise `ImportedAgain` in a worker: a training was started by the script that it imports."""
+    """Raise `ImportedAgain` in a worker: its import of the user's script started a training."""
     if _inside:
         raise ImportedAgain
 
@@ -73,7 +68,7 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
     except BaseException as error:  # noqa: BLE001  (told to the rank, which decides)
         channel.send(("failed", _failure(error)))
         return
-    memory, told = [Memory(fd) for fd in slots], set[int]()
+    memory, told = [SharedResults(fd) for fd in slots], set[int]()
     while True:
         try:
             task, slot, number, indices_n, epoch = channel.recv()
@@ -101,17 +96,14 @@ def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:
 
 
 def fetch_seeded(source: Any, indices_n: np.ndarray, seed: int, epoch: int) -> Arrays:
-    """Fetch samples of ``epoch`` as a worker does, and put this process's generators back."""
+    """Fetch samples of ``epoch`` as a worker does, and restore this process's generators."""
     with generators_kept():
         return fetch(source, indices_n, epoch, seed)
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[Callable[[], bool]]:
-    """Put back, after the body, the generators that user code draws from.
-
-    Yields a function that returns whether the body has drawn from one of them (from a GPU's: not noticed).
-    """
+    """Restore user code's generators after the body; yields a function: were they drawn from (GPUs: no)?"""
     torch = sys.modules.get("torch")
     put_back, before = rng.mark(), _generators(torch)
     state = None if torch is None else torch.get_rng_state()
@@ -127,13 +119,13 @@ def generators_kept() -> Iterator[Callable[[], bool]]:
 
 
 def _generators(torch: Any) -> list[bytes]:
-    """Return the states of Python's, numpy's and, where ``torch`` is that module, PyTorch's generator of the CPU."""
+    """Return the states of Python's, numpy's and PyTorch's generator of the CPU."""
     states = [*rng.capture().values(), *([] if torch is None else [torch.get_rng_state().numpy()])]
     return [state.tobytes() for state in states]
 
 
 def refuse_unlike(some: Sequence[Any], others: Sequence[Any]) -> None:
-    """Raise `UserError` where samples (n, ...) of one batch have not the shapes and types of others (m, ...)."""
+    """Raise `UserError` where samples (n, ...) of one batch differ in shape or type from others (m, ...)."""
     kinds = [[(np.shape(array)[1:], np.asarray(array).dtype) for array in arrays] for arrays in (some, others)]
     if kinds[0] != kinds[1]:
         # In one order, whichever worker was first.
@@ -154,15 +146,15 @@ def reseed(seed: int, epoch: int, number: int) -> None:
         torch.default_generator.manual_seed(third)
 
 
-class Memory:
-    """Memory without a name that a worker and its rank share; grows to the largest result."""
+class SharedResults:
+    """Anonymous memory that a worker and its rank share; grows to the largest result."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._map: mmap.mmap | None = None
 
     def write(self, arrays: Arrays) -> list[tuple[Any, ...]]:
-        """Write arrays one after the other; return (offset, shape, dtype) of each, or the array if it holds objects."""
+        """Write arrays end to end; return (offset, shape, dtype) of each, or the array itself if it holds objects."""
         ends_k = np.cumsum([0, *(-(-array.nbytes // ALIGN) * ALIGN for array in arrays)]).tolist()
         held = self._mapped(ends_k[-1])
         rows: list[tuple[Any, ...]] = []
@@ -175,7 +167,7 @@ class Memory:
         return rows
 
     def read(self, rows: Sequence[tuple[Any, ...]]) -> Arrays:
-        """Return views of what `write` has written, good until the next write."""
+        """Return views of the arrays written last, valid until the next write."""
         need = max((at + math.prod(shape) * dtype.itemsize for at, shape, dtype in (r for r in rows if len(r) == 3)),
                    default=0)
         held = self._mapped(need, grow=False)
@@ -192,10 +184,7 @@ class Memory:
 
 
 def pack(header: dict[str, Any], found: Sequence[Any]) -> tuple[int, bytes]:
-    """Return a descriptor of memory with ``header`` and the sources, and the sources' pickle without their arrays.
-
-    Arrays lie there once for all workers of a rank. Raises whatever a source raises that cannot be pickled.
-    """
+    """Return a descriptor of memory with ``header``, sources and arrays, once for all workers, and the pickle."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(list(found), protocol=5, buffer_callback=buffers.append)
     fd = nameless("hvdtrain-sources")
@@ -220,7 +209,7 @@ def pack(header: dict[str, Any], found: Sequence[Any]) -> tuple[int, bytes]:
 
 
 def nameless(name: str) -> int:
-    """Return a descriptor of shared memory that no file system shows, and that no size of /dev/shm limits."""
+    """Return a descriptor of shared memory outside file systems, which no size of /dev/shm limits."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     import tempfile
@@ -230,7 +219,7 @@ def nameless(name: str) -> int:
 
 
 def _unpack(fd: int) -> dict[str, Any]:
-    """What `pack` was given; arrays are copied only where somebody writes to them."""
+    """Undo `pack`; arrays are copied on write only."""
     mapped: Any = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     held = memoryview(mapped)
     at, n = HEAD.unpack_from(held)
@@ -240,7 +229,7 @@ def _unpack(fd: int) -> dict[str, Any]:
 
 
 def _known(setup: dict[str, Any]) -> None:
-    """Make known what the sources' classes are defined in: files, and the user's script where it is that."""
+    """Import the modules of the sources' classes: files, and the user's script if needed."""
     from multiprocessing import spawn
 
     os.chdir(setup["folder"])
@@ -261,7 +250,7 @@ def _failure(error: BaseException) -> str:
 
 
 def _carried(error: BaseException) -> tuple[bytes, str]:
-    """The exception, pickled if it can be, and its traceback."""
+    """Return the exception, pickled if possible, and its traceback."""
     text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, SystemExit):
         error = called(error)

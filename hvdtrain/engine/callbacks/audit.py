@@ -1,9 +1,6 @@
 """The audit: every so many steps one micro-batch of each rank of a pair is computed on another rank too.
 
-Owns when, who is suspected, and what is said. `hvdtrain.engine.guards.audit_pairs` has the pairs,
-`hvdtrain.engine.guards.recompute` what travels and how far two results are. Weights are alike by law, and the random
-state travels with the micro-batch, so ranks of one kind have to come to the same bits; ranks of several kinds to the
-same but for rounding.
+What travels and how far two results are is left to `hvdtrain.engine.recompute`.
 """
 
 from __future__ import annotations
@@ -13,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain import backends
-from hvdtrain.core.finite import spoken
-from hvdtrain.core.protocols.shortage import ALONE, Shortage
+from hvdtrain.core.comparison import spoken
+from hvdtrain.core.protocols.types import ALONE, Shortage
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
-from hvdtrain.engine.guards.audit_pairs import Pair, comparable, left_out, pairs
-from hvdtrain.engine.guards.fingerprint import vectors_of
-from hvdtrain.engine.guards.kinds import kinds
-from hvdtrain.engine.guards.miscomputed import Miscomputed, clearly_farther, resolution, tell
-from hvdtrain.engine.guards.recompute import Case, Recomputed, bystander, case_of, deliver
+from hvdtrain.engine.compare_ranks import kinds
+from hvdtrain.engine.recompute import (
+    Case, Miscomputed, Recomputed, bystander, case_of, clearly_farther, deliver, resolution, tell)
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.weight_checks import vectors_of
 from hvdtrain.planning.batch.line import least
 
 CONFIRM = 3
@@ -32,22 +28,21 @@ There the results of one micro-batch may be far apart by chance: rounding decide
 
 
 class Audit(Callback):
-    """Audits every ``every`` steps of a run; raises `hvdtrain.engine.guards.miscomputed.Miscomputed` on every rank.
+    """Audits every ``every`` steps of a run; raises `hvdtrain.engine.recompute.Miscomputed` on every rank.
 
     ``good``: the step of the last audit in which each rank agreed with another.
     """
 
     where = "all"
+    doing = "computing a micro-batch on another rank"
     before = ("Checkpoint",)  # so that what was computed wrongly is not saved
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where several replicas train one unpartitioned model."""
         return bool(run.config.audit) and several_replicas(run) and run.parts.layout is None
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.audit)
 
     def __init__(self, every: int) -> None:
@@ -61,7 +56,6 @@ class Audit(Callback):
         self._most: dict[int, int] = {}  # by rank that ran out of memory in an audit: samples of its next ones
 
     def fit_start(self, run: Run) -> None:
-        """Learn which ranks compute alike."""
         self._ops = backends.load(run.spec.framework).Ops()
         types = run.parts.precision.names
         self._kinds = [f"{kind}, {name}" for kind, name in zip(kinds(run), types)]
@@ -77,7 +71,6 @@ class Audit(Callback):
         self._begin_s = time.monotonic()
 
     def step_end(self, run: Run) -> None:
-        """Audit where it is time to, and where the copies of the model are one."""
         turn = run.state.cursor.step // self._every
         if self._ops is None or self._off or run.batch is None or not run.state.outcome.met:
             return
@@ -91,14 +84,12 @@ class Audit(Callback):
         self._own_s += time.perf_counter() - began_s
 
     def fit_end(self, run: Run) -> None:
-        """Say what was audited and what it took."""
         if self.audits:
             part = 100 * self._own_s / max(1e-9, time.monotonic() - self._begin_s)
             run.note(f"{self.audits} audits of a micro-batch on another rank found nothing and took {part:.2g} % of "
                      "the time")
 
     def _plan(self, turn: int) -> list[Pair]:
-        """Return the pairs of a turn, among the ranks that can be audited."""
         found = pairs([self._kinds[rank] for rank in self._ranks], turn)
         return comparable([(self._ranks[a], self._ranks[b]) for a, b in found], self._kinds, self._narrow)
 
@@ -169,7 +160,7 @@ class Audit(Callback):
         raise self._found(run, turned, guilty, third, place, far, bool(unsteady))
 
     def _doubtful(self, pair: Pair, far: bool) -> bool:
-        """Whether a pair of several kinds is under suspicion; ``far``: it was far apart just now."""
+        """Return whether a pair of several kinds is under suspicion; ``far``: it was far apart just now."""
         if far or pair in self._doubts:
             self._doubts.setdefault(pair, []).append(far)
         if len(self._doubts.get(pair, ())) > CONFIRM and sum(self._doubts[pair]) < 2:
@@ -229,18 +220,17 @@ class Audit(Callback):
         return own, {rank for rank, _, _ in rows}
 
     def _distance(self, run: Run, own: Recomputed | None, turned: Pair) -> tuple[float, int]:
-        """How far ``turned``'s results are apart, and in which parameter, on the second of them; collective."""
+        """Return how far ``turned``'s results are apart, and in which parameter, on the second of them; collective."""
         if own is not None and run.control.rank in turned:
             return own.compared(run.control, *turned)
         return bystander(run.control, self._vectors(run), *turned)
 
     def _vectors(self, run: Run) -> int:
-        """Vectors that a rank's gradients are compared in, the same on every rank."""
         return len(vectors_of(run.parts.params.specs, run.config.model_parallel > 1))
 
     def _found(self, run: Run, pair: Pair, guilty: tuple[int, ...], third: int | None, place: int, far: float,
                unsteady: bool) -> Miscomputed:
-        """What ends the run; the same on every rank."""
+        """Return what ends the run; the same on every rank."""
         hosts = {r: f"rank {r} on host {run.topology.host_of(r).node} ({run.devices[r].name})" for r in pair}
         name = spoken(run.parts.params.specs[place].name)
         back = min(self.good.get(rank, -1) for rank in guilty)
@@ -251,3 +241,66 @@ class Audit(Callback):
 def _first_other(own: Recomputed | None, pair: Pair, rank: int) -> list[int]:
     """Digests of each parameter's gradient, of the ranks of ``pair``."""
     return own.prints.prints().bits if own is not None and rank in pair else []
+
+
+Pair = tuple[int, int]
+
+
+def tournament(players: Sequence[int], turn: int) -> list[Pair]:
+    """Return the pairs of turn ``turn``: each two of ``players`` meet once in n - 1 turns (n even) or n (n odd).
+
+    The order within a pair changes from one such series to the next.
+
+    >>> [tournament([0, 1, 2], turn) for turn in range(3)]
+    [[(1, 2)], [(2, 0)], [(0, 1)]]
+    """
+    seats: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
+    if len(seats) < 2:
+        return []
+    series, shift = divmod(turn, len(seats) - 1)
+    fixed, ring = seats[-1], seats[:-1]
+    ring = ring[shift:] + ring[:shift]
+    table = [(fixed, ring[0]), *((ring[i], ring[-i]) for i in range(1, len(seats) // 2))]
+    found = [(a, b) for a, b in table if a is not None and b is not None]
+    return [(b, a) for a, b in found] if series % 2 else found
+
+
+def pairs(kinds: Sequence[str], turn: int) -> list[Pair]:
+    """Return (whose micro-batch, who recomputes it too) of turn ``turn``, no rank twice; by each rank's kind.
+
+    Ranks of one kind meet each other. A rank without its like meets the others without their like, or where it is the
+    only one, in every second turn one of the other ranks, whose own pair is left out then.
+    """
+    groups = [[r for r, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)]
+    alone = [group[0] for group in groups if len(group) == 1]
+    found = [pair for group in groups if len(group) > 1 for pair in tournament(group, turn)]
+    if len(alone) != 1 or len(kinds) == 1:
+        return found + tournament(alone, turn)
+    if turn % 2:
+        return found
+    others = [r for r in range(len(kinds)) if r != alone[0]]
+    series, at = divmod(turn // 2, len(others))
+    found = [pair for pair in found if others[at] not in pair]
+    return [*found, (alone[0], others[at]) if series % 2 else (others[at], alone[0])]
+
+
+def comparable(found: Sequence[Pair], kinds: Sequence[str], narrow: Sequence[bool]) -> list[Pair]:
+    """Return the pairs whose results tell anything: of one kind, or of two that both compute in their own types.
+
+    ``narrow``: which ranks compute in 16 bits. A small gradient is nothing but rounding there, and a ReLU is often on
+    the other side of zero, so that a rank of another kind, or in another type, is rightly as far away as a faulty one.
+    """
+    return [(a, b) for a, b in found if kinds[a] == kinds[b] or not (narrow[a] or narrow[b])]
+
+
+def left_out(kinds: Sequence[str], narrow: Sequence[bool]) -> list[int]:
+    """Return the ranks that no turn has in a pair that is `comparable`.
+
+    >>> left_out(["cpu, fp32", "cpu, bf16"], [False, True]), left_out(["a", "b", "c, bf16"], [False, False, True])
+    ([0, 1], [2])
+    """
+    if not any(narrow) or len(set(kinds)) == 1:
+        return []
+    met = {rank for turn in range(2 * len(kinds)) for pair in comparable(pairs(kinds, turn), kinds, narrow)
+           for rank in pair}
+    return [rank for rank in range(len(kinds)) if rank not in met]

@@ -1,8 +1,6 @@
-"""`compression: auto`: measures the wire and the compressors, predicts, picks one only where it wins, and checks.
+"""`compression: auto`: measure links and compressors, choose one where it saves time, and check the choice.
 
-Owns the course of it: sweep at the start, some steps without compression, the decision, some steps with what was
-chosen, and back to none where they are not faster. The numbers are `hvdtrain.comm.measure.sweep`'s, the arithmetic and
-the words `hvdtrain.planning.exchange.choice`'s.
+Measuring is left to `hvdtrain.comm.measure.sweep`, arithmetic and text to `hvdtrain.planning.exchange.choice`.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.comm.compressors import create
 from hvdtrain.comm.measure import sweep
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
@@ -20,7 +19,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.parallel.data_parallel.attach import unlike_threads
 from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.planning.exchange import choice
-from hvdtrain.planning.exchange.choice import Baseline, Choice
+from hvdtrain.planning.exchange.choice import Baseline, CompressorChoice
 from hvdtrain.planning.exchange.link import Link
 
 OtherWire = tuple[Mapping[str, Link], bool]
@@ -41,16 +40,15 @@ class AutoCompression(Callback):
     """
 
     where = "all"
+    doing = "measuring compressors"
     state_key = "AutoCompression"
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With ``compression: auto``."""
         return bool(run.config.compression == "auto")
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Any]) -> AutoCompression:
-        """Compare compressors over the other wires too, where there are any."""
         made = cls()
         if "AutoWire" in earlier:
             earlier["AutoWire"].join(made)
@@ -62,7 +60,7 @@ class AutoCompression(Callback):
         self._world = ""
         self._sweep: sweep.Sweep | None = None
         self._base: Baseline | None = None
-        self._decision: Choice | None = None
+        self._decision: CompressorChoice | None = None
         self._watch = StepWatch(WARM_STEPS)
 
     def fit_start(self, run: Run) -> None:
@@ -86,22 +84,20 @@ class AutoCompression(Callback):
             dp = cast(Replicate, run.dp)
             found = sweep.measure(run.collectives, dp.reducer.ops, run.control, dp.buckets, run.config)
         unlike = unlike_threads(run.config, run.control, run.topology)
-        if unlike:
-            found = replace(found, costs=tuple(c for c in found.costs if c.name != "powersgd"),
-                            refused={**found.refused, "powersgd": unlike})
+        refused = {cost.name: unlike for cost in found.costs if unlike and create(cost.name, run.config).same_threads}
+        found = replace(found, costs=tuple(cost for cost in found.costs if cost.name not in refused),
+                        refused={**found.refused, **refused})
         self._sweep = found
         self._others = self.others(run, sorted(found.links))
         self._watch = StepWatch(WARM_STEPS)
         self._watch.begin(run)
 
     def restored(self, run: Run) -> None:
-        """Take up a settled choice before its state returns."""
         if self.settled and self._world == _world(run) and run.dp.compression != self.choice:
             run.use_compressor(self.choice)
             run.note(f"compression auto: {self.choice}, as it was decided before")
 
     def step_end(self, run: Run) -> None:
-        """Watch a step; at the end of a window, decide or check."""
         if self.settled or not self._watch.full(run):
             return
         measured = self._watch.measured(run)
@@ -111,14 +107,12 @@ class AutoCompression(Callback):
             self._check(run, measured.step_s)
 
     def fit_end(self, run: Run) -> None:
-        """Say so where the run was too short."""
         if self.settled:
             return
         what = "decide" if self._base is None else f"check the choice of {self.choice}"
         run.note(f"compression auto: the run was too short to {what}")
 
     def _decide(self, run: Run, base: Baseline) -> None:
-        """Predict every compressor's step and use the best, or none."""
         assert self._sweep is not None
         config, wire, found = run.config, run.collectives, self._sweep
         self._base = base
@@ -127,8 +121,7 @@ class AutoCompression(Callback):
             rows += choice.predict(found.costs, links, base, overlaps, wire.in_graph, name, found.links)
         decision = run.control.bcast(choice.decide(rows, config.exchange.auto_margin))
         if run.control.rank == 0 and config.progress != "off":
-            for line in choice.table(rows, found.refused, decision.name, wire.size, decision.wire):
-                say(line)
+            say(choice.table(rows, found.refused, decision.name, wire.size, decision.wire))
         run.record("compression", stage="decided", choice=decision.name, reason=decision.reason, base=asdict(base),
                    rows=[asdict(row) for row in rows], refused=found.refused, sweep_s=found.seconds,
                    links={kind: asdict(link) for kind, link in found.links.items()}, wire=decision.wire or wire.name)
@@ -162,11 +155,9 @@ class AutoCompression(Callback):
         run.note(f"compression auto: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice, and the world it was made for."""
         return {"choice": self.choice, "settled": self.settled, "world": self._world}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`; a choice that was not settled is made anew."""
         self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
 
 
@@ -211,6 +202,5 @@ def _clock(run: Run) -> tuple[float, float]:
 
 
 def _world(run: Run) -> str:
-    """What a choice depends on, in words."""
     names = run.wires.names
     return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(names) or run.collectives.name}"

@@ -1,9 +1,6 @@
-"""`collectives: auto`: measures the wires that are there, takes the best, checks it, and looks whether the link stays.
+"""`collectives: auto`: measure the transports, use the best, check the choice, and watch whether the link changes.
 
-Owns the course of it: a sweep before the first step, the first steps with what was chosen, some with the next best
-where they wait longer than reckoned, and from then on a look every `LOOK_STEPS` steps. The numbers are
-`hvdtrain.comm.measure.wire_sweep`'s, the rules and the words `hvdtrain.planning.exchange.wire_choice`'s, the wires
-`hvdtrain.comm.wires`'s.
+Rules and text are left to `hvdtrain.planning.exchange.wire_choice`, the transports to `hvdtrain.comm.wires`.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.comm.measure import sweep, wire_sweep
+from hvdtrain.comm.measure import sweep, transports
 from hvdtrain.config import run_length
 from hvdtrain.core.protocols import ChangesTransport
 from hvdtrain.core.terminal import say
@@ -25,7 +22,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.exchange import wire_choice
 from hvdtrain.planning.exchange.choice import Baseline
-from hvdtrain.planning.exchange.wire_choice import Row, WireChoice
+from hvdtrain.planning.exchange.wire_choice import TransportCost, WireChoice
 
 BUDGET_S, LEAST_S = 2.0, 0.3
 """For opening the wires and measuring them; what is left for measuring at least."""
@@ -54,14 +51,13 @@ class AutoWire(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where there are several wires to choose from."""
         return bool(run.wires is not None and run.wires.names)
 
     def __init__(self) -> None:
         self.choice, self.settled, self._ruled = "", False, False
         self._world = ""
         self._compression: AutoCompression | None = None
-        self._rows: list[Row] = []
+        self._rows: list[TransportCost] = []
         self._in_graph: dict[str, bool] = {}
         self._decision: WireChoice | None = None
         self._base: Baseline | None = None
@@ -89,7 +85,7 @@ class AutoWire(Callback):
             self._decide(run)
 
     def _by_rule(self, run: Run) -> str:
-        """Why nothing is measured, in words, or "". Pure."""
+        """Return why nothing is measured, in words, or "". Pure."""
         updates = run_length.updates(run.spelled, run.feed.steps_per_epoch)
         left = updates - run.state.cursor.step
         if len(run.wires.names) == 1:
@@ -101,7 +97,6 @@ class AutoWire(Callback):
         return ""
 
     def restored(self, run: Run) -> None:
-        """Take up a settled choice before the state of ranks returns."""
         if not self.settled or self._world != _world(run) or run.collectives.name == self.choice:
             return
         lacking = run.wires.use(run, self.choice)
@@ -112,7 +107,6 @@ class AutoWire(Callback):
             run.note(f"collectives auto: {self.choice}, as it was decided before")
 
     def step_end(self, run: Run) -> None:
-        """Watch a step; at the end of a window, check."""
         if self._compression is not None and not self._compression.settled:
             self._begin(run)  # these steps are of several compressors
             self._base = None
@@ -128,12 +122,10 @@ class AutoWire(Callback):
             self._check(run, self._watch.measured(run))
 
     def fit_end(self, run: Run) -> None:
-        """Say so where the run was too short."""
         if not self.settled:
             run.note(f"collectives auto: the run was too short to check {self.choice}")
 
     def _decide(self, run: Run) -> None:
-        """Measure all candidates and take the best."""
         begin, control, wires = time.perf_counter(), run.control, run.wires
         share = 1.0 if run.config.compression == "auto" else run.dp.compressor.bytes_share
         nbytes = sum(b.nbytes for b in run.dp.buckets) * share
@@ -141,7 +133,7 @@ class AutoWire(Callback):
             found = {name: wires.get(name) for name in wires.names}
             left_out = {**wires.left_out, **{name: why for name, (wire, why) in found.items() if wire is None}}
             opened_s = max(control.gather(time.perf_counter() - begin))
-            measured = wire_sweep.measure({name: wire for name, (wire, _) in found.items() if wire is not None},
+            measured = transports.measure({name: wire for name, (wire, _) in found.items() if wire is not None},
                                           cast(ChangesTransport, run.dp).ops, control, nbytes,
                                           max(LEAST_S, BUDGET_S - opened_s))
         self._in_graph = {name: wire.in_graph for name, (wire, _) in found.items() if wire is not None}
@@ -155,8 +147,7 @@ class AutoWire(Callback):
             if name != self.choice:
                 wires.give_back(name)
         if control.rank == 0 and run.config.progress != "off":
-            for line in wire_choice.table(self._rows, left_out, self.choice, nbytes):
-                say(line)
+            say(wire_choice.table(self._rows, left_out, self.choice, nbytes))
         run.note(f"collectives auto: {self._decision.reason}")
         run.record("wire", stage="decided", choice=self.choice, reason=self._decision.reason, bytes=int(nbytes),
                    rows=[asdict(row) for row in self._rows], measured=[asdict(m) for m in measured], refused=left_out,
@@ -210,7 +201,6 @@ class AutoWire(Callback):
         self._watch.begin(run)
 
     def _take(self, run: Run, name: str) -> str:
-        """Go over to a wire, or return why it cannot be had."""
         lacking = "" if name == run.collectives.name else str(run.wires.use(run, name))
         self.choice = run.collectives.name
         return lacking
@@ -226,13 +216,11 @@ class AutoWire(Callback):
         self._begin(run)
 
     def _watch_no_more(self) -> None:
-        """A choice by rule stays."""
         self._times = MOST_TIMES
 
     # --- whether the link stays as it is -----------------------------------------------------------------------------
 
     def _begin(self, run: Run) -> None:
-        """Count steps from here."""
         self._windows, self._watch = [], StepWatch(0 if self.settled else WARM_STEPS)
         self._watch.begin(run)
 
@@ -264,22 +252,18 @@ class AutoWire(Callback):
             self._compression.anew(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice, and the world it was made for; one that the rule has made is none, since a longer run measures.
-        """
+        # What the rule has chosen is not settled: a longer run measures.
         return {"choice": self.choice, "settled": self.settled and not self._ruled, "world": self._world}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`; a choice that was not settled is made anew."""
         self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
 
 
 def _world(run: Run) -> str:
-    """What a choice depends on, in words."""
     return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(run.wires.names)}"
 
 
 def _hosts(run: Run) -> list[dict[str, Any]]:
-    """Ranks and cores of each host, and the NUMA nodes of this one."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None
     here = run.topology.host_of(run.control.rank).node
     return [{"node": h.node, "ranks": len(h.ranks), "cores": h.cores, "numa": nodes if h.node == here else None}

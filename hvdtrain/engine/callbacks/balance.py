@@ -1,9 +1,6 @@
-"""`balance: static` and `auto`: gives every rank, or copy of a model that is cut over ranks, the part of the batch that
-its speed asks for.
+"""`balance: static` and `auto`: give each replica the share of the batch that its speed asks for.
 
-Owns the course of it: probe, plan, table, and in auto the new plans while training. The measuring is
-`hvdtrain.engine.balance.probe`'s, the plans `hvdtrain.planning.batch.plan`'s, the decision to change
-`hvdtrain.planning.batch.rebalance`'s. Every rank decides from the same numbers, and so alike (law 6).
+Measuring is left to `hvdtrain.engine.balance_probe`, plans and decisions to `hvdtrain.planning.batch`.
 """
 
 from __future__ import annotations
@@ -13,9 +10,10 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.cluster.control import agreed
+from hvdtrain.core.table import as_text
 from hvdtrain.core.terminal import say
-from hvdtrain.engine.balance import copies
-from hvdtrain.engine.balance.probe import probe, verified
+from hvdtrain.engine import balance_plan
+from hvdtrain.engine.balance_probe import probe, verified
 from hvdtrain.engine.callbacks.auto_compression import AutoCompression
 from hvdtrain.engine.callbacks.auto_wire import AutoWire
 from hvdtrain.engine.callbacks.base import Callback
@@ -24,7 +22,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch import plan as plans
 from hvdtrain.planning.batch.line import Line, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
-from hvdtrain.planning.batch.sampler import Cut
+from hvdtrain.planning.batch.sampler import BatchShares
 
 VERIFY_ROUNDS = 4
 """Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""
@@ -35,16 +33,15 @@ class Balance(Callback):
     which a new plan would change."""
 
     where = "all"
+    doing = "measuring each rank's speed"
     state_key = "Balance"
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With ``balance: static`` or ``auto``."""
         return bool(run.config.balance != "off")
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Wait for those that compare steps with the shares in force, which are made later."""
         return cls(meter_of(run, earlier), lambda: any(
             isinstance(one, (AutoCompression, AutoWire)) and not one.settled for one in run.callbacks))
 
@@ -59,7 +56,7 @@ class Balance(Callback):
     def fit_start(self, run: Run) -> None:
         """Probe and plan; a run that goes on in the world that its plan was made for keeps it."""
         if len(run.mesh.copies) == 1:
-            run.note(f"balance {run.config.balance}: there is one {copies.called(run.mesh)}, which takes all")
+            run.note(f"balance {run.config.balance}: there is one {balance_plan.called(run.mesh)}, which takes all")
             return
         if self._rebalancer is not None:  # a second fit of the same run
             self._follow(run, self._rebalancer.plan, run.state.cursor.step)
@@ -92,14 +89,12 @@ class Balance(Callback):
         self._log(run, "replan", from_step=at)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan in force and what it rests on."""
         if self._rebalancer is None:
             return {}
         return {"world": self._world, "plan": self._rebalancer.state_dict(),
                 "ceilings": list(self._rebalancer.ceilings_P or [])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for `fit_start`."""
         self._kept = state
 
     def plan(self, run: Run) -> None:
@@ -117,10 +112,9 @@ class Balance(Callback):
 
     @staticmethod
     def _probed(run: Run) -> list[Speed]:
-        return copies.probe(run) if run.mesh.deepest > 1 else probe(run, backends.load(run.spec.framework))
+        return balance_plan.probe(run) if run.mesh.deepest > 1 else probe(run, backends.load(run.spec.framework))
 
     def _planned(self, run: Run, speeds: list[Speed]) -> tuple[Rebalancer, list[Speed]]:
-        """The best plan that every device's memory really holds."""
         own = run.control.rank
         lines = [s.line for s in speeds]
         ceilings = [s.ceiling for s in speeds]
@@ -147,24 +141,24 @@ class Balance(Callback):
         return _controller(run, lines, ceilings, made), found
 
     def _lowered(self, run: Run) -> bool:
-        """Whether a rank ran out of memory below its ceiling: it is lowered, here and in the plan in force.
+        """Return whether a rank ran out of memory below its ceiling: it is lowered, here and in the plan in force.
 
         Its share stays, until `balance: auto` finds that its micro-batches have become slow.
         """
         assert self._rebalancer is not None
         known = self._rebalancer.ceilings_P or [0] * len(run.mesh.copies)
-        found = [least(c or 0, limit) for c, limit in zip(known, copies.lowest(run.mesh, run.recovery.ceilings))]
+        found = [least(c or 0, limit) for c, limit in zip(known, balance_plan.lowest(run.mesh, run.recovery.ceilings))]
         if found == [c or 0 for c in known]:
             return False
         at = run.state.cursor.step + run.feed.ahead
         self._follow(run, self._rebalancer.lower(found), at)
-        ranks = [f"{copies.called(run.mesh)} {r} holds {new}" for r, (old, new) in enumerate(zip(known, found))
+        ranks = [f"{balance_plan.called(run.mesh)} {r} holds {new}" for r, (old, new) in enumerate(zip(known, found))
                  if new != (old or 0)]
         run.note(f"balance {run.config.balance}: {', '.join(ranks)} samples in a micro-batch from step {at} on")
         self._log(run, "ceilings", from_step=at, ceilings=found)
         return True
 
-    def _follow(self, run: Run, made: plans.Plan, step: int) -> None:
+    def _follow(self, run: Run, made: plans.BatchPlan, step: int) -> None:
         """Cut training and evaluation by ``made`` from step ``step`` on."""
         cut = cut_of(made)
         run.feed.recut(cut, step)
@@ -195,13 +189,12 @@ class Balance(Callback):
     # --- words -----------------------------------------------------------------------------------------------------
 
     def _tell(self, run: Run, speeds: list[Speed]) -> None:
-        """The table of the plan, and what it wins over equal parts."""
         assert self._rebalancer is not None
         made, config = self._rebalancer.plan, run.config
-        rows, heads = plans.table(made, copies.labels(run), [s.ceiling for s in speeds]), copies.columns(run.mesh)
+        rows = plans.table(made, balance_plan.labels(run), [s.ceiling for s in speeds])
+        heads = balance_plan.columns(run.mesh)
         if run.control.rank == 0 and config.progress != "off":
-            for line in grid(heads, rows):
-                say(line)
+            say(as_text(heads, rows))
         lines = [s.line for s in speeds]
         equal = plans.equal(lines, *_work(run, [s.ceiling for s in speeds]))
         remembered = ", as measured before and confirmed" if all(s.remembered for s in speeds) else ""
@@ -211,44 +204,36 @@ class Balance(Callback):
                   lines=[[s.line.a_s, s.line.c_s] for s in speeds], equal_s=equal.step_s, plan_s=made.step_s)
 
     def _advise(self, run: Run, wire_s: float) -> None:
-        """Say once where a host costs more than it gives."""
         self._advised = True
         assert self._rebalancer is not None
         config = run.config
-        words = plans.advise_drop(self._rebalancer.lines_P, copies.hosts(run), config.global_batch, wire_s,
-                                  self._rebalancer.ceilings_P, copies.least_parts(run), config.sync_batchnorm)
+        words = plans.advise_drop(self._rebalancer.lines_P, balance_plan.hosts(run), config.global_batch, wire_s,
+                                  self._rebalancer.ceilings_P, balance_plan.least_parts(run), config.sync_batchnorm)
         if words:
             run.note(f"balance: {words}")
 
     def _log(self, run: Run, stage: str, **fields: Any) -> None:
-        """Tell what was decided, and the plan in force."""
         assert self._rebalancer is not None
         run.record("balance", stage=stage, samples=self._rebalancer.plan.samples_P, **fields)
 
 
 def _work(run: Run, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, plans.Parts, bool]:
     """Return what `hvdtrain.planning.batch.plan.plan` takes after the lines."""
-    return run.config.global_batch, ceilings_P, copies.least_parts(run), run.config.sync_batchnorm
+    return run.config.global_batch, ceilings_P, balance_plan.least_parts(run), run.config.sync_batchnorm
 
 
-def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plans.Plan) -> Rebalancer:
+def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plans.BatchPlan) -> Rebalancer:
     """Make the controller that watches plan ``made``."""
     config = run.config
     return Rebalancer(lines_P, config.global_batch, ceilings_P or None, made, config.rebalance.margin,
-                      config.rebalance.lasting, copies.least_parts(run), config.sync_batchnorm)
+                      config.rebalance.lasting, balance_plan.least_parts(run), config.sync_batchnorm)
 
 
-def cut_of(made: plans.Plan) -> Cut:
-    """The plan as the feed cuts by it."""
-    return Cut(tuple(float(part.samples) for part in made.parts), tuple(max(1, p.accumulate) for p in made.parts),
+def cut_of(made: plans.BatchPlan) -> BatchShares:
+    """Return the plan as the feed cuts by it."""
+    return BatchShares(tuple(float(part.samples) for part in made.parts),
+                       tuple(max(1, p.accumulate) for p in made.parts),
                tuple(part.micro_batch for part in made.parts))
-
-
-def grid(heads: Any, rows: list[list[str]]) -> list[str]:
-    """Lines of a plain table, columns as wide as they need."""
-    cells = [list(heads), *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
 
 
 def _those(run: Run) -> str:
@@ -256,14 +241,12 @@ def _those(run: Run) -> str:
 
 
 def _spelled(samples_P: tuple[int, ...]) -> str:
-    """"20 + 12", or the extremes of many."""
     if len(samples_P) <= 8:
         return " + ".join(map(str, samples_P))
     return f"{min(samples_P)} to {max(samples_P)}"
 
 
 def _world(run: Run) -> str:
-    """What a plan depends on, in words."""
     config = run.config
     devices = ", ".join(f"{d.kind} {d.name}" for d in run.devices)
     keys: list[object] = [run.spelled.precision, config.accumulate, config.micro_batch,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.core.events import Event
-from hvdtrain.core.turns import Turns
+from hvdtrain.core.records.stream import Turns
 from hvdtrain.engine.run import Run
 
 
@@ -25,6 +25,10 @@ class Callback:
 
     where = "root"
     every = ""
+    doing = ""
+    """What it does, such as "measuring memory", printed where its events take over 3 s; "": the event's name is."""
+    steers = False
+    """What it measures or is told of metrics changes the training, so that keys of metrics do."""
     state_key = "Callback"
     """Name of the state in checkpoints: of each class its own name, unless its body sets another."""
     before: tuple[str, ...] = ()

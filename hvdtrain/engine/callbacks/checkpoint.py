@@ -1,7 +1,6 @@
-"""Decides when a checkpoint is due and has it written: by its cost, every N steps or seconds, at the end.
+"""Decide when a checkpoint is due: by its cost, every N steps or seconds, at the end.
 
-Writing goes on beside training (`hvdtrain.engine.saving.saving`); what came of it is told to all ranks at the next
-vote.
+Writing in the background is left to `hvdtrain.engine.saving.saving`.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hvdtrain.checkpoint import disk
-from hvdtrain.checkpoint.copies import view
-from hvdtrain.checkpoint.disk import FIRST_S, interval_s
-from hvdtrain.checkpoint.together import check_shared
-from hvdtrain.config import Checkpoint as Settings
+from hvdtrain.checkpoint import savers
+from hvdtrain.checkpoint.savers import FIRST_S, interval_s, view
+from hvdtrain.checkpoint.sharded import check_shared
+from hvdtrain.config import CheckpointConfig as Settings
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import span
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving.room import Room, of_disk
+from hvdtrain.engine.saving.final import Room, of_disk
 from hvdtrain.engine.saving.session import begin, save
 
 if TYPE_CHECKING:
@@ -33,10 +31,10 @@ class Checkpoint(Callback):
     """Saves on all ranks, because each has state of its own in a checkpoint; rank 0 writes."""
 
     where = "all"
+    doing = "saving a checkpoint"
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.checkpoint)
 
     def __init__(self, settings: Settings) -> None:
@@ -52,16 +50,16 @@ class Checkpoint(Callback):
             check_shared(run.control, run.out)
         held = run.control.gather(run.parts.state.state_bytes()) if run.dp.divides_state else []
         averages = run.control.gather(run.average.given_bytes) if run.average is not None else []
-        if run.control.rank == 0 and disk.often(self._settings) and run.state.cursor.epoch < run.config.epochs:
+        if run.control.rank == 0 and savers.often(self._settings) and run.state.cursor.epoch < run.config.epochs:
             own = sum(array.nbytes for array in run.rank_state().values())
             one_bytes = run.parts.state.state_bytes() + run.control.size * own + sum(averages)
             if held:  # of which each counts the whole model and its own slices
                 model = run.parts.state.state(view)[0]["model"]
                 one_bytes += sum(held[1:]) - (len(held) - 1) * sum(array.nbytes for array in model.values())
-            free = disk.free_bytes(run.out)
+            free = savers.free_bytes(run.out)
             if run.config.progress != "off":
-                say(disk.line(self._settings, one_bytes, free))
-            if warning := disk.warning(self._settings, one_bytes, free):
+                say(savers.line(self._settings, one_bytes, free))
+            if warning := savers.warning(self._settings, one_bytes, free):
                 run.note(warning)
 
     def step_end(self, run: Run) -> None:
@@ -87,7 +85,6 @@ class Checkpoint(Callback):
         return interval_s(run.saver.cost_s, run.saver.spent.last_took_s, s.mtbf_s)
 
     def checkpoint(self, run: Run) -> None:
-        """Save what the step left; training goes on meanwhile."""
         self._clock = time.monotonic()
         run.state.wishes.save = False  # wished for again between the vote and this save
         begin(run)
@@ -120,7 +117,6 @@ class Checkpoint(Callback):
         self._failed, self._in_a_row = self._failed + 1, self._in_a_row + 1
 
     def _written_again(self, run: Run, step: int) -> None:
-        """Say the first time that a checkpoint was written after some that were not."""
         if not self._told_again:
             run.note(f"step {step}: checkpoints are written again, after {self._in_a_row} that failed")
         self._in_a_row, self._told_again = 0, True

@@ -1,8 +1,6 @@
-"""The guard against ranks that train different models: compares the ranks' weights every so many steps.
+"""Compare the ranks' weights every so many steps, and end a run whose ranks train different models.
 
-Owns when, and what travels. `hvdtrain.engine.guards.fingerprint` has the numbers, `hvdtrain.engine.guards.divergence`
-the verdict. A number for each 16 MiB of weights travels; more only where ranks of one kind have other numbers, or are
-of several kinds, whose weights may differ by rounding.
+Digests and the verdict are left to `hvdtrain.engine.weight_checks`.
 """
 
 from __future__ import annotations
@@ -15,13 +13,12 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain import backends
-from hvdtrain.core.finite import spoken
-from hvdtrain.core.timeline.clock import StepTotals
+from hvdtrain.core.comparison import spoken
+from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
-from hvdtrain.engine.guards.divergence import Bits, Diverged, Rows, judge
-from hvdtrain.engine.guards.fingerprint import Fingerprints, Prints
-from hvdtrain.engine.guards.kinds import kinds
+from hvdtrain.engine.compare_ranks import kinds
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.weight_checks import Bits, Diverged, Fingerprints, Prints, Rows, judge
 
 EARLY = (2, 8)
 """Steps of a fit after which ranks compare besides every so many."""
@@ -38,21 +35,20 @@ class Divergence(Callback):
 
     Ranks that hold the same blocks are compared with each other, of a whole model all ranks. Copies that do not meet in
     every step are compared at the next step in which they do. Raises
-    `hvdtrain.engine.guards.divergence.Diverged` on every rank.
+    `hvdtrain.engine.weight_checks.Diverged` on every rank.
     """
 
     where = "all"
+    doing = "comparing the ranks' weights"
     after = ("Ema", "MemoryFit")  # and all callbacks of users: any of them may change weights
     before = ("Checkpoint",)  # so that weights that differ are not saved
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where there are several replicas to compare."""
         return bool(run.config.check_every) and several_replicas(run)
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.check_every)
 
     def __init__(self, every: int | Literal["auto"]) -> None:
@@ -67,7 +63,6 @@ class Divergence(Callback):
         self._prints: dict[tuple[int, ...], Fingerprints] = {}
 
     def fit_start(self, run: Run) -> None:
-        """Compare what the run begins with."""
         self._begin = run.state.cursor.step
         # A further fit goes on with what the ranks hold: roundings have added up since the first one began.
         self._equal = min(self._begin, self._begin if self._equal is None else self._equal)
@@ -90,7 +85,6 @@ class Divergence(Callback):
         self._n = len(params.specs)
 
     def step_end(self, run: Run) -> None:
-        """Compare where it is time to."""
         if not self._prints:  # single steps outside of a fit
             return
         step = run.state.cursor.step
@@ -101,7 +95,6 @@ class Divergence(Callback):
             self._compare(run)
 
     def fit_end(self, run: Run) -> None:
-        """Compare what the run ends with, before it is saved for the last time."""
         if run.state.outcome.met and run.state.cursor.step > self._good:
             self._compare(run)
 
@@ -136,7 +129,7 @@ class Divergence(Callback):
             raise told
 
     def _verdict(self, run: Run, ranks: tuple[int, ...], prints_G: list[Prints]) -> Diverged | None:
-        """What the fingerprints of ``ranks`` tell, which hold the same tensors."""
+        """Return what the fingerprints of ``ranks`` tell, which hold the same tensors."""
         specs, step = [run.parts.params.specs[i] for i in self._some[ranks]], run.state.cursor.step
         sums_GV, norms_GV = np.array([p.sums for p in prints_G]), np.array([p.norms for p in prints_G])
         bits = Bits(np.array([p.bits for p in prints_G], np.uint64), [self._kinds[r] for r in ranks])
@@ -155,7 +148,7 @@ class Divergence(Callback):
 
 
 def stride(rows: list[tuple[Any, float, float, float]]) -> int:
-    """Steps to the next comparison, the same on every rank: `EVERY`, or more where that costs more than `COST`. Pure.
+    """Return the steps to the next comparison, alike on all ranks: `EVERY`, or more where that costs over `COST`. Pure.
 
     ``rows``: of each rank (anything, its own seconds, those of the gathering before, those of a step).
     """
@@ -172,5 +165,4 @@ def _step_s(phases: StepTotals) -> float:
 
 
 def _eps(dtype: str) -> float:
-    """Distance from 1 to the next number of a type."""
     return 2.0 ** -{"float16": 10, "bfloat16": 7, "float64": 52}.get(dtype, 23)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.config import EarlyStop as Settings
+from hvdtrain.backends.pairs import metric_of
+from hvdtrain.config import EarlyStopConfig as Settings
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
@@ -16,16 +17,15 @@ class EarlyStop(Callback):
     """Runs on all ranks over metrics that are equal on all; the wish to stop still goes through the vote (law 6)."""
 
     where = "all"
+    steers = True
     state_key = "EarlyStop"
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With a metric to watch."""
         return bool(run.config.early_stop.metric)
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.early_stop)
 
     def __init__(self, settings: Settings) -> None:
@@ -43,7 +43,6 @@ class EarlyStop(Callback):
                           f"{count(self.waited, 'evaluation')}")
 
     def eval_end(self, run: Run) -> None:
-        """Compare the metric with the best so far."""
         s = self._settings
         if s.metric not in run.state.metrics:
             raise UserError(f"early_stop.metric {s.metric!r} is not evaluated", nearest(s.metric, run.state.metrics),
@@ -51,7 +50,8 @@ class EarlyStop(Callback):
         if run.state.cursor.epoch_step:
             return  # a stop cut the epoch short: a resumed run evaluates again, at its end
         value = run.state.metrics[s.metric]
-        sign = 1.0 if s.mode == "max" else -1.0
+        better = metric_of(s.metric).better if s.mode == "auto" else s.mode
+        sign = 1.0 if better == "max" else -1.0
         if math.isfinite(value) and (self.best is None or sign * (value - self.best) > s.min_delta):
             self.best, self.waited = value, 0
             return
@@ -61,9 +61,7 @@ class EarlyStop(Callback):
             run.want_stop(f"early stop: {s.metric} {best} for {count(self.waited, 'evaluation')}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Best value and patience used."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`."""
         self.best, self.waited = state["best"], int(state["waited"])

@@ -22,12 +22,10 @@ class Ema(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With an ``ema``."""
         return bool(run.config.ema)
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run, backends.load(run.spec.framework).Ops())
 
     def __init__(self, run: Run, ops: Ops) -> None:
@@ -41,11 +39,9 @@ class Ema(Callback):
         run.average = Average(run.parts, ops, run.config.ema, run.control.rank)
 
     def fit_start(self, run: Run) -> None:
-        """Begin, unless a checkpoint has brought the average along."""
         if run.average is not None:
             run.average.start()
 
     def step_end(self, run: Run) -> None:
-        """Average the step's update; one that was skipped does not count."""
         if run.updated and run.average is not None:
             run.average.update()

@@ -50,16 +50,13 @@ class History(Callback):
             self._weight += n
 
     def eval_end(self, run: Run) -> None:
-        """Keep what was measured."""
         self._evaluated = dict(run.state.metrics)
 
     def epoch_end(self, run: Run) -> None:
-        """Close the epoch."""
         self._unfinished = False
         self._close(run)
 
     def fit_end(self, run: Run) -> None:
-        """Close an epoch that a stop cut short."""
         if self._begun and self._weight and not run.state.requeue:
             self._close(run)
 
@@ -68,12 +65,10 @@ class History(Callback):
         return self._sum / self._weight if self._weight else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of an epoch that is not over."""
         kept = self._unfinished and math.isfinite(self._sum)
         return {"mean": [self.epoch, self._sum, self._weight]} if kept else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`."""
         self._resumed = list(state.get("mean", ()))
 
     def _close(self, run: Run) -> None:
@@ -87,7 +82,7 @@ class History(Callback):
         self.closed(run, logs)
 
     def logs(self, run: Run) -> dict[str, float]:
-        """The epoch in numbers, under Keras' names."""
+        """Return the epoch in numbers, under Keras' names."""
         return {"loss": self.loss(), **{f"val_{name}": value for name, value in self._evaluated.items()}}
 
     def closed(self, run: Run, logs: dict[str, float]) -> None:

@@ -1,9 +1,6 @@
-"""Checks that each sample of an epoch was trained on exactly once, over ranks, new plans and resumptions.
+"""Check that each sample of an epoch was trained on exactly once, over ranks, new plans and resumptions.
 
-Owns when the sums are kept, brought together and compared, what a checkpoint carries of them, and what is said of it.
-The hash and the sums are `hvdtrain.data.ledger`'s. The numbers come with each `StepBatch` and are counted when its step
-has ended. Of a stream, whose samples have no numbers, positions in it stand for them: that proves how the ranks cut
-what they read, not what the stream gives.
+Hash and sums are left to `hvdtrain.data.ledger`; of a stream only positions are counted.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cluster.views import voices
+from hvdtrain.cluster.control import control_of_replicas
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import ledger as books
 from hvdtrain.data.ledger import Book, Sums
@@ -32,6 +29,7 @@ class Ledger(Callback):
     """
 
     where = "all"
+    doing = "counting samples"
     state_key = "Ledger"
 
     def __init__(self) -> None:
@@ -61,7 +59,6 @@ class Ledger(Callback):
             self._doubt(run, self._unknown)
 
     def step_end(self, run: Run) -> None:
-        """Count the samples of a step that was finished."""
         batch = run.batch
         assert batch is not None
         cursor = batch.cursor_after
@@ -93,7 +90,6 @@ class Ledger(Callback):
             run.note(text)
 
     def eval_end(self, run: Run) -> None:
-        """Keep why the evaluation data is not verified."""
         if run.eval_feed is not None and run.eval_feed.unlike:
             self._evaluation = run.eval_feed.unlike
             self._record(run, self._at[0], False, words=f"the evaluation is not verified: {self._evaluation}")
@@ -136,7 +132,7 @@ class Ledger(Callback):
 
     def saving(self, run: Run) -> None:
         """Bring the ranks' sums together for `state_dict`. Collective."""
-        sums = books.from_limbs(voices(run.control, run.mesh).sum(books.to_limbs(self._book.sums())))
+        sums = books.from_limbs(control_of_replicas(run.control, run.mesh).sum(books.to_limbs(self._book.sums())))
         epoch, samples = self._at
         begun = run.feed.head if samples and run.feed.head and run.feed.head[0] == epoch else (epoch, None)
         self._kept = {"epoch": epoch, "samples": samples, "count": sums.count, "sum": f"{sums.total:016x}",
@@ -148,11 +144,9 @@ class Ledger(Callback):
                       "head": begun[1] if self._head is None else self._head}
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have counted, as `saving` found it."""
         return dict(self._kept)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for `restored`."""
         self._kept = dict(state)
 
     def restored(self, run: Run) -> None:
@@ -184,7 +178,7 @@ class Ledger(Callback):
             return
         epoch, head = run.feed.head or (-1, None)
         differs = None not in (self._head, head) and epoch == self._at[0] and head != self._head
-        if voices(run.control, run.mesh).sum(np.array([float(differs)]))[0]:
+        if control_of_replicas(run.control, run.mesh).sum(np.array([float(differs)]))[0]:
             self._doubt(run, "the stream's order is another than before the resumption")
 
     def _compare_rows(self, run: Run) -> None:
@@ -201,7 +195,7 @@ class Ledger(Callback):
         ``order_n``: int64[N], or None where it does not matter: all numbers below ``samples``. Each rank adds up its
         part of what there must be.
         """
-        control, epoch = voices(run.control, run.mesh), self._at[0]
+        control, epoch = control_of_replicas(run.control, run.mesh), self._at[0]
         low, high = (samples * r // control.size for r in (control.rank, control.rank + 1))
         want = (books.sums_of_range(low, high, epoch) if order_n is None
                 else books.sums_of(order_n[low:high], epoch))
@@ -226,11 +220,10 @@ class Ledger(Callback):
                 **({"evaluation": self._evaluation} if self._evaluation else {})}
 
     def _record(self, run: Run, epoch: int, whole: bool, **more: Any) -> None:
-        """Tell what was counted of an epoch."""
         run.record("ledger", epoch=epoch, whole=whole, skipped=self._skipped, unread=self._unread,
                    ledger={"epochs": self._epochs}, **more)
 
 
 def _order(feed: Any) -> list[int]:
-    """What the order of an epoch's samples depends on; nothing of ours for a stream."""
+    """Return what the order of an epoch's samples depends on; nothing of ours for a stream."""
     return [-1, 0, 0] if feed.samples is None else [feed.samples, feed.seed if feed.shuffle else 0, int(feed.shuffle)]

@@ -1,29 +1,27 @@
-"""`micro_batch: auto` and `remat: auto`: fits each rank's part of a step to its memory before the first step.
+"""`micro_batch: auto` and `remat: auto`: fit each rank's share of a step to its memory before the first step.
 
-Owns the course of it on all ranks: when it is measured, what they agree on, what a checkpoint keeps, what is told. What
-one rank decides is `hvdtrain.engine.memory`'s.
+What one rank decides is left to `hvdtrain.engine.memory_plan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 from hvdtrain import backends
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.machine import imported, memory
+from hvdtrain.cluster.machine import memory
 from hvdtrain.core.errors import count
-from hvdtrain.core.protocols.shortage import Shortage, first_line
-from hvdtrain.core.terminal import say
-from hvdtrain.core.units import shown
-from hvdtrain.engine.balance import learnt
-from hvdtrain.engine.callbacks.balance import grid
+from hvdtrain.core.protocols.types import Shortage, first_line
+from hvdtrain.core.table import show
+from hvdtrain.core.units import format_bytes, format_ms
+from hvdtrain.engine import balance_probe, machine, memory_survey
+from hvdtrain.engine import memory_plan as plans
+from hvdtrain.engine.callbacks import out_of_memory
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.memory import survey
-from hvdtrain.engine.memory.settle import Own, Settling, reckoned
-from hvdtrain.engine.out_of_memory import advice
+from hvdtrain.engine.memory_plan import Own, Settling, reckoned
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import T
 from hvdtrain.planning.batch.line import least
@@ -35,6 +33,7 @@ class MemoryFit(Callback):
     """Runs on all ranks, before balance, whose probe finds the blocks recomputed that were chosen."""
 
     where = "all"
+    doing = "fitting the micro-batch into memory"
     before = ("Balance",)  # whose probe finds the blocks recomputed that were chosen
     state_key = "MemoryFit"
 
@@ -64,27 +63,24 @@ class MemoryFit(Callback):
         self._tell(run, owns_P, micro, remat)
 
     def told(self, run: Run) -> None:
-        """Remember the sizes that ranks go on with which ran out of memory."""
         found = run.recovery.ceilings
         if "micro" in self._state:
             self._state["micro"] = [least(n, found.get(rank, 0)) for rank, n in enumerate(self._state["micro"])]
         own = found.get(run.control.rank, 0)
         if own and own != self._learnt and run.batch is not None and run.batch.micros:
             self._learnt = own
-            learnt.keep(run, tuple(array[:1] for array in run.batch.micros[0]), own)
+            balance_probe.keep_ceiling(run, tuple(array[:1] for array in run.batch.micros[0]), own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Micro-batches, so that a resumed run sums in the same order."""
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for `fit_start`."""
         self._kept = state
 
     def _settled(self, run: Run, micro: bool, remat: bool) -> list[Own]:
-        """What each rank does, by rank; chosen by now."""
+        """Return what each rank does, by rank; chosen by now."""
         control = run.control
-        scene = survey.scene_of(run, backends.load(run.spec.framework))
+        scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
         random = run.parts.state.rank_state()  # datasets and models draw random numbers
         try:
             with deadline(run.config.control_timeout_s, "the fitting of micro-batches to memory"):
@@ -98,21 +94,21 @@ class MemoryFit(Callback):
             run.parts.state.load_rank(random)
         if run.recovery.guard is not None:
             spared = own.fit.need - own.fit.choice.peak
-            run.recovery.guard.reckoned = lambda n: imported.bytes_() + settling.need(n) - (
+            run.recovery.guard.reckoned = lambda n: memory.imported_bytes() + settling.need(n) - (
                 spared * n // max(1, own.fit.micro_batch))
         found: list[Own] = control.gather(own)
         return found
 
     def _settling(self, run: Run, scene: Any, micro: bool, remat: bool) -> Settling:
-        cap = least(run.config.micro_batch_limit, learnt.ceiling(run, scene.sample(1)) if micro else 0)
-        return _least(run, lambda: Settling(scene, survey.way_of(scene, run.dp), micro, remat, cap))
+        cap = least(run.config.micro_batch_limit, balance_probe.ceiling_of(run, scene.sample(1)) if micro else 0)
+        return _least(run, lambda: Settling(scene, memory_survey.way_of(scene, run.dp), micro, remat, cap))
 
     def _reckon(self, run: Run) -> None:
         """Find out what a step takes where the kernel would end a process that takes too much; collective."""
         if not run.control.agree(run.recovery.guard is not None and memory.limited()):
             return
-        scene = survey.scene_of(run, backends.load(run.spec.framework))
-        way = survey.way_of(scene, run.dp)
+        scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
+        way = memory_survey.way_of(scene, run.dp)
         random = run.parts.state.rank_state()
         try:
             with deadline(run.config.control_timeout_s, "the look at a micro-batch's memory"):
@@ -123,7 +119,7 @@ class MemoryFit(Callback):
             run.recovery.guard.reckoned = found
 
     def _parts_before(self, run: Run, settling: Settling, micro: bool) -> int:
-        """The number of micro-batches that this rank had before the run was saved, where it still fits; else 0."""
+        """Return the number of micro-batches that this rank had before the resume, where it still fits; else 0."""
         rank = run.control.rank
         alike = run.control.gather(settling.samples) == self._kept.get("samples")
         before = self._kept["micro"][rank] if alike and micro else 0
@@ -145,7 +141,7 @@ class MemoryFit(Callback):
             run.eval_feed.recut(cut, 0)
 
     def _tell(self, run: Run, owns_P: list[Own], micro: bool, remat: bool) -> None:
-        """A sentence for each rank that differs, and the table of the one that recomputes most."""
+        """Note a sentence for each rank that differs, and print the table of the one that recomputes most."""
         keys = " and ".join([*(["micro_batch auto"] if micro else []), *(["remat auto"] if remat else [])])
         equal = alike(owns_P)
         for rank, own in enumerate(owns_P[:1] if equal else owns_P[:MOST_NAMED]):
@@ -154,24 +150,23 @@ class MemoryFit(Callback):
         worst = max(range(len(owns_P)), key=lambda r: len(owns_P[r].fit.choice.names))
         rows = table(owns_P[worst])
         if rows and run.control.rank == 0 and run.config.progress != "off":
-            say(f"blocks of rank {worst}, for a micro-batch of {owns_P[worst].fit.micro_batch}")
-            for line in grid(COLUMNS, rows):
-                say(line)
+            show(f"blocks of rank {worst}, for a micro-batch of {owns_P[worst].fit.micro_batch}", COLUMNS, rows,
+                 launched=True)
         run.record("memory_fit", ranks=[own.to_dict() for own in owns_P])
 
 
 def _least(run: Run, settle: Callable[[], T]) -> T:
-    """What it returns; `UserError` where memory lacks even for the one sample that is tried last."""
+    """Return what it returns; `UserError` where memory lacks even for the one sample that is tried last."""
     def caught(error: Exception) -> None:
         shortage = Shortage(run.state.cursor.step, "training", 1, -1, first_line(error))
-        raise advice.at_its_least(run.control.rank, shortage, "") from error
+        raise out_of_memory.at_its_least(run.control.rank, shortage, "") from error
 
     found, _ = run.recovery.attempt(settle, caught)
     return cast(T, found)
 
 
 def _looked(run: Run, look: Callable[[], Reckoned]) -> Reckoned:
-    """What it returns; None where memory lacks for the look itself: the first step then finds its own size."""
+    """Return what it returns; None where memory lacks for the look itself: the first step then finds its own size."""
     if run.recovery.guard is None:
         return None
     return cast(Reckoned, run.recovery.attempt(look)[0])
@@ -188,7 +183,7 @@ def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
     fit, free = own.fit, own.free
     if not own.samples:
         return f"rank {rank} has no samples"
-    room = "unknown room" if free is None else f"{shown(free)} that it may take"
+    room = "unknown room" if free is None else f"{format_bytes(free)} that it may take"
     words = []
     if micro:
         words.append(f"{count(fit.parts, 'micro-batch', 'micro-batches')} of {fit.micro_batch}")
@@ -197,20 +192,20 @@ def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
         some = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
         words.append(f"recomputes {len(names)} of {len(own.costs)} blocks ({some}) for {1e3 * fit.choice.seconds:.3g} "
                      "ms a micro-batch" if names else "recomputes nothing")
-    then = f"{shown(fit.choice.peak)} in place of {shown(fit.need)}" if fit.choice.names else shown(fit.need)
+    then = (f"{format_bytes(fit.choice.peak)} in place of " if fit.choice.names else "") + format_bytes(fit.need)
     fits = "" if fit.choice.fits else ", which does not fit: nothing that is left to choose would"
-    tried = (f"; in a trial of {count(own.tried, 'sample')} that saved {shown(max(0, own.measured))}, predicted "
-             f"{shown(own.predicted)}") if own.tried else ""
+    tried = (f"; in a trial of {count(own.tried, 'sample')} that saved {format_bytes(max(0, own.measured))}, predicted "
+             f"{format_bytes(own.predicted)}") if own.tried else ""
     return f"rank {rank}: {', '.join(words)}; needs {then} of {room}{fits}{tried}"
 
 
 def table(own: Own) -> list[list[str]]:
     """Return rows under `COLUMNS`: bytes and milliseconds of each block for this rank's micro-batch."""
-    rows = [[cost.name, shown(max(0, cost.saved_bytes)), f"{1e3 * cost.forward_s:.3g} ms",
+    rows = [[cost.name, format_bytes(max(0, cost.saved_bytes)), format_ms(cost.forward_s),
              "yes" if cost.name in own.fit.choice.names else "no"] for cost in own.costs]
     chosen = [cost for cost in own.costs if cost.name in own.fit.choice.names]
     if chosen:
-        rows.append(["together", shown(own.fit.need - own.fit.choice.peak), f"{1e3 * own.fit.choice.seconds:.3g} ms",
+        rows.append(["together", format_bytes(own.fit.need - own.fit.choice.peak), format_ms(own.fit.choice.seconds),
                      f"{len(chosen)} of {len(own.costs)}"])
     return rows
 
@@ -219,3 +214,55 @@ def alike(owns_P: Sequence[Own]) -> bool:
     """Return whether all ranks have settled on the same."""
     found = [(own.samples, own.fit.micro_batch, own.fit.choice.names) for own in owns_P]
     return all(one == found[0] for one in found)
+
+
+LOOK_AFTER = 2
+"""Steps after which what is held is what will be."""
+
+
+class Memory(Callback):
+    """Writes ``run.memory``: bytes of "state", as reckoned by rank, and "peak", as measured by rank.
+
+    "reckoned" and "measured" are by rank and kind (`hvdtrain.core.units`), None where nothing is known.
+    """
+
+    where = "all"
+    doing = "measuring memory"
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._free: int | None = None
+
+    def fit_start(self, run: Run) -> None:
+        """Count, and say so where even that comes close to the limit. Collective."""
+        self._steps = 0
+        scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
+        way = memory_survey.way_of(scene, run.dp)
+        facts = agreed(run.control, lambda: plans.facts_now(scene, way, False), "memory")
+        self._free = facts.rank.free_bytes
+        plan = plans.agreed_plan(scene, facts, always=False)
+        run.memory = {"state": [need.states for need in plan.needs_P], "free": list(plan.free_P),
+                      "reckoned": [{**asdict(need), "activations": None} for need in plan.needs_P]}
+        said = plan.sentence()
+        if said:
+            run.note(f"{said} (activations not counted: see python -m hvdtrain plan --memory)")
+
+    def step_end(self, run: Run) -> None:
+        self._steps += 1
+        if self._steps != LOOK_AFTER or not self._free:
+            return
+        peak = machine.peak_bytes(run)
+        if peak >= plans.CLOSE * self._free:
+            run.tell_all("memory", f"has held {format_bytes(peak)} of the {format_bytes(self._free)} that it may take; "
+                         "python -m hvdtrain plan --memory with the same options tells what would take less")
+
+    def told(self, run: Run) -> None:
+        for word in run.state.told:
+            if word.topic == "memory":
+                run.note(f"memory: rank {word.rank} {word.text}")
+
+    def fit_end(self, run: Run) -> None:
+        """Bring the ranks' peaks together, and what they hold by kind. Collective."""
+        backend = backends.load(run.spec.framework)
+        rows = run.control.gather((machine.peak_bytes(run), machine.memory(run, backend, backend.allocators())))
+        run.memory = {**run.memory, "peak": [peak for peak, _ in rows], "measured": [held for _, held in rows]}

@@ -1,7 +1,6 @@
-"""The meter: what part of the devices' speed the run uses, where the rest goes, live and for the summary.
+"""The meter: which part of the devices' speed a run uses, and where the rest goes.
 
-Owns the windows: which steps are compared, and the exchange of the ranks' times. The arithmetic and the words are
-`hvdtrain.planning.batch.meter`'s. Those who decide on a window, or tell it, are given the meter.
+Arithmetic and text are left to `hvdtrain.planning.batch.meter`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from hvdtrain.cluster.topology import Host
+from hvdtrain.cluster.topology import HostRanks
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.batch.meter import Reading, Row, read
+from hvdtrain.planning.batch.meter import AverageStep, Reading, read
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""
@@ -83,12 +82,10 @@ class Meter(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where there are several ranks to compare."""
         return bool(run.control.size > 1)
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.rebalance.every_steps)
 
     def __init__(self, every_steps: int) -> None:
@@ -104,11 +101,9 @@ class Meter(Callback):
         self._before: tuple[Any, ...] = (0.0, dict.fromkeys(PHASES, 0.0), 0, 0, 0)
 
     def fit_start(self, run: Run) -> None:
-        """Count from here."""
         self._mark(run)
 
     def step_end(self, run: Run) -> None:
-        """Take down the step; compare at the end of a window."""
         step = self._since_mark(run)
         self._mark(run)
         self.window = None
@@ -123,7 +118,6 @@ class Meter(Callback):
             self._close(run)
 
     def fit_end(self, run: Run) -> None:
-        """Count what is left of a window."""
         if self._steps:
             self._close(run)
 
@@ -170,28 +164,28 @@ class Meter(Callback):
 
 
 def _seconds(run: Run) -> dict[str, float]:
-    """This rank's seconds so far by phase."""
     cut, schedule = run.mesh.deepest > 1, cast(OverRanks, run.schedule)
     return {**run.timeline.totals.seconds, "idle": schedule.idle_s if cut else 0.0,
             "channel": schedule.channel_s if cut else 0.0}
 
 
-def _row(ranks: Sequence[Row], idle_s: Sequence[float]) -> Row:
-    """What a copy does in a step, from what its ranks do: it computes until its last rank has done so.
+def _row(ranks: Sequence[AverageStep], idle_s: Sequence[float]) -> AverageStep:
+    """Return what a copy does in a step, from what its ranks do: it computes until its last rank has done so.
 
     What a rank's input takes longer than another's the other spends waiting for it, which is input of the copy and no
     computing. The copy waits for other copies and the exchange as long as the rank that waits least for anyone.
     """
     data_s = max(row.data_s for row in ranks)
     ends_s = max(row.data_s + row.compute_s + idle for row, idle in zip(ranks, idle_s))
-    return Row(ranks[0].samples, data_s, ends_s - data_s,
+    return AverageStep(ranks[0].samples, data_s, ends_s - data_s,
                max(0.0, min(row.wait_s - idle for row, idle in zip(ranks, idle_s))),
                max(row.update_s for row in ranks))
 
 
 def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading:
     """Read what came of ``steps`` steps; each rank's sums: step, busy with samples, samples, seconds by phase."""
-    by_rank = [Row(samples / steps, *(seconds / steps for seconds in phases[:4])) for _, _, samples, *phases in sums_P]
+    by_rank = [AverageStep(samples / steps, *(seconds / steps for seconds in phases[:4])) for _, _, samples,
+               *phases in sums_P]
     idle_s_P = [sums[-2] / steps for sums in sums_P]
     copies = run.mesh.copies
     cut = len(copies) < len(by_rank)
@@ -212,8 +206,7 @@ def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
                 _crowded(run.topology.hosts), (lost_s - channel_s, channel_s) if cut else None, len(by_rank))
 
 
-def _crowded(hosts: Sequence[Host]) -> str:
-    """Where ranks on CPUs are more than cores, in words."""
+def _crowded(hosts: Sequence[HostRanks]) -> str:
     full = [host for host in hosts if len(host.ranks) > host.cores]
     return f"{len(full[0].ranks)} ranks share {full[0].cores} cores on {full[0].node}" if full else ""
 

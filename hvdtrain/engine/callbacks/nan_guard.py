@@ -25,7 +25,6 @@ class NanGuard(Callback):
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.nan_guard, run.config.max_skipped)
 
     def __init__(self, mode: str, max_skipped: int) -> None:
@@ -35,7 +34,6 @@ class NanGuard(Callback):
         self._last = -2
 
     def non_finite(self, run: Run) -> None:
-        """Stop, or count a skipped step."""
         step = run.state.cursor.step
         self.in_a_row = self.in_a_row + 1 if step == self._last + 1 else 1
         self._last = step
@@ -52,16 +50,13 @@ class NanGuard(Callback):
         run.note(f"step {step}: loss or gradient not finite on rank {ranks}, update skipped on every rank{where}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts."""
         return {"in_a_row": self.in_a_row, "skipped": self.skipped, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`."""
         self.in_a_row, self.skipped, self._last = state["in_a_row"], state["skipped"], state["last"]
 
 
 def _where(found: dict[int, str]) -> str:
-    """Where each rank's gradient is not finite first, as the end of a sentence."""
     if len(set(found.values())) == 1:
         return f"; first there: {next(iter(found.values()))}"
     words = ", ".join(f"{where} on rank {rank}" for rank, where in found.items())

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import protocols
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import load_callable
+from hvdtrain.core.resolve import completed, load_callable
 from hvdtrain.engine.callbacks.audit import Audit
 from hvdtrain.engine.callbacks.auto_compile import AutoCompile
 from hvdtrain.engine.callbacks.auto_compression import AutoCompression
@@ -41,18 +41,15 @@ from hvdtrain.engine.callbacks.divergence import Divergence
 from hvdtrain.engine.callbacks.early_stop import EarlyStop
 from hvdtrain.engine.callbacks.ema import Ema
 from hvdtrain.engine.callbacks.ledger import Ledger
-from hvdtrain.engine.callbacks.memory import Memory
-from hvdtrain.engine.callbacks.memory_fit import MemoryFit
+from hvdtrain.engine.callbacks.memory_fit import Memory, MemoryFit
 from hvdtrain.engine.callbacks.meter import Meter
 from hvdtrain.engine.callbacks.nan_guard import NanGuard
 from hvdtrain.engine.callbacks.out_of_memory import OutOfMemory
-from hvdtrain.engine.callbacks.preempt import Preempt
+from hvdtrain.engine.callbacks.preempt import Preempt, Supervised
 from hvdtrain.engine.callbacks.recorder import Recorder
-from hvdtrain.engine.callbacks.seconds import Seconds
+from hvdtrain.engine.callbacks.seconds import Seconds, Throughput
 from hvdtrain.engine.callbacks.stages import Stages
-from hvdtrain.engine.callbacks.supervised import Supervised
 from hvdtrain.engine.callbacks.system import System
-from hvdtrain.engine.callbacks.throughput import Throughput
 from hvdtrain.engine.callbacks.trace import Trace
 from hvdtrain.engine.callbacks.unused_parameters import UnusedReport
 from hvdtrain.engine.callbacks.whatif import WhatIf
@@ -89,4 +86,4 @@ def _own_callback(text: str) -> protocols.Callback:
     if not (callable(getattr(made, "on", None)) and getattr(made, "where", None) in ("root", "all")):
         raise UserError(f"callbacks: {text} gave a {type(made).__name__}", "a callback of hvdtrain, whose where is "
                         "'root' or 'all'", "make it a subclass of hvdtrain.Callback")
-    return made  # type: ignore[no-any-return]
+    return completed(made, Callback)  # type: ignore[no-any-return]

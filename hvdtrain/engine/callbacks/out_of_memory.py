@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from hvdtrain import backends
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import ALONE, REPEAT, Shortage, among
+from hvdtrain.core.units import format_bytes
+from hvdtrain.engine import memory_survey
+from hvdtrain.engine import memory_plan as plans
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.out_of_memory.advice import heard
 from hvdtrain.engine.run import Run
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 
 class OutOfMemory(Callback):
@@ -29,3 +36,111 @@ class OutOfMemory(Callback):
                 self._bends_told = True
                 run.note(f"the gradient depends on how a batch is cut, which is another from step {shortage.step} on: "
                          + "; ".join(caveats))
+
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.memory_survey import Scene
+    from hvdtrain.engine.run import Run
+    from hvdtrain.planning.memory.facts import MemoryFacts
+
+MOST = 4
+"""Ways out that are named."""
+
+
+def at_its_least(rank: int, shortage: Shortage, ways: str) -> UserError:
+    """Return the error of ``rank``, which has no smaller size to try; ``ways``: what would help, "" where unknown."""
+    held = f"a micro-batch of {shortage.size}" if shortage.size else "no sample of the step"
+    in_general = "recompute blocks (remat: auto), divide the state (data_parallel: zero), or split the model over " \
+                 "devices (model_parallel)"
+    return UserError(f"rank {rank} is out of memory in {shortage.phase} with {held} ({shortage.why})",
+                     "memory for the model and one sample" if shortage.size <= 1 else "a smaller micro-batch that fits",
+                     ways or in_general)
+
+
+def tell(run: Run, shortage: Shortage, meets: bool) -> None:
+    """Have all ranks hear of it, at the vote of this step where they meet in it.
+
+    Errors: `UserError` where they do not, and no smaller size is left.
+    """
+    if not meets and shortage.then < 0:
+        raise at_its_least(run.control.rank, shortage, "")
+    run.tell_all(REPEAT if meets else ALONE, shortage.spelled())
+
+
+def heard(run: Run) -> list[tuple[int, Shortage]]:
+    """Take note of what ranks have just told; return it, by rank."""
+    found = list(among(run.state.told, REPEAT, ALONE))
+    for rank, shortage in found:
+        if shortage.phase == "training" and 0 <= shortage.then < shortage.size:
+            run.recovery.ceilings[rank] = shortage.then
+        if shortage.phase == "training" and rank in run.recovery.copy:
+            run.recovery.training.follow(shortage.size, shortage.then)
+    return found
+
+
+def repeats(run: Run) -> bool:
+    """Return whether a rank has told at the vote just held that it ran out of memory: then all repeat the step.
+
+    Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
+    """
+    found = list(among(run.state.told, REPEAT))
+    lost = next(((rank, shortage) for rank, shortage in found if shortage.then < 0), None)
+    if lost is not None:
+        raise at_its_least(*lost, of_plan(run, lost[0]))
+    return bool(found)
+
+
+def mended(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> bool:
+    """Tell the callbacks of what happened in an evaluation, by rank; every rank calls it alike.
+
+    Returns whether all are to measure again: a rank of a pipeline was short, and all of its copy now cut alike.
+    Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
+    """
+    lost = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
+            if shortage.then < 0]
+    if lost:
+        raise at_its_least(*lost[0], of_plan(run, lost[0][0]))
+    run.deliver([(rank, ALONE, shortage.spelled()) for rank, shortages in enumerate(shortages_P)
+                 for shortage in shortages])
+    together = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
+                if len(run.mesh.copies[run.mesh.copy_of(rank)]) > 1]
+    for rank, shortage in together:
+        if rank in run.recovery.copy:
+            run.recovery.evaluation.follow(shortage.size, shortage.then)
+    return bool(together)
+
+
+def of_plan(run: Run, rank: int) -> str:
+    """Return what would take less memory, with the bytes that it saves ``rank``, most first; collective.
+
+    "" where nothing is known to help.
+    """
+    scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
+    plan = plans.agreed_plan(scene, _facts(scene, run.dp))
+    found = [(plan.needs_P[rank].total - o.needs_P[rank].total, o.line, o.name) for o in plan.options
+             if not o.line.startswith("--accumulate")]  # the micro-batches are at their least already
+    recomputed = run.control.gather(_recomputed(run))[rank]
+    if not any("remat" in line for _, line, _ in found):
+        found.append((recomputed, "--remat auto", "activations of one sample"))
+    ways = [f"{line} saves about {format_bytes(saved)} ({name})" for saved, line, name in sorted(found, reverse=True)
+            if saved > 0]
+    return "add to the command what helps: " + "; ".join(ways[:MOST]) if ways else ""
+
+
+def _facts(scene: Scene, dp: Any) -> MemoryFacts:
+    way = memory_survey.way_of(scene, dp)
+    try:
+        return plans.facts_now(scene, way, True)
+    except Exception:  # noqa: BLE001  (memory is what lacks: what follows from the tensors alone is known anyway)
+        return plans.facts_now(scene, way, False)
+
+
+def _recomputed(run: Run) -> int:
+    """Bytes of activations of one sample that recomputing every block would save here; 0 where that is unknown."""
+    remat = run.parts.remat
+    if remat is None or remat.chosen:
+        return 0
+    try:
+        return sum(max(0, cost.saved_bytes) for cost in remat.costs(run.feed.sample(1)))
+    except Exception:  # noqa: BLE001  (as above)
+        return 0

@@ -76,7 +76,6 @@ class Preempt(Callback):
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.time_limit_s())
 
     def __init__(self, limit_s: float = 0.0, clock: Callable[[], float] = time.time) -> None:
@@ -98,29 +97,24 @@ class Preempt(Callback):
         self._look(run)
 
     def step_end(self, run: Run) -> None:
-        """Note the step, and look whether the run is to end."""
         now = self._clock()
         self._longest_step_s = max(self._longest_step_s, now - self._step_at)
         self._step_at = now
         self._look(run)
 
     def checkpoint(self, run: Run) -> None:
-        """Begin to measure the save, whose own callback comes after this one."""
         self._save_at = self._clock()
 
     def step_start(self, run: Run) -> None:
-        """End the measurement of a save; steps are counted without it."""
         if self._save_at:
             self._longest_save_s = max(self._longest_save_s, self._clock() - self._save_at)
             self._save_at, self._step_at = 0.0, self._clock()
 
     def epoch_end(self, run: Run) -> None:
-        """Look here too: an evaluation may have taken long."""
         self._step_at = self._clock()
         self._look(run)
 
     def told(self, run: Run) -> None:
-        """Agree to save and to end where a rank asked for it."""
         words = [word for word in run.state.told if word.topic == TOPIC]
         if words and not run.state.requeue and not self._over:
             word = next((one for one in words if one.text == INTERRUPT), words[0])
@@ -196,7 +190,6 @@ class Preempt(Callback):
         run.tell_all(TOPIC, why)
 
     def _look(self, run: Run) -> None:
-        """Look for reasons that no handler has told of."""
         if self._asked:
             return
         why = signal.Signals(_early[0]).name if _early else ""
@@ -208,7 +201,7 @@ class Preempt(Callback):
             self._ask(run, why)
 
     def _late(self, run: Run, now: float) -> str:
-        """Why the wall limit asks for the end, "" while it does not. Rank 0's clock counts."""
+        """Return why the wall limit asks for the end, "" while it does not. Rank 0's clock counts."""
         if not self._ends_at or run.control.rank != 0:
             return ""
         limit_s = self._limit_s or max(0.0, self._ends_at - now)
@@ -220,7 +213,7 @@ class Preempt(Callback):
 
 
 def _ends_at(limit_s: float) -> float:
-    """When the wall limit ends the run, in unix seconds: as the supervisor counts it, else from this process' start."""
+    """Return when the wall limit ends the run, unix seconds: by the supervisor, else from this process' start."""
     with contextlib.suppress(ValueError):
         told = float(os.environ.get(causes.ENDS_AT, ""))
         return told
@@ -228,7 +221,6 @@ def _ends_at(limit_s: float) -> float:
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:
-    """Do what the handler before the fit does."""
     if callable(handler):
         handler(number, frame)
     elif handler != signal.SIG_IGN:
@@ -236,6 +228,28 @@ def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:
 
 
 def _default(number: int) -> None:
-    """End this process as the signal does where nobody handles it."""
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
+
+
+class Supervised(Callback):
+    """Runs on all ranks: each keeps its step for its last words, rank 0 writes it down in every step (microseconds)."""
+
+    where = "all"
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        return bool(causes.folder())
+
+    def __init__(self) -> None:
+        self._first = True
+
+    def fit_start(self, run: Run) -> None:
+        causes.mark("fit", run.state.cursor.step)
+        causes.progress(run.state.cursor.step, False)
+
+    def step_end(self, run: Run) -> None:
+        causes.progress(run.state.cursor.step, run.control.rank == 0)
+        if self._first:
+            self._first = False
+            causes.mark("step", run.state.cursor.step)

@@ -1,6 +1,6 @@
-"""Writes down the course of a run: its start, steps, evaluations, checkpoints and end.
+"""Record the course of a run: start, steps, evaluations, checkpoints, end.
 
-What other callbacks decide or find they record themselves (`Run.record`).
+Other callbacks record what they decide or find themselves (`Run.record`).
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hvdtrain.core.records import schema
+from hvdtrain.core import records
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter, meter_of
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.pipeline.words import facts
+from hvdtrain.parallel.pipeline.plan import facts
 from hvdtrain.planning.batch.meter import Reading
 
 
@@ -21,23 +21,20 @@ class Recorder(Callback):
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Read the meter of the run."""
         return cls(meter_of(run, earlier))
 
     def __init__(self, meter: Meter | None = None) -> None:
         self._meter = meter
 
     def fit_start(self, run: Run) -> None:
-        """Configuration, world and notes."""
         per_epoch = run.feed.steps_per_epoch
-        run.record("start", schema=schema.VERSION, world_size=run.control.size, hosts=run.topology.describe(),
+        run.record("start", schema=records.VERSION, world_size=run.control.size, hosts=run.topology.describe(),
                    pipeline=facts(run.parts.layout, run.config),
                    notes=list(run.notes), framework=run.spec.framework, model=run.spec.name, wire=run.collectives.name,
                    memory=run.memory, config=run.config.to_dict(), epochs=run.config.epochs,
                    steps=_steps(per_epoch, run.config.epochs, run.config.max_steps), pid=os.getpid())
 
     def epoch_start(self, run: Run) -> None:
-        """Hand over what has waited for the run to begin."""
         run.records.flush(run)
 
     def step_end(self, run: Run) -> None:
@@ -51,21 +48,17 @@ class Recorder(Callback):
                    percent_of_solo=None if reading is None else reading.percent)
 
     def non_finite(self, run: Run) -> None:
-        """A step without an update."""
         run.record("non_finite", ranks=list(run.state.outcome.bad_ranks))
 
     def eval_end(self, run: Run) -> None:
-        """Metrics."""
         assert run.eval_feed is not None
         run.record("eval", epoch=run.state.cursor.epoch, metrics=dict(run.state.metrics),
                    samples_per_s=run.state.samples_per_s, unread=run.eval_feed.unread)
 
     def checkpoint(self, run: Run) -> None:
-        """A checkpoint was due here."""
         run.record("checkpoint")
 
     def fit_end(self, run: Run) -> None:
-        """Where the time went, why and where it ended."""
         reading = self._reading()
         if reading is not None:
             run.record("meter", percent_of_solo=reading.percent, step_s=reading.step_s, lost_percent=reading.lost,
@@ -78,6 +71,6 @@ class Recorder(Callback):
 
 
 def _steps(per_epoch: int | None, epochs: int, limit: int) -> int | None:
-    """Steps of the whole run; None where the data has no length and there is no limit."""
+    """Return steps of the whole run; None where the data has no length and there is no limit."""
     total = None if per_epoch is None else per_epoch * epochs
     return min((x for x in (total, limit or None) if x), default=None)

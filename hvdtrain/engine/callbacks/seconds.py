@@ -1,22 +1,20 @@
-"""Where each rank's seconds go, and who waits for whom: compared about every five seconds and at the end of a fit.
+"""Compare the time breakdown of all ranks about every five seconds, by rank 0's clock, and at the end of a fit.
 
-Owns when the ranks compare, and the records. What a rank's seconds are spent on is its `hvdtrain.core.timeline`'s, the
-arithmetic `hvdtrain.core.timeline.whom`'s. Rank 0's clock says when it is time and tells it through a vote, so that all
-ranks compare at one point of the program (law 6).
+What a rank's seconds are spent on is left to `hvdtrain.core.timeline`.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from hvdtrain.cluster import clocks
 from hvdtrain.cluster.clocks import Ahead
-from hvdtrain.core.timeline import whom
-from hvdtrain.core.timeline.clock import CAUSES
-from hvdtrain.core.timeline.stood import Packed, packed
+from hvdtrain.core.timeline import CAUSES, spans
+from hvdtrain.core.timeline.spans import Packed, packed
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 
@@ -48,25 +46,21 @@ class Seconds(Callback):
         self._asked = False
 
     def fit_start(self, run: Run) -> None:
-        """Compare the machines' clocks."""
         self._from_step = run.state.cursor.step
         run.timeline.stood.among(run.control.size)
         self._compare_clocks(run)
         self._record_clocks(run)
 
     def step_end(self, run: Run) -> None:
-        """Ask all ranks to compare, where it is time."""
         if run.control.rank == 0 and not self._asked and time.monotonic() - self._last >= self._every_s:
             self._asked = True
             run.tell_all(TOPIC, "")
 
     def told(self, run: Run) -> None:
-        """Compare, where all have heard that it is time."""
         if any(word.topic == TOPIC for word in run.state.told):
             self._close(run)
 
     def fit_end(self, run: Run) -> None:
-        """Compare for the last time."""
         if any(clock.within_s for clock in self.clocks):
             self._compare_clocks(run)
             self._record_clocks(run)
@@ -94,7 +88,7 @@ class Seconds(Callback):
 
     def _record(self, run: Run, spent_P: list[dict[str, float]], stood_P: Sequence[Packed],
                 idle_P: Sequence[dict[int, float]]) -> None:
-        waits = whom.compare(stood_P, [spent["wait"] for spent in spent_P], [c.offset_s for c in self.clocks],
+        waits = spans.compare(stood_P, [spent["wait"] for spent in spent_P], [c.offset_s for c in self.clocks],
                              max(c.within_s for c in self.clocks))
         for rank, spent in enumerate(spent_P):
             spent["wait"] = float(waits.wait_PP[rank].sum())
@@ -113,3 +107,20 @@ def longest(wait_PP: np.ndarray, most: int = MOST_WAITS) -> list[list[float]]:
         ranks = [int(k) for k in np.argsort(-wait_P, kind="stable")[:most] if wait_P[k] > 0]
         found += [[rank, k, round(float(wait_P[k]), 6)] for k in ranks]
     return sorted(found, key=lambda row: -row[2])
+
+
+class Throughput(Callback):
+    """Sets ``run.state.samples_per_s`` from a window of ``window`` steps (wall time, evaluation left out)."""
+
+    def __init__(self, window: int = 50) -> None:
+        self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
+
+    def epoch_start(self, run: Run) -> None:
+        self._marks.clear()
+        self._marks.append((time.perf_counter(), run.timeline.totals.samples))
+
+    def step_end(self, run: Run) -> None:
+        self._marks.append((time.perf_counter(), run.timeline.totals.samples))
+        (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
+        if t1 > t0:
+            run.state.samples_per_s = (n1 - n0) / (t1 - t0)

@@ -1,8 +1,6 @@
-"""What was planned of a model cut over ranks, and beside it what was measured: a record at start and end, and a table.
+"""Record the plan of a partitioned model beside what each rank measured, at start and end.
 
-Owns the measuring. Of the seconds of a rank's step those of forward and backward are its stage's. It waits for other
-stages and copies in all the rest but input, update and the exchange between copies; the rank that waited least for
-others after its last backward waited for the exchange alone.
+The rank that waited least for others after its last backward waited for the exchange alone.
 """
 
 from __future__ import annotations
@@ -68,7 +66,6 @@ class Stages(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """For a model that is cut over ranks."""
         return run.parts.layout is not None
 
     def __init__(self) -> None:
@@ -78,14 +75,12 @@ class Stages(Callback):
         self._before: tuple[float, ...] = ()
 
     def fit_start(self, run: Run) -> None:
-        """Record what is planned."""
         layout = run.parts.layout
         if isinstance(layout, Planned):
             run.record("pipeline", stage="planned", steps=None, **record(layout))
         self._before = _so_far(run)
 
     def step_end(self, run: Run) -> None:
-        """Add a full step to the sums."""
         before, self._before = self._before, _so_far(run)
         spent = [now - then for now, then in zip(self._before, before)]
         if self._skip:
@@ -116,13 +111,13 @@ class Stages(Callback):
 
 
 def _in_force(run: Run, layout: Planned) -> Planned:
-    """What is predicted for the parts of the batch that the copies took last, which `balance` may have changed."""
+    """Return the prediction for the shares that the replicas took last, which `balance` may have changed."""
     parts, n = run.feed.cut_at(max(0, run.state.cursor.step - 1)), run.config.global_batch
     micros = [len(parts.bounds(n, copy)) for copy in range(len(layout.plans))]
     return layout.foreseen(np.diff(parts.offsets(n)).tolist(), micros)
 
 
 def _so_far(run: Run) -> tuple[float, ...]:
-    """Samples, and seconds of input, steps, computing, waiting, and waiting for stages of the copy."""
+    """Return samples, and seconds of input, steps, computing, waiting, and waiting for stages of the copy."""
     p, schedule = run.timeline.totals, cast(OverRanks, run.schedule)
     return (p.samples, p.seconds["data"], p.step_s, p.seconds["compute"], p.seconds["wait"], schedule.idle_s)

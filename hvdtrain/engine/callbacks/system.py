@@ -1,17 +1,13 @@
-"""Records what each rank's process and device hold and do, and where the run runs.
-
-Every `EVERY_S` by rank 0's clock, told to all ranks at a vote, and at the end. Between readings nothing is done.
-"""
+"""Record what each rank's process and device hold and do, every `EVERY_S` by rank 0's clock and at the end."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+from hvdtrain.engine import machine
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.machine import flops
-from hvdtrain.engine.machine.environment import environment, host_facts
-from hvdtrain.engine.machine.reading import Reader
+from hvdtrain.engine.machine import Reader, environment, host_facts
 from hvdtrain.engine.run import Run
 
 EVERY_S = 5.0
@@ -28,7 +24,7 @@ class System(Callback):
     def __init__(self, clock: Any = time.monotonic) -> None:
         self._clock = clock
         self._reader: Reader | None = None
-        self._usage: flops.Usage | None = None
+        self._usage: machine.Usage | None = None
         self._due_at = 0.0
 
     def fit_start(self, run: Run) -> None:
@@ -36,7 +32,7 @@ class System(Callback):
         facts_P = run.control.gather(host_facts(run.devices[run.control.rank].kind == "cuda"))
         run.record("environment", **environment(run, facts_P))
         self._reader = Reader(run)
-        self._usage = flops.Usage(run, lambda n: run.feed.sample(n, run.state.cursor))
+        self._usage = machine.Usage(run, lambda n: run.feed.sample(n, run.state.cursor))
         self._due_at = self._clock() + EVERY_S
 
     def step_end(self, run: Run) -> None:

@@ -1,7 +1,6 @@
-"""Takes a trace of a window of steps on all ranks and writes it into the run's directory.
+"""Take a trace of a window of steps on all ranks and write it into the run's directory.
 
-Spans come from where they are made (`hvdtrain.core.timeline`); this file has when they are taken, and what is done with
-them. Outside of its window it compares two numbers in each step.
+Spans are made by `hvdtrain.core.timeline`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from contextlib import suppress
 from typing import Any
 
 from hvdtrain import backends
-from hvdtrain.config.sections import Trace as Settings
+from hvdtrain.config.sections import TraceConfig as Settings
 from hvdtrain.config.texts import window_of
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.timeline.profiler import Span, Taken, longest
+from hvdtrain.core.timeline.spans import Span, SpanRecorder, longest
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
-from hvdtrain.reports.trace import chrome, gather, summary
-from hvdtrain.reports.trace.align import Alignment, Measured
+from hvdtrain.reports.trace import chrome, summary
+from hvdtrain.reports.trace.chrome import Alignment, ClockOffset
 
 
 class Trace(Callback):
@@ -29,22 +28,20 @@ class Trace(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """With a window of steps."""
         return bool(run.config.trace.steps)
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        """Take the settings of the run."""
         return cls(run.config.trace)
 
     def __init__(self, settings: Settings) -> None:
         window = window_of(settings.steps)
         assert window is not None
         self.window, self._profiled = window, settings.profiler
-        self._taken: Taken | None = None
+        self._taken: SpanRecorder | None = None
         self._done = False
         self._clock_names: list[str] = []
-        self._before: list[Measured] = []
+        self._before: list[ClockOffset] = []
         self._begin = 0
         self._step_began_s = 0.0
         self._profiler: Any = None
@@ -61,7 +58,7 @@ class Trace(Callback):
                 raise UserError(f"trace.steps is {self.window.first}:{self.window.last}, and the run has "
                                 f"{count(total, 'step')}",
                                 "a window within the run", f"for example trace.steps: {total // 2}:{total // 2 + 10}")
-        self._clock_names = run.control.gather(gather.clock_name())
+        self._clock_names = run.control.gather(chrome.clock_name())
 
     def step_start(self, run: Run) -> None:
         """Begin here where no step has ended before: the run starts, or goes on, within the window.
@@ -74,7 +71,6 @@ class Trace(Callback):
             self._start(run)
 
     def step_end(self, run: Run) -> None:
-        """Begin or end the window, and mark the step."""
         step = run.state.cursor.step
         if self._taken is not None:
             now_s = time.perf_counter()
@@ -93,7 +89,6 @@ class Trace(Callback):
             run.note(f"no trace: steps {self.window.first} to {self.window.last} are not among those of this fit")
 
     def close(self, run: Run) -> None:
-        """Take no more, after an error too."""
         run.timeline.taker, run.timeline.closely, self._taken = None, False, None
         if self._profiler is not None:
             with suppress(Exception):  # the fit has ended, and may have by an error of the device
@@ -102,7 +97,7 @@ class Trace(Callback):
 
     def _start(self, run: Run) -> None:
         self._begin, self._problem = run.state.cursor.step, ""
-        self._before = gather.clocks(run.control, self._clock_names)
+        self._before = chrome.clocks(run.control, self._clock_names)
         if self._profiled:
             try:
                 self._profiler = backends.load(run.spec.framework).Profiler()
@@ -110,7 +105,7 @@ class Trace(Callback):
             except Exception as error:  # noqa: BLE001  (whatever a profiler's library raises: a trace ends no run)
                 self._profiler, self._problem = None, f"{type(error).__name__}: {error}"
             run.control.barrier("start of the profilers")  # which takes them unlike times
-        self._taken = Taken(chrome.room(run.control.size))
+        self._taken = SpanRecorder(chrome.room(run.control.size))
         self._step_began_s = time.perf_counter()
         run.timeline.taker, run.timeline.closely = self._taken, True
 
@@ -120,8 +115,8 @@ class Trace(Callback):
         assert taken is not None
         run.timeline.taker, run.timeline.closely = None, False
         own, dropped = longest(self._profiles(), chrome.room(run.control.size) - len(taken.spans))
-        after = gather.clocks(run.control, self._clock_names)
-        rows = gather.to_root(run.control, [*taken.spans, *own], {
+        after = chrome.clocks(run.control, self._clock_names)
+        rows = chrome.to_root(run.control, [*taken.spans, *own], {
             "host": run.control.node, "dropped": taken.dropped + dropped, "problem": self._problem,
             "profiler_within_s": self._profiler_within_s})
         if run.control.rank == 0:
@@ -134,7 +129,6 @@ class Trace(Callback):
                 run.note(f"the trace lacks events of the framework's profiler ({problems[0]})")
 
     def _profiles(self) -> list[Span]:
-        """What the framework's profiler has found on this rank."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return []
@@ -168,5 +162,4 @@ class Trace(Callback):
 
 
 def _clocks_in_words(within_s: float) -> str:
-    """How far times of unlike ranks may be off."""
     return f"their clocks agree within {within_s * 1e6:.0f} us" if within_s else "all read one clock"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hvdtrain.core.comparison import spoken
 from hvdtrain.core.errors import count
-from hvdtrain.core.finite import spoken
 from hvdtrain.engine.callbacks.base import Callback
 
 if TYPE_CHECKING:

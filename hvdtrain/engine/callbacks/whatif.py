@@ -1,7 +1,6 @@
-"""Reckons how fast the run would be without one of its ranks, while it goes on and at its end.
+"""Estimate how fast the run would be without one of its ranks.
 
-Owns what is kept of the steps and when it is looked at; the arithmetic is `hvdtrain.planning.batch.whatif`'s. A step
-costs the run one small tuple.
+Arithmetic is left to `hvdtrain.planning.batch.whatif`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch.line import Line, fit
-from hvdtrain.planning.batch.whatif import Forecast, Steps, Work, forecast
+from hvdtrain.planning.batch.whatif import BatchDivision, Forecast, Steps, forecast
 
 MOST_STEPS, MOST_NUMBERS, LEAST_KEPT = 256, 16384, 32
 """Steps that are looked at, fewer where ranks are many: so many of all ranks' together, but some at least."""
@@ -38,7 +37,6 @@ class WhatIf(Callback):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where several replicas train one unpartitioned model."""
         return several_replicas(run) and run.parts.layout is None
 
     def __init__(self) -> None:
@@ -47,13 +45,11 @@ class WhatIf(Callback):
         self._micro: Any = None
 
     def fit_start(self, run: Run) -> None:
-        """Count from here."""
         kept = max(LEAST_KEPT, min(MOST_STEPS, MOST_NUMBERS // run.control.size))
         self._rows = deque(maxlen=kept + 1)
         self._look_at, self._begin = run.state.cursor.step + FIRST, time.perf_counter()
 
     def step_end(self, run: Run) -> None:
-        """Keep what the step took; look where it is time to."""
         seconds = run.timeline.totals.seconds
         self._rows.append((time.perf_counter(), seconds["data"] + seconds["compute"], seconds["wait"],
                            run.timeline.totals.own_samples))
@@ -64,7 +60,6 @@ class WhatIf(Callback):
             self._micro = run.batch.micros[0]
 
     def fit_end(self, run: Run) -> None:
-        """Look for the last time."""
         totals = run.timeline.totals
         costs_s = 2.5 * (TRIES + 1) * (totals.step_s / max(1, totals.steps)) + totals.first_s
         self._tell(run, self.look(run, costs_s < COSTS * (time.perf_counter() - self._begin)))
@@ -83,14 +78,12 @@ class WhatIf(Callback):
         planned = config.balance != "off" and bool(run.state.findings.solo_lines)
         shares = None if planned else list(cast(Sequence[float], run.spelled.shares)) or [1.0] * run.control.size
         ceilings = [config.micro_batch_limit] * run.control.size if config.micro_batch_limit else None
-        work = Work(config.global_batch, shares, ceilings, config.accumulate, config.sync_batchnorm)
+        work = BatchDivision(config.global_batch, shares, ceilings, config.accumulate, config.sync_batchnorm)
         steps = Steps(wall, work_s, wait, samples.astype(np.int64))
         return forecast(steps, work, run.state.findings.solo_lines or lines)
 
     def _measured(self, run: Run) -> Line | None:
-        """This rank's line, from its micro-batch and one as large as it would be, or half; None where it is not to be
-        had here.
-        """
+        """Return this rank's line, from its micro-batch and one as large as it would be, or half; None without one."""
         config, micro = run.config, self._micro
         n = len(micro[0]) if micro is not None else 0
         if n < 4 or config.compile != "off" or config.sync_batchnorm:

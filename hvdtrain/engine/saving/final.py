@@ -1,37 +1,44 @@
-"""The final files of a run, and where they go on a full disk; the weights of a partitioned model as one file.
+"""The final files of a run, tried before the first step; where they go on a full disk.
 
-Owns who sends what of a partitioned model: each array comes from the lowest rank that has it, in pieces, and rank 0
-writes each as it comes. What a whole model is written as is the backends'.
+What an unpartitioned model is written as is left to the backends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import os
+import time
 
 from hvdtrain.checkpoint import weights
-from hvdtrain.checkpoint.adapters import Held
-from hvdtrain.checkpoint.copies import view
+from hvdtrain.checkpoint.adapters import PartitionedModel
 from hvdtrain.checkpoint.run_directory import RunDirectory, kind_of
-from hvdtrain.checkpoint.stream import Stream, head, in_order
+from hvdtrain.checkpoint.savers import view
+from hvdtrain.checkpoint.store import CheckpointStore
+from hvdtrain.checkpoint.stream import StreamedContent, head, in_order
 from hvdtrain.checkpoint.tensors import Spec, layout
 from hvdtrain.checkpoint.transfer import arriving
 from hvdtrain.checkpoint.weights import check_finite, check_shards
 from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Head, Shard
+from hvdtrain.core.protocols.run import Head, Shard
+from hvdtrain.core.terminal import say
+from hvdtrain.engine import summary
 from hvdtrain.engine.average import averaged
-from hvdtrain.engine.guards.finite import trained
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.saving.contents import held_by
-from hvdtrain.engine.saving.room import Room, is_full
+from hvdtrain.engine.saving.saving import callback_states, held_by
+from hvdtrain.engine.weight_checks import trained
 
 NATIVE = {"torch": "model.pt", "tensorflow": "model.keras"}
 """What a whole model is written as besides, by framework."""
@@ -123,7 +130,7 @@ def _write(run: Run, directory: Path, guarded: Callable[[], AbstractContextManag
     names = {place: name for name, place in places.items()}
     own = in_order(replace(one, name=names[one.name]) for one in own)
     heads_P = [[Head(*row) for row in rows] for rows in control.gather([tuple(head(one)) for one in own])]
-    content = Stream(heads_P, arriving(control, heads_P, own), {})
+    content = StreamedContent(heads_P, arriving(control, heads_P, own), {})
 
     def put() -> None:
         try:
@@ -145,10 +152,98 @@ def left_out(framework: str) -> str:
 
 
 def _weights(run: Run) -> list[Shard]:
-    """This rank's part of the model, as views."""
     holders = held_by(run)
     assert holders is not None
-    held = Held(run.control.rank, holders, run.parts.state, among=False)
+    held = PartitionedModel(run.control.rank, holders, run.parts.state, among=False)
     shards = in_order(one for one in held.shards(view) if one.group == "model")
     check_shards(shards, trained(run.parts))
     return shards
+
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.run import Run
+
+WAITS_S = (2.0, 8.0, 20.0, 30.0)
+"""How long a run waits between attempts for somebody to free space; about a minute in all."""
+
+TEXTS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "not enough space for a checkpoint")
+
+
+def is_full(error: str) -> bool:
+    """Return whether a message says that a disk or a quota has no room left."""
+    return any(text in error for text in TEXTS)
+
+
+def of_disk(error: str) -> bool:
+    """Return whether a message is of the file system, not of what was to be written."""
+    return "[Errno " in error or is_full(error)
+
+
+class Room:
+    """Make room before each further attempt: rank 0 removes a checkpoint, or waits."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._waits_s = [min(wait_s, run.config.control_timeout_s / 4) for wait_s in WAITS_S]
+
+    def made(self, error: str) -> bool:
+        """Return whether another attempt is worth it after ``error``, the same on every rank; collective."""
+        return is_full(error) and bool(self._run.control.bcast(self._make() if self._run.control.rank == 0 else False))
+
+    def _make(self) -> bool:
+        try:
+            # Not by checkpoints of later steps, which a run that goes on from an earlier one does not have.
+            reached = self._run.state.cursor.step + 1
+            dropped = CheckpointStore(RunDirectory(self._run.out).checkpoints, 1).drop_oldest(reached)
+        except OSError:  # what cannot be removed gives no room
+            dropped = None
+        if dropped is not None:
+            self._note(f"the disk of {self._run.out} is full: the oldest checkpoint, {dropped.name}, was removed")
+            return True
+        if not self._waits_s:
+            return False
+        wait_s = self._waits_s.pop(0)
+        say(f"note: the disk of {self._run.out} is full: trying again in {wait_s:.0f} s")
+        pulse.at("waiting for room on the disk")
+        time.sleep(wait_s)
+        return True
+
+    def _note(self, text: str) -> None:
+        self._run.notes.append(text)
+        say(f"note: {text}")
+
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.run import Run
+
+
+def check(run: Run) -> None:
+    """Raise `UserError` on every rank for what rank 0 could not write at the end; note what it will leave out.
+
+    Collective.
+    """
+    control = run.control
+    run.call("saving")
+    remark = control.bcast(agreed(control, lambda: _tried(run) if control.rank == 0 else "", "trying the final files"))
+    if remark:
+        run.note(remark)
+
+
+def _tried(run: Run) -> str:
+    """Try all; return what will be left out, or ""; rank 0's part."""
+    for name in (RunDirectory.CHECKPOINTS, RunDirectory.MODEL):
+        _check_folder(run.out / name)
+    callback_states(run)
+    try:
+        json.dumps(summary.record(run), default=str)
+    except Exception as error:  # noqa: BLE001  (parts of the user's, such as transforms, tell of themselves in it)
+        raise UserError(f"the record of the finished run, completed.json, cannot be made: {type(error).__name__}: "
+                        f"{error}", "describe() of transforms and other parts of one's own to return texts",
+                        "correct the part that the message names") from error
+    return "" if run.parts.layout is not None else run.parts.state.try_export()
+
+
+def _check_folder(path: Path) -> None:
+    if os.path.lexists(path) and not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
+        raise UserError(f"{path} is {'not writable' if path.is_dir() else 'not a folder'}",
+                        "a folder that this run may write into", "move it away, or choose another --out")

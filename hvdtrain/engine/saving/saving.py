@@ -1,39 +1,43 @@
-"""A run's saves: each rank copies its state, training goes on, threads bring it to rank 0, which writes it.
+"""One save of a run at a time: each rank copies its state, threads bring it to rank 0, which writes it.
 
-Owns one save at a time, the memory of its copies, its channel, and the count of what saves cost. Rank 0 writes each
-piece as it comes, and holds no more of the others' state. Where no thread can send (no MPI, or one that lets one thread
-in only) the run waits meanwhile, unless what comes is a single piece: then only for that. Where host memory has no room
-for a copy, the run waits for all of it.
+When to save is left to `hvdtrain.engine.callbacks.checkpoint`, the file format to `hvdtrain.checkpoint`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import files, stream, together
-from hvdtrain.checkpoint.copies import Copies, NoRoom, view
-from hvdtrain.checkpoint.passage import give, hear, take, tell
+from hvdtrain.checkpoint import files, sharded, stream
+from hvdtrain.checkpoint.adapters import (
+    Holders, PartitionedModel, RankState, Replicated, SplitReplicated, WithCallbacks, ZeroState, holders_of, part,
+    state_key_of)
+from hvdtrain.checkpoint.manifest import encode_state
 from hvdtrain.checkpoint.run_directory import RunDirectory, keep_config
-from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
+from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver, NoRoom, view
+from hvdtrain.checkpoint.sharded import Note
 from hvdtrain.checkpoint.store import CheckpointStore
-from hvdtrain.checkpoint.stream import Stream, head, held, in_order, n_bytes
-from hvdtrain.checkpoint.together import Note
-from hvdtrain.checkpoint.transfer import arriving
+from hvdtrain.checkpoint.stream import StreamedContent, head, in_order, local_pieces, n_bytes
+from hvdtrain.checkpoint.transfer import arriving, receive_note, receive_shards, send_note, send_shards
 from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.liveness import pulse
+from hvdtrain.config import run_length
+from hvdtrain.core import __version__
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.protocols import Channel
-from hvdtrain.core.protocols.state import Given, Head, Outcome, Saver, Shard, Spent
+from hvdtrain.core.protocols.run import Given, Head, Outcome, SaveCost, Saver, Shard, Stateful
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.terminal import say
-from hvdtrain.engine.guards.finite import trained
+from hvdtrain.core.units import format_bytes
+from hvdtrain.engine.average import WithAverage
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.saving.contents import given_by, held_by, meta_of
+from hvdtrain.engine.weight_checks import trained
 
 
 LONGEST_SLEEP_S = 2e-3
@@ -44,17 +48,17 @@ GRACE_S = 3.0
 
 
 class Saving:
-    """Implements `hvdtrain.core.protocols.state.RunSaver`; made when the run is saved first.
+    """Implements `hvdtrain.core.protocols.run.RunSaver`; made when the run is saved first.
 
     ``saver``: does what is left when the state is copied; a thread, unless it is given.
     """
 
     def __init__(self, run: Run, saver: Saver | None = None) -> None:
-        self.spent = Spent()
+        self.spent = SaveCost()
         self.cost_s: float | None = None
         self._run, self._step, self._said = run, -1, False
         self._store = CheckpointStore(RunDirectory(run.out).checkpoints, run.config.checkpoint.keep)
-        self._copies = Copies(run.control.local_size)
+        self._copies = HostCopies(run.control.local_size)
         self._background: Saver = saver or BackgroundSaver()
         self._inline = InlineSaver()
         self._channel: Channel | None = None
@@ -76,9 +80,7 @@ class Saving:
         self._trainable = self._trainable or trained(run.parts)
         self._opened = True
         run.written.sync(run)
-        for callback in run.callbacks:
-            if callback.where == "all" or control.rank == 0:
-                callback.saving(run)
+        run.call("saving")
         self._copy(began, *given_by(run, held_by(run)))
 
     def _copy(self, began: float, shared: Given, own: Given) -> None:
@@ -120,7 +122,7 @@ class Saving:
         rows = control.gather((error, [tuple(head(shard)) for shard in ([] if error else shards)]))
         heads_P = [[Head(*row) for row in heads] for _, heads in rows]
         pieces_P = arriving(control, heads_P, shards)
-        content: Stream | None = None
+        content: StreamedContent | None = None
         work: Callable[[], None]
         try:
             _fail([text for text, _ in rows if text])
@@ -128,7 +130,7 @@ class Saving:
                 pieces_P[1:] = [iter(list(pieces)) for pieces in pieces_P[1:]]  # so that the run need not wait longer
             else:
                 saver = self._inline
-            content = Stream(heads_P, pieces_P, meta)
+            content = StreamedContent(heads_P, pieces_P, meta)
         except UserError as problem:  # every rank's; rank 0 tells it
             work = partial(_fail, [str(problem)] if control.rank == 0 else [])
         else:
@@ -150,16 +152,16 @@ class Saving:
         error = error or self._unfit(shards)
         note = {"step": step, "error": error, "blocked_s": self.spent.last_blocked_s,
                 "cpu_s": self.spent.last_cpu_s}
-        give(self._channel, note, [] if error else shards)
+        send_shards(self._channel, note, [] if error else shards)
 
     def _gather(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
         """Write rank 0's shards and the other ranks', as they come; rank 0's part."""
         error = error or self._unfit(shards)
         errors, costs_s = [error] if error else [], [0.0]
-        heads_P, pieces_P = [[head(shard) for shard in shards]], [held(shards)]
+        heads_P, pieces_P = [[head(shard) for shard in shards]], [local_pieces(shards)]
         for source in range(1, self._run.control.size):
             assert self._channel is not None
-            note, heads, pieces = take(self._channel, source)
+            note, heads, pieces = receive_shards(self._channel, source)
             if note["step"] != step:
                 raise RuntimeError(f"rank {source} sent its state of step {note['step']} in the save of step {step}")
             errors += [note["error"]] if note["error"] else []
@@ -169,7 +171,7 @@ class Saving:
         self._others_s = max(costs_s)
         try:
             _fail(errors)
-            content = Stream(heads_P, pieces_P, meta)
+            content = StreamedContent(heads_P, pieces_P, meta)
         except UserError:
             for pieces in pieces_P[1:]:  # all of them, also after an error: the next save begins anew
                 deque(pieces, 0)
@@ -185,7 +187,6 @@ class Saving:
         return ""
 
     def _named(self, problem: UserError) -> str:
-        """A problem in words, with the rank that has it."""
         control = self._run.control
         return f"rank {control.rank} on host {control.node}: {problem}" if control.size > 1 else str(problem)
 
@@ -195,28 +196,28 @@ class Saving:
         rank, others = control.rank, range(1, control.size)
         order: Note = {}
         if rank == 0:
-            order = together.order(self._store, step, together.needed(shards, control.size), say)
+            order = sharded.order(self._store, step, sharded.needed(shards, control.size), say)
         if channel is None:
             order = control.bcast(order)
         elif rank == 0:
             for other in others:
-                tell(channel, order, other)
+                send_note(channel, order, other)
         else:
-            order = hear(channel, 0)
-        note = together.answer(order, rank, shards, error, self._trainable)
+            order = receive_note(channel, 0)
+        note = sharded.answer(order, rank, shards, error, self._trainable)
         note["cost_s"] = self.spent.last_blocked_s + self.spent.last_cpu_s
         if channel is None:
             notes = control.gather(note)
         elif rank == 0:
-            notes = [note, *(hear(channel, other) for other in others)]
+            notes = [note, *(receive_note(channel, other) for other in others)]
         else:
-            tell(channel, note, 0)
+            send_note(channel, note, 0)
         if rank == 0:
             self._others_s = max(one["cost_s"] for one in notes[1:] or [{"cost_s": 0.0}])
-            together.publish(self._store, order, notes, meta, say)
+            sharded.publish(self._store, order, notes, meta, say)
             self._keep_config()
 
-    def _write(self, content: Stream) -> None:
+    def _write(self, content: StreamedContent) -> None:
         try:
             self._store.save(content, int(content.meta["cursor"]["step"]), log=say)
         except Exception:
@@ -234,8 +235,8 @@ class Saving:
         if not self._said:
             self._said = True
             self._run.note(f"rank {self._run.control.rank} on host {self._run.control.node}: host memory has no room "
-                           f"for a copy of the state ({lack.needed_bytes / 2**20:.0f} MiB and more, "
-                           f"{lack.room_bytes / 2**20:.0f} MiB can be had), so training waits while it is saved")
+                           f"for a copy of the state ({format_bytes(lack.needed_bytes)} and more, "
+                           f"{format_bytes(lack.room_bytes)} can be had), so training waits while it is saved")
 
     def settled(self) -> list[Outcome]:
         """Return what has been written or given up since the last call, oldest first.
@@ -302,3 +303,90 @@ def _fail(errors: list[str]) -> None:
     """Raise the first of ``errors``, if there is one."""
     if errors:
         raise UserError(errors[0].rstrip("."))
+
+
+def given_by(run: Run, holders: Holders | None) -> tuple[Given, Given]:
+    """Return what this rank gives to a checkpoint: of the state of the model and its optimizer, and its own.
+
+    ``holders``: of a model that is cut over ranks (`held_by`). Copies that another data_parallel keeps are one model
+    only where they meet, their optimizers' state maybe never: parts of several would be no model at all, so the first
+    copy gives the whole of its own.
+    """
+    control, state = run.control, run.parts.state
+    shared, own = parts_of(run, holders)
+    if run.config.checkpoint.layout == "sharded" and run.dp.copies_equal:
+        cut: Given = SplitReplicated(partial(part, rank=control.rank, size=control.size), state.state)
+        if holders is not None:
+            cut = PartitionedModel(control.rank, holders, state, among=True)
+        return _beside(run, ZeroState(cut, state) if run.dp.divides_state else cut), own
+    return shared, own
+
+
+def parts_of(run: Run, holders: Holders | None) -> tuple[Stateful, Stateful]:
+    """Return the state of the model and its optimizer, and this rank's own."""
+    state, rank = run.parts.state, run.control.rank
+    own = RankState(rank, run.rank_state, run.load_rank)
+    if holders is not None:
+        held = PartitionedModel(rank, holders, state, among=False)
+        return _beside(run, ZeroState(held, state, holders.mine) if run.dp.divides_state else held), own
+    whole = Replicated(rank, state.state, state.load)
+    return _beside(run, ZeroState(whole, state) if run.dp.divides_state else whole), own
+
+
+def _beside(run: Run, shared: Any) -> Any:
+    """``shared`` with the averages of the weights and the arrays of callbacks beside it, where the run has such."""
+    shared = shared if run.average is None else WithAverage(shared, run.average)
+    callbacks = [c for c in run.callbacks if hasattr(c, "arrays")]
+    return WithCallbacks(shared, run.control.rank, callbacks) if callbacks else shared
+
+
+def held_by(run: Run) -> Holders | None:
+    """Return which rank has what of a model that is cut over ranks, None of a whole one. Collective."""
+    if run.parts.layout is None:
+        return None
+    return holders_of(run.control, run.parts.state, [spec.name for spec in run.parts.params.specs])
+
+
+def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run's small state at this very step, JSON-able; nothing that the run does later changes it."""
+    sharded = {"layout": "sharded"} if run.config.checkpoint.layout == "sharded" else {}
+    return {
+        "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
+        "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": copy.deepcopy(dict(rest)),
+        "config": json_able(run.config.to_dict()), "schedule": schedule_of(run, run.state.cursor),
+        "samples": run.feed.samples,
+        "callbacks": callback_states(run), **sharded, **_cut_of(run),
+    }
+
+
+def callback_states(run: Run) -> list[list[Any]]:
+    """Return (`state_key`, state as JSON) of each callback. `CheckpointError` for a state of another type."""
+    return [[name, encode_state(c.state_dict(), f"callback {name}: state_dict()")]
+            for c in run.callbacks for name in [state_key_of(c)]]
+
+
+def schedule_of(run: Run, at: Cursor) -> dict[str, Any]:
+    """Return the schedule with the arguments that follow from the run, and the run's length, at ``at``; JSON-able."""
+    config, given = run.spelled, (run.feed.steps_per_epoch, at, run.feed.steps_left(at))
+    own = run_length.own_of(run.parts.optimizer.own_schedule(), run_length.updates(config, *given), config.epochs)
+    kept: dict[str, Any] = json_able(run_length.kept(config.schedule, run_length.length(config, *given), own))
+    return kept
+
+
+def _cut_of(run: Run) -> dict[str, Any]:
+    """Return where the model was cut over ranks; nothing of a whole one."""
+    layout = run.parts.layout
+    if layout is None:
+        return {}
+    return {"pipeline": {"copies": [list(copy) for copy in layout.mesh.copies], "blocks": list(layout.names),
+                         "starts": [list(starts) for starts in layout.starts],
+                         "devices": [device.name for device in run.devices]}}
+
+
+def json_able(value: Any) -> Any:
+    """Return ``value`` with the repr in place of what JSON cannot hold, such as an object in a free-form ``args``."""
+    if isinstance(value, dict):
+        return {str(k): json_able(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_able(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)

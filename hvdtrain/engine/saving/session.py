@@ -1,7 +1,6 @@
-"""Saves a run as a checkpoint and loads one into it, on all ranks at once.
+"""Save a run as a checkpoint and load one into it, on all ranks at once.
 
-Owns what belongs into a checkpoint, which one is resumed, and what is said about it. `saving` copies the state and has
-it written, `passage` and `transfer` move it between ranks, `store` and its neighbours write it.
+Copying and writing is left to `saving`.
 """
 
 from __future__ import annotations
@@ -14,28 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
-from hvdtrain.checkpoint.adapters import state_key_of
-from hvdtrain.checkpoint.holders import WRAPPERS, fitting, model_names
+from hvdtrain.checkpoint import CheckpointError, CheckpointStore, OpenCheckpoint, read_snapshot
+from hvdtrain.checkpoint.adapters import WRAPPERS, fitting, model_names, state_key_of
+from hvdtrain.checkpoint.manifest import decode_state
 from hvdtrain.checkpoint.run_directory import RunDirectory, ensure_out, find_out
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
-from hvdtrain.checkpoint.values import decode
 from hvdtrain.cluster.control import agreed
-from hvdtrain.config import Config, Schedule, run_length, schema
-from hvdtrain.config.pipeline import cut_over_ranks
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.config import Config, ScheduleConfig, cut_over_ranks, run_length, schema
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Before
 from hvdtrain.core.protocols import Callback, Control
-from hvdtrain.core.protocols.state import Head, Want
+from hvdtrain.core.protocols.run import Head, Want
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute
 from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.saving.contents import held_by, json_able, parts_of, schedule_of
-from hvdtrain.engine.saving.saving import Saving
-from hvdtrain.parallel.pipeline.words import ranks_of
+from hvdtrain.engine.saving.saving import Saving, held_by, json_able, parts_of, schedule_of
+from hvdtrain.parallel.pipeline.plan import ranks_of
 
 MOST_NAMES = 8
 """Damaged checkpoints that are named."""
@@ -73,7 +69,7 @@ def finish(run: Run) -> str:
     return run.control.bcast(run.saver.latest())
 
 
-def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | None:
+def find(resume: str, out: Path | None, log: Callable[[str], None]) -> OpenCheckpoint | None:
     """Verify and open the checkpoint that ``resume`` ("auto" or a path) means; None where auto finds none. Rank 0 only.
 
     A path may be one checkpoint, a run's directory or its checkpoints directory. Damaged checkpoints are told to
@@ -93,7 +89,7 @@ def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | No
     return read_snapshot(path)
 
 
-def _newest_whole(root: Path, log: Callable[[str], None]) -> Kept | None:
+def _newest_whole(root: Path, log: Callable[[str], None]) -> OpenCheckpoint | None:
     """Open the newest whole checkpoint under ``root``; None where there is none, `UserError` where all are damaged."""
     store = CheckpointStore(root, 1)
     found = store.latest_whole(log)
@@ -108,7 +104,7 @@ def _newest_whole(root: Path, log: Callable[[str], None]) -> Kept | None:
                     "at least one that is whole", "leave out --resume to start anew, in another directory")
 
 
-def restore(run: Run, kept: Kept | None) -> None:
+def restore(run: Run, kept: OpenCheckpoint | None) -> None:
     """Load the checkpoint that rank 0 has open (elsewhere None) on every rank. Collective.
 
     Random generators and compressor state return bit by bit where the ranks are as many in as many pipelines; else
@@ -145,7 +141,7 @@ def restore(run: Run, kept: Kept | None) -> None:
         if meta["config"].get("loss_scale", run.config.loss_scale) != run.config.loss_scale:
             run.parts.scale.restart()
         for callback, state in _states(run, meta["callbacks"]):
-            callback.load_state_dict(decode(state))
+            callback.load_state_dict(decode_state(state))
             callback.restored(run)
         if alike:
             return "; ".join(filter(None, (unfit, own.load(read, {}))))
@@ -242,7 +238,7 @@ def _schedule_before(run: Run, meta: Mapping[str, Any], at: Cursor) -> dict[str,
     old, usual = meta["config"], Config()
     known = {k: v for k, v in old.get("schedule", {}).items() if k in vars(usual.schedule)}
     lengths = {key: old.get(key, getattr(usual, key)) for key in ("epochs", "max_steps")}
-    config = replace(run.config, schedule=Schedule(**known), **lengths)
+    config = replace(run.config, schedule=ScheduleConfig(**known), **lengths)
     per_epoch, left = run.feed.steps_per_epoch, run.feed.steps_left(at)
     with contextlib.suppress(UserError):
         config = run_length.filled(config, per_epoch, None, at, left)
@@ -303,7 +299,7 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     """
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
-    steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
+    steered = any(callback.steers for callback in run.callbacks)
     quiet = schema.affecting(type(run.config), "nothing") | run.setup.idle | set(optimizer.overruled)
     # How a batch is cut matters only to what depends on the number of ranks too.
     quiet |= set() if run.parts.caveats() else schema.affecting(type(run.config), "split")
@@ -335,7 +331,7 @@ def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) 
     same = before["name"].lower() == now["name"].lower()
     args = ", ".join(f"{key} {before['args'].get(key)} -> {value}" for key, value in now["args"].items()
                      if before["args"].get(key) != value) if same else ""
-    what = f"schedule {now['name']}" if Schedule(now["name"]).on else "a constant rate"
+    what = f"schedule {now['name']}" if ScheduleConfig(now["name"]).on else "a constant rate"
     run.note(f"resumed with {what}{' of ' * bool(args)}{args}, as if from the start of the run: the next update's rate "
              f"is {run.parts.optimizer.learning_rate():.4g}")
 

@@ -15,24 +15,24 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Collectives, Compressor, Control, DataParallel, Ops, ParamSpec
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.core.slots import completed, load_slot
+from hvdtrain.core.resolve import completed, load_slot
 from hvdtrain.parallel.data_parallel.alone import Alone
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 OWN = ("replicate", "zero")
 """The ways of this package."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class DataParallelSetup:
     """What ``make`` gets. ``group``: the ranks that hold copies. ``notes``: remarks for the summary, to be added to.
 
     ``control``: of all ranks of the job. Of a model that is cut over ranks ``group`` and ``collectives`` are those of
     the last blocks of this rank; `wires` has all of them. ``scene``: what the memory plan looks at
-    (`hvdtrain.engine.memory.survey.Scene`).
+    (`hvdtrain.engine.memory_survey.Scene`).
     """
 
     config: Config
@@ -41,7 +41,7 @@ class Setup:
     group: Group
     collectives: Collectives
     ops: Ops
-    parts: Parts
+    parts: ModelParts
     notes: list[str]
     scene: Any = None
 
@@ -62,7 +62,7 @@ class Setup:
         return self.control if self.parts.layout is not None else None
 
 
-def create(setup: Setup) -> DataParallel:
+def create(setup: DataParallelSetup) -> DataParallel:
     """Return the way that ``config.data_parallel`` names, made of ``setup``; collective.
 
     Errors: `UserError` for a name that is none, and for what does not go together.
@@ -83,6 +83,11 @@ def create(setup: Setup) -> DataParallel:
         raise UserError(f"data_parallel {name}, whose update takes no unused parameters",
                         "update(step, grads, unused), where unused are the parameters without a gradient",
                         "add the argument and hand it to Optimizer.step") from None
+    lacking = [each for each in ("stage", "sizes_BP") if not hasattr(made, each)]
+    if lacking and hasattr(made, "divides_state") and made.divides_state:
+        raise UserError(f"data_parallel {name} divides the state and has no {' and no '.join(lacking)}",
+                        "the members of hvdtrain.core.protocols.DividesState, from which memory is planned",
+                        "add them, or set divides_state to False")
     if name in OWN and isinstance(made, Alone) and setup.parts.layout is None:
         made.fuses = True
     return made if name in OWN else cast(DataParallel, completed(made, Undeclared))
@@ -94,8 +99,7 @@ class Undeclared:
     divides_state = copies_equal = can_change_transport = overlaps = False
     compressor: Compressor = cast(Compressor, NoCompression())
     buckets: Sequence[Bucket] = ()
-    stage, gathers, gathered_s = 0, 0, 0.0
-    sizes_BP: Sequence[Sequence[int]] = ()
+    gathers, gathered_s = 0, 0.0
 
     def remembered_bytes(self) -> int:
         """0."""
@@ -107,7 +111,7 @@ class Undeclared:
                         "a way with extend(specs, first), such as replicate or zero", "unfreeze before the run begins")
 
 
-def _among_replicas(setup: Setup) -> Setup:
+def _among_replicas(setup: DataParallelSetup) -> DataParallelSetup:
     """``setup`` for the ranks that hold the same part of a model which is cut over ranks.
 
     Errors: `UserError` for a way of a user's own where this rank is in several groups on some rank.

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from hvdtrain.comm.compressors.none import NoCompression
-from hvdtrain.comm.reducer.compressor_state import OTHER
-from hvdtrain.comm.reducer.squares import sum_squares
+from hvdtrain.comm.reducer.reducer import OTHER, sum_squares
 from hvdtrain.core.protocols import Array, Compressor, Control, Ops, Optimizer, ParamSpec
 from hvdtrain.data.weighting import loss_scale
 from hvdtrain.parallel.data_parallel.whole import Whole
@@ -90,9 +89,8 @@ class Alone:
 
     def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         """Add the update to the graph, if it ``fuses``: numbers (squares, 1 if updated else 0). Else (squares,)."""
-        traced = getattr(self.optimizer, "traced", None)
-        if traced is not None and self.fuses:
-            return traced(sums, loss_sum, self.clip_norm), []
+        if self.fuses and self.optimizer.traced is not None:
+            return self.optimizer.traced(sums, loss_sum, self.clip_norm), []
         return self._ops.reshape(sum_squares(self._ops, sums), (1,)), sums
 
     def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:

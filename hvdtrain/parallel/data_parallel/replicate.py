@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvdtrain.comm.compressors import create
-from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.comm.reducer.squares import sum_squares
+from hvdtrain.comm.reducer.reducer import Reducer, sum_squares
 from hvdtrain.core.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer, ParamSpec
-from hvdtrain.parallel.data_parallel import Setup
+from hvdtrain.parallel.data_parallel import DataParallelSetup
 from hvdtrain.parallel.data_parallel.alone import Alone
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
 from hvdtrain.parallel.data_parallel.reducing import Reducing
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import Bucket
 
 
-def make(setup: Setup) -> DataParallel:
+def make(setup: DataParallelSetup) -> DataParallel:
     """Plan buckets and compressor as the configuration says; collective.
 
     A rank alone compresses nothing, unless topk stands in for the optimizer's momentum. compression auto begins with
@@ -36,14 +35,15 @@ def make(setup: Setup) -> DataParallel:
     check(setup, name)
     # A device that decides by itself tells too late for a step that is to be undone as a whole.
     look = stage.asynchronous and config.nan_guard == "skip"
-    if setup.collectives.size == 1 and name == "none":
+    compressor = create(name, config)
+    if setup.collectives.size == 1 and compressor.in_place:
         return Alone(optimizer, setup.ops, config.clip_norm, look, setup.decides)
-    reducer = Reducer(buckets_of(setup), create(name, config), setup.collectives, setup.ops, setup.parts.ops_of_place,
+    reducer = Reducer(buckets_of(setup), compressor, setup.collectives, setup.ops, setup.parts.ops_of_place,
                       setup.wires)
     # In a graph the copy that undoing needs costs a pass over the state; elsewhere the old arrays are merely kept.
     reducer.state.undoable = (config.nan_guard == "skip" or setup.parts.scale.on or not setup.collectives.in_graph
                               or config.on_oom == "shrink")
-    if name not in ("none", "adasum"):
+    if reducer.compressor.approximates:
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
     made = Replicate(reducer, optimizer, config.clip_norm, look, setup.decides)
     made.plan = lambda wire: buckets_of(replace(setup, collectives=wire))

@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.machine import memory
-from hvdtrain.core.units import shown
+from hvdtrain.core.units import GIB, MIB, format_bytes
 from hvdtrain.parallel.data_parallel.attach import compression_of
 from hvdtrain.planning import shards
-from hvdtrain.planning.memory.facts import Way
+from hvdtrain.planning.memory.facts import Sharding
 from hvdtrain.planning.memory.forecast import forecast
 
 if TYPE_CHECKING:
-    from hvdtrain.parallel.data_parallel import Setup
+    from hvdtrain.parallel.data_parallel import DataParallelSetup
 
-GIB, MIB = float(1 << 30), float(1 << 20)
 MOST_NAMED = 8
 """Ranks whose numbers are written out."""
 
 
-def parts_of(setup: Setup) -> tuple[list[float], str]:
+def parts_of(setup: DataParallelSetup) -> tuple[list[float], str]:
     """Return each rank's part of the state, in sum 1, and why: by the memory that it has free; collective.
 
     Free is what the device has left, or the rank's part of what its host has, once each rank holds the parameters.
@@ -89,7 +88,7 @@ def listed(numbers: Sequence[float]) -> str:
     return said + (more if len(numbers) > MOST_NAMED else "")
 
 
-def stage_needed(setup: Setup) -> int:
+def stage_needed(setup: DataParallelSetup) -> int:
     """Return 0, 1 or 2: as little as lets the model fit, which the notes say why; collective.
 
     A few samples are measured. Where no stage fits it is the one of 1 and 2 that comes nearer.
@@ -101,7 +100,7 @@ def stage_needed(setup: Setup) -> int:
     facts = agreed(control, scene.facts_of_replica, "memory")
     free_P = control.gather(facts.rank.free_bytes)
     parts_P = setup.config.data_parallel.shards or parts_of(setup)[0]
-    way = Way(0, scene.buckets(), parts_P, scene.wire.name, compression_of(setup))
+    way = Sharding(0, scene.buckets(), parts_P, scene.wire.name, compression_of(setup))
     needs_PS = control.gather([forecast(replace(facts, way=replace(way, stage=stage))).total for stage in (0, 1, 2)])
     stage, words = least_stage(needs_PS, free_P)
     setup.notes.append(words)
@@ -122,11 +121,12 @@ def least_stage(needs_PS: Sequence[Sequence[int]], free_P: Sequence[int | None])
     stage = fitting[0] if fitting else min((2, 1), key=lambda s: max(loads_S[s]))
     rank = max(range(len(free_P)), key=lambda r: (loads_S[0][r], needs_PS[r][0]))
     free = free_P[rank]
-    room = "whose room is unknown" if free is None else f"which has {shown(free)} free"
-    words = f"unsharded needs {shown(needs_PS[rank][0])} on rank {rank}, {room}"
+    room = "whose room is unknown" if free is None else f"which has {format_bytes(free)} free"
+    words = f"unsharded needs {format_bytes(needs_PS[rank][0])} on rank {rank}, {room}"
     if stage == 0:
         return 0, f"data_parallel.stage auto divides nothing: {words}"
     tight = max(range(len(free_P)), key=lambda r: loads_S[stage][r])
-    where = "" if tight == rank else f" on rank {tight}, which has {shown(free_P[tight] or 0)} free"
+    where = "" if tight == rank else f" on rank {tight}, which has {format_bytes(free_P[tight] or 0)} free"
     fits = "" if fitting else ": no stage fits, and this one comes nearest"
-    return stage, f"zero stage {stage}: {words}; stage {stage} needs {shown(needs_PS[tight][stage])}{where}{fits}"
+    return stage, (f"zero stage {stage}: {words}; stage {stage} needs {format_bytes(needs_PS[tight][stage])}{where}"
+                   f"{fits}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 
 
 class UnusedParameters:
@@ -21,7 +21,7 @@ class UnusedParameters:
     ``never``: parameters that no step so far has used; None before the first step.
     """
 
-    def __init__(self, parts: Parts, control: Control) -> None:
+    def __init__(self, parts: ModelParts, control: Control) -> None:
         specs = parts.params.specs
         self.names = [spec.name for spec in specs]
         self._control = control

@@ -17,15 +17,14 @@ from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine import memory
 from hvdtrain.comm.compressors import create
-from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.comm.reducer.squares import sum_squares
+from hvdtrain.comm.reducer.reducer import Reducer, sum_squares
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Array, Collectives, Control, DataParallel, Handle, ParamSpec
 from hvdtrain.core.protocols.types import Shards, itemsize
-from hvdtrain.parallel.data_parallel import Setup, replicate, room
+from hvdtrain.parallel.data_parallel import DataParallelSetup, replicate, room
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
 from hvdtrain.parallel.data_parallel.reducing import Reducing
 from hvdtrain.planning import shards
@@ -40,7 +39,7 @@ IN_FLIGHT = 2
 """Buckets that are on the wire at once: of updated parameters, and in stage 2 of gradients."""
 
 
-def make(setup: Setup) -> DataParallel:
+def make(setup: DataParallelSetup) -> DataParallel:
     """Divide the state by the ranks' free memory, or as ``data_parallel.shards`` says; collective.
 
     Errors: `UserError` for an optimizer that needs whole tensors, and for what `replicate` refuses.
@@ -84,12 +83,12 @@ def make(setup: Setup) -> DataParallel:
     elif stage == 2 and config.sync_batchnorm and not during.in_graph:
         setup.notes.append("data_parallel.stage 2: gradients stay whole, as in stage 1, until backward ends, with "
                            "sync_batchnorm, whose layers wait for other ranks in backward")
-    if name != "none":
+    if reducer.compressor.approximates:
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
     return Zero(stage, reducer, setup, sizes_BP)
 
 
-def _cut(setup: Setup, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> list[list[int]]:
+def _cut(setup: DataParallelSetup, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> list[list[int]]:
     """Return how many elements of each bucket each rank of the job owns; ranks that do not sum it own none of it."""
     layout, ranks_of = setup.parts.layout, setup.ranks_of
     for ranks in layout.groups() if layout is not None else ():  # of other ranks too: all refuse alike
@@ -101,7 +100,7 @@ def _cut(setup: Setup, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> l
             for b in buckets]
 
 
-def _owners(setup: Setup, buckets: Sequence[Bucket], sizes_BP: Sequence[Sequence[int]], why: str) -> str:
+def _owners(setup: DataParallelSetup, buckets: Sequence[Bucket], sizes_BP: Sequence[Sequence[int]], why: str) -> str:
     """Return in words what each rank owns; collective where ranks have unlike buckets."""
     itemsizes_B = [itemsize(b.dtype) for b in buckets]
     if setup.parts.layout is None:
@@ -121,7 +120,8 @@ class Zero(Reducing):
     divides_state = copies_equal = True
     look_first = False
 
-    def __init__(self, stage: int, reducer: Reducer, setup: Setup, sizes_BP: Sequence[Sequence[int]]) -> None:
+    def __init__(self, stage: int, reducer: Reducer, setup: DataParallelSetup,
+                 sizes_BP: Sequence[Sequence[int]]) -> None:
         super().__init__(reducer)
         self.stage, self.wire, self.retains = stage, setup.collectives, stage == 1
         self.clip_norm = setup.config.clip_norm
@@ -164,7 +164,7 @@ class Zero(Reducing):
         self._open, self._waiting, self._slices, self._squares = {}, {}, {}, None
         self.waited_s, self._broken = 0.0, False
         if self.gathers == LAID_OUT:
-            heap.settled()
+            memory.settled()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.protocols import Done, GradientSink, Stage
+from hvdtrain.core.protocols import GradientSink, Stage, StepGradients
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import StepBatch
-    from hvdtrain.parallel.recovery.guard import Guard
+    from hvdtrain.parallel.recovery.guard import MemoryGuard
 
 
 class Accumulate:
@@ -18,10 +18,10 @@ class Accumulate:
     ``guard``: raises `MemoryError` in place of a micro-batch that there is no memory for.
     """
 
-    def __init__(self, stage: Stage, guard: Guard | None = None) -> None:
+    def __init__(self, stage: Stage, guard: MemoryGuard | None = None) -> None:
         self.stage, self._guard = stage, guard
 
-    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Sum the micro-batches' gradients; a rank without any hands over zeros."""
         stage, guard, totals, waited_s = self.stage, self._guard, [], 0.0
         stage.begin()
@@ -41,4 +41,4 @@ class Accumulate:
         waited_s += sink.waited_s
         begin = time.perf_counter()
         grads = sink.collect()
-        return Done(grads, totals, waited_s + time.perf_counter() - begin)
+        return StepGradients(grads, totals, waited_s + time.perf_counter() - begin)

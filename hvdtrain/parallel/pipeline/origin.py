@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.finite import Origin, finite, spoken
+from hvdtrain.core.comparison import Origin, finite, spoken
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import Batch, Cargo, Pair, PipelineStage
 from hvdtrain.planning.pipeline.orders import FORWARD, Action

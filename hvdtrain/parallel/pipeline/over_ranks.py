@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hvdtrain.config import Config
+from hvdtrain.core.comparison import Origin
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.finite import Origin
 from hvdtrain.core.mesh import Layout
-from hvdtrain.core.protocols import Batch, Cargo, Control, Done, Evaluator, GradientSink, Pair, PipelineStage
-from hvdtrain.core.protocols.shortage import Lost, first_line
+from hvdtrain.core.protocols import Batch, Cargo, Control, Evaluator, GradientSink, Pair, PipelineStage, StepGradients
+from hvdtrain.core.protocols.types import Lost, first_line
 from hvdtrain.core.timeline import idle, span
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
 from hvdtrain.parallel.pipeline.origin import Looking, Places
-from hvdtrain.parallel.pipeline.post import BACK, FORTH, MEASURED, Label, Post
+from hvdtrain.parallel.pipeline.post import BACK, FORTH, MEASURED, MessageLabel, Post
 from hvdtrain.parallel.recovery.recovery import Recovery, largest
 from hvdtrain.parallel.recovery.schedule import Recovering
 from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, Action, Order, order_of
@@ -64,7 +64,7 @@ class OverRanks:
         """Those of ``idle_s`` in which it sent, and received what had begun to come."""
         return self._ordered.channel_s
 
-    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Do this rank's forwards and backwards, then hand over its gradients."""
         return self._schedule.gradients(batch, scale, sink)
 
@@ -129,7 +129,7 @@ class Ordered:
         self.idle_s = self.channel_s = self._moved_s = 0.0
         self._lost: Lost | None = None
 
-    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Do them. Errors: `Lost` where memory lacked on a rank of this copy."""
         stage, micros = self._stage, batch.micros
         totals, waited_s = self.passes(micros, scale, batch.cursor_before.step)
@@ -146,7 +146,7 @@ class Ordered:
         with span("messages", "channel"):
             self._post.flush()
         grads = sink.collect()
-        return Done(grads, totals, waited_s + time.perf_counter() - begin)
+        return StepGradients(grads, totals, waited_s + time.perf_counter() - begin)
 
     def passes(self, micros: Sequence[Batch], scale: float, step: int) -> tuple[list[Pair], float]:
         """Do this rank's forwards and backwards; return (loss and weight of each micro-batch on the rank with the last
@@ -206,7 +206,7 @@ class Ordered:
             self._post.wait_begun(source, kind)
         comes = time.perf_counter()
         with span("receive", "channel", source=source):
-            came = self._post.receive(source, Label(kind, number, action.micro, samples))
+            came = self._post.receive(source, MessageLabel(kind, number, action.micro, samples))
         due[lane] -= 1
         if due[lane]:
             self._post.expect(source, kind)
@@ -225,7 +225,7 @@ class Ordered:
         begin = time.perf_counter()
         cargo = gave if isinstance(gave, Cargo) else None
         assert cargo is not None or self._lost, f"{action} gave nothing to send"
-        label = Label(KINDS[action.phase], self.places.number(action.chunk), action.micro, samples)
+        label = MessageLabel(KINDS[action.phase], self.places.number(action.chunk), action.micro, samples)
         with span("send", "channel", to=self.places.rank(number)):
             self._post.send(cargo, self.places.rank(number), label)
         spent_s = time.perf_counter() - begin
@@ -233,7 +233,7 @@ class Ordered:
         return spent_s
 
 
-class Evaluating:
+class PipelineEvaluator:
     """`hvdtrain.core.protocols.Evaluator` of one rank of a pipeline: batches go through all its stages.
 
     ``inner``: the evaluator that the stage's last chunk adds to. Chunk v of this rank computes batch i when batch
@@ -290,12 +290,12 @@ class Evaluating:
         number, came = self._places.number(action.chunk), None
         if number:
             came = self._post.receive(self._places.rank(number - 1),
-                                      Label(MEASURED, number - 1, action.micro, len(batch[0])))
+                                      MessageLabel(MEASURED, number - 1, action.micro, len(batch[0])))
             self._lost = self._lost or came is None
         gave = None if self._lost else self._measured(action.chunk, came, batch)
         if not self._places.last(action):
             self._post.send(gave, self._places.rank(number + 1),
-                            Label(MEASURED, number, action.micro, len(batch[0])))
+                            MessageLabel(MEASURED, number, action.micro, len(batch[0])))
 
     def _measured(self, chunk: int, came: Cargo | None, batch: Batch) -> Cargo | None:
         gave, why = self._recovery.attempt(lambda: self._stage.evaluate(chunk, came, batch))
@@ -304,7 +304,7 @@ class Evaluating:
         return gave
 
 
-def join(parts: Parts, control: Control, config: Config, recovery: Recovery) -> OverRanks:
+def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery) -> OverRanks:
     """Open what carries the ranks' messages and return the schedule over it; ``parts`` evaluate over it too.
 
     Collective. Errors: `UserError` where nothing here carries messages from rank to rank.
@@ -317,5 +317,6 @@ def join(parts: Parts, control: Control, config: Config, recovery: Recovery) -> 
     assert layout is not None
     recovery.copy = layout.mesh.ranks
     if layout.mesh.depth > 1:
-        parts.evaluator = Evaluating(parts.evaluator, stage, layout, Post(carrier, control.node, AHEAD), recovery)
+        parts.evaluator = PipelineEvaluator(parts.evaluator, stage, layout, Post(carrier, control.node, AHEAD),
+                                            recovery)
     return OverRanks(stage, layout, order_of(config.pipeline.order), Post(carrier, control.node), recovery)

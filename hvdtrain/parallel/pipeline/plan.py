@@ -1,4 +1,7 @@
-"""Where a model is cut over ranks, and which rank of a copy takes which part: one plan, the same on every rank."""
+"""Plans of a partitioned model, and their tables, records and summaries. Pure.
+
+`partition` makes the plans.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +10,81 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
-from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
-from hvdtrain.core.errors import UserError, count, nearest
-from hvdtrain.core.mesh import Layout, Mesh
-from hvdtrain.core.protocols import Control
-from hvdtrain.core.terminal import say
-from hvdtrain.parallel.pipeline import link
-from hvdtrain.parallel.pipeline.devices import columns, span
-from hvdtrain.parallel.pipeline.link import Link
-from hvdtrain.planning.batch.sampler import cut
-from hvdtrain.planning.batch.sampler import micro_batches as bounds_of
-from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs, shown
-from hvdtrain.planning.pipeline.measured import Measured, evened, measured_samples
-from hvdtrain.planning.pipeline.predict import Step
-from hvdtrain.planning.pipeline.search import Choice, Task, fullness, search, spread
+from hvdtrain.core.errors import count
+from hvdtrain.core.mesh import Layout
+from hvdtrain.core.table import as_text
+from hvdtrain.core.units import MIB
+from hvdtrain.planning.pipeline.orders import Step
+from hvdtrain.planning.pipeline.search import Partition, Task
 
-__all__ = ["CopyPlan", "Measured", "Planned", "agree", "even_layout", "measured_samples", "planned"]
+COLUMNS = {"copy": "copy", "stage": "stage", "rank": "rank", "host": "host", "device": "device", "blocks": "blocks",
+           "busy_s": "ms", "parameters_bytes": "parameters", "gradients_bytes": "gradients",
+           "optimizer_bytes": "optimizer", "activations_bytes": "activations", "total_bytes": "MiB in all",
+           "capacity_bytes": "of MiB"}
+"""Keys of `rows`, and their heads in a table."""
 
-MORE_STAGES = 8
-"""So many stages more are tried where a model does not fit."""
+OVER_RANKS = ("copy", "rank", "host")
+"""Columns that only a model partitioned over ranks has."""
 
-HEAD = ("copy", "stage", "rank", "host", "device", "blocks", "ms", "parameters", "gradients", "optimizer",
-        "activations", "MiB in all", "of MiB")
-
-LEFT = ("host", "device", "blocks")
+MOST_SHOWN = 3
+"""Different partitions that the summary names."""
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """What was chosen for a copy, out of what, and the step that it is predicted to take."""
+    """Partition of one copy of the model, the task that it solves, and the predicted step."""
 
     task: Task
-    choice: Choice
+    choice: Partition
     step: Step
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what is planned of each stage, JSON-able. Seconds are of a step."""
+        found = []
+        for stage, place in enumerate(self.choice.places):
+            kind, held = self.task.kinds[place], self.choice.holds(self.task, stage)
+            found.append({
+                "stage": stage, "device": kind.device,
+                "blocks": ", ".join(span(kind.names, chunk) for chunk in self.choice.chunks(self.task, stage)),
+                "busy_s": self.step.busy_s[stage], "micro_batches": self.task.micros,
+                "parameters_bytes": int(held.parameters), "gradients_bytes": int(held.gradients),
+                "optimizer_bytes": int(held.slots), "activations_bytes": int(held.activations),
+                "capacity_bytes": kind.capacity_bytes})
+        return found
+
+
+@dataclass(frozen=True)
+class DevicePlan(CopyPlan):
+    """Partition over the ``devices`` of each rank, whose names are this rank's own; all else is equal on all ranks."""
+
+    devices: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> list[range]:
+        """Block numbers of each stage."""
+        return [self.choice.chunks(self.task, stage)[0] for stage in range(self.task.depth)]
+
+    def stage_of(self, block: int) -> int:
+        """Return the stage of a block, by its number."""
+        return next(s for s, stage in enumerate(self.stages) if block in stage)
+
+    @property
+    def micros(self) -> int:
+        """Parts of a micro-batch."""
+        return self.task.micros
+
+    def words(self) -> str:
+        """Format for the summary, one line."""
+        return f"{' | '.join(row['blocks'] for row in self.rows())} on {', '.join(self.devices)}"
+
+    def table(self) -> str:
+        """Format the stages as a table."""
+        return "\n".join([f"model split over {self.task.depth} devices, a micro-batch in {self.micros} parts "
+                          "(predicted; ms of a micro-batch, memory in MiB)",
+                          _table([{**row, "device": name} for row, name in zip(self.rows(), self.devices)],
+                                 [key for key in COLUMNS if key not in OVER_RANKS]),
+                          f"  bubble: {self.step.idle_share:.1%} predicted"])
 
 
 @dataclass(frozen=True)
@@ -78,190 +119,11 @@ class Planned(Layout):
         return max(0.0, 1 - busy_s / (ranks * self.step_s)) if self.step_s > 0 else 0.0
 
 
-def agree(measured: Measured, config: Config, control: Control, mesh: Mesh,
-          links: Sequence[Link] | None = None) -> Planned:
-    """Return the one layout of all ranks, from what each found; collective. Rank 0 prints its table.
-
-    So it is told what will be where before a rank drops what it does not keep. ``links``: what messages take within
-    each copy, () for nothing; None: they are measured.
-    Errors: `UserError` on every rank for unlike blocks, too few of them, too little memory.
-    """
-    if config.emulate_speed:
-        measured = measured.slowed(config.emulate_speed[control.rank])
-    rows = control.gather((measured, control.node))
-    hosts = [node for _, node in rows]
-    if links is None:
-        cargo_bytes = max(b.cargo_bytes for row, _ in rows for b in row.blocks[:-1] or row.blocks)
-        links = link.measured(control, mesh, cargo_bytes, hosts)
-    layout = agreed(control, lambda: planned([row for row, _ in rows], config, mesh, hosts, links), "pipeline")
-    # Unlike processors may round a sum in another way: what rank 0 has chosen counts.
-    copies, starts = control.bcast((layout.mesh.copies, layout.starts))
-    layout = replace(layout, mesh=mesh.ordered(copies), starts=starts)
-    if control.rank == 0 and config.progress != "off":
-        say(text(layout))
-        for rank, (row, _) in enumerate(rows):
-            if row.why:
-                say(f"note: rank {rank} measured its blocks with fewer samples than a micro-batch has: {row.why}")
-    return layout
-
-
-def planned(rows: Sequence[Measured], config: Config, mesh: Mesh, hosts: Sequence[str] = (),
-            links: Sequence[Link] = ()) -> Planned:
-    """Return the layout for what the ranks have found; ``links``: of each copy. Pure."""
-    names = tuple(block.name for block in rows[0].blocks)
-    for rank, row in enumerate(rows):
-        if [(b.name, b.param_bytes) for b in row.blocks] != [(b.name, b.param_bytes) for b in rows[0].blocks]:
-            raise UserError(f"rank {rank} has other blocks than rank 0", "the same model on every rank",
-                            "build the model on every rank in the same way")
-    kind_of, kinds = evened(rows)
-    plans, copies = [], []
-    known: dict[Task, CopyPlan] = {}
-    for number, copy in enumerate(mesh.copies):
-        ranks = sorted(copy)
-        task = _task(config, number, len(mesh.copies), kinds, [kind_of[r] for r in ranks], names,
-                     links[number] if links else Link(0.0, 0.0))
-        again = _as_before(mesh, number, task, kind_of, names)
-        if again is not None:
-            plans.append(again)
-            copies.append(list(mesh.before.copies[number]) if mesh.before else ranks)
-            continue
-        if task not in known:
-            found = search(task)
-            if found is None:
-                raise _too_large(task, config)
-            known[task] = CopyPlan(task, *found)
-        plans.append(known[task])
-        copies.append(_seated(ranks, [kind_of[r] for r in ranks], known[task].choice.places))
-    layout = Planned(mesh.ordered(copies), names, tuple(plan.choice.starts for plan in plans), tuple(plans),
-                     tuple(hosts) or ("?",) * len(rows))
-    assert isinstance(config.shares, (list, tuple))
-    samples = np.diff(cut(config.global_batch, config.shares or [1.0] * len(copies))).tolist()
-    return layout.foreseen(samples, [_parts(config, plan.task.depth, n) for plan, n in zip(plans, samples)])
-
-
-def _parts(config: Config, depth: int, samples: int) -> int:
-    """The micro-batches of a step in which a copy takes ``samples``."""
-    return len(bounds_of(samples, micro_batches(config, depth), config.micro_batch_limit))
-
-
-def _as_before(mesh: Mesh, copy: int, task: Task, kind_of: Sequence[int], names: Sequence[str]) -> CopyPlan | None:
-    """The plan of the run that is gone on with; None without one, and where it does not fit the ranks or the keys."""
-    before = mesh.before
-    if before is None or before.names != tuple(names) or copy >= len(before.copies):
-        return None
-    ranks, starts = before.copies[copy], before.starts[copy]
-    chunks = task.depth * (task.chunks if task.depth > 1 else 1)
-    if sorted(ranks) != sorted(mesh.copies[copy]) or len(starts) != chunks or task.fixed not in ((), starts):
-        return None
-    choice = Choice(tuple(kind_of[rank] for rank in ranks), starts)
-    return CopyPlan(task, choice, choice.played(task)) if choice.fits(task) else None
-
-
-def _task(config: Config, copy: int, copies: int, kinds: Sequence[Measured], kind_of: Sequence[int],
-          names: Sequence[str], between: Link) -> Task:
-    depth = len(kind_of)
-    chunks = config.pipeline.chunks if config.pipeline.order == "interleaved" and depth > 1 else 1
-    if depth * chunks > len(names):
-        what = f"{depth} stages" + (f" of {chunks} chunks each" if chunks > 1 else "")
-        counted = count(len(names), "block")
-        most = len(names) // chunks
-        do = "leave pipeline out" if len(names) == 1 else "set fewer pipeline.chunks" if most < 2 else \
-            f"cut it over {count(most, 'rank')} at most"
-        raise UserError(f"the model has {counted} ({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
-                        f" for {what}", "a block for each part", f"{do}, or give the model more blocks")
-    fixed = _fixed(config.pipeline.cut, names, depth * chunks) if depth > 1 else ()
-    assert isinstance(config.shares, (list, tuple))
-    shares = config.shares or [1.0] * copies
-    samples = max(1, math.ceil(config.global_batch * shares[copy] / sum(shares)))
-    micros = _parts(config, depth, samples)
-    return Task(tuple(kinds), tuple(sorted(kind_of)), config.pipeline.order, micros, chunks, fixed,
-                between.latency_s, between.byte_s)
-
-
-def _fixed(cut: Sequence[str], names: Sequence[str], parts: int) -> tuple[int, ...]:
-    """The first block of each part as ``pipeline.cut`` names them; () where it names none."""
-    if not cut:
-        return ()
-    for name in cut:
-        if name not in names:
-            raise UserError(f"pipeline.cut has {name!r}, which is no block of the model", nearest(name, list(names)),
-                            "name blocks that stages begin with")
-    starts = (0, *(list(names).index(name) for name in cut))
-    if len(starts) != parts:
-        raise UserError(f"pipeline.cut names {count(len(cut), 'block')} for a copy in {parts} parts",
-                        f"{count(parts - 1, 'name')}: of "
-                        "the block that each part but the first begins with", "correct pipeline.cut, or leave it out")
-    if any(a >= b for a, b in zip(starts, starts[1:])):
-        raise UserError(f"pipeline.cut is {list(cut)}", "blocks in the order of the model, none twice and not its "
-                        f"first, {names[0]!r}", "correct pipeline.cut")
-    return starts
-
-
-def _seated(ranks: Sequence[int], kind_of: Sequence[int], places: Sequence[int]) -> list[int]:
-    """The rank at each place: those of one kind in their own order."""
-    waiting = {kind: [r for r, own in zip(ranks, kind_of) if own == kind] for kind in set(kind_of)}
-    return [waiting[kind].pop(0) for kind in places]
-
-
-def _too_large(task: Task, config: Config) -> UserError:
-    """The error that names the fullest stage of the cut that spreads memory best."""
-    choice = Choice(spread(task).places, task.fixed) if task.fixed else spread(task)
-    full = fullness(task, choice)
-    place = max(range(task.depth), key=lambda i: full[i])
-    kind, held = task.kinds[choice.places[place]], choice.holds(task, place)
-    blocks = ", ".join(span(kind.blocks, chunk) for chunk in choice.chunks(task, place))
-    return UserError(f"stage {place} of {task.depth} ({blocks}) needs {shown(held.total)} and {kind.device} has "
-                     f"{shown(kind.capacity_bytes)} ({held.words()}), in the cut that spreads memory best",
-                     "a cut that fits the memory of the ranks", _remedy(task, config))
-
-
-def _remedy(task: Task, config: Config) -> str:
-    """What would help, of what is known to."""
-    helps = []
-    if task.order == "gpipe" and search(replace(task, order="1f1b")) is not None:
-        helps.append("pipeline.order: 1f1b, which holds fewer activations")
-    if not task.fixed:
-        small = min(set(task.kind_of), key=lambda k: task.kinds[k].capacity_bytes or math.inf)
-        for more in range(1, MORE_STAGES + 1):
-            deeper = replace(task, kind_of=(*task.kind_of, *(small,) * more))
-            if deeper.depth * deeper.chunks <= deeper.n and search(deeper) is not None:
-                helps.append(f"{deeper.depth} stages (pipeline.stages, or pipeline.depths of this copy)")
-                break
-    elif search(replace(task, fixed=())) is not None:
-        helps.append("no pipeline.cut, for a cut that fits")
-    bare = replace(task, kinds=tuple(_without_activations(kind) for kind in task.kinds))
-    if search(bare) is not None:
-        helps.append("a smaller micro_batch (more pipeline.micro_batches)")
-        helps.append("remat, which keeps fewer activations" if config.remat == "off" else "a smaller model")
-    return "set " + ", or ".join(helps) if helps else "use a smaller model, or an optimizer with less state"
-
-
-def _without_activations(kind: Measured) -> Measured:
-    return replace(kind, blocks=tuple(replace(block, activation_bytes=0) for block in kind.blocks))
-
-
-def even_layout(config: Config, mesh: Mesh, names: Sequence[str]) -> Layout:
-    """Return the layout that ``pipeline.cut`` names, else one with about as many blocks in each chunk."""
-    assert cut_over_ranks(config)
-    row = Measured(tuple(Block(name, 1.0, 0, 0) for name in names), 1, 0, Needs(), "")
-    layout = planned([row] * sum(map(len, mesh.copies)), config, mesh)
-    return Layout(layout.mesh, layout.names, layout.starts)
-
-
 def rows(layout: Planned) -> list[dict[str, Any]]:
-    """Return what is planned of each copy and stage, JSON-able: a record's ``stages``. Seconds are of a step."""
-    found = []
-    for copy, (plan, ranks) in enumerate(zip(layout.plans, layout.mesh.copies)):
-        for stage, rank in enumerate(ranks):
-            kind, held = plan.task.kinds[plan.choice.places[stage]], plan.choice.holds(plan.task, stage)
-            found.append({
-                "copy": copy, "stage": stage, "rank": rank, "host": layout.hosts[rank], "device": kind.device,
-                "blocks": ", ".join(span(kind.blocks, chunk) for chunk in plan.choice.chunks(plan.task, stage)),
-                "busy_s": plan.step.busy_s[stage], "micro_batches": plan.task.micros,
-                "parameters_bytes": int(held.parameters), "gradients_bytes": int(held.gradients),
-                "optimizer_bytes": int(held.slots), "activations_bytes": int(held.activations),
-                "capacity_bytes": kind.capacity_bytes})
-    return found
+    """Return what is planned of each copy and stage, JSON-able: a record's ``stages``."""
+    return [{"copy": copy, "stage": row["stage"], "rank": rank, "host": layout.hosts[rank], **row}
+            for copy, (plan, ranks) in enumerate(zip(layout.plans, layout.mesh.copies))
+            for row, rank in zip(plan.rows(), ranks)]
 
 
 def record(layout: Planned) -> dict[str, Any]:
@@ -270,15 +132,25 @@ def record(layout: Planned) -> dict[str, Any]:
 
 
 def text(layout: Planned) -> str:
-    """Return the table with a first line and the predictions in words."""
-    lines: list[tuple[str, ...]] = [HEAD]
-    for row in rows(layout):
-        sizes = [row[f"{kind}_bytes"] / MIB for kind in ("parameters", "gradients", "optimizer", "activations")]
-        capacity = f"{row['capacity_bytes'] / MIB:.0f}" if row["capacity_bytes"] else "?"
-        lines.append((str(row["copy"]), str(row["stage"]), str(row["rank"]), row["host"], row["device"], row["blocks"],
-                      f"{1e3 * row['busy_s']:.2f}", *(f"{mib:.2f}" for mib in (*sizes, sum(sizes))), capacity))
+    """Return the table with a title and the predictions below."""
     return "\n".join([f"model cut over ranks, {layout.plans[0].task.order} (predicted; ms of a step, memory in MiB)",
-                      *("  " + line for line in columns(lines, LEFT)), *("  " + line for line in foretold(layout))])
+                      _table(rows(layout), list(COLUMNS)), *("  " + line for line in foretold(layout))])
+
+
+def _table(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> str:
+    """Format rows of stages in columns ``keys``."""
+    def cell(row: dict[str, Any], key: str) -> str:
+        if key == "total_bytes":
+            value = sum(row[f"{kind}_bytes"] for kind in ("parameters", "gradients", "optimizer", "activations"))
+        else:
+            value = row[key]
+        if key == "capacity_bytes":
+            return f"{value / MIB:.0f}" if value else "?"
+        if key == "busy_s":
+            return f"{1e3 * value:.2f}"
+        return f"{value / MIB:.2f}" if key.endswith("_bytes") else str(value)
+
+    return as_text([COLUMNS[key] for key in keys], [[cell(row, key) for key in keys] for row in rows], "  ")
 
 
 def foretold(layout: Planned) -> list[str]:
@@ -297,11 +169,65 @@ def foretold(layout: Planned) -> list[str]:
 
 def measured_text(layout: Planned, busy_s: Sequence[float], step_s: float, idle_share: float) -> str:
     """Return the stages' planned and measured times of a step side by side; ``busy_s``: measured, by rank."""
-    lines: list[tuple[str, ...]] = [("copy", "stage", "rank", "host", "device", "blocks", "ms planned", "ms measured")]
-    for row in rows(layout):
-        lines.append((*(str(row[name]) for name in ("copy", "stage", "rank", "host", "device", "blocks")),
-                      f"{1e3 * row['busy_s']:.2f}", f"{1e3 * busy_s[row['rank']]:.2f}"))
+    head = ("copy", "stage", "rank", "host", "device", "blocks")
+    lines = [(*(str(row[name]) for name in head), f"{1e3 * row['busy_s']:.2f}",
+              f"{1e3 * busy_s[row['rank']]:.2f}") for row in rows(layout)]
     return "\n".join([
-        "model cut over ranks, planned and measured (of a step)", *("  " + line for line in columns(lines, LEFT)),
+        "model cut over ranks, planned and measured (of a step)",
+        as_text((*head, "ms planned", "ms measured"), lines, "  "),
         f"  forwards and backwards: {1e3 * layout.step_s:.2f} ms planned, {1e3 * step_s:.2f} ms measured",
         f"  idle: {layout.idle_share:.1%} planned, {idle_share:.1%} measured"])
+
+
+def facts(layout: Layout | None, config: Config) -> dict[str, Any] | None:
+    """Return who has what, JSON-able: the ranks of each copy by stage, and the blocks of each stage; None: of a whole
+    model."""
+    if layout is None:
+        return None
+    copies = range(len(layout.mesh.copies))
+    return {"order": config.pipeline.order, "copies": [list(ranks) for ranks in layout.mesh.copies],
+            "blocks": [stages(layout, copy) for copy in copies]}
+
+
+def stages(layout: Layout, copy: int) -> list[str]:
+    """Return the blocks of each stage of a copy, in words: the first and the last of each run of them."""
+    depth, chunks = len(layout.mesh.copies[copy]), layout.chunks(copy)
+    return [", ".join(span(layout.names, chunk) for chunk in chunks[place::depth]) for place in range(depth)]
+
+
+def role(layout: Layout | None) -> str:
+    """Return which stage this rank is; "" where it has the whole model."""
+    if layout is None or layout.mesh.depth == 1:
+        return ""
+    mesh = layout.mesh
+    copy = f" of copy {mesh.copy + 1}" if len(mesh.copies) > 1 else ""
+    return f"stage {mesh.place + 1} of {mesh.depth}{copy} ({stages(layout, mesh.copy)[mesh.place]})"
+
+
+def span(names: Sequence[str], chunk: range) -> str:
+    """Return the names of the first and last block of a chunk."""
+    first, last = names[chunk.start], names[chunk.stop - 1]
+    return first if len(chunk) == 1 else f"{first}..{last}"
+
+
+def ranks_of(copies: Sequence[Sequence[int]]) -> str:
+    """Return how many ranks a run has and, where its model is cut over them, in what copies.
+
+    >>> ranks_of([[0], [1]]), ranks_of([[0, 1], [2, 3]]), ranks_of([[0], [1, 2]]), ranks_of([[0, 1]])
+    ('2', '4 in 2 pipelines of 2', '3 in pipelines of 1 and 2', '2 in one pipeline')
+    """
+    depths = [len(copy) for copy in copies]
+    if max(depths) == 1:
+        return str(len(depths))
+    if len(depths) == 1:
+        return f"{depths[0]} in one pipeline"
+    if len(set(depths)) == 1:
+        return f"{sum(depths)} in {len(depths)} pipelines of {depths[0]}"
+    return f"{sum(depths)} in pipelines of {', '.join(map(str, depths[:-1]))} and {depths[-1]}"
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Return the summary's row from `facts`."""
+    cuts = list(dict.fromkeys(" | ".join(blocks) for blocks in found["blocks"] if len(blocks) > 1))
+    more = f"; and {len(cuts) - MOST_SHOWN} other cuts" if len(cuts) > MOST_SHOWN else ""
+    return f"{found['order']}, ranks {ranks_of(found['copies'])}: " + "; ".join(cuts[:MOST_SHOWN]) + more

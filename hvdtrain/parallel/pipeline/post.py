@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hvdtrain.cluster.messages.packing import ALIGNED, ROOM
-from hvdtrain.core.protocols import Cargo, Carrier, Coming
+from hvdtrain.cluster.messages.channel import ALIGNED, ROOM
+from hvdtrain.core.protocols import Cargo, Carrier, PendingMessage
 
 FORTH, BACK, MEASURED = 0, 1, 2
 """Kinds of messages: outputs in training, their gradients, outputs in evaluation."""
@@ -22,7 +22,7 @@ FORTH, BACK, MEASURED = 0, 1, 2
 WORDS = {FORTH: "the outputs", BACK: "the gradients of what came out", MEASURED: "the outputs in evaluation"}
 
 
-class Label(NamedTuple):
+class MessageLabel(NamedTuple):
     """What a message is of: ``chunk`` of the copy gave it for micro-batch ``micro``, which has so many ``samples``."""
 
     kind: int
@@ -44,7 +44,7 @@ class Post:
 
     def __init__(self, carrier: Carrier, node: str = "", room: int = ROOM) -> None:
         self._carrier, self._node, self._room = carrier, node, room
-        self._coming: dict[tuple[int, int], Coming] = {}
+        self._coming: dict[tuple[int, int], PendingMessage] = {}
         self._shapes: dict[tuple[int, int], list[list[int]]] = {}
         self.step = 0
         self.sent_bytes = 0
@@ -54,7 +54,7 @@ class Post:
         self.step = step
         self._shapes.clear()
 
-    def send(self, cargo: Cargo | None, to: int, label: Label) -> None:
+    def send(self, cargo: Cargo | None, to: int, label: MessageLabel) -> None:
         """Send what ``label`` says, None where it is lost; its memory is the caller's again."""
         arrays = cargo.arrays if cargo is not None else ()
         what: dict[str, Any] = {"step": self.step, "of": label, "node": self._node}
@@ -77,14 +77,14 @@ class Post:
         self.expect(source, kind)
         self._coming[source, kind].wait_begun()
 
-    def receive(self, source: int, label: Label) -> Cargo | None:
+    def receive(self, source: int, label: MessageLabel) -> Cargo | None:
         """Wait for what ``label`` says; None where it is lost. Errors: RuntimeError where something else comes."""
         self.expect(source, label.kind)
         message = self._coming.pop((source, label.kind)).wait()
         what, at = _read(message)
         if "error" in what:
             raise RuntimeError(what["error"])
-        sent = Label(*what["of"])
+        sent = MessageLabel(*what["of"])
         if (what["step"], sent) != (self.step, label):
             self._refuse(source, what["node"], sent.words(what["step"]), label)
         if "lost" in what:
@@ -107,7 +107,7 @@ class Post:
         """Wait until all that was sent has left."""
         self._carrier.flush()
 
-    def _refuse(self, source: int, node: str, sent: str, label: Label, more: str = "") -> NoReturn:
+    def _refuse(self, source: int, node: str, sent: str, label: MessageLabel, more: str = "") -> NoReturn:
         """Raise the error of a message that is not what was expected; the sender gets it in place of its next one."""
         text = (f"the ranks of a pipeline have come apart: rank {source} on host {node} sent {sent}, where rank "
                 f"{self._carrier.rank} on host {self._node} expects {label.words(self.step)}{more}")

@@ -24,9 +24,9 @@ import gc
 from collections.abc import Callable
 from typing import TypeVar
 
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine import memory
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.protocols.shortage import first_line
+from hvdtrain.core.protocols.types import first_line
 
 T = TypeVar("T")
 
@@ -79,4 +79,4 @@ def clean_up(free: Callable[[], None]) -> None:
     """Give memory back that nothing needs. The error that told of its lack must be forgotten by now."""
     gc.collect()
     free()
-    heap.give_back()
+    memory.give_back()

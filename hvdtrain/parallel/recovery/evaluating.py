@@ -6,14 +6,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.protocols import Batch, Evaluator
-from hvdtrain.core.protocols.shortage import Shortage, first_line
+from hvdtrain.core.protocols.types import Shortage, first_line
 from hvdtrain.parallel.recovery.recovery import Recovery, parts, stopped
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import StepBatch
 
 
-class Evaluating:
+class RecoveringEvaluator:
     """Adds batches to ``evaluator``'s totals at step ``step``. ``shortages``: those met so far, in their order.
 
     ``lost``: no smaller size is left. The rank adds nothing more then, but goes on through the data with all others.

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable
 
 from hvdtrain.cluster.machine import memory
-from hvdtrain.core.units import shown
+from hvdtrain.core.units import format_bytes
 
 EVERY_S, RARELY = 0.25, 400
 """Micro-batches of a size that has run are looked at so often: others on the host may take more meanwhile. A look that
 takes long, as where processor time is rationed, waits so many times as long for the next."""
 
 
-class Guard:
+class MemoryGuard:
     """``local``: ranks of this host, each of which counts on its part of what is left.
 
     ``reckoned``: bytes that this process holds at most with micro-batches of so many samples; None: nobody knows
@@ -51,8 +51,8 @@ class Guard:
         wanted = self.wanted(samples) - held
         if left is not None and wanted > left // self._local:
             ranks = f" for {self._local} ranks" if self._local > 1 else ""
-            raise MemoryError(f"a micro-batch of {samples} would take {shown(wanted)} more than this process holds, "
-                              f"and {shown(left)} is left{ranks}")
+            raise MemoryError(f"a micro-batch of {samples} would take {format_bytes(wanted)} more than this process "
+                              f"holds, and {format_bytes(left)} is left{ranks}")
 
     def ran(self, samples: int) -> None:
         """Take note of what a micro-batch has taken that `check` let pass."""

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
-from hvdtrain.core.protocols.shortage import Ceiling, Shortage, first_line
-from hvdtrain.core.protocols.types import StepBatch
+from hvdtrain.core.protocols.types import Ceiling, Shortage, StepBatch, first_line
 from hvdtrain.parallel.recovery.attempt import T, attempt
-from hvdtrain.parallel.recovery.guard import Guard
+from hvdtrain.parallel.recovery.guard import MemoryGuard
 from hvdtrain.planning.batch.sampler import micro_batches
 
 LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "
@@ -40,7 +39,7 @@ class Recovery:
         self.shrinks, self.in_evaluation = shrinks, in_evaluation
         self.training, self.evaluation = Ceiling(), Ceiling()
         self.ceilings: dict[int, int] = {}
-        self.guard: Guard | None = None
+        self.guard: MemoryGuard | None = None
         self.copy: tuple[int, ...] = ()
         self.taken_back: list[Callable[[], None]] = []
 

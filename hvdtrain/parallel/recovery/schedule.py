@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Done, GradientSink, Schedule, Stage
-from hvdtrain.core.protocols.shortage import Lost, first_line
+from hvdtrain.core.protocols import GradientSink, Schedule, Stage, StepGradients
+from hvdtrain.core.protocols.types import Lost, first_line
 from hvdtrain.parallel.recovery.recovery import Recovery, largest, no_repeat, stopped
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Recovering:
     def __init__(self, schedule: Schedule, stage: Stage, recovery: Recovery) -> None:
         self._schedule, self._stage, self._recovery = schedule, stage, recovery
 
-    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Sum the gradients of ``batch``, or give poison and say in ``lost`` why.
 
         Errors: `UserError`, on this rank alone, where memory lacks and the step cannot be repeated: the exchange of a
@@ -59,4 +59,4 @@ class Recovering:
             begin = time.perf_counter()
             grads = sink.collect()
         waited_s = self._stage.waited_s + sink.waited_s + time.perf_counter() - begin
-        return Done(grads, [], waited_s, lost)
+        return StepGradients(grads, [], waited_s, lost)

@@ -1,6 +1,6 @@
 """How long a rank takes over b samples: a fixed cost and a cost per sample, fitted to measured points.
 
-Owns the fit and the arithmetic on it; pure. Measures nothing: `hvdtrain.engine.balance.probe` does.
+Owns the fit and the arithmetic on it; pure. Measures nothing: `hvdtrain.engine.balance_probe` does.
 """
 
 from __future__ import annotations

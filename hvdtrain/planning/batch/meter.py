@@ -24,7 +24,7 @@ WORTH = 5.0
 
 
 @dataclass(frozen=True)
-class Row:
+class AverageStep:
     """One rank's average step: samples, and seconds spent on input, compute, waiting for sums, and the update."""
 
     samples: float
@@ -47,11 +47,11 @@ class Reading:
     percent: float
     step_s: float
     lost: dict[str, float]
-    rows: tuple[Row, ...]
+    rows: tuple[AverageStep, ...]
     sentence: str
 
 
-def read(rows_P: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
+def read(rows_P: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
          solo_P: Sequence[float] | None = None, hosts: int = 2, crowded: str = "",
          stages_s: tuple[float, float] | None = None, ranks: int = 0) -> Reading:
     """Read the meter over a window.
@@ -84,7 +84,7 @@ def _ratio(above: float, below: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _lost(rows: Sequence[Row], step_s: float) -> dict[str, float]:
+def _lost(rows: Sequence[AverageStep], step_s: float) -> dict[str, float]:
     """Percent of the ranks' time by cause."""
     wire_s = min((row.wait_s for row in rows), default=0.0)
     seconds = {"slowest": sum(row.wait_s - wire_s for row in rows), "wire": wire_s * len(rows),
@@ -92,7 +92,7 @@ def _lost(rows: Sequence[Row], step_s: float) -> dict[str, float]:
     return {cause: _ratio(100.0 * seconds[cause], step_s * len(rows)) for cause in CAUSES}
 
 
-def _sentence(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
+def _sentence(rows: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
               solo: Sequence[float], lost: dict[str, float], percent: float, hosts: int, crowded: str) -> str:
     """What to do about the largest loss."""
     cause = max(lost, key=lambda name: lost[name])
@@ -116,7 +116,7 @@ def _sentence(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], balan
     return _about_slowest(rows, step_s, labels_P, balance, solo, share)
 
 
-def _about_slowest(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str,
+def _about_slowest(rows: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], balance: str,
                    solo: Sequence[float], share: str) -> str:
     """What to do where ranks wait for the slowest: it depends on why it is that and on what is done already."""
     awaited = max(range(len(rows)), key=lambda r: rows[r].busy_s)

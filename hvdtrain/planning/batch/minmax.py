@@ -27,7 +27,7 @@ CLOSE = 1e-12
 """A bisection ends at this relative width; what is left is less than a sample of most ranks."""
 
 
-class Cost(Protocol):
+class SampleCost(Protocol):
     """What m samples cost each of P ranks; ``most_P``: int64[P], the most samples a rank can take."""
 
     most_P: np.ndarray
@@ -65,16 +65,16 @@ class OwnParts:
         return np.maximum(np.minimum(self.least_P, samples_P), -(-samples_P // self.ceiling_P))
 
     def seconds(self, samples_P: np.ndarray) -> np.ndarray:
-        """See `Cost`."""
+        """See `SampleCost`."""
         return self.parts(samples_P) * self.a_P + self.c_P * samples_P
 
     def one(self, rank: int, samples: int) -> float:
-        """See `Cost`."""
+        """See `SampleCost`."""
         parts = max(min(self._lists[3][rank], samples), -(-samples // self._lists[2][rank]))
         return parts * self._lists[0][rank] + self._lists[1][rank] * samples
 
     def capacity(self, step_s: float) -> np.ndarray:
-        """See `Cost`: the smaller of what full micro-batches allow and what the least number of them allows."""
+        """See `SampleCost`: the smaller of what full micro-batches allow and what the least number of them allows."""
         full_P = np.floor(step_s / self._full_s)
         rest_P = np.floor((step_s - full_P * self._full_s - self.a_P) / self.c_P)
         by_ceiling_P = full_P * self.ceiling_P + np.clip(rest_P, 0, self.ceiling_P - 1)
@@ -92,15 +92,15 @@ class CommonParts:
         self.floor_s = float(self.fixed_P.max())
 
     def seconds(self, samples_P: np.ndarray) -> np.ndarray:
-        """See `Cost`."""
+        """See `SampleCost`."""
         return np.where(samples_P > 0, self.fixed_P + self.c_P * samples_P, 0.0)
 
     def one(self, rank: int, samples: int) -> float:
-        """See `Cost`."""
+        """See `SampleCost`."""
         return float(self.fixed_P[rank] + self.c_P[rank] * samples) if samples else 0.0
 
     def capacity(self, step_s: float) -> np.ndarray:
-        """See `Cost`."""
+        """See `SampleCost`."""
         return np.clip(np.floor((step_s - self.fixed_P) / self.c_P), 0, self.most_P).astype(np.int64)
 
     def relaxed(self, step_s: float) -> float:
@@ -118,7 +118,7 @@ class CommonParts:
         return bool((self.capacity(step_s) < self.most_P).all())
 
 
-def solve(cost: Cost, n: int) -> np.ndarray:
+def solve(cost: SampleCost, n: int) -> np.ndarray:
     """int64[P] samples with sum ``n`` whose slowest rank is the fastest possible.
 
     Of the ranks that would all be the slowest, those that would end sooner with one sample less give one up first: the
@@ -189,7 +189,7 @@ def _relaxed_step(cost: CommonParts) -> float:
     return high_s
 
 
-def _start(cost: Cost, n: int) -> np.ndarray:
+def _start(cost: SampleCost, n: int) -> np.ndarray:
     """About the best division, most often with too few samples."""
     low_s, high_s = 0.0, float(cost.seconds(cost.most_P).max())
     samples_P = np.zeros(len(cost.most_P), np.int64)
@@ -206,7 +206,7 @@ def _start(cost: Cost, n: int) -> np.ndarray:
     return samples_P
 
 
-def _add(cost: Cost, samples_P: np.ndarray, missing: int) -> np.ndarray:
+def _add(cost: SampleCost, samples_P: np.ndarray, missing: int) -> np.ndarray:
     """Add ``missing`` samples, each where it ends first."""
     assert 0 <= missing <= int((cost.most_P - samples_P).sum()), "a division needs room for all samples"
     samples_P = samples_P.copy()
@@ -219,7 +219,7 @@ def _add(cost: Cost, samples_P: np.ndarray, missing: int) -> np.ndarray:
     return samples_P
 
 
-def _remove(cost: Cost, samples_P: np.ndarray, surplus: int) -> np.ndarray:
+def _remove(cost: SampleCost, samples_P: np.ndarray, surplus: int) -> np.ndarray:
     """Take ``surplus`` samples away, each from the rank that is the slowest by then; see `solve` for ties."""
     samples_P = samples_P.copy()
 
@@ -241,12 +241,12 @@ def _remove(cost: Cost, samples_P: np.ndarray, surplus: int) -> np.ndarray:
     return samples_P
 
 
-def _one_more(cost: Cost, samples_P: np.ndarray) -> np.ndarray:
+def _one_more(cost: SampleCost, samples_P: np.ndarray) -> np.ndarray:
     """float64[P] seconds with one sample more on each rank; infinite where it has no room."""
     return np.where(samples_P < cost.most_P, cost.seconds(samples_P + 1), np.inf)
 
 
-def _more(cost: Cost, samples_P: np.ndarray, rank: int) -> float:
+def _more(cost: SampleCost, samples_P: np.ndarray, rank: int) -> float:
     """`_one_more` of one rank."""
     samples = int(samples_P[rank])
     return cost.one(rank, samples + 1) if samples < cost.most_P[rank] else np.inf

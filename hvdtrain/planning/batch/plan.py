@@ -2,7 +2,7 @@
 
 Owns the plan, the plans to compare it with, the advice to leave a host out and the table; pure. Times nothing and moves
 no data. Which division is best is found in `hvdtrain.planning.batch.minmax`; the ranks' lines come from
-`hvdtrain.engine.balance.probe`, later from `hvdtrain.planning.batch.rebalance`. Every rank computes the same plan from
+`hvdtrain.engine.balance_probe`, later from `hvdtrain.planning.batch.rebalance`. Every rank computes the same plan from
 the same lines, bit for bit.
 """
 
@@ -35,7 +35,7 @@ Ceilings = Sequence[int | None] | None
 
 
 @dataclass(frozen=True)
-class Part:
+class RankShare:
     """One rank's part of a step: ``samples`` in ``accumulate`` micro-batches, the largest of ``micro_batch`` samples.
 
     `hvdtrain.planning.batch.sampler.micro_batches` cuts exactly these. All three are 0 for a rank that gets nothing,
@@ -49,10 +49,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """Every rank's part, by rank, and the predicted seconds of the slowest."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RankShare, ...]
     step_s: float
 
     @property
@@ -60,14 +60,14 @@ class Plan:
         """Samples of each rank; their sum is the global batch."""
         return tuple(part.samples for part in self.parts)
 
-    def same(self, other: Plan) -> bool:
+    def same(self, other: BatchPlan) -> bool:
         """Whether ``other`` asks every rank for the same work, whatever either predicts."""
         mine = [(p.samples, p.micro_batch, p.accumulate) for p in self.parts]
         return mine == [(p.samples, p.micro_batch, p.accumulate) for p in other.parts]
 
 
 @dataclass(frozen=True)
-class Label:
+class RankLabel:
     """What the table calls a rank."""
 
     host: str
@@ -75,8 +75,12 @@ class Label:
     dtype: str
 
 
+Plan = BatchPlan
+"""The name in earlier releases, to which `hvdtrain.balance.plan` leads."""
+
+
 def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
-         same_parts: bool = False) -> Plan:
+         same_parts: bool = False) -> BatchPlan:
     """The plan for exactly ``n`` samples whose slowest rank is predicted to be the fastest possible.
 
     A rank runs as few micro-batches as its ceiling allows, but at least ``least_parts`` (fewer where it has fewer
@@ -96,7 +100,7 @@ def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_par
 
 
 def of_shares(lines_P: Sequence[Line], n: int, shares_P: Sequence[float], ceilings_P: Ceilings = None,
-              least_parts: Parts = 1, same_parts: bool = False) -> Plan:
+              least_parts: Parts = 1, same_parts: bool = False) -> BatchPlan:
     """The plan that cuts ``n`` samples in proportion to ``shares_P`` as the sampler does; arguments as in `plan`.
 
     Errors: `UserError` for unusable shares and for a ceiling below 1.
@@ -111,18 +115,18 @@ def of_shares(lines_P: Sequence[Line], n: int, shares_P: Sequence[float], ceilin
 
 
 def equal(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
-          same_parts: bool = False) -> Plan:
+          same_parts: bool = False) -> BatchPlan:
     """The plan with equal shares, to compare with."""
     return of_shares(lines_P, n, [1.0] * len(lines_P), ceilings_P, least_parts, same_parts)
 
 
-def predicted(of: Plan, lines_P: Sequence[Line]) -> Plan:
+def predicted(of: BatchPlan, lines_P: Sequence[Line]) -> BatchPlan:
     """The same work, with the times that ``lines_P`` predict for it."""
     assert len(of.parts) == len(lines_P)
     return _made(lines_P, of.samples_P, [part.accumulate for part in of.parts])
 
 
-def speed(of: Plan, n: int) -> float:
+def speed(of: BatchPlan, n: int) -> float:
     """Samples per second of a step over ``n`` samples, as predicted; without what ranks do together."""
     return n / of.step_s if of.step_s > 0 else 0.0
 
@@ -159,7 +163,7 @@ def advise_drop(lines_P: Sequence[Line], hosts: Sequence[tuple[str, tuple[int, .
             f"{1e3 * with_all_s:.3g} ms, {saved:.0%} less: leave {name} out")
 
 
-def table(of: Plan, labels_P: Sequence[Label], ceilings_P: Ceilings = None) -> list[list[str]]:
+def table(of: BatchPlan, labels_P: Sequence[RankLabel], ceilings_P: Ceilings = None) -> list[list[str]]:
     """Rows of text under `COLUMNS`, one for each rank; from `FOLD_FROM` ranks, equal neighbours share one ("0-3")."""
     assert len(labels_P) == len(of.parts)
     limits = ceilings_P or [None] * len(of.parts)
@@ -193,9 +197,10 @@ def _vectors(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings) -> tuple[np.
             np.array(ceilings, np.int64))
 
 
-def _made(lines_P: Sequence[Line], samples_P: Sequence[int] | np.ndarray, parts_P: Sequence[int] | np.ndarray) -> Plan:
+def _made(lines_P: Sequence[Line], samples_P: Sequence[int] | np.ndarray,
+          parts_P: Sequence[int] | np.ndarray) -> BatchPlan:
     """The plan of these samples and micro-batches, with the times that the lines predict."""
     parts = []
     for line, samples, count in zip(lines_P, map(int, samples_P), map(int, parts_P)):
-        parts.append(Part(samples, -(-samples // count) if count else 0, count, line.seconds(samples, count)))
-    return Plan(tuple(parts), max(part.predicted_s for part in parts))
+        parts.append(RankShare(samples, -(-samples // count) if count else 0, count, line.seconds(samples, count)))
+    return BatchPlan(tuple(parts), max(part.predicted_s for part in parts))

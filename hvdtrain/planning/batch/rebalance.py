@@ -36,7 +36,7 @@ from typing import Any
 
 from hvdtrain.core.errors import count
 from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.batch.plan import Ceilings, Part, Parts, Plan, of_shares, plan, predicted
+from hvdtrain.planning.batch.plan import BatchPlan, Ceilings, Parts, RankShare, of_shares, plan, predicted
 
 TRUST = 4
 """Windows that the probe's line is worth."""
@@ -79,7 +79,7 @@ class Rebalancer:
     drastic change that is not believed yet, or the plan in force was made of one and was not looked at yet.
     """
 
-    def __init__(self, lines_P: Sequence[Line], n: int, ceilings_P: Ceilings, plan: Plan, margin: float = 0.05,
+    def __init__(self, lines_P: Sequence[Line], n: int, ceilings_P: Ceilings, plan: BatchPlan, margin: float = 0.05,
                  lasting: int = 2, least_parts: Parts = 1, same_parts: bool = False) -> None:
         assert len(lines_P) == len(plan.parts) and margin >= 0 and lasting >= 1
         self.base_P, self.n, self.ceilings_P, self.plan = list(lines_P), n, ceilings_P, plan
@@ -114,7 +114,7 @@ class Rebalancer:
         return [line.scaled(factor) for line, factor in zip(self.base_P, self.factors_P)]
 
     def observe(self, compute_s_P: Sequence[float], samples_P: Sequence[int], parts_P: Sequence[int],
-                latest_s_P: Sequence[float] = ()) -> Plan | None:
+                latest_s_P: Sequence[float] = ()) -> BatchPlan | None:
         """See one window; return the plan to follow from here on, or None to go on.
 
         ``compute_s_P``: each rank's own seconds per step without any waiting, the median over the window;
@@ -150,7 +150,7 @@ class Rebalancer:
             self._held.append(found)
         return found
 
-    def lower(self, ceilings_P: Sequence[int]) -> Plan:
+    def lower(self, ceilings_P: Sequence[int]) -> BatchPlan:
         """Take lower ceilings; return the plan in force under them: the same samples, in more micro-batches."""
         self.ceilings_P = list(ceilings_P)
         self.plan = of_shares(self.lines_P, self.n, self.plan.samples_P, self.ceilings_P, self.least_parts,
@@ -170,12 +170,12 @@ class Rebalancer:
             return f"the plan was made for {count(len(state['lines']), 'rank')}, these are {len(self.base_P)}"
         if state["n"] != self.n:
             return f"the plan was made for {count(state['n'], 'sample')} a step, these are {self.n}"
-        parts = tuple(Part(*part) for part in state["plan"])
+        parts = tuple(RankShare(*part) for part in state["plan"])
         for rank, (part, ceiling) in enumerate(zip(parts, self.ceilings_P or [None] * len(parts))):
             if ceiling and part.micro_batch > ceiling:
                 return f"rank {rank} holds {count(ceiling, 'sample')}, the plan has micro-batches of {part.micro_batch}"
         self.base_P = [Line(*line) for line in state["lines"]]
-        self.plan = Plan(parts, max(part.predicted_s for part in parts))
+        self.plan = BatchPlan(parts, max(part.predicted_s for part in parts))
         self._held = [self.plan]
         self._level_P = [float(factor) for factor in state["factors"]]
         self._weight_P, self._idle_P = list(state["weights"]), list(state["idle"])
@@ -238,7 +238,7 @@ class Rebalancer:
 
     # --- the plans ---------------------------------------------------------------------------------------------------
 
-    def _best(self, level_P: Sequence[float]) -> tuple[Plan, float]:
+    def _best(self, level_P: Sequence[float]) -> tuple[BatchPlan, float]:
         """(the best plan by these levels or one about as good that was followed, how much faster than now)."""
         lines_P = [line.scaled(level) for line, level in zip(self.base_P, level_P)]
         best = plan(lines_P, self.n, self.ceilings_P, self.least_parts, self.same_parts)

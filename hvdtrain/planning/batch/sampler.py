@@ -60,7 +60,7 @@ def cut(n: int, weights_P: Sequence[float]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchShares:
     """How every global batch is cut, the same on every rank: over P ranks by ``shares_P``, and within each rank.
 
     ``accumulate_P``, ``micro_batch_P``: see `micro_batches`, one of each per rank.
@@ -71,7 +71,7 @@ class Cut:
     micro_batch_P: tuple[int, ...]
 
     @classmethod
-    def of(cls, shares_P: Sequence[float], accumulate: int | Sequence[int] = 1, micro_batch: int = 0) -> Cut:
+    def of(cls, shares_P: Sequence[float], accumulate: int | Sequence[int] = 1, micro_batch: int = 0) -> BatchShares:
         """A cut with the same micro-batches on every rank; ``accumulate`` may have an entry for each."""
         P = len(shares_P)
         accumulate_P = (accumulate,) * P if isinstance(accumulate, int) else tuple(accumulate)

@@ -60,7 +60,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchDivision:
     """How a global batch of ``n`` samples is divided: by ``shares_P``, or as planned from the lines where None.
 
     The rest as in `hvdtrain.planning.batch.plan.plan`.
@@ -86,7 +86,7 @@ class Forecast:
         return tuple(None if s is None else 100.0 * (self.step_s / s - 1.0) for s in self.without_s_P)
 
 
-def forecast(steps: Steps, work: Work, lines_P: Sequence[Line | None] = ()) -> Forecast | None:
+def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[Line | None] = ()) -> Forecast | None:
     """Reckon a step without each rank; None where too few steps are alike.
 
     ``lines_P``: as the probe has measured them; others are found from steps of unlike sizes, such as the last of each
@@ -137,7 +137,7 @@ def line_of(work_s: np.ndarray, samples: np.ndarray) -> Line | None:
     return fit(*zip(*found)) if len(found) > 1 else None
 
 
-def _changes(others: Sequence[int], samples_P: Sequence[int], work: Work,
+def _changes(others: Sequence[int], samples_P: Sequence[int], work: BatchDivision,
              lines_P: Sequence[Line | None]) -> list[tuple[float, float]] | None:
     """(factor, seconds more) of what each of ``others`` works in a step without the rest; None where not known."""
     lines = [lines_P[r] for r in others]

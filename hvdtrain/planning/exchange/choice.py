@@ -26,7 +26,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.core.table import as_text
+from hvdtrain.core.units import MIB, format_ms
 from hvdtrain.planning.exchange.link import Link, Traffic, wire_seconds
+
+HEADERS = ("", "choice", "numerics", "MiB sent", "codec ms", "wire ms", "step ms", "over")
 
 TIE = 0.02
 """Predicted steps this near to the shortest count as equal; of those the gentlest compressor is taken."""
@@ -39,7 +43,7 @@ OFF = 0.25
 
 
 @dataclass(frozen=True)
-class Cost:
+class CompressorCost:
     """What one compressor was measured to cost in a step, on the slowest rank.
 
     ``codec_s``: encoding and decoding of all buckets. ``wire_bytes``: what one rank sends in all. ``numerics``: what
@@ -62,7 +66,7 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class Row:
+class CompressorPrediction:
     """The prediction for one compressor; ``wire_s`` is all of its wire, hidden or not. ``wire``: which, where there are
     several.
     """
@@ -77,7 +81,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CompressorChoice:
     """The decision: a compressor's name, its predicted step, and why. ``wire``: another one to go over to, or ""."""
 
     name: str
@@ -86,8 +90,9 @@ class Choice:
     wire: str = ""
 
 
-def predict(costs: Sequence[Cost], links: Mapping[str, Link], base: Baseline, overlaps: bool,
-            in_graph: bool = False, wire: str = "", in_use: Mapping[str, Link] | None = None) -> list[Row]:
+def predict(costs: Sequence[CompressorCost], links: Mapping[str, Link], base: Baseline, overlaps: bool,
+            in_graph: bool = False, wire: str = "",
+            in_use: Mapping[str, Link] | None = None) -> list[CompressorPrediction]:
     """A row for each of ``costs``, of which "none" must be one; see the formula above.
 
     ``overlaps``: the wire works beside backward. ``in_graph``: requests are issued by a graph, not after backward.
@@ -103,13 +108,14 @@ def predict(costs: Sequence[Cost], links: Mapping[str, Link], base: Baseline, ov
     for cost in costs:
         first_s, later_s = wires[cost.name]
         step_s = rest_s + cost.codec_s + shown * first_s + (1.0 if overlaps and not in_graph else shown) * later_s
-        rows.append(Row(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire, cost.numerics))
+        rows.append(CompressorPrediction(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire,
+                                         cost.numerics))
     return rows
 
 
-def best_wires(rows: Sequence[Row], margin: float = 0.05) -> list[Row]:
+def best_wires(rows: Sequence[CompressorPrediction], margin: float = 0.05) -> list[CompressorPrediction]:
     """Of each compressor's rows that of the wire at hand (""), or that of another one which saves ``margin`` of it."""
-    found: dict[str, Row] = {}
+    found: dict[str, CompressorPrediction] = {}
     for row in rows:
         at_hand = found.setdefault(row.name, row)
         if row.step_s < at_hand.step_s * (1 - margin * (at_hand.wire == "")):
@@ -117,7 +123,7 @@ def best_wires(rows: Sequence[Row], margin: float = 0.05) -> list[Row]:
     return list(found.values())
 
 
-def decide(rows: Sequence[Row], margin: float) -> Choice:
+def decide(rows: Sequence[CompressorPrediction], margin: float) -> CompressorChoice:
     """The compressor with the shortest predicted step, if it saves more than ``margin`` of the step without; else none.
 
     ``rows`` have the gentlest compressor first, to which ties (within `TIE`) go. Each takes its best wire
@@ -127,25 +133,26 @@ def decide(rows: Sequence[Row], margin: float) -> Choice:
     none = next(row for row in rows if row.name == "none")
     others = [row for row in rows if row.name != "none"]
     if not others:
-        return Choice("none", none.step_s, "none: there is no compressor to compare with", none.wire)
+        return CompressorChoice("none", none.step_s, "none: there is no compressor to compare with", none.wire)
     shortest_s = min(row.step_s for row in others)
     best = next(row for row in others if row.step_s <= shortest_s * (1 + TIE))
     saved = 1.0 - best.step_s / none.step_s if none.step_s > 0 else 0.0
     over = f" over {best.wire}" if best.wire else ""
-    against = (f"{best.name}{over} is predicted to take {_ms(best.step_s)} a step against {_ms(none.step_s)} "
-               "uncompressed")
+    against = (f"{best.name}{over} is predicted to take {format_ms(best.step_s)} a step against "
+               f"{format_ms(none.step_s)} uncompressed")
     if saved > margin:
-        return Choice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from here on; "
+        return CompressorChoice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from here on; "
                       f"gradients are no longer exact ({best.numerics})", best.wire)
     short = f"saves {saved:.1%}" if saved > 0 else "saves nothing"
     moves = f"; uncompressed, over {none.wire} from here on" if none.wire else ""
-    return Choice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}", none.wire)
+    return CompressorChoice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}",
+                            none.wire)
 
 
-def verdict(choice: Choice, base: Baseline, measured_s: float) -> tuple[bool, str]:
+def verdict(choice: CompressorChoice, base: Baseline, measured_s: float) -> tuple[bool, str]:
     """(whether to keep ``choice``, why), from the measured step with it: it must be shorter than without."""
-    numbers = (f"{_ms(measured_s)} a step, predicted were {_ms(choice.step_s)}, "
-               f"without compression {_ms(base.step_s)}")
+    numbers = (f"{format_ms(measured_s)} a step, predicted were {format_ms(choice.step_s)}, "
+               f"without compression {format_ms(base.step_s)}")
     if measured_s >= base.step_s:
         return False, f"none from here on: {choice.name} took {numbers}; the prediction was wrong"
     late = measured_s / choice.step_s - 1.0 if choice.step_s > 0 else 0.0
@@ -153,16 +160,15 @@ def verdict(choice: Choice, base: Baseline, measured_s: float) -> tuple[bool, st
     return True, f"{choice.name} stays: it took {numbers}{remark}"
 
 
-def table(rows: Sequence[Row], refused: Mapping[str, str], chosen: str, size: int, wire: str = "") -> list[str]:
-    """Lines for people: what a rank of ``size`` sends and how long it takes; the chosen row is marked."""
-    lines = [f"compression auto: a step on each of {size} ranks, predicted", f"  {'choice':<9} {'numerics':<24} "
-             f"{'MB sent':>9} {'codec ms':>9} {'wire ms':>9} {'step ms':>9}"]
-    for row in rows:
-        mark = ">" if (row.name, row.wire) == (chosen, wire) else " "
-        lines.append(f"{mark} {row.name:<9} {row.numerics:<24} {row.wire_bytes / 1e6:>9.3f} "
-                     f"{1e3 * row.codec_s:>9.2f} {1e3 * row.wire_s:>9.2f} {1e3 * row.step_s:>9.2f}"
-                     + (f"  over {row.wire}" if row.wire else ""))
-    return lines + [f"  {name:<9} not considered: {why}" for name, why in refused.items()]
+def table(rows: Sequence[CompressorPrediction], refused: Mapping[str, str], chosen: str, size: int,
+          wire: str = "") -> str:
+    """Return the table of what a rank of ``size`` sends and how long it takes; the chosen row is marked."""
+    cells = [[">" if (row.name, row.wire) == (chosen, wire) else "", row.name, row.numerics,
+              f"{row.wire_bytes / MIB:.3f}", *(f"{1e3 * s:.2f}" for s in (row.codec_s, row.wire_s, row.step_s)),
+              row.wire]
+             for row in rows]
+    return "\n".join([f"compression auto: a step on each of {size} ranks, predicted", as_text(HEADERS, cells),
+                      *(f"   {name} not considered: {why}" for name, why in refused.items())])
 
 
 def pick_bucket(totals_s: Mapping[float, float], tails_s: Mapping[float, float],
@@ -176,9 +182,5 @@ def pick_bucket(totals_s: Mapping[float, float], tails_s: Mapping[float, float],
     costs_s = {mb: total_s + (tails_s[mb] if overlaps else 0.0) for mb, total_s in totals_s.items()}
     least_s = min(costs_s.values())
     best = max(mb for mb, cost_s in costs_s.items() if cost_s <= least_s * (1 + BUCKET_TIE))
-    numbers = ", ".join(f"{mb:g} MiB {_ms(costs_s[mb])}" for mb in sorted(costs_s))
+    numbers = ", ".join(f"{mb:g} MiB {format_ms(costs_s[mb])}" for mb in sorted(costs_s))
     return best, numbers + (" (with the last bucket once more, which nothing hides)" if overlaps else "")
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"

@@ -1,7 +1,7 @@
 """Which wire ``collectives: auto`` takes: who is a candidate, what is reckoned of each, the decision and its words.
 
 Owns the rules and the formula; pure. Does not open a wire (`hvdtrain.comm.wires`), measure one
-(`hvdtrain.comm.measure.wire_sweep`) or act (`hvdtrain.engine.callbacks.auto_wire`). Let, for a step's gradients of N
+(`hvdtrain.comm.measure.transports`) or act (`hvdtrain.engine.callbacks.auto_wire`). Let, for a step's gradients of N
 bytes::
 
     wire_s = alpha + beta N             of sums of at most 8 MiB in pieces of 2 MiB, beyond those at their rate
@@ -18,7 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.core.table import as_text
+from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.planning.exchange.link import Link
+
+HEADERS = ("", "wire", "MB/s", "wire ms", "cpu ms", "cost ms", "idle cpu")
 
 TIE = 0.05
 """Costs this near to the least count as equal; of those the wire that takes the least processor time is taken."""
@@ -45,7 +49,7 @@ WHAT = {"shared": "sums within each host first, by memory (hierarchical)", "mpi"
 
 
 @dataclass(frozen=True)
-class Job:
+class TransportJob:
     """What decides about candidates. ``hosts``: how many ranks each has; of CPUs that MPI connects.
 
     ``no_shared``, ``no_horovod``: why the wire cannot be had, "" where it can; ``rationed``: a rank whose processor
@@ -59,7 +63,7 @@ class Job:
     waits_within: bool = False
 
 
-def candidates(job: Job) -> tuple[list[str], dict[str, str]]:
+def candidates(job: TransportJob) -> tuple[list[str], dict[str, str]]:
     """(names of the wires to choose from, the one of the rule first; why the others are left out). Pure."""
     found, left_out = [], {}
     if job.no_shared:
@@ -91,7 +95,7 @@ def rationed(quotas: Sequence[tuple[str, float, int]]) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTransport:
     """One wire as the slowest rank found it. ``link``: seconds by bytes of gradients; ``busy_cores``: how many it keeps
     busy meanwhile; ``idle_cores``: and while nothing is under way; ``most_bytes``: of one sum measured.
     """
@@ -104,7 +108,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Row:
+class TransportCost:
     """What is reckoned of one wire for a step's gradients; ``rate_Bps``: bytes of gradients a second, without start-up.
     """
 
@@ -133,17 +137,17 @@ def short_of_cores(hosts: Sequence[tuple[int, int]], threads: int) -> float:
     return max(min(1.0, max(0.0, 1.0 - (cores / ranks - threads))) for ranks, cores in hosts)
 
 
-def reckon(found: Sequence[Measured], nbytes: float, short: float) -> list[Row]:
+def reckon(found: Sequence[MeasuredTransport], nbytes: float, short: float) -> list[TransportCost]:
     """A row for each wire by the formula above, in the order given. Pure."""
     rows = []
     for m in found:
         wire_s, busy_s = m.link.seconds(nbytes), m.busy_cores * m.link.seconds(nbytes)
         rate = 1 / m.link.beta_s_per_byte if m.link.beta_s_per_byte > 0 else 0.0
-        rows.append(Row(m.name, wire_s, busy_s, wire_s + short * busy_s, m.idle_cores, rate))
+        rows.append(TransportCost(m.name, wire_s, busy_s, wire_s + short * busy_s, m.idle_cores, rate))
     return rows
 
 
-def decide(rows: Sequence[Row]) -> WireChoice:
+def decide(rows: Sequence[TransportCost]) -> WireChoice:
     """The wire that costs a step least; within `TIE` the one that takes the least processor time. Pure."""
     least_s = min(row.cost_s for row in rows)
     near = [row for row in rows if row.cost_s <= least_s * (1 + TIE)]
@@ -152,7 +156,7 @@ def decide(rows: Sequence[Row]) -> WireChoice:
     if not others:
         return WireChoice(best.name, f"{best.name}: there is no other")
     second = others[0]
-    than = f"{_ms(best.cost_s)} a step at most, {second.name} {_ms(second.cost_s)}"
+    than = f"{format_ms(best.cost_s)} a step at most, {second.name} {format_ms(second.cost_s)}"
     if best.cost_s > second.cost_s or best.cost_s > (1 - TIE) * second.cost_s and best.busy_s < second.busy_s:
         reason = f"{than}: within {TIE:.0%}, and it takes less processor time"
     else:
@@ -165,7 +169,7 @@ def by_rule(names: Sequence[str], why: str) -> WireChoice:
     return WireChoice(names[0], f"{names[0]}, {WHAT.get(names[0], names[0])}, by rule: {why}")
 
 
-def doubt(rows: Sequence[Row], choice: WireChoice, step_s: float, wait_s: float,
+def doubt(rows: Sequence[TransportCost], choice: WireChoice, step_s: float, wait_s: float,
           easy: Sequence[str] = ()) -> tuple[str, str] | None:
     """(a wire to try in place of ``choice``, why), from steps with that; None: keep it. Pure.
 
@@ -177,7 +181,7 @@ def doubt(rows: Sequence[Row], choice: WireChoice, step_s: float, wait_s: float,
     others = sorted((row for row in rows if row.name != choice.name), key=lambda row: row.cost_s)
     if own is None or not others or wait_s <= SEEN * step_s:
         return None
-    wait = f"steps of {_ms(step_s)} wait {_ms(wait_s)}"
+    wait = f"steps of {format_ms(step_s)} wait {format_ms(wait_s)}"
     if wait_s > own.cost_s * (1 + OFF) and wait_s - own.cost_s > SEEN * step_s and others[0].cost_s < wait_s:
         return others[0].name, f"{wait}, longer than was reckoned"
     near = [row.name for row in others if row.name in easy and row.cost_s <= own.cost_s * (1 + NEAR)]
@@ -186,7 +190,7 @@ def doubt(rows: Sequence[Row], choice: WireChoice, step_s: float, wait_s: float,
 
 def better(choice: str, step_s: float, tried: str, tried_s: float) -> tuple[str, str]:
     """(the wire with the shorter measured step, why). Pure."""
-    numbers = f"{choice} took {_ms(step_s)} a step, {tried} {_ms(tried_s)}"
+    numbers = f"{choice} took {format_ms(step_s)} a step, {tried} {format_ms(tried_s)}"
     return (tried, f"{tried} from here on: {numbers}") if tried_s < step_s else (choice, f"{choice} stays: {numbers}")
 
 
@@ -204,16 +208,10 @@ def changed(settled: tuple[float, float], windows: Sequence[tuple[float, float]]
             or all(w < wait_s / CHANGED and wait_s - w > seen_s for w in last))
 
 
-def table(rows: Sequence[Row], left_out: Mapping[str, str], chosen: str, nbytes: float) -> list[str]:
-    """Lines for people; the chosen row is marked. Pure."""
-    lines = [f"collectives auto: {nbytes / 1e6:.3f} MB of gradients a step, reckoned",
-             f"  {'wire':<8} {'MB/s':>9} {'wire ms':>9} {'cpu ms':>9} {'cost ms':>9} {'idle cpu':>9}"]
-    for row in rows:
-        mark = ">" if row.name == chosen else " "
-        lines.append(f"{mark} {row.name:<8} {row.rate_Bps / 1e6:>9.1f} {1e3 * row.wire_s:>9.2f} "
-                     f"{1e3 * row.busy_s:>9.2f} {1e3 * row.cost_s:>9.2f} {row.idle_cores:>9.0%}")
-    return lines + [f"  {name:<8} not considered: {why}" for name, why in left_out.items()]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
+def table(rows: Sequence[TransportCost], left_out: Mapping[str, str], chosen: str, nbytes: float) -> str:
+    """Return the table of predictions; the chosen row is marked. Pure."""
+    cells = [[">" if row.name == chosen else "", row.name, f"{row.rate_Bps / 1e6:.1f}",
+              *(f"{1e3 * seconds:.2f}" for seconds in (row.wire_s, row.busy_s, row.cost_s)), f"{row.idle_cores:.0%}"]
+             for row in rows]
+    return "\n".join([f"collectives auto: {format_bytes(nbytes)} of gradients a step, predicted",
+                      as_text(HEADERS, cells), *(f"   {name} not considered: {why}" for name, why in left_out.items())])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hvdtrain.core.protocols import BlockCost, ParamSpec
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.planning import shards
-from hvdtrain.planning.memory.pass_trace import Line
+from hvdtrain.planning.memory.pass_trace import MemoryLine
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMemory:
     """What a few samples have told of this rank.
 
     ``line``: bytes of a pass (`hvdtrain.planning.memory.pass_trace`); None: nothing was measured. ``with_gradients``:
@@ -62,7 +62,7 @@ class Measured:
     bytes by which recomputing makes a pass less.
     """
 
-    line: Line | None = None
+    line: MemoryLine | None = None
     with_gradients: bool = False
     scratch: tuple[float, float] = (0.0, 0.0)
     held_bytes: int = 0
@@ -72,7 +72,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankMemory:
     """One rank of ``size``: ``local`` of them share its host. ``free_bytes``: what it may take in all; None: unknown.
 
     ``micro_batch``: samples of its largest micro-batch. ``micros``: how many a step has.
@@ -92,7 +92,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Way:
+class Sharding:
     """How the copies of the model stay one: ``stage`` 0 (every rank holds all), 1 or 2 of ZeRO.
 
     ``buckets``: none where nothing is sent. ``parts_P``: of the state, by rank, in ZeRO; ``sizes_BP``: elements of each
@@ -114,10 +114,10 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MemoryFacts:
     """All of it."""
 
     model: Model
-    rank: Rank = field(default_factory=Rank)
-    way: Way = field(default_factory=Way)
-    measured: Measured = field(default_factory=Measured)
+    rank: RankMemory = field(default_factory=RankMemory)
+    way: Sharding = field(default_factory=Sharding)
+    measured: MeasuredMemory = field(default_factory=MeasuredMemory)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.memory.knapsack import Choice, cheapest
+from hvdtrain.planning.memory.knapsack import RematChoice, cheapest
 
 WORTH = 0.05
 """Part of a step's time that recomputing has to save over smaller micro-batches."""
@@ -25,7 +25,7 @@ ALL_UP_TO, GROWTH = 8, 1.25
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryRoom:
     """What one rank knows. ``need``: bytes that it holds in all with micro-batches of so many samples and nothing
     recomputed. ``free``: bytes that it may hold; None: unknown. ``costs``: of its blocks, for so many samples, in the
     order of the forward pass; none where nothing may be recomputed. ``line``: seconds of a micro-batch.
@@ -46,17 +46,17 @@ class Fit:
 
     micro_batch: int
     parts: int
-    choice: Choice
+    choice: RematChoice
     need: int
 
 
-def choose(room: Room, n: int, least_parts: int, most_parts: int) -> Fit:
+def choose(room: MemoryRoom, n: int, least_parts: int, most_parts: int) -> Fit:
     """Return how ``n`` samples of a step are best computed in ``least_parts`` to ``most_parts`` micro-batches.
 
     Where nothing fits: what comes `nearest`, with the blocks recomputed that do most for it.
     """
     if n == 0:
-        return Fit(0, least_parts, Choice((), 0, 0.0, True), 0)
+        return Fit(0, least_parts, RematChoice((), 0, 0.0, True), 0)
     most_parts = max(least_parts, min(most_parts, n))
     if room.free is None:
         return in_parts(room, n, least_parts)
@@ -73,7 +73,7 @@ def choose(room: Room, n: int, least_parts: int, most_parts: int) -> Fit:
     return best or nearest(room, n, least_parts, most_parts)
 
 
-def nearest(room: Room, n: int, least_parts: int, most_parts: int) -> Fit:
+def nearest(room: MemoryRoom, n: int, least_parts: int, most_parts: int) -> Fit:
     """Return the fewest micro-batches that hold hardly more than the most would; pure.
 
     Where what lasts is too much, or a process shows no rise with the samples because it has held more before, tiny
@@ -84,16 +84,16 @@ def nearest(room: Room, n: int, least_parts: int, most_parts: int) -> Fit:
     return next((fit for fit in found if fit.choice.peak <= (1 + HARDLY) * last.choice.peak), last)
 
 
-def in_parts(room: Room, n: int, parts: int) -> Fit:
+def in_parts(room: MemoryRoom, n: int, parts: int) -> Fit:
     """Return what fits best with ``n`` samples in ``parts`` micro-batches."""
     micro_batch = -(-n // parts)
     need = room.need(micro_batch) if n else 0
     if room.free is None or need <= room.free:
-        return Fit(micro_batch, parts, Choice((), need, 0.0, True), need)
+        return Fit(micro_batch, parts, RematChoice((), need, 0.0, True), need)
     return Fit(micro_batch, parts, cheapest(room.costs(micro_batch), need, room.free), need)
 
 
-def _fewest(room: Room, n: int, least: int, most: int) -> int | None:
+def _fewest(room: MemoryRoom, n: int, least: int, most: int) -> int | None:
     """The fewest micro-batches that fit with nothing recomputed; None where none do."""
     assert room.free is not None
     if room.need(-(-n // most)) > room.free:
@@ -116,6 +116,6 @@ def _some(first: int, last: int) -> list[int]:
     return found
 
 
-def _seconds(room: Room, fit: Fit, n: int) -> float:
+def _seconds(room: MemoryRoom, fit: Fit, n: int) -> float:
     """Predicted seconds of forward and backward of a step."""
     return room.line.seconds(n, fit.parts) + fit.parts * fit.choice.seconds

@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.units import Footprint
 from hvdtrain.planning import shards
-from hvdtrain.planning.memory.facts import Facts
+from hvdtrain.planning.memory.facts import MemoryFacts
 from hvdtrain.planning.memory.pass_trace import first_copies
 
 MARGIN = {"torch": 0.17, "tensorflow": 0.08, "numpy": 0.06}
@@ -26,7 +26,7 @@ SCRATCH = {"torch": 5.0, "tensorflow": 3.0, "numpy": 1.0}
 """Copies of the largest tensor that an update makes on its way, and what fragmentation of the heap makes of them."""
 
 
-def forecast(facts: Facts) -> Footprint:
+def forecast(facts: MemoryFacts) -> Footprint:
     """Return what this rank holds when a step holds most."""
     model, rank, way, measured = facts.model, facts.rank, facts.way, facts.measured
     param_bytes = model.param_bytes
@@ -52,7 +52,7 @@ def forecast(facts: Facts) -> Footprint:
     return Footprint(parameters, gradients, state, step, _buckets(facts, divided), workspace + max(0, copies - step))
 
 
-def _pass(facts: Facts, own_B: Sequence[int], divided: bool) -> int:
+def _pass(facts: MemoryFacts, own_B: Sequence[int], divided: bool) -> int:
     """The most that forward and backward hold beside parameters, state and the gradients' lasting memory."""
     model, rank, way, measured = facts.model, facts.rank, facts.way, facts.measured
     param_bytes = model.param_bytes
@@ -84,7 +84,7 @@ def _done(made: Sequence[tuple[int, int]], n_events: int, buckets: Sequence[Buck
     return found_E
 
 
-def _buckets(facts: Facts, divided: bool) -> int:
+def _buckets(facts: MemoryFacts, divided: bool) -> int:
     """The memory of the exchange beside the gradients themselves."""
     rank, way = facts.rank, facts.way
     if not way.buckets:

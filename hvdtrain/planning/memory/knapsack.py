@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.core.protocols.model_state import BlockCost
+from hvdtrain.core.protocols.model import BlockCost
 
 MOST_SETS = 1024
 
@@ -28,7 +28,7 @@ NEAR = 0.005
 
 
 @dataclass(frozen=True)
-class Choice:
+class RematChoice:
     """Blocks to recompute. ``peak``: bytes that the pass holds then. ``seconds``: that they cost each micro-batch.
 
     ``fits``: within the budget; else it is the set that comes nearest.
@@ -73,7 +73,7 @@ def peak(costs: Sequence[BlockCost], chosen: Collection[str], whole: int) -> int
     return max(most, whole - saved)
 
 
-def cheapest(costs: Sequence[BlockCost], whole: int, budget: int) -> Choice:
+def cheapest(costs: Sequence[BlockCost], whole: int, budget: int) -> RematChoice:
     """Return the set of blocks that costs least of those that keep a pass within ``budget`` bytes.
 
     ``costs``: in the order of the forward pass. ``whole``: bytes with nothing recomputed. A block that saves nothing is
@@ -81,7 +81,7 @@ def cheapest(costs: Sequence[BlockCost], whole: int, budget: int) -> Choice:
     with the fewest blocks. Where none fits: the cheapest of those with about the least peak.
     """
     if whole <= budget:
-        return Choice((), whole, 0.0, True)
+        return RematChoice((), whole, 0.0, True)
     found = _within(costs, whole, budget)
     fits = found is not None
     if found is None:
@@ -91,7 +91,7 @@ def cheapest(costs: Sequence[BlockCost], whole: int, budget: int) -> Choice:
             better = _within(costs, whole, middle)
             low, high, found = (middle, high, found) if better is None else (low, middle, better)
     names = tuple(costs[i].name for i in found.places)
-    return Choice(names, peak(costs, names, whole), found.seconds, fits)
+    return RematChoice(names, peak(costs, names, whole), found.seconds, fits)
 
 
 def _within(costs: Sequence[BlockCost], whole: int, budget: int) -> _Set | None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.core.units import Footprint, shown
+from hvdtrain.core.units import Footprint, format_bytes
 from hvdtrain.planning.memory import knapsack
-from hvdtrain.planning.memory.facts import Facts
+from hvdtrain.planning.memory.facts import MemoryFacts
 from hvdtrain.planning.memory.forecast import MARGIN, forecast
-from hvdtrain.planning.memory.knapsack import Choice
+from hvdtrain.planning.memory.knapsack import RematChoice
 
 LEAST_PART = 0.01
 """Part of what a rank holds that an option has to save to be worth a line."""
@@ -54,10 +54,10 @@ class Change:
     name: str
     line: str
     cost: str
-    apply: Callable[[Facts], Facts]
+    apply: Callable[[MemoryFacts], MemoryFacts]
 
 
-def changes(facts: Facts, config: Config, buckets: Sequence[Bucket], parts_P: Sequence[float],
+def changes(facts: MemoryFacts, config: Config, buckets: Sequence[Bucket], parts_P: Sequence[float],
             has_blocks: bool = False, device: str = "cpu") -> Iterator[Change]:
     """Yield what could be tried, the same on every rank. ``buckets``, ``parts_P``: that ZeRO would have.
 
@@ -79,7 +79,7 @@ def changes(facts: Facts, config: Config, buckets: Sequence[Bucket], parts_P: Se
                      "each step", _split)
 
 
-def _remat(facts: Facts, config: Config) -> Iterator[Change]:
+def _remat(facts: MemoryFacts, config: Config) -> Iterator[Change]:
     """Blocks that are computed once more: the cheapest that fit; all, where this rank fits without."""
     blocks = facts.measured.blocks
     if config.remat != "off" or not any(cost.saved_bytes > 0 for cost in blocks):
@@ -95,7 +95,7 @@ def _remat(facts: Facts, config: Config) -> Iterator[Change]:
                      "micro-batch", lambda f: spared(f, choice(f, 0)))
 
 
-def _zero(facts: Facts, config: Config, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Iterator[Change]:
+def _zero(facts: MemoryFacts, config: Config, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Iterator[Change]:
     """The stages of ZeRO beyond the one that is on."""
     elementwise, size = facts.model.elementwise, facts.rank.size
     if size < 2 or not elementwise or config.data_parallel.name not in ("replicate", "zero"):
@@ -103,7 +103,7 @@ def _zero(facts: Facts, config: Config, buckets: Sequence[Bucket], parts_P: Sequ
     split_keras = config.model_parallel > 1 and facts.model.framework == "tensorflow"
     if split_keras or config.compression == "auto" or facts.way.wire == "null":  # which ZeRO refuses
         return
-    gathered = shown(sum(b.nbytes for b in buckets))
+    gathered = format_bytes(sum(b.nbytes for b in buckets))
     for stage in range(facts.way.stage + 1, 3):
         if stage == 2 and facts.rank.micros > 1:
             continue  # gradients stay whole while they are accumulated
@@ -113,13 +113,14 @@ def _zero(facts: Facts, config: Config, buckets: Sequence[Bucket], parts_P: Sequ
             stage, buckets, parts_P))
 
 
-def _with_stage(stage: int, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Callable[[Facts], Facts]:
-    def apply(facts: Facts) -> Facts:
+def _with_stage(stage: int, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Callable[[MemoryFacts],
+                                                                                             MemoryFacts]:
+    def apply(facts: MemoryFacts) -> MemoryFacts:
         return replace(facts, way=replace(facts.way, stage=stage, buckets=buckets, parts_P=parts_P, sizes_BP=()))
     return apply
 
 
-def _bf16(facts: Facts) -> Facts:
+def _bf16(facts: MemoryFacts) -> MemoryFacts:
     line = facts.measured.line
     if line is None:
         return facts
@@ -127,7 +128,7 @@ def _bf16(facts: Facts) -> Facts:
     return replace(facts, measured=replace(facts.measured, line=less))
 
 
-def _split(facts: Facts) -> Facts:
+def _split(facts: MemoryFacts) -> MemoryFacts:
     """Half of the blocks on each device, as near as their parameters allow."""
     model, line = facts.model, facts.measured.line
     total = sum(model.param_bytes)
@@ -144,7 +145,7 @@ def _split(facts: Facts) -> Facts:
     return replace(facts, model=half, measured=replace(facts.measured, line=less), way=replace(facts.way, buckets=()))
 
 
-def tried(facts: Facts, found: Sequence[Change]) -> list[Footprint]:
+def tried(facts: MemoryFacts, found: Sequence[Change]) -> list[Footprint]:
     """Return what this rank would hold with each change."""
     return [forecast(change.apply(facts)) for change in found]
 
@@ -156,19 +157,19 @@ def ranked(found: Sequence[Option], now_P: Sequence[Footprint], free_P: Sequence
     return sorted(useful, key=lambda o: (not o.fits(free_P), -o.saved(now_P)))
 
 
-def costs(facts: Facts, micro_batch: int) -> list[BlockCost]:
+def costs(facts: MemoryFacts, micro_batch: int) -> list[BlockCost]:
     """Return what recomputing each block saves and costs with so many samples; fragmentation is saved along."""
     measured = facts.measured
     return knapsack.scaled(measured.blocks, micro_batch / measured.block_samples, MARGIN[facts.model.framework])
 
 
-def choice(facts: Facts, free: int | None) -> Choice:
+def choice(facts: MemoryFacts, free: int | None) -> RematChoice:
     """Return the cheapest blocks that bring what this rank holds down to ``free`` bytes; None: there is room."""
     return knapsack.cheapest(costs(facts, facts.rank.micro_batch), forecast(facts).total,
                              sys.maxsize if free is None else free)
 
 
-def spared(facts: Facts, chosen: Choice) -> Facts:
+def spared(facts: MemoryFacts, chosen: RematChoice) -> MemoryFacts:
     """Return the facts of a rank that recomputes what was chosen of it by `choice`."""
     less = (forecast(facts).total - chosen.peak) / (1 + MARGIN[facts.model.framework])
     return replace(facts, measured=replace(facts.measured, spared=int(less)))

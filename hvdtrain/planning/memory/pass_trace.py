@@ -13,7 +13,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Trace:
+class MemoryTrace:
     """A pass of ``samples``: ``live_E`` bytes after each of E allocations, without the gradients of parameters.
 
     ``made``: (how many allocations were before it, index of the parameter) for each gradient, in order.
@@ -25,7 +25,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Line:
+class MemoryLine:
     """Bytes at each moment of a pass of any number of samples, by two traces: ``base_E`` + n x ``slope_E``."""
 
     base_E: np.ndarray
@@ -42,7 +42,7 @@ class Line:
         return int(live_E.max()) if live_E.size else 0
 
 
-def line(small: Trace, large: Trace) -> Line:
+def line(small: MemoryTrace, large: MemoryTrace) -> MemoryLine:
     """Return the line through two traces; through their peaks alone where they differ in more than sizes.
 
     So does a pass that takes other operations for other sizes. Of one size twice it is a multiple of the samples.
@@ -50,11 +50,11 @@ def line(small: Trace, large: Trace) -> Line:
     a, b = small, large
     if len(a.live_E) != len(b.live_E) or a.made != b.made:
         ends = tuple((1, i) for _, i in b.made)
-        a, b = (Trace(t.samples, np.array([t.live_E.max(initial=0)]), ends) for t in (a, b))
+        a, b = (MemoryTrace(t.samples, np.array([t.live_E.max(initial=0)]), ends) for t in (a, b))
     if a.samples == b.samples:
-        return Line(np.zeros(len(b.live_E)), b.live_E / max(1, b.samples), b.made)
+        return MemoryLine(np.zeros(len(b.live_E)), b.live_E / max(1, b.samples), b.made)
     slope_E = (b.live_E - a.live_E) / float(b.samples - a.samples)
-    return Line(a.live_E - a.samples * slope_E, slope_E, b.made)
+    return MemoryLine(a.live_E - a.samples * slope_E, slope_E, b.made)
 
 
 def first_copies(made: Sequence[tuple[int, int]], n_events: int, param_bytes: Sequence[int],

@@ -1,12 +1,14 @@
-"""In which order a rank of a pipeline does its forwards and backwards. Pure.
+"""Orders of a pipeline's forwards and backwards, and the time of a step in such an order. Pure.
 
-An order gives, for the rank at ``place`` of a copy of ``depth`` ranks with ``chunks`` chunks on each, the list of what
-it does with ``micros`` micro-batches. Its chunk v is the copy's chunk v * depth + place.
+An order lists the actions of the rank at ``place`` of a replica of ``depth`` ranks with ``chunks`` chunks on each, for
+``micros`` micro-batches. Chunk v of the rank is chunk v * depth + place of the replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -86,3 +88,98 @@ def in_flight(order: Order, place: int, depth: int, chunks: int, micros: int, ea
         held += amount if phase == FORWARD else -amount
         most = max(most, held)
     return most
+
+
+@dataclass(frozen=True)
+class Step:
+    """Predicted seconds of a step, and the seconds in which each place computes."""
+
+    step_s: float
+    busy_s: tuple[float, ...]
+
+    @property
+    def idle_share(self) -> float:
+        """Fraction of all ranks' time without computation."""
+        return max(0.0, 1 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)) if self.step_s > 0 else 0.0
+
+
+def play(orders: Sequence[Sequence[Action]], forward_s: Sequence[float], backward_s: Sequence[float],
+         travel_s: Sequence[float] = ()) -> Step:
+    """Simulate a step.
+
+    An action begins when its rank is free and its input has arrived. Sending takes no time of the sender. With p stages
+    of t_i seconds and m micro-batches a step of GPipe takes sum_i t_i + (m - 1) max_i t_i if forward is the same
+    fraction of all t_i (Huang et al. 2019, arXiv 1811.06965); 1F1B takes no longer, and not less than
+    max_i (m t_i + sum_(j < i) t_j) (Narayanan et al. 2021, arXiv 2104.04473).
+
+    ``orders``: the actions of each place. ``forward_s``, ``backward_s``: seconds of each chunk; chunk k is at place
+    k % p. ``travel_s``: seconds of a message between chunk k and the next.
+    """
+    depth, last = len(orders), len(forward_s) - 1
+    travel = travel_s or (0.0,) * last
+    ended: dict[tuple[str, int, int], float] = {}
+    at, free_s, busy_s = [0] * depth, [0.0] * depth, [0.0] * depth
+    waiting = set(range(depth))
+    while waiting:
+        before = sum(at)
+        for place in sorted(waiting):
+            while at[place] < len(orders[place]):
+                phase, chunk, micro = orders[place][at[place]]
+                number = chunk * depth + place
+                forth = phase == FORWARD
+                beside = number - 1 if forth else number + 1
+                if beside < 0:
+                    ready: float | None = 0.0
+                elif beside > last:
+                    ready = ended.get((FORWARD, number, micro))
+                else:
+                    ready = ended.get((phase, beside, micro))
+                    ready = None if ready is None else ready + travel[min(beside, number)]
+                if ready is None:
+                    break
+                own_s = forward_s[number] if forth else backward_s[number]
+                free_s[place] = max(ready, free_s[place]) + own_s
+                busy_s[place] += own_s
+                ended[phase, number, micro] = free_s[place]
+                at[place] += 1
+            else:
+                waiting.discard(place)
+        assert not waiting or sum(at) > before, f"places {sorted(waiting)} wait for each other"
+    return Step(max(free_s), tuple(busy_s))
+
+
+class Slot(NamedTuple):
+    """Part ``micro`` on stage ``stage`` at time ``clock``; ``phase``: forward or backward."""
+
+    clock: int
+    stage: int
+    micro: int
+    phase: str
+
+
+@cache
+def gpipe_slots(stages: int, micros: int) -> tuple[Slot, ...]:
+    """Return GPipe's order by clock, then stage. Slots of one clock run concurrently; 2 (M + S - 1) clocks in all."""
+    turn = stages + micros - 1
+    return tuple(sorted(slot for s in range(stages) for m in range(micros) for slot in (
+        Slot(s + m, s, m, FORWARD), Slot(turn + (stages - 1 - s) + (micros - 1 - m), s, m, BACKWARD))))
+
+
+def measured_bubble(devices: Sequence[Hashable], micros: int, begin_s: float, ends_s: Sequence[float]) -> float:
+    """Return the idle fraction of all devices' time; ``ends_s``: when each slot of `gpipe_slots` ended, in its order.
+
+    ``devices``: that of each stage; k stages on one device run one at a time, so that at least 1 - 1/k is idle. A slot
+    is assumed to begin when its input and the previous slot on its device have ended.
+    """
+    slots = gpipe_slots(len(devices), micros)
+    assert len(slots) == len(ends_s), "an end for each slot"
+    end_of = {slot[1:]: end_s for slot, end_s in zip(slots, ends_s)}
+    turn_s = end_of[len(devices) - 1, micros - 1, FORWARD]
+    busy_s, free_s = 0.0, dict.fromkeys(devices, begin_s)
+    for (stage, micro, phase), end_s in sorted(end_of.items(), key=lambda item: item[1]):
+        forth = phase == FORWARD
+        input_s = end_of.get((stage - 1 if forth else stage + 1, micro, phase), begin_s if forth else turn_s)
+        busy_s += max(0.0, end_s - max(input_s, free_s[devices[stage]]))
+        free_s[devices[stage]] = end_s
+    span_s = max(ends_s) - begin_s
+    return max(0.0, 1 - busy_s / (len(devices) * span_s)) if span_s > 0 else 0.0

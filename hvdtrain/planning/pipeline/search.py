@@ -1,9 +1,7 @@
-"""Where one copy of a model is cut and which rank takes which part: the plan with the shortest step that fits. Pure.
+"""Partition of a model into stages, and the device of each: the plan with the shortest step that fits memory. Pure.
 
-First the best plans by the bounds of `hvdtrain.planning.pipeline.predict`, each exact for what it bounds: by dynamic
-programming from the last place to the first over (ranks of each kind that are placed, blocks that are left). Then these
-plans are played through, and the best is moved, block by block and rank by rank, while that makes the played step
-shorter. Memory is counted at each place with what is in flight there, so that a roomy device comes to stand in front.
+Candidates are optimal for a bound of the step's time, by dynamic programming from the last place to the first over
+(ranks of each kind placed, blocks left). The best candidate is then improved by simulation (`orders.play`).
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from hvdtrain.planning.pipeline.blocks import Holds
-from hvdtrain.planning.pipeline.measured import Measured, forward_s
-from hvdtrain.planning.pipeline.orders import Action, in_flight, order_of
-from hvdtrain.planning.pipeline.predict import Step, play
+from hvdtrain.planning.pipeline.blocks import DeviceProfile, Holds, forward_s
+from hvdtrain.planning.pipeline.orders import Action, Step, in_flight, order_of, play
 
 MOST_STATES = 4096
 """Ways to have placed some ranks that are looked at; with more, ranks are placed by memory and speed."""
@@ -35,13 +31,14 @@ Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Task:
-    """One copy to be planned: ``kinds[kind_of[i]]`` is what its i-th rank has measured.
+    """One replica to be planned: ``kinds[kind_of[i]]`` is the profile of its i-th device.
 
     ``order``: as configured; ``micros``: of a step; ``chunks``: of each rank. ``fixed``: the first block of each chunk,
-    where that is given. ``latency_s``, ``byte_s``: what a message costs until it is there.
+    if configured. ``latency_s``, ``byte_s``: seconds of a message, and of each byte. ``ordered``: stage i stays on the
+    i-th device.
     """
 
-    kinds: tuple[Measured, ...]
+    kinds: tuple[DeviceProfile, ...]
     kind_of: tuple[int, ...]
     order: str
     micros: int
@@ -49,6 +46,7 @@ class Task:
     fixed: tuple[int, ...] = ()
     latency_s: float = 0.0
     byte_s: float = 0.0
+    ordered: bool = False
 
     @property
     def depth(self) -> int:
@@ -87,7 +85,7 @@ class Task:
 class _Table:
     """Seconds and bytes of ``blocks[begin:end]`` on one kind of device; float64[n + 1, n + 1], inf where empty."""
 
-    def __init__(self, kind: Measured) -> None:
+    def __init__(self, kind: DeviceProfile) -> None:
         blocks, grow = kind.blocks, 1 + kind.needs.gradients + kind.needs.slots
         self.seconds = _spans([b.cost_s for b in blocks])
         self.state = _spans([grow * b.param_bytes for b in blocks])
@@ -109,7 +107,7 @@ def _spans(values: Sequence[float]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Partition:
     """``places[i]``: the kind of the rank at place i; ``starts``: the first block of each chunk."""
 
     places: tuple[int, ...]
@@ -146,7 +144,7 @@ class Choice:
         return play(task.actions, forward, backward, travel[:-1])
 
 
-def search(task: Task) -> tuple[Choice, Step] | None:
+def search(task: Task) -> tuple[Partition, Step] | None:
     """Return the best choice and its step; None where none fits the memory."""
     found = [choice for choice in candidates(task) if choice.fits(task)]
     if not found:
@@ -155,7 +153,7 @@ def search(task: Task) -> tuple[Choice, Step] | None:
     return _moved(task, found[min(played)[1]], len(found))
 
 
-def candidates(task: Task) -> Iterator[Choice]:
+def candidates(task: Task) -> Iterator[Partition]:
     """Yield choices that are the best by one of the bounds; with several chunks also those that may not fit."""
     if task.chunks > 1:
         yield from _interleaved(task)
@@ -170,7 +168,7 @@ def candidates(task: Task) -> Iterator[Choice]:
     yield from _swept(task, cost)
 
 
-def spread(task: Task) -> Choice:
+def spread(task: Task) -> Partition:
     """Return the choice whose fullest rank is the least full."""
     def cost(place: int, kind: int) -> np.ndarray:
         return task.tables[kind].fullness(task.in_flight[place % task.depth])
@@ -184,7 +182,7 @@ def spread(task: Task) -> Choice:
     return found
 
 
-def fullness(task: Task, choice: Choice) -> list[float]:
+def fullness(task: Task, choice: Partition) -> list[float]:
     """Return what part of its memory each place holds; 0 where that is not known."""
     return [choice.holds(task, place).total / task.tables[kind].capacity for place, kind in enumerate(choice.places)]
 
@@ -198,7 +196,7 @@ def _seconds(task: Task) -> Callable[[int, int], np.ndarray]:
     return cost
 
 
-def _swept(task: Task, cost: Callable[[int, int], np.ndarray]) -> Iterator[Choice]:
+def _swept(task: Task, cost: Callable[[int, int], np.ndarray]) -> Iterator[Partition]:
     """Yield, for ever lower bounds on the slowest stage, the choice with the least sum; among them is the one with the
     least ``sum + (m - 1) slowest``.
     """
@@ -220,12 +218,12 @@ def _swept(task: Task, cost: Callable[[int, int], np.ndarray]) -> Iterator[Choic
             return
 
 
-def _stage_s(task: Task, choice: Choice) -> list[float]:
+def _stage_s(task: Task, choice: Partition) -> list[float]:
     ends = (*choice.starts[1:], task.n)
     return [float(task.tables[k].seconds[a, b]) for k, a, b in zip(choice.places, choice.starts, ends)]
 
 
-def _interleaved(task: Task) -> Iterator[Choice]:
+def _interleaved(task: Task) -> Iterator[Partition]:
     """Yield for each order of devices the cut whose slowest chunk is fastest, and the one that spreads memory best."""
     for order in _orders(task):
         found = _best(task, lambda place, kind: task.tables[kind].seconds, np.maximum, order)
@@ -236,6 +234,8 @@ def _interleaved(task: Task) -> Iterator[Choice]:
 
 def _orders(task: Task) -> list[tuple[int, ...]]:
     """Orders of the copy's devices: all that differ where they are few; the one by memory and speed first."""
+    if task.ordered:
+        return [task.kind_of]
     by_room = _by_room(task)
     some = itertools.islice(_permutations(by_room), MOST_ORDERS)
     return list(dict.fromkeys([by_room, *some]))
@@ -258,7 +258,7 @@ def _permutations(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _best(task: Task, cost: Callable[[int, int], np.ndarray], combine: Combine,
-          sequence: Sequence[int] | None = None) -> Choice | None:
+          sequence: Sequence[int] | None = None) -> Partition | None:
     """Return the choice with the least value, or None where all are inf.
 
     The value of the last place is ``combine(t, 0)`` of its ``cost(place, kind)``, that of a place in front
@@ -267,7 +267,9 @@ def _best(task: Task, cost: Callable[[int, int], np.ndarray], combine: Combine,
     """
     task_n, total = task.n, task.depth * task.chunks
     counts = [task.kind_of.count(k) for k in range(len(task.kinds))]
-    if sequence is None and math.prod(c + 1 for c in counts) > MOST_STATES:
+    if task.ordered:
+        sequence = task.kind_of
+    elif sequence is None and math.prod(c + 1 for c in counts) > MOST_STATES:
         sequence = _by_room(task)
     rank = {k: i for i, k in enumerate(dict.fromkeys(_by_room(task)))}
     ended = np.full(task_n + 1, math.inf)
@@ -304,7 +306,7 @@ def _best(task: Task, cost: Callable[[int, int], np.ndarray], combine: Combine,
         places.append(kind)
         starts.append(begin)
         state, begin = (*state[:kind], state[kind] - 1, *state[kind + 1:]), end
-    return Choice(tuple(places[:task.depth]), tuple(starts))
+    return Partition(tuple(places[:task.depth]), tuple(starts))
 
 
 def _fixed(task: Task, place: int, cost: np.ndarray) -> np.ndarray:
@@ -317,7 +319,7 @@ def _fixed(task: Task, place: int, cost: np.ndarray) -> np.ndarray:
     return only
 
 
-def _moved(task: Task, choice: Choice, played: int) -> tuple[Choice, Step]:
+def _moved(task: Task, choice: Partition, played: int) -> tuple[Partition, Step]:
     """Move single blocks and change ranks while that makes the played step shorter."""
     best = choice.played(task)
     actions = sum(map(len, task.actions))
@@ -336,15 +338,15 @@ def _moved(task: Task, choice: Choice, played: int) -> tuple[Choice, Step]:
     return choice, best
 
 
-def _neighbours(task: Task, choice: Choice) -> Iterator[Choice]:
+def _neighbours(task: Task, choice: Partition) -> Iterator[Partition]:
     """Choices that differ by one block or by two ranks."""
     starts, places = choice.starts, choice.places
     for k in range(1, len(starts)) if not task.fixed else ():
         for start in (starts[k] - 1, starts[k] + 1):
             if starts[k - 1] < start < (*starts[k + 1:], task.n)[0]:
-                yield Choice(places, (*starts[:k], start, *starts[k + 1:]))
-    for i, j in itertools.combinations(range(len(places)), 2):
+                yield Partition(places, (*starts[:k], start, *starts[k + 1:]))
+    for i, j in itertools.combinations(range(len(places)), 2) if not task.ordered else ():
         if places[i] != places[j]:
             other = list(places)
             other[i], other[j] = other[j], other[i]
-            yield Choice(tuple(other), starts)
+            yield Partition(tuple(other), starts)

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hvdtrain.reports.html.figures.curve import Chart
-from hvdtrain.reports.html.figures.matrix import Matrix
-from hvdtrain.reports.html.figures.stack import Areas, Bar
-from hvdtrain.reports.html.figures.timeline import Lane, Span
+from hvdtrain.reports.html.curves import Chart
+from hvdtrain.reports.html.shapes import Areas, Lane, StackedBar, TimelineSpan, WaitMatrix
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Bars:
 
     kind: ClassVar[str] = "bars"
     title: str
-    rows: Sequence[Bar]
+    rows: Sequence[StackedBar]
     legend: Sequence[tuple[str, str, str]] = ()
     note: str = ""
 
@@ -48,7 +46,7 @@ class Shades:
 
     kind: ClassVar[str] = "shades"
     title: str
-    matrix: Matrix
+    matrix: WaitMatrix
     down: str
     across: str
     note: str = ""
@@ -60,7 +58,7 @@ class Lanes:
 
     kind: ClassVar[str] = "lanes"
     lanes: Sequence[Lane]
-    breaks: Sequence[Span]
+    breaks: Sequence[TimelineSpan]
     ticks: Sequence[tuple[float, str]]
     legend: Sequence[tuple[str, str]] = ()
     note: str = ""
@@ -81,7 +79,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Lines:
+class Prose:
     """Lines of prose."""
 
     kind: ClassVar[str] = "lines"

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.reports.html import ending, headline, story
+from hvdtrain.reports.html import headline, story
 from hvdtrain.reports.html.blocks import Bars, Charts, Section, Table
-from hvdtrain.reports.html.ending import Ending
-from hvdtrain.reports.html.facts import Facts, flat, words_of
-from hvdtrain.reports.html.figures.curve import Chart, Line, chart
-from hvdtrain.reports.html.figures.stack import bar
+from hvdtrain.reports.html.curves import Chart, Series, chart
+from hvdtrain.reports.html.facts import RunFacts, flat, words_of
+from hvdtrain.reports.html.headline import Ending
 from hvdtrain.reports.html.sections.learning import evaluations, standing
 from hvdtrain.reports.html.sections.seconds import DRAWN, MEANING
+from hvdtrain.reports.html.shapes import bar
 from hvdtrain.reports.html.story import Chapter
 from hvdtrain.reports.html.words import count, duration, listed, percent, short
 
@@ -41,18 +41,18 @@ class Compared:
     sections: list[Section]
 
 
-def compare(runs: Sequence[Facts]) -> Compared:
+def compare(runs: Sequence[RunFacts]) -> Compared:
     """Put ``runs`` side by side; beyond `MOST` the rest is left out, which the headline says."""
     shown = list(runs[:MOST])
     names = _names(shown)
-    sides = [Side(name, f"k{i % 8}", ending.of(one), headline.of(one), story.tell(one))
+    sides = [Side(name, f"k{i % 8}", headline.verdict(one), headline.title_parts(one), story.tell(one))
              for i, (name, one) in enumerate(zip(names, shown))]
     found = [_numbers(shown, names), _curves(shown, names), _seconds(shown, names), _settings(shown, names)]
     left = f"; {count(len(runs) - MOST, 'run')} more are left out" if len(runs) > MOST else ""
     return Compared(_sentence(shown, names) + left, sides, [one for one in found if one is not None])
 
 
-def _names(runs: Sequence[Facts]) -> list[str]:
+def _names(runs: Sequence[RunFacts]) -> list[str]:
     """Short names that differ: a directory's name, with its parents' as far as it takes."""
     for parts in range(1, 4):
         names = ["/".join(one.path.parts[-parts:]) for one in runs]
@@ -61,14 +61,14 @@ def _names(runs: Sequence[Facts]) -> list[str]:
     return [f"{one.name} ({i + 1})" for i, one in enumerate(runs)]
 
 
-def _speed(facts: Facts) -> float:
+def _speed(facts: RunFacts) -> float:
     """Samples a second, the mean of what is recorded of the second half of the steps that stand; NaN: not known."""
     _, values = standing(facts, "samples_per_s")
     late = [value for value in values[len(values) // 2:] if value == value]
     return sum(late) / len(late) if late else math.nan
 
 
-def _sentence(runs: Sequence[Facts], names: Sequence[str]) -> str:
+def _sentence(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
     """How the runs differ most plainly: in speed."""
     speeds = [_speed(one) for one in runs]
     known = [i for i, speed in enumerate(speeds) if speed > 0]
@@ -82,7 +82,7 @@ def _sentence(runs: Sequence[Facts], names: Sequence[str]) -> str:
     return f"{names[best]} is {ratio:.3g} times as fast as {names[worst]}"
 
 
-def _numbers(runs: Sequence[Facts], names: Sequence[str]) -> Section:
+def _numbers(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
     """The top numbers of each run, row by row."""
     tiles = [{tile.name: tile.value for tile in headline.tiles(one)} for one in runs]
     for row, one in zip(tiles, runs):
@@ -92,25 +92,25 @@ def _numbers(runs: Sequence[Facts], names: Sequence[str]) -> Section:
     return Section("numbers", "Numbers", "", [Table("", ["", *names], rows)])
 
 
-def _curves(runs: Sequence[Facts], names: Sequence[str]) -> Section | None:
+def _curves(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
     """Each curve once, with a line for each run."""
     charts: list[Chart | None] = []
     for column, title, unit, zero in (
         ("loss", "Training loss", "", False),
         ("samples_per_s", "Speed", "samples/s", True),
     ):
-        lines = [Line(name, *standing(one, column), f"k{i % 8}") for i, (name, one) in enumerate(zip(names, runs))]
+        lines = [Series(name, *standing(one, column), f"k{i % 8}") for i, (name, one) in enumerate(zip(names, runs))]
         charts.append(chart(title, unit, lines, zero=zero))
     tests = [evaluations(one) for one in runs]
     for metric in list(dict.fromkeys(key for row in tests for key in row))[:6]:
-        lines = [Line(name, *row[metric], f"k{i % 8}", dots=True) for i, (name, row) in enumerate(zip(names, tests))
+        lines = [Series(name, *row[metric], f"k{i % 8}", dots=True) for i, (name, row) in enumerate(zip(names, tests))
                  if metric in row]
         charts.append(chart(f"Test {metric}", "", lines))
     drawn = [one for one in charts if one is not None]
     return Section("curves", "Learning", "Over steps.", [Charts(drawn)]) if drawn else None
 
 
-def _seconds(runs: Sequence[Facts], names: Sequence[str]) -> Section | None:
+def _seconds(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
     """All ranks' time by cause, as parts of each run's whole."""
     rows, used = [], set()
     for name, one in zip(names, runs):
@@ -130,7 +130,7 @@ def _seconds(runs: Sequence[Facts], names: Sequence[str]) -> Section | None:
     )
 
 
-def _settings(runs: Sequence[Facts], names: Sequence[str]) -> Section:
+def _settings(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
     """The keys that the runs were given otherwise."""
     configs = [dict(flat(one.config)) for one in runs]
     keys = sorted({key for config in configs for key in config})

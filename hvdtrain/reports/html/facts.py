@@ -21,9 +21,7 @@ from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core.errors import UserError
 from hvdtrain.reports import launch_history as history
-from hvdtrain.reports.html.attempts import Attempt, find
-from hvdtrain.reports.html.reading import Log, read
-from hvdtrain.reports.html.spent import Spent, add_up
+from hvdtrain.reports.html.log import Log, RunAttempt, TimeBreakdown, add_up, find, read
 from hvdtrain.reports.html.words import cut, number, whole
 
 FRESH_S = 60.0
@@ -35,12 +33,12 @@ class ReportError(UserError):
 
 
 @dataclass
-class Facts:
+class RunFacts:
     """A run as its files tell it. ``alive``: whether it is under way. ``looked_s``: when the files were read."""
 
     path: Path
     log: Log
-    attempts: list[Attempt]
+    attempts: list[RunAttempt]
     config: dict[str, Any]
     completed: dict[str, Any] | None
     checkpoints: list[tuple[int, float, int]]
@@ -131,7 +129,7 @@ class Facts:
         return float(losses[-1]) if len(losses) else math.nan
 
     @cached_property
-    def spent(self) -> Spent:
+    def spent(self) -> TimeBreakdown:
         """Where the ranks' seconds went."""
         return add_up(self.log)
 
@@ -162,7 +160,7 @@ class Facts:
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
 
-def gather(path: Path) -> Facts:
+def gather(path: Path) -> RunFacts:
     """Read the run in ``path``. `ReportError` where there is none; OSError where files cannot be read."""
     if not path.is_dir():
         raise ReportError(f"there is no directory {path}", "the directory of a run", "correct RUN")
@@ -172,7 +170,8 @@ def gather(path: Path) -> Facts:
         raise ReportError(f"{path} holds no run", f"a directory with one of {', '.join(names)}", "correct RUN")
     log, completed = read(run.path / run.LOG), run.completed
     started = log.last("start").get("config")  # of the latest attempt
-    return Facts(run.path, log, find(log, history.read(run.path)), started if isinstance(started, dict) else run.config,
+    return RunFacts(run.path, log, find(log, history.read(run.path)),
+                    started if isinstance(started, dict) else run.config,
                  completed, _checkpoints(run), completed is None and _alive(run.path, log))
 
 
@@ -250,7 +249,7 @@ def _holds(pid: int, path: Path) -> bool:
     return False
 
 
-def environment(facts: Facts) -> Mapping[str, Any]:
+def environment(facts: RunFacts) -> Mapping[str, Any]:
     """Return the latest "environment" record, {} where there is none."""
     return facts.log.last("environment")
 

@@ -1,6 +1,4 @@
-"""Puts a page together: facts, story, sections, templates.
-
-Owns the order and what happens where a part cannot be drawn.
+"""Render the report page: facts, story, sections, templates; and serve it to one's own browser.
 
 The page is one file: style and script are in it, and its content policy forbids it to load anything.
 """
@@ -13,15 +11,18 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.reports.html import ending, headline, story
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.terminal import say
+from hvdtrain.reports.html import headline, story
 from hvdtrain.reports.html import sections as slots
-from hvdtrain.reports.html.blocks import Lines, Section
-from hvdtrain.reports.html.facts import Facts, gather
+from hvdtrain.reports.html.blocks import Prose, Section
+from hvdtrain.reports.html.facts import RunFacts, gather
 from hvdtrain.reports.html.words import moment
 
 FOLDER = Path(__file__).parent / "templates"
@@ -33,20 +34,21 @@ def of_runs(paths: Sequence[Path], live: bool = False) -> str:
     return of_facts(runs[0], live) if len(runs) == 1 else of_several(runs, live)
 
 
-def of_facts(facts: Facts, live: bool = False) -> str:
+def of_facts(facts: RunFacts, live: bool = False) -> str:
     """Return the page of one run."""
-    return _render("run.html", live, facts=facts, title=facts.name, end=ending.of(facts), head=headline.of(facts),
-                   tiles=headline.tiles(facts), story=story.tell(facts), sections=sections(facts))
+    return _render("run.html", live, facts=facts, title=facts.name, end=headline.verdict(facts),
+                   head=headline.title_parts(facts), tiles=headline.tiles(facts), story=story.tell(facts),
+                   sections=sections(facts))
 
 
-def of_several(runs: Sequence[Facts], live: bool = False) -> str:
+def of_several(runs: Sequence[RunFacts], live: bool = False) -> str:
     """Return the page of several runs side by side."""
     from hvdtrain.reports.html import compare
 
     return _render("compare.html", live, title=" and ".join(one.name for one in runs[:2]), found=compare.compare(runs))
 
 
-def sections(facts: Facts) -> list[Section]:
+def sections(facts: RunFacts) -> list[Section]:
     """Return the page's parts in order. One that cannot be drawn from what the files hold says so in its place."""
     found = []
     for name in slots.ORDER:
@@ -54,7 +56,7 @@ def sections(facts: Facts) -> list[Section]:
             section = importlib.import_module(f"{slots.__name__}.{name}").make(facts)
         except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
             words = f"This part could not be drawn from what the run's files hold ({type(error).__name__}: {error})."
-            section = Section(name, name.capitalize(), "", [Lines([words])])
+            section = Section(name, name.capitalize(), "", [Prose([words])])
         if section is not None:
             found.append(section)
     return found
@@ -94,3 +96,63 @@ def _environment() -> Any:
     made.filters["json"] = lambda value: Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
     made.filters["at"] = lambda value: f"{value:.2f}"
     return made
+
+
+LOOPBACK = "127.0.0.1"
+OWN_NAMES = (LOOPBACK, "localhost")
+
+
+def serve(runs: Sequence[Path], port: int = 0) -> int:
+    """Show the page of ``runs`` until interrupted; 0. `UserError` where there is no run or the port is taken."""
+    of_runs(runs, live=True)  # what cannot be shown is told at once
+    if not 0 <= port < 65536:
+        raise UserError(f"--port is {port}", "0 to 65535", "correct --port")
+    try:
+        server = server_of(lambda: of_runs(runs, live=True), port)
+    except OSError as error:
+        raise UserError(f"port {port} of {LOOPBACK} cannot be had: {error.strerror}", "a free port",
+                        "choose another --port, or leave it out") from None
+    with server:
+        say(f"http://{LOOPBACK}:{server.server_address[1]}/  (Ctrl+C ends it)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def server_of(make: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
+    """Return a server, not yet serving, that gives ``make()`` to who asks from this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        """Answers one request."""
+
+        def do_GET(self) -> None:
+            """Give the page, or say why not."""
+            name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+            if name not in OWN_NAMES:
+                self._answer(403, "this page answers to the loopback address only")
+            elif self.path not in ("/", "/body"):
+                self._answer(404, "there is one page here: /")
+            else:
+                try:
+                    self._answer(200, make(), "text/html")
+                except (OSError, UserError) as error:
+                    self._answer(503, str(error))
+
+        def _answer(self, status: int, text: str, kind: str = "text/plain") -> None:
+            data = text.encode(errors="replace")  # a name of a file need not be UTF-8
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):  # whoever asked has gone
+                self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class's name)
+            """Print nothing: a page that renews itself asks every few seconds."""
+
+    server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+    server.daemon_threads = True
+    return server

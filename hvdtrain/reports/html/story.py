@@ -1,6 +1,6 @@
-"""The story of a run in a few sentences: how it ended, what it cost, stragglers, what went wrong, what to do.
+"""The story of a run in a few sentences: result, cost, stragglers, failures, recommendations.
 
-Owns the sentences and which of them are worth saying. Each is made from records alone and says what it does not know.
+Owns the sentences and which of them are worth saying. Each is made from records alone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdtrain.reports.html import advice, ending
-from hvdtrain.reports.html.attempts import Attempt
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.spent import UNRECORDED, USEFUL, Spent
-from hvdtrain.reports.html.words import begin, count, cut, duration, listed, metric, number, percent, whole
+from hvdtrain.reports.html import headline
+from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.log import UNRECORDED, USEFUL, RunAttempt, TimeBreakdown
+from hvdtrain.reports.html.words import begin, count, cut, duration, listed, metric, number, percent, time_of_day, whole
 
 LITTLE = 4.0
 """Percent of the ranks' time after the start below which waiting is not worth a name."""
@@ -45,12 +44,12 @@ class Chapter:
     points: Sequence[str] = ()
 
 
-def tell(facts: Facts) -> list[Chapter]:
+def tell(facts: RunFacts) -> list[Chapter]:
     """Return the story."""
     return [_told(question, tell_it, facts) for question, tell_it in QUESTIONS.items()]
 
 
-def _told(question: str, tell_it: Callable[[Facts], Answer], facts: Facts) -> Chapter:
+def _told(question: str, tell_it: Callable[[RunFacts], Answer], facts: RunFacts) -> Chapter:
     """A chapter; where the records are too odd for it, one that says so: a page must come of any crash."""
     try:
         answer = tell_it(facts)
@@ -59,8 +58,8 @@ def _told(question: str, tell_it: Callable[[Facts], Answer], facts: Facts) -> Ch
     return Chapter(question, *answer)
 
 
-def _ended(facts: Facts) -> Answer:
-    end = ending.of(facts)
+def _ended(facts: RunFacts) -> Answer:
+    end = headline.verdict(facts)
     told = [f"test {name} {metric(value)}" for name, value in facts.metrics.items()]
     if facts.loss == facts.loss:
         told.insert(0, f"training loss {metric(facts.loss)}")
@@ -69,7 +68,7 @@ def _ended(facts: Facts) -> Answer:
     return Answer(end.words + after, tone)
 
 
-def _cost(facts: Facts) -> Answer:
+def _cost(facts: RunFacts) -> Answer:
     """Time, and what part of it trained."""
     spent, ranks = facts.spent, sorted({one.ranks for one in facts.attempts if one.ranks})
     span = f"{ranks[0]} to {ranks[-1]} ranks" if len(ranks) > 1 else count(ranks[0], "rank") if ranks else "its ranks"
@@ -92,7 +91,7 @@ def _cost(facts: Facts) -> Answer:
     return Answer(said + ".", "", points)
 
 
-def _shares(spent: Spent) -> str:
+def _shares(spent: TimeBreakdown) -> str:
     """What the recorded time went to, in percent of it that add up to 100."""
     useful = spent.part(*USEFUL)
     rest = sorted(((c, spent.part(c)) for c in spent.total if c not in (*USEFUL, "other")), key=lambda one: -one[1])
@@ -104,7 +103,7 @@ def _shares(spent: Spent) -> str:
     return f"{said}; {listed(words)}" if words else said
 
 
-def _held_up(facts: Facts) -> Answer:
+def _held_up(facts: RunFacts) -> Answer:
     """Who was waited for, and what that cost."""
     spent = facts.spent
     if facts.ranks == 1 and max((one.ranks for one in facts.attempts), default=1) <= 1:
@@ -134,7 +133,7 @@ def _held_up(facts: Facts) -> Answer:
     return Answer(said, "warn", _about(facts, worst))
 
 
-def _about(facts: Facts, worst: int) -> list[str]:
+def _about(facts: RunFacts, worst: int) -> list[str]:
     """Why a rank may be awaited, and how it would be without it."""
     points, total = [], facts.spent.ranks
     own, others = total.get(worst), [row for rank, row in total.items() if rank != worst]
@@ -156,7 +155,7 @@ def _about(facts: Facts, worst: int) -> list[str]:
     return points
 
 
-def _wrong(facts: Facts) -> Answer:
+def _wrong(facts: RunFacts) -> Answer:
     """Everything that should not have happened."""
     log = facts.log
     ends = [one for one in facts.attempts
@@ -202,7 +201,7 @@ def _wrong(facts: Facts) -> Answer:
     return Answer(said, "bad" if ends and facts.completed is None and not facts.alive else "warn", points)
 
 
-def _bad_end(facts: Facts, one: Attempt) -> str:
+def _bad_end(facts: RunFacts, one: RunAttempt) -> str:
     """The one bad end of a run, and whether it went on, in plain words."""
     where = f"At step {one.step_end:,}" if one.step_end >= 0 else "Before the first step"
     who = f" ({facts.who(one.rank)})" if one.rank >= 0 and f"rank {one.rank}" not in one.words else ""
@@ -217,7 +216,7 @@ def _bad_end(facts: Facts, one: Attempt) -> str:
     return f"{where} attempt {one.number} {what}{who}{on}"
 
 
-def _fault(one: Attempt) -> str:
+def _fault(one: RunAttempt) -> str:
     """An attempt's bad end in a sentence."""
     after = f"after {duration(one.end_s - one.begin_s)}"
     where = f" at step {one.step_end:,}" if one.step_end >= 0 else " before its first step"
@@ -226,7 +225,7 @@ def _fault(one: Attempt) -> str:
     return f"Attempt {one.number} ended{where} {after}: {cut(what, 260).rstrip('.')}.{back}"
 
 
-def _throttled(facts: Facts, rows: object) -> list[str]:
+def _throttled(facts: RunFacts, rows: object) -> list[str]:
     found = []
     for rank, row in enumerate(rows if isinstance(rows, list) else ()):
         reasons = row.get("throttled") if isinstance(row, dict) else None
@@ -235,8 +234,8 @@ def _throttled(facts: Facts, rows: object) -> list[str]:
     return found[:4]
 
 
-def _do(facts: Facts) -> Answer:
-    points = advice.give(facts)
+def _do(facts: RunFacts) -> Answer:
+    points = give(facts)
     if not points:
         return Answer("Nothing: no cause costs enough to be worth a change.", "good")
     return Answer(points[0], "", points[1:])
@@ -245,3 +244,85 @@ def _do(facts: Facts) -> Answer:
 QUESTIONS = {"How it ended": _ended, "What it cost": _cost, "Stragglers": _held_up, "What went wrong": _wrong,
              "What to do": _do}
 """The chapters, in order."""
+
+
+WORTH = 5.0
+"""Percent of the ranks' time that a cause has to cost before something is said to be done about it."""
+
+LONG_START_S = 60.0
+"""Seconds of a rank's start below which nothing is said about it."""
+
+ENDS = {
+    "oom": "Give steps less memory: see python -m hvdtrain plan, remat auto, or a smaller micro_batch",
+    "disk": "Make room on the run's disk, or keep fewer checkpoints (checkpoint.keep)",
+    "non_finite": "Look at the steps before the loss was lost: a lower lr, or clip_norm",
+    "hang": "Look at the host that hung: its stacks are in the job's output",
+    "unreachable": "Look at the network of the host that did not answer: python -m hvdtrain doctor -H",
+    "exception": "Mend the error that ended it, then go on with --resume auto",
+    "user": "Mend what the last words name, then start again",
+    "interrupted": "Go on with --resume auto",
+}
+
+
+def give(facts: RunFacts) -> list[str]:
+    """Return what is worth doing, one sentence each without a full stop at its end."""
+    found = _about_the_end(facts)
+    meter = str(facts.log.last("meter").get("advice") or "")
+    if meter and not meter.startswith("nothing to do"):
+        found.append(f"{meter[:1].upper()}{meter[1:]}")
+        found[-1] += " of the run's speed now" if "would win" in meter and meter.endswith("%") else ""
+    found += _about_deaths(facts)
+    spent = facts.spent
+    if spent.basis == "seconds":
+        for cause, words in (("start", "Starting took {p} of the recorded time{most}: longer runs make it less, and "
+                              "what was probed and built stays in its cache"),
+                             ("checkpoint", "Saving held the ranks up for {p} of their time: save less often "
+                              "(checkpoint.every_steps), or let each rank write its part (checkpoint.layout sharded)"),
+                             ("evaluation", "Evaluation took {p} of the ranks' time: evaluate less often (eval_every)"),
+                             ("input", "Waiting for data took {p} of the ranks' time: raise data.prefetch or give a "
+                              "faster source")):
+            part = spent.part(cause)
+            said = any("data" in one for one in found) if cause == "input" else False
+            most = cause == "start" and part >= max(spent.part(one) for one in spent.total)
+            brief = spent.total["start"] < LONG_START_S * max(1, facts.ranks)
+            short = cause == "start" and not most and brief
+            if part >= WORTH and not said and not short:
+                found.append(words.format(p=percent(part), most=", more than any other cause" if most else ""))
+    lost_s = sum(one.lost for one in facts.attempts) * _step_s(facts)
+    if lost_s > max(2.0, 0.05 * facts.busy_s):
+        found.append(f"Steps that had to be computed again took {duration(lost_s)}: save more often")
+    return [cut(one, 300).rstrip(".") + "." for one in dict.fromkeys(found)]
+
+
+def _about_deaths(facts: RunFacts) -> list[str]:
+    """Where to look for what killed ranks, the latest first."""
+    found = []
+    for one in reversed(facts.attempts):
+        if one.cause == "lost" and one.rank >= 0 and ("killed" in one.words or "without a message" in one.words):
+            how = "died without a message" if "without a message" in one.words else "was killed"
+            host = f"rank {one.rank} on {one.host}" if one.host else facts.who(one.rank)
+            found.append(f"{begin(host)} {how}: look at that host's system log (OOM killer) at "
+                         f"{time_of_day(one.fault_s)}")
+    return found[:3]
+
+
+def _about_the_end(facts: RunFacts) -> list[str]:
+    """What the last attempt's end asks for, where it was not a good one."""
+    last = facts.attempts[-1] if facts.attempts else None
+    if last is None or facts.completed is not None or facts.alive:
+        return []
+    if last.ended_well:
+        return ["Go on with --resume auto, with the same --out"]
+    steps = [step for step, _, _ in facts.checkpoints]
+    back = f"; the newest checkpoint is of step {max(steps):,}" if steps else "; there is no checkpoint to go on with"
+    if last.cause in ENDS:
+        return [ENDS[last.cause]]
+    return [f"Go on with --resume auto and the same --out{back}; launch --restarts does it by itself"]
+
+
+def _step_s(facts: RunFacts) -> float:
+    """Seconds of a mean step; 0 where too few are known."""
+    times, steps = facts.log.steps["time"], facts.log.steps["step"]
+    if len(times) < 2 or steps[-1] <= steps[0]:
+        return 0.0
+    return float(max(0.0, (times[-1] - times[0]) / (steps[-1] - steps[0])))

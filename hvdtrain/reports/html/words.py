@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.core.errors import count as count  # noqa: F401  (for the report's sections)
-from hvdtrain.core.units import shown
+from hvdtrain.core.units import format_bytes
 
 NOT_KNOWN = "not known"
 
@@ -87,7 +87,7 @@ def percent(part: float, places: int = 0) -> str:
 
 def size(n_bytes: float) -> str:
     """Say how many bytes."""
-    return shown(n_bytes) if math.isfinite(n_bytes) else NOT_KNOWN
+    return format_bytes(n_bytes) if math.isfinite(n_bytes) else NOT_KNOWN
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -34,9 +34,9 @@ def make(config: Config, launched: bool) -> list[Report]:
         return []
     watch = silence.current()
     if watch is not None:
-        return [Lines()] if watch.line is None else [Bar(watch.line)]
+        return [PlainProgress()] if watch.line is None else [ProgressBar(watch.line)]
     terminal = line_terminal(config.progress, launched)
-    return [Lines()] if terminal is None else [Bar(Line(terminal))]
+    return [PlainProgress()] if terminal is None else [ProgressBar(Line(terminal))]
 
 
 def _rate(samples_per_s: float) -> str:
@@ -109,7 +109,7 @@ class _Shown:
         self._remaining = Remaining(self._total)
 
 
-class Lines(_Shown):
+class PlainProgress(_Shown):
     """A line at most every ``seconds`` and one per evaluation."""
 
     def __init__(self, seconds: float = 5.0) -> None:
@@ -129,7 +129,7 @@ class Lines(_Shown):
                   _rate(v["samples_per_s"]))
 
 
-class Bar(_Shown):
+class ProgressBar(_Shown):
     """One line that moves, on ``line``'s terminal; evaluations are printed above it."""
 
     every = "0.2 s"

@@ -235,17 +235,6 @@ _PHASES = {
     "out": "making the run's directory",
 }
 _EVENTS = re.compile(r"([a-z_]+) of (\w+)")
-_CALLBACKS = {
-    "Balance": "measuring each rank's speed",
-    "AutoCompile": "timing ways to compile the model",
-    "AutoCompression": "measuring compressors",
-    "MemoryFit": "fitting the micro-batch into memory",
-    "Memory": "measuring memory",
-    "Checkpoint": "saving a checkpoint",
-    "Divergence": "comparing the ranks' weights",
-    "Audit": "computing a micro-batch on another rank",
-    "Ledger": "counting samples",
-}
 
 
 def of(phase: str, step: int, first: bool) -> str:
@@ -258,4 +247,4 @@ def of(phase: str, step: int, first: bool) -> str:
     if found is None:
         return _PHASES.get(phase, phase)
     event, callback = found.groups()
-    return _CALLBACKS.get(callback, f"{event.replace('_', ' ')} of {callback}")
+    return pulse.doing.get(phase, f"{event.replace('_', ' ')} of {callback}")

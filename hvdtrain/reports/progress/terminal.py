@@ -59,7 +59,7 @@ def find(env: Mapping[str, str], launched: bool) -> Terminal | None:
         return None
     if launched:
         return of_launcher(os.getppid())
-    mine = Own()
+    mine = OwnTerminal()
     return mine if mine.isatty() else None
 
 
@@ -68,7 +68,7 @@ def moves(env: Mapping[str, str]) -> bool:
     return env.get("TERM", "") not in ("", "dumb", "unknown") and env.get("CI", "").lower() not in ("1", "true")
 
 
-class Own(Stdout):
+class OwnTerminal(Stdout):
     """This process' standard output."""
 
     def columns(self) -> int:
@@ -173,4 +173,4 @@ def line_terminal(kind: str, launched: bool, env: Mapping[str, str] = os.environ
     """
     if kind not in ("auto", "rich"):
         return None
-    return find(env, launched) or (Own() if kind == "rich" else None)
+    return find(env, launched) or (OwnTerminal() if kind == "rich" else None)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import numpy as np
 import os
-from collections.abc import Iterator, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hvdtrain.core.timeline.profiler import Span
-from hvdtrain.reports.trace.align import Alignment
+from hvdtrain.cluster.clocks import bounds, measure
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.timeline.spans import Span
 
 NAME = "trace.json.gz"
 MOST_EVENTS = 300_000
@@ -135,3 +139,87 @@ def _nesting(spans: Sequence[Span]) -> list[list[Span]]:
         row.append(span)
         open_ends.append(span.end_s)
     return [row for row, _ in dealt]
+
+
+class ClockOffset(NamedTuple):
+    """At ``at_s`` of a rank's own clock that was ahead of rank 0's by ``least_s`` at least and ``most_s`` at most."""
+
+    at_s: float
+    least_s: float
+    most_s: float
+
+    @property
+    def offset_s(self) -> float:
+        """The middle of what it may be."""
+        return (self.least_s + self.most_s) / 2
+
+
+class Alignment:
+    """Turns readings of one rank's clock into those of rank 0's.
+
+    ``within_s``: how far `shared_s` may be off at any time from ``before`` to ``after``.
+    """
+
+    def __init__(self, before: ClockOffset, after: ClockOffset) -> None:
+        self.before, self.after = before, after
+        least_s, most_s = min(before.least_s, after.least_s), max(before.most_s, after.most_s)
+        self.within_s = max(max(m.offset_s - least_s, most_s - m.offset_s) for m in (before, after))
+
+    def shared_s(self, own_s: float) -> float:
+        """Return rank 0's reading when this rank's was ``own_s``."""
+        before, after = self.before, self.after
+        span_s = after.at_s - before.at_s
+        part = 0.0 if span_s <= 0 else min(max((own_s - before.at_s) / span_s, 0.0), 1.0)
+        return own_s - (before.offset_s + part * (after.offset_s - before.offset_s))
+
+
+SAME = Alignment(ClockOffset(0.0, 0.0, 0.0), ClockOffset(0.0, 0.0, 0.0))
+"""Of a rank that reads the same clock as rank 0."""
+
+
+def clock_name() -> str:
+    """Return what tells this process' `time.perf_counter` from others: processes of one kernel read one clock."""
+    parts = []
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            parts = [file.read().strip(), os.readlink("/proc/self/ns/time")]
+    except OSError:
+        pass
+    return " ".join(parts)
+
+
+def clocks(control: Control, names_P: Sequence[str], now: Callable[[], float] = time.perf_counter) -> list[ClockOffset]:
+    """Return by rank how far its clock is ahead of rank 0's, on every rank.
+
+    ``names_P``: `clock_name` by rank; "" is like no other. Ranks that read one clock share the narrowest bounds, and
+    those that read rank 0's have none to measure.
+    """
+    if all(name and name == names_P[0] for name in names_P):
+        return [ClockOffset(now(), 0.0, 0.0)] * control.size
+    rounds = measure(control, now)
+    read_P = control.gather(now())
+    own_P = [bounds(rounds, rank) for rank in range(control.size)]
+    found = []
+    for rank, name in enumerate(names_P):
+        alike = [own_P[r] for r in range(control.size) if r == rank or name and names_P[r] == name]
+        least_s, most_s = max(low for low, _ in alike), min(high for _, high in alike)
+        if rank == 0 or name and name == names_P[0]:
+            least_s = most_s = 0.0
+        found.append(ClockOffset(read_P[rank], min(least_s, most_s), max(least_s, most_s)))
+    return found
+
+
+def to_root(control: Control, spans: Sequence[Span], about: dict[str, Any]) -> list[tuple[list[Span], dict[str, Any]]]:
+    """Return each rank's ``spans`` and ``about`` by rank, on rank 0; [] elsewhere. No rank holds them but these two."""
+    packed = zlib.compress(json.dumps([spans, about], separators=(",", ":")).encode(), 1)
+    own = np.frombuffer(packed, np.uint8)
+    sizes_P = control.gather(own.size)
+    found = []
+    for rank, size in enumerate(sizes_P):
+        data = own.copy() if rank == control.rank else np.empty(size if control.rank == 0 else 0, np.uint8)
+        if rank:
+            control.send([data], rank, 0)
+        if control.rank == 0:
+            rows, told = json.loads(zlib.decompress(data.tobytes()))
+            found.append(([Span(*row) for row in rows], told))
+    return found

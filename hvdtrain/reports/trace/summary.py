@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdtrain.core.timeline.profiler import KERNEL
+from hvdtrain.core.timeline.spans import KERNEL
 from hvdtrain.reports.trace.chrome import RankTrace
 
 BLOCKED = "wait"
@@ -25,7 +25,7 @@ Key = tuple[str, int]
 Interval = tuple[float, float]
 
 
-class Piece(NamedTuple):
+class Activity(NamedTuple):
     """What a main thread did from ``begin_s`` to ``end_s``; ``key``: the exchange it stood in, or None."""
 
     begin_s: float
@@ -35,19 +35,19 @@ class Piece(NamedTuple):
     key: Key | None = None
 
 
-class Course(NamedTuple):
+class RankActivity(NamedTuple):
     """One rank's window on the common axis: ``pieces`` in order without overlaps; ``entered``, ``left``: by exchange,
     when the rank handed over its part and when it had the result; ``sent``: those of gradients, and whether they may go
     on beside other work; ``computing``: when."""
 
-    pieces: list[Piece]
+    pieces: list[Activity]
     entered: dict[Key, float]
     left: dict[Key, float]
     sent: dict[Key, bool]
     computing: list[Interval]
 
 
-def course_of(trace: RankTrace) -> Course:
+def course_of(trace: RankTrace) -> RankActivity:
     """Return a rank's course from its spans."""
     shared, entered, left = trace.alignment.shared_s, dict[Key, float](), dict[Key, float]()
     sent: dict[Key, bool] = {}
@@ -57,7 +57,7 @@ def course_of(trace: RankTrace) -> Course:
         nth = counts[span.name] = counts.get(span.name, -1) + 1
         entered[span.name, nth], left[span.name, nth] = shared(span.begin_s), shared(span.end_s)
         sent[span.name, nth] = bool(span.args.get("beside"))
-    pieces: list[Piece] = []
+    pieces: list[Activity] = []
     blocked: dict[str, int] = {}
     for begin_s, end_s, name, cause, first in _leaves(trace):
         key: Key | None = None
@@ -67,10 +67,10 @@ def course_of(trace: RankTrace) -> Course:
             if key not in sent:
                 entered[key] = min(entered.get(key, begin_s), begin_s)
                 left[key] = end_s
-        pieces.append(Piece(begin_s, end_s, name, cause, key))
+        pieces.append(Activity(begin_s, end_s, name, cause, key))
     kernels = [(shared(s.begin_s), shared(s.end_s)) for s in trace.spans if s.cause == KERNEL]
     computing = kernels or [(p.begin_s, p.end_s) for p in pieces if p.cause == "compute"]
-    return Course(pieces, entered, left, sent, union(computing))
+    return RankActivity(pieces, entered, left, sent, union(computing))
 
 
 @dataclass
@@ -140,7 +140,7 @@ def common_s(a: Sequence[Interval], b: Sequence[Interval]) -> float:
     return total
 
 
-def last_of(courses: Sequence[Course], key: Key) -> tuple[int, float] | None:
+def last_of(courses: Sequence[RankActivity], key: Key) -> tuple[int, float] | None:
     """Return the rank that entered the exchange ``key`` last, and when; None where not all ranks' times are known."""
     times = [course.entered.get(key) for course in courses]
     if any(t is None for t in times):
@@ -150,7 +150,7 @@ def last_of(courses: Sequence[Course], key: Key) -> tuple[int, float] | None:
     return latest, known[latest]
 
 
-def overlaps(courses: Sequence[Course]) -> list[float | None]:
+def overlaps(courses: Sequence[RankActivity]) -> list[float | None]:
     """Return by rank the percent of the exchange of gradients that ran while the rank computed; None: there was none.
     """
     found: list[float | None] = []
@@ -167,7 +167,7 @@ def overlaps(courses: Sequence[Course]) -> list[float | None]:
     return found
 
 
-def critical(courses: Sequence[Course], steps: int) -> list[tuple[int, str, float]]:
+def critical(courses: Sequence[RankActivity], steps: int) -> list[tuple[int, str, float]]:
     """Return (rank, what, seconds of a mean step) of the chain that ends last, in the order in which they first come.
 
     Followed from the end backwards: where a rank stood in an exchange the chain goes to the rank that entered it last.
@@ -201,5 +201,5 @@ def critical(courses: Sequence[Course], steps: int) -> list[tuple[int, str, floa
     return [(who, what, seconds / steps) for (who, what), seconds in summed.items() if seconds > LEAST_SHARE * total_s]
 
 
-def _told(piece: Piece) -> str:
+def _told(piece: Activity) -> str:
     return piece.what if piece.key is None else f"exchange {piece.what}"

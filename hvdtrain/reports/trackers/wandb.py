@@ -13,8 +13,7 @@ from typing import Any
 
 from hvdtrain.core.protocols import Record, RecordedRun
 from hvdtrain.core.records.numbers import numbers, settings
-from hvdtrain.reports.beside import CLOSE_S
-from hvdtrain.reports.trackers import kept
+from hvdtrain.reports.trackers import CLOSE_S, kept
 
 MODULE = PACKAGE = "wandb"
 ARGUMENT, MEANS = r"[^/\\#?%:]*", ", or wandb:PROJECT"

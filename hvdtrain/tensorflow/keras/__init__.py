@@ -9,7 +9,6 @@ from hvdtrain.keras import __all__
 
 
 def __getattr__(name: str) -> Any:
-    """The name of `hvdtrain.keras`."""
     if name in ("callbacks", "elastic"):
         return importlib.import_module(f"hvdtrain.tensorflow.keras.{name}")
     return getattr(importlib.import_module("hvdtrain.keras"), name)

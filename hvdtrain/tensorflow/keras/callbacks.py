@@ -9,7 +9,6 @@ from hvdtrain.keras.callbacks import __all__
 
 
 def __getattr__(name: str) -> Any:
-    """The name of `hvdtrain.keras.callbacks`."""
     return getattr(importlib.import_module("hvdtrain.keras.callbacks"), name)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch.uploads import PinnedLane, Uploads
+from hvdtrain.backends.torch.pinned import PinnedLane, Uploads
 from hvdtrain.core.protocols import Control
 from jobs import kit
 

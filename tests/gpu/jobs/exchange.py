@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.backends import load
 from hvdtrain.cluster import boot
-from hvdtrain.config import Exchange
+from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.protocols import Control
 from jobs import kit
 
@@ -168,7 +168,7 @@ def compressors(control: Control) -> dict[str, Any]:
     told, numbers = [], {}
     for name in ("fp16", "bf16", "int8", "topk", "powersgd"):
         model, losses = kit.perceptron(), Losses()
-        kit.fitted(kit.config(control, compression=name, exchange=Exchange(topk_ratio=0.1)), model, (x, y),
+        kit.fitted(kit.config(control, compression=name, exchange=ExchangeConfig(topk_ratio=0.1)), model, (x, y),
                    callbacks=[losses])
         digests = control.gather(float(sum(p.double().abs().sum() for p in model.parameters())))
         assert len(set(digests)) == 1, f"{name}: ranks hold {digests}"

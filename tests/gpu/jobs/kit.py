@@ -17,7 +17,7 @@ from torch import nn
 
 from hvdtrain import Config, Trainer
 from hvdtrain.cluster import boot
-from hvdtrain.config import Checkpoint, Data, Named
+from hvdtrain.config import CheckpointConfig, DataConfig, Named
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import Control
 from torch_models import gpt
@@ -89,8 +89,9 @@ def config(control: Control, global_batch: int = 16, **keys: Any) -> Config:
     """
     own: dict[str, Any] = {"collectives": "shared"} if control.size > 1 else {}
     plain = Config(epochs=1, global_batch=global_batch, lr=RATE, optimizer=Named("SGD", {"momentum": MOMENTUM}),
-                   data=Data(shuffle=False), metrics=[], progress="off", exchange_device="cpu", control_timeout_s=60.0,
-                   checkpoint=Checkpoint(every="off", at_end=False), out=_out(), **own)
+                   data=DataConfig(shuffle=False), metrics=[], progress="off", exchange_device="cpu",
+                   control_timeout_s=60.0,
+                   checkpoint=CheckpointConfig(every="off", at_end=False), out=_out(), **own)
     return replace(plain, **keys)
 
 

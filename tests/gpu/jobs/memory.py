@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hvdtrain import Config
-from hvdtrain.config import Rebalance
+from hvdtrain.config import RebalanceConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from jobs import kit
@@ -71,7 +71,7 @@ def balance(control: Control) -> dict[str, Any]:
     whole, data, batch = large(control)
     held = undisturbed(control, kit.config(control, batch), whole, data)
     model = large(control)[0]
-    given = Rebalance(probe_cache=False, probe_s=0.5, max_micro_batch=[] if kit.ON_GPU else [0, batch // 4])
+    given = RebalanceConfig(probe_cache=False, probe_s=0.5, max_micro_batch=[] if kit.ON_GPU else [0, batch // 4])
     with contextlib.ExitStack() as stack:
         if kit.ON_GPU:
             total = torch.cuda.get_device_properties(0).total_memory

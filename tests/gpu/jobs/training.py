@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdtrain.config import Checkpoint, DataParallel, Named
+from hvdtrain.config import CheckpointConfig, DataParallelConfig, Named
 from hvdtrain.core.protocols import Control
 from jobs import kit
 from torch_models import gpt
@@ -102,7 +102,7 @@ def zero(control: Control) -> dict[str, Any]:
     replicas, whole = trained()
     told, numbers = [], {"replicate_bytes": whole}
     for stage in (1, 2):
-        model, own = trained(data_parallel=DataParallel("zero", stage=stage, shards=[3, 1]))
+        model, own = trained(data_parallel=DataParallelConfig("zero", stage=stage, shards=[3, 1]))
         far = kit.same(control, model, replicas, kit.perceptron(), tolerance=1e-5)
         parts = control.gather(own / whole)
         assert abs(parts[0] - 0.75) < 0.05 and abs(parts[1] - 0.25) < 0.05, f"state of {parts} for shards 3:1"
@@ -127,7 +127,8 @@ def checkpoint(control: Control) -> dict[str, Any]:
     data = kit.vectors(80)  # 5 steps, so that the checkpoint of the third is the newest
     settings: dict[str, Any] = {"deterministic": True, "optimizer": Named("Adam"), "lr": 1e-2}
     whole = net()
-    saved = kit.fitted(kit.config(control, checkpoint=Checkpoint(every_steps=3, at_end=False), **settings), whole, data)
+    saved = kit.fitted(kit.config(control, checkpoint=CheckpointConfig(every_steps=3, at_end=False), **settings),
+                       whole, data)
     assert saved.run is not None
     resumed = net()
     path = control.bcast(str(saved.run.out))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.backends.interchange import layouts
-from hvdtrain.backends.interchange.layers import Layer, Model, Weight
-from hvdtrain.backends.interchange.layouts import KINDS, Ends
+from hvdtrain.backends.interchange import layers
+from hvdtrain.backends.interchange.layers import KINDS, Ends, Layer, Model, Weight
 from hvdtrain.backends.interchange.pairing import UNSUPPORTED, carry, carry_moments, hints, pair
 from hvdtrain.core.errors import UserError
 
@@ -231,9 +230,9 @@ def test_moments_that_cannot_go():
 
 def test_settings_that_differ_are_told():
     torch = Layer("n", "layer norm", "LayerNorm", {}, {"epsilon": 1e-5})
-    assert layouts.remark(Ends(torch, Layer("n", "layer norm", "", {}, {"epsilon": 1e-3}))) == [
+    assert layers.remark(Ends(torch, Layer("n", "layer norm", "", {}, {"epsilon": 1e-3}))) == [
         "epsilon of n is 1e-05 in PyTorch and 0.001 in Keras"]
-    assert not layouts.remark(Ends(torch, torch))
+    assert not layers.remark(Ends(torch, torch))
 
 
 def test_a_model_survives_json():

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.backends.interchange import rule
 from hvdtrain.backends.interchange.rule import Rule
 from hvdtrain.commands.convert import resume
-from hvdtrain.config import Config, Named, Schedule
+from hvdtrain.config import Config, Named, ScheduleConfig
 from hvdtrain.core.errors import UserError
 
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "weight_decay": 0, "maximize": False}
@@ -111,7 +111,7 @@ def test_what_is_not_exact_is_told():
 
 
 def test_the_configuration_of_the_other_framework(tmp_path):
-    config = Config(lr=0.2, global_batch=128, schedule=Schedule(linear_scaling_base=64, warmup_steps=5), seed=4,
+    config = Config(lr=0.2, global_batch=128, schedule=ScheduleConfig(linear_scaling_base=64, warmup_steps=5), seed=4,
                     optimizer=Named("sgd", {"momentum": 0.5, "fused": True}))
     again = resume.config_of({**json.loads(json.dumps(config.to_dict())), "of_another_release": 1})
     assert again == config
@@ -122,13 +122,13 @@ def test_the_configuration_of_the_other_framework(tmp_path):
     # a rate that the configuration does not say (a compiled optimizer's) is written into it, as it is
     own = Rule("sgd", 0.7, 0.7, 0.7, 3)
     there = resume.config_for(config, "torch", own, "m:b", {}, tmp_path / "run")
-    assert there.lr == 0.7 and there.schedule == Schedule(warmup_steps=5) and there.check()
+    assert there.lr == 0.7 and there.schedule == ScheduleConfig(warmup_steps=5) and there.check()
 
 
 def test_a_schedule_is_refused_and_warm_up_is_not():
-    resume.require_constant_rate(Config(schedule=Schedule(warmup_steps=9)))
+    resume.require_constant_rate(Config(schedule=ScheduleConfig(warmup_steps=9)))
     with pytest.raises(UserError, match="follows StepLR"):
-        resume.require_constant_rate(Config(schedule=Schedule("StepLR")))
+        resume.require_constant_rate(Config(schedule=ScheduleConfig("StepLR")))
     with pytest.raises(UserError, match="follows CosineDecay"):
         resume.require_constant_rate(Config(), "CosineDecay")
 

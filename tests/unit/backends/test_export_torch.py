@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, load_model  # noqa: E402
 
-from hvdtrain.backends.torch import export  # noqa: E402
+from hvdtrain.backends.torch import state  # noqa: E402
 from hvdtrain.checkpoint.manifest import CheckpointError  # noqa: E402
 
 
@@ -40,7 +40,7 @@ def written(tmp_path_factory):
     model, folder = Parts(), tmp_path_factory.mktemp("final")
     with torch.no_grad():
         model.over += 1  # shares memory with the first rows of ``whole``
-    assert export.write(model, folder) == ["model.safetensors", "model.pt"]
+    assert state.write_files(model, folder) == ["model.safetensors", "model.pt"]
     return model, folder
 
 
@@ -59,7 +59,7 @@ def test_tied_weights_load_as_safetensors_loads_them(tmp_path):
         return model
 
     model, other = tied(), tied()
-    export.write(model, tmp_path)
+    state.write_files(model, tmp_path)
     assert "1.weight" not in load_file(tmp_path / "model.safetensors")
     load_model(other, str(tmp_path / "model.safetensors"), strict=True)
     assert all(torch.equal(t, other.state_dict()[name]) for name, t in model.state_dict().items())
@@ -76,7 +76,7 @@ def test_neither_file_holds_the_storage_around_a_part(written):
 def test_files_follow_the_umask(written, tmp_path):
     before = os.umask(0o027)
     try:
-        export.write(written[0], tmp_path)
+        state.write_files(written[0], tmp_path)
     finally:
         os.umask(before)
     assert {p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {0o640}
@@ -84,4 +84,4 @@ def test_files_follow_the_umask(written, tmp_path):
 
 def test_a_type_that_no_file_holds_is_named():
     with pytest.raises(CheckpointError, match="'wave' of group 'model' has dtype complex64"):
-        export.plan_of({"wave": torch.zeros(2, dtype=torch.complex64)})
+        state.plan_of({"wave": torch.zeros(2, dtype=torch.complex64)})

@@ -10,8 +10,8 @@ from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitt
 
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.engine import summary
-from hvdtrain.engine.machine import flops
-from hvdtrain.engine.machine import flops as peaks
+from hvdtrain.engine import machine as flops
+from hvdtrain.engine import machine as peaks
 
 PACKAGE = {"torch": "torch_models", "tensorflow": "tf_models"}
 GPT = {"width": 8, "depth": 1, "heads": 2, "context": 4, "vocab": 6, "dropout": 0.1}
@@ -87,7 +87,7 @@ def test_counting_draws_no_number_that_a_dataset_would_draw():
 
 def test_recurrent_layers_and_operations_of_others():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from hvdtrain.backends.torch.flops import _PRODUCTS
+    from hvdtrain.backends.torch.memory import _PRODUCTS
 
     @torch.library.custom_op("hvdtrain_tests::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ def test_recurrent_layers_and_operations_of_others():
 
 def test_a_loop_with_products_in_it_makes_the_number_unknown():
     tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-    from hvdtrain.backends.tensorflow.flops import Unknown, count
+    from hvdtrain.backends.tensorflow.footprint import Unknown, count
 
     @tf.function(input_signature=[tf.TensorSpec([3, 3]), tf.TensorSpec([], tf.int32)])
     def looped(x, n):

@@ -13,7 +13,8 @@ import grouped_keras  # noqa: E402
 import keras  # noqa: E402
 
 from hvdtrain.backends.tensorflow import groups as reading  # noqa: E402
-from hvdtrain.config import Checkpoint, Config, DataParallel, Exchange, Named, Pipeline, Schedule  # noqa: E402
+from hvdtrain.config import (  # noqa: E402
+    CheckpointConfig, Config, DataParallelConfig, ExchangeConfig, Named, PipelineConfig, ScheduleConfig)
 from hvdtrain.backends.interchange import rule  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.model_spec import Spec  # noqa: E402
@@ -21,8 +22,8 @@ from hvdtrain.backends.model_spec import Spec  # noqa: E402
 DATA = samples(24)
 """One global batch, so that a plain loop sees what every step sees."""
 RUN = config(global_batch=24, max_steps=8, lr=0.05, optimizer=Named("AdamW", {"weight_decay": 0.1, "epsilon": 1e-3}),
-             exchange=Exchange(bucket_mb=0.0005))
-ZERO = DataParallel("zero", 2)
+             exchange=ExchangeConfig(bucket_mb=0.0005))
+ZERO = DataParallelConfig("zero", 2)
 
 
 def made(rate=0.05):
@@ -55,7 +56,7 @@ def test_training_is_that_of_a_plain_loop(monkeypatch):
 @pytest.mark.slow
 def test_an_optimizer_of_the_file_gets_warm_up_and_scaling(monkeypatch):
     monkeypatch.setattr(grouped_keras, "optimizer", lambda model, config: made(config.lr), raising=False)
-    settings = replace(RUN, optimizer=Named("SGD"), schedule=Schedule(warmup_steps=3, linear_scaling_base=48))
+    settings = replace(RUN, optimizer=Named("SGD"), schedule=ScheduleConfig(warmup_steps=3, linear_scaling_base=48))
     run = fitted(solo(settings, grouped_keras.build(), DATA))
     assert apart(weights(run), by_hand(made(), lambda step: 0.5 * min(1.0, (step + 1) / 3))) < 1e-6
     assert run.parts.optimizer.describe()["optimizer"] == "AdamW, lr 0.025 (the model file's)"
@@ -75,11 +76,11 @@ def grouped(size, settings, out, **changes):
 
 @pytest.mark.slow
 def test_any_ranks_and_ways_to_divide_follow_one_process_and_go_on_from_its_checkpoint(tmp_path):
-    saves = {"checkpoint": Checkpoint(every_steps=4, at_end=False)}
+    saves = {"checkpoint": CheckpointConfig(every_steps=4, at_end=False)}
     (alone,) = grouped(1, RUN, tmp_path / "one")
     zero = grouped(2, RUN, tmp_path / "run", max_steps=4, data_parallel=ZERO, **saves)
     both = grouped(2, RUN, tmp_path / "run", resume="auto", **saves)
-    cut = grouped(2, RUN, tmp_path / "cut", pipeline=Pipeline(2))
+    cut = grouped(2, RUN, tmp_path / "cut", pipeline=PipelineConfig(2))
     assert len({run.parts.optimizer.opt.made_of() for run in (alone, *zero, *both, *cut)}) == 1
     assert " group " in alone.parts.optimizer.opt.made_of() and len({bits(run) for run in both}) == 1
     for runs in (both, cut):
@@ -89,7 +90,7 @@ def test_any_ranks_and_ways_to_divide_follow_one_process_and_go_on_from_its_chec
         rule.require_one_rule(alone.parts.optimizer.own)
 
 
-@pytest.mark.parametrize("changes", [{}, {"pipeline": Pipeline(2)}], ids=["copies", "cut"])
+@pytest.mark.parametrize("changes", [{}, {"pipeline": PipelineConfig(2)}], ids=["copies", "cut"])
 def test_ranks_whose_files_say_different_things_are_refused(changes, tmp_path, monkeypatch):
     rates = iter((0.05, 0.1))
     monkeypatch.setattr(grouped_keras, "optimizer", lambda model, config: made(next(rates)), raising=False)
@@ -106,7 +107,7 @@ def test_stages_that_were_compiled_with_other_settings_are_refused(tmp_path, mon
         model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
         return model
 
-    settings = replace(RUN, out=str(tmp_path), optimizer=Named("auto"), pipeline=Pipeline(2))
+    settings = replace(RUN, out=str(tmp_path), optimizer=Named("auto"), pipeline=PipelineConfig(2))
     with pytest.raises(UserError, match="has optimizer SGD .*momentum 0.*where rank . has optimizer "):
         lockstep(2, settings, compiled, DATA, fitted)
 

@@ -12,9 +12,11 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import grouped_torch  # noqa: E402
 
-from hvdtrain.backends.torch.groups import given_by  # noqa: E402
-from hvdtrain.config import Checkpoint, Config, DataParallel, Exchange, Named, Pipeline, Schedule  # noqa: E402
-from hvdtrain.commands.convert import places, worker  # noqa: E402
+from hvdtrain.backends.torch.optim import optimizer_spec  # noqa: E402
+from hvdtrain.config import (  # noqa: E402
+    CheckpointConfig, Config, DataParallelConfig, ExchangeConfig, Named, PipelineConfig, ScheduleConfig)
+from hvdtrain.commands.convert import worker  # noqa: E402
+from hvdtrain.commands.convert import request as places  # noqa: E402
 from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.model_spec import Spec, spec_of  # noqa: E402
@@ -22,8 +24,8 @@ from hvdtrain.backends.model_spec import Spec, spec_of  # noqa: E402
 DATA = samples(24)
 """One global batch, so that a plain loop sees what every step sees."""
 ADAMW = Named("AdamW", {"weight_decay": 0.1, "eps": 1e-3})
-RUN = config(global_batch=24, max_steps=8, lr=0.05, optimizer=ADAMW, exchange=Exchange(bucket_mb=0.0005))
-ZERO = DataParallel("zero", 2)
+RUN = config(global_batch=24, max_steps=8, lr=0.05, optimizer=ADAMW, exchange=ExchangeConfig(bucket_mb=0.0005))
+ZERO = DataParallelConfig("zero", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +75,7 @@ def test_training_is_that_of_a_plain_loop(named, make, monkeypatch):
         monkeypatch.setattr(grouped_torch, "optimizer", of_file, raising=False)
     settings = replace(RUN, optimizer=named or ADAMW)
     assert apart(weights(fitted(solo(settings, grouped_torch.build(), DATA))), by_hand(make)) < 1e-6
-    scheduled = replace(settings, schedule=Schedule("StepLR", {"step_size": 5, "gamma": 0.5}, warmup_steps=3,
+    scheduled = replace(settings, schedule=ScheduleConfig("StepLR", {"step_size": 5, "gamma": 0.5}, warmup_steps=3,
                                                     linear_scaling_base=48))
     run = fitted(solo(scheduled, grouped_torch.build(), DATA))
     want = by_hand(make, lambda step: 0.5 * min(1.0, (step + 1) / 3) * (0.5 if step >= 5 else 1.0))
@@ -110,7 +112,7 @@ def test_any_ranks_and_ways_to_divide_follow_one_process(own, tmp_path, monkeypa
     assert len({bits(run) for run in (*both, *zero)}) == 1
     assert apart(weights(both[0]), weights(alone)) < 1e-5
     want = held([alone])
-    stages = grouped(2, RUN, tmp_path / "stages", pipeline=Pipeline(2, cut=["third"]))
+    stages = grouped(2, RUN, tmp_path / "stages", pipeline=PipelineConfig(2, cut=["third"]))
     by_rank = [[len(group["params"]) for group in run.parts.optimizer.optimizer.param_groups] for run in stages]
     assert sorted(by_rank) == [[0, 1, 1], [3, 0, 2]]  # no norm and no bias on one of the stages
     assert len({run.parts.optimizer.made_of() for run in (alone, *both, *zero, *stages)}) == 1
@@ -119,7 +121,7 @@ def test_any_ranks_and_ways_to_divide_follow_one_process(own, tmp_path, monkeypa
     assert apart([got[k] for k in sorted(got)], [want[k] for k in sorted(want)]) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [{}, {"data_parallel": ZERO}, {"pipeline": Pipeline(2)}],
+@pytest.mark.parametrize("changes", [{}, {"data_parallel": ZERO}, {"pipeline": PipelineConfig(2)}],
                          ids=["whole", "zero", "cut"])
 @pytest.mark.parametrize(("hook", "asked"), [
     ("optimizer", lambda m, c: torch.optim.SGD(m.parameters(), lr=0.05 * (1 + m.rank))),
@@ -140,9 +142,9 @@ def test_ranks_whose_files_say_different_things_are_refused(hook, asked, changes
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_at_other_ranks_and_ways_with_its_moments(tmp_path):
     (want,) = grouped(1, RUN, tmp_path / "whole")
-    saves = {"checkpoint": Checkpoint(every_steps=4, at_end=False)}
-    ways = [(2, {"data_parallel": ZERO}), (1, {}), (2, {"pipeline": Pipeline(2)}),
-            (4, {"pipeline": Pipeline(2), "data_parallel": ZERO})]
+    saves = {"checkpoint": CheckpointConfig(every_steps=4, at_end=False)}
+    ways = [(2, {"data_parallel": ZERO}), (1, {}), (2, {"pipeline": PipelineConfig(2)}),
+            (4, {"pipeline": PipelineConfig(2), "data_parallel": ZERO})]
     for i, (before, after) in enumerate(zip(ways, ways[1:])):
         grouped(before[0], RUN, tmp_path / f"run{i}", max_steps=4, **before[1], **saves)
         runs = grouped(after[0], RUN, tmp_path / f"run{i}", resume="auto", **after[1], **saves)
@@ -164,7 +166,7 @@ def test_a_checkpoint_goes_on_at_other_ranks_and_ways_with_its_moments(tmp_path)
 
 
 def test_a_converted_checkpoint_is_refused(tmp_path):
-    grouped(1, RUN, tmp_path / "run", checkpoint=Checkpoint(every_steps=4))
+    grouped(1, RUN, tmp_path / "run", checkpoint=CheckpointConfig(every_steps=4))
     (tmp_path / "out").mkdir()
     request = completed(Request(places.source_of(str(tmp_path / "run"), print),
                                 places.target_of(str(tmp_path / "out")), "grouped_torch:build", "tf_models.mlp:build"))
@@ -175,14 +177,14 @@ def test_a_converted_checkpoint_is_refused(tmp_path):
 def test_a_schedule_with_a_rate_of_its_own_keeps_the_groups_apart():
     for name, args in (("OneCycleLR", {"max_lr": 0.2, "total_steps": 99}),
                        ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.2, "cycle_momentum": False})):
-        run = solo(replace(RUN, schedule=Schedule(name, args)), grouped_torch.build(), DATA)
+        run = solo(replace(RUN, schedule=ScheduleConfig(name, args)), grouped_torch.build(), DATA)
         rates = [group["lr"] for group in run.parts.optimizer.optimizer.param_groups]
         assert rates[1] == pytest.approx(rates[0] / 2) and rates[2] == rates[0]
 
 
 def reads(groups=None, optimizer=None, model=None, named="AdamW", **args):
     spec = Spec("file.py:build", model or grouped_torch.build(), "torch", parameter_groups=groups, optimizer=optimizer)
-    return given_by(spec, Config(lr=0.1, optimizer=Named(named, args)))
+    return optimizer_spec(spec, Config(lr=0.1, optimizer=Named(named, args)))
 
 
 def test_forms_that_torch_takes_are_taken():
@@ -287,7 +289,7 @@ def test_zero_refuses_an_optimizer_of_the_file_that_it_does_not_know(tmp_path, m
 
 def test_models_of_other_kinds_refuse_both(monkeypatch):
     spec = replace(spec_of(make_model("numpy")), parameter_groups=lambda model: [])
-    from hvdtrain.backends.numpy.create import make_parts
+    from hvdtrain.backends.numpy import make_parts
 
     with pytest.raises(UserError, match="parameter_groups in the file of a model of the numpy backend"):
         make_parts(spec, config(), None, None, 1)

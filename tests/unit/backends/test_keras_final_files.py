@@ -11,7 +11,7 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from safetensors.numpy import load_file  # noqa: E402
 from small_runs import CLASSES, FEATURES, config, samples  # noqa: E402
 
-from hvdtrain.backends.keras import final_files  # noqa: E402
+from hvdtrain.backends.keras import saving  # noqa: E402
 from hvdtrain.trainer import Trainer  # noqa: E402
 
 
@@ -49,8 +49,8 @@ def test_what_keras_cannot_write_is_told_first_and_left_out(tmp_path, capsys, la
     finally:
         os.umask(before)
     assert [note for note in trainer.run.notes if note.startswith("model.keras")] == [
-        note for note in [final_files.left_out(model)] if note]
-    assert final_files.left_out(model).startswith(words) and bool(words) == bool(final_files.left_out(model))
+        note for note in [saving.left_out(model)] if note]
+    assert saving.left_out(model).startswith(words) and bool(words) == bool(saving.left_out(model))
     written = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "run/model").iterdir()}
     assert written == dict.fromkeys([*names, "model.safetensors"], 0o640)
     assert ("are left out: RuntimeError" in capsys.readouterr().out) == (layer is Unstored)

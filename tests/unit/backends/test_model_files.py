@@ -9,7 +9,7 @@ from small_runs import config, make_model, samples, solo
 
 from hvdtrain.backends.model_spec import build_spec, spec_of
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.assemble import assemble
@@ -56,7 +56,7 @@ def test_ranks_with_unlike_arrays_are_refused():
 
 
 def test_max_steps_holds_for_a_run_that_is_resumed(tmp_path):
-    settings = config(max_steps=3, out=str(tmp_path), checkpoint=Checkpoint(at_end=True))
+    settings = config(max_steps=3, out=str(tmp_path), checkpoint=CheckpointConfig(at_end=True))
     first = solo(settings, make_model("numpy"), samples(40))
     loop.fit(first)
     again = solo(replace(settings, resume="auto"), make_model("numpy"), samples(40))

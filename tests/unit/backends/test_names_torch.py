@@ -12,13 +12,14 @@ from small_runs import bits, config, fitted, lockstep, make_model, samples, solo
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 
 from hvdtrain import trainer  # noqa: E402
-from hvdtrain.backends.torch import audit, export, names  # noqa: E402
+from hvdtrain.backends.torch import modules  # noqa: E402
+from hvdtrain.backends.torch import state  # noqa: E402
 from hvdtrain.backends.torch.state import load_model, model_arrays  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot  # noqa: E402
 from hvdtrain.engine.saving import session  # noqa: E402
-from hvdtrain.checkpoint.holders import fitting  # noqa: E402
+from hvdtrain.checkpoint.adapters import fitting  # noqa: E402
 from hvdtrain.commands import checkpoints  # noqa: E402
-from hvdtrain.config import Checkpoint, DataParallel, Named  # noqa: E402
+from hvdtrain.config import CheckpointConfig, DataParallelConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 DATA = samples(48)
@@ -57,28 +58,28 @@ class UsersOwn(torch.nn.Module):
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_wrappers_leave_no_trace_in_names(wrapped):
     model, bare = WRAPPED[wrapped](), plain()
-    assert list(names.state_dict(model)) == list(bare.state_dict())
-    assert [name for name, _ in names.named_parameters(model)] == [name for name, _ in bare.named_parameters()]
-    names.load_state_dict(model, {name: torch.full_like(t, 3) for name, t in bare.state_dict().items()})
+    assert list(modules.state_dict(model)) == list(bare.state_dict())
+    assert [name for name, _ in modules.named_parameters(model)] == [name for name, _ in bare.named_parameters()]
+    modules.load_state_dict(model, {name: torch.full_like(t, 3) for name, t in bare.state_dict().items()})
     assert all((p == 3).all() for p in model.parameters())
 
 
 def test_a_layer_that_its_user_calls_module_keeps_its_name():
     for model in (UsersOwn(), compiled(UsersOwn())):
-        assert list(names.state_dict(model)) == ["module.weight", "module.bias"]
+        assert list(modules.state_dict(model)) == ["module.weight", "module.bias"]
     both = torch.nn.DataParallel(UsersOwn())
-    assert list(names.state_dict(both)) == ["module.weight", "module.bias"]
+    assert list(modules.state_dict(both)) == ["module.weight", "module.bias"]
     both.register_buffer("rest", torch.zeros(1))
     both.module.register_buffer("rest", torch.zeros(1))
     with pytest.raises(UserError, match="'rest' beside 'module.rest'"):
-        names.check(both)
+        modules.check_unique_names(both)
 
 
 def test_a_compiled_layer_in_a_recomputed_block_keeps_its_name():
     block = checkpoint_wrapper(torch.nn.Sequential(compiled(torch.nn.Linear(2, 2))))
     for model, prefix in ((torch.nn.Sequential(block), "0.0"), (block, "0")):
-        assert list(names.state_dict(model)) == [f"{prefix}.weight", f"{prefix}.bias"]
-        assert [name for name, _ in names.named_parameters(model)] == list(names.state_dict(model))
+        assert list(modules.state_dict(model)) == [f"{prefix}.weight", f"{prefix}.bias"]
+        assert [name for name, _ in modules.named_parameters(model)] == list(modules.state_dict(model))
 
 
 class Second(torch.nn.Linear):
@@ -103,21 +104,21 @@ def test_a_model_that_converts_old_weights_takes_its_own_as_they_are(tmp_path, w
     arrays = model_arrays(model)
     arrays["0.other"] = np.array([1, 2, 3], np.float32)
     load_model(other, arrays)
-    found = names.state_dict(other)
+    found = modules.state_dict(other)
     assert all(np.array_equal(found[name].numpy(), array) for name, array in arrays.items())
     assert found["0.same"].stride() == (0,), "a buffer that has its values already stays the model's own"
-    export.write(model, tmp_path)
+    state.write_files(model, tmp_path)
     bare = torch.nn.Sequential(Second())
     bare[0].same, bare[0].other = torch.zeros(3), torch.zeros(3)
     bare.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    assert torch.equal(bare[0].weight, names.state_dict(model)["0.weight"])
+    assert torch.equal(bare[0].weight, modules.state_dict(model)["0.weight"])
 
 
 def test_a_type_that_no_checkpoint_can_hold_is_refused():
     model = torch.nn.Linear(2, 2)
     model.register_buffer("table", torch.zeros(2, dtype=torch.float8_e4m3fn))
     with pytest.raises(UserError, match="'table' is of torch.float8_e4m3fn"):
-        audit.check_model(model)
+        modules.check_model(model)
 
 
 def test_names_of_older_checkpoints_are_matched_with_the_models():
@@ -128,13 +129,13 @@ def test_names_of_older_checkpoints_are_matched_with_the_models():
 
 def settings(out, **changes):
     more = {"optimizer": Named("Adam"), "lr": 0.01, "ema": 0.9, "global_batch": 8,
-            "checkpoint": Checkpoint(every_steps=3, keep=9, at_end=False)} | changes
+            "checkpoint": CheckpointConfig(every_steps=3, keep=9, at_end=False)} | changes
     return config(out=str(out), **more)
 
 
 def with_wrappers(monkeypatch):
     """Write names as releases before 0.1.0's last weeks did."""
-    monkeypatch.setattr(names.Plain, "__call__", lambda self, name: name)
+    monkeypatch.setattr(modules.PlainNames, "__call__", lambda self, name: name)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def test_a_run_resumes_with_and_without_wrappers_to_the_bit(tmp_path, monkeypatc
 
 
 def test_divided_state_of_an_older_compiled_run_is_resumed(tmp_path, monkeypatch):
-    zero = {"data_parallel": DataParallel("zero"), "ema": 0.0}
+    zero = {"data_parallel": DataParallelConfig("zero"), "ema": 0.0}
     with monkeypatch.context() as older:
         with_wrappers(older)
         fitted(solo(settings(tmp_path / "run", max_steps=3, ema=0.0), WRAPPED["compiled"](), DATA))

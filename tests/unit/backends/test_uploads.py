@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from hvdtrain import Config, Trainer  # noqa: E402
-from hvdtrain.backends.torch.uploads import Lane, Uploads  # noqa: E402
-from hvdtrain.config import Checkpoint, Data  # noqa: E402
-from hvdtrain.core.cursor import Cursor  # noqa: E402
+from hvdtrain.backends.torch.pinned import Lane, Uploads  # noqa: E402
+from hvdtrain.config import CheckpointConfig, DataConfig  # noqa: E402
+from hvdtrain.core.protocols.types import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
 from hvdtrain.data.sources import ArraySource  # noqa: E402
 
@@ -97,7 +97,7 @@ def test_a_device_without_room_ahead_is_asked_again_in_the_batchs_own_step():
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_each_step_sends_what_comes_next_and_trains_the_same(accumulate, monkeypatch, tmp_path):
-    from hvdtrain.backends.torch import uploads as module
+    from hvdtrain.backends.torch import pinned as module
 
     def trained(lane_to, name):
         monkeypatch.setattr(module.Uploads.__init__, "__defaults__", (lane_to,))
@@ -106,7 +106,7 @@ def test_each_step_sends_what_comes_next_and_trains_the_same(accumulate, monkeyp
         draw = np.random.default_rng(0)
         x, y = draw.normal(size=(50, 4)).astype(np.float32), draw.integers(0, 3, 50)
         config = Config(epochs=2, global_batch=12, accumulate=accumulate, lr=0.1, progress="off", metrics=[],
-                        data=Data(prefetch=2), checkpoint=Checkpoint(every="off", at_end=False),
+                        data=DataConfig(prefetch=2), checkpoint=CheckpointConfig(every="off", at_end=False),
                         out=str(tmp_path / name))
         Trainer(config).fit(model, (x, y))
         return [p.detach().clone() for p in model.parameters()]

@@ -10,7 +10,7 @@ from benchmarks import accuracy
 from benchmarks.accuracy import WORKLOADS, Trial, parsed, summary, train_options, wire_bytes
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.commands import verify
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
 
@@ -85,7 +85,7 @@ def test_bytes_are_the_compressors_own_over_all_buckets():
     params = [ParamSpec("a", (1024, 1024), "float32"), ParamSpec("b", (1024, 512), "float32")]
     whole = 4 * (1024 * 1024 + 1024 * 512)
     for bucket_mb in (16.0, 1.0, "auto"):
-        config = Config(exchange=Exchange(bucket_mb=bucket_mb))
+        config = Config(exchange=ExchangeConfig(bucket_mb=bucket_mb))
         assert wire_bytes(config, "none", params, 2) == whole  # 2 (P-1)/P of the vector
         assert wire_bytes(config, "none", params, 4) == whole * 3 // 2
     assert wire_bytes(Config(), "none", [], 2) == 0

@@ -10,8 +10,8 @@ from benchmarks import floor, worker
 from benchmarks.peers import Prepared, contender
 from benchmarks.peers.ours import _Marks
 from hvdtrain.cluster import boot, links
-from hvdtrain.cluster.pair_links import PairLink, Way
-from hvdtrain.cluster.topology import Host, Topology
+from hvdtrain.cluster.links import LinkTiming, PairLink
+from hvdtrain.cluster.topology import HostRanks, Topology
 
 LINK = {"hosts": 2, "slowest": "a and b", "rate_Bps": 100e6, "latency_s": 1e-5}
 
@@ -62,7 +62,7 @@ def test_the_least_marks_and_the_median_rate_of_hvdtrains_contenders():
         "hvdtrain": pytest.approx(441 / 424), "hvdtrain-mpi": pytest.approx(431 / 424),
         "hvdtrain+fp16": pytest.approx(241 / 224)}
     text = "\n".join(floor.lines(least, times, contenders(*names)))
-    for words in ("compute 51.00 ms (plain-each)", "first bucket ready 20.00 ms", "bytes 40.00 MB", "update 4.00 ms",
+    for words in ("compute 51.00 ms (plain-each)", "first bucket ready 20.00 ms", "bytes 38.1 MiB", "update 4.00 ms",
                   "0.8000 Gbit/s in each direction (a and b", "floor, uncompressed: 424.00 ms", "floor, fp16: 224.00",
                   "hvdtrain-mpi: 431.00 ms, 1.017 of the floor, uncompressed", "hvdtrain+fp16: 241.00 ms, 1.076"):
         assert words in text, text
@@ -140,9 +140,10 @@ def test_a_bucket_that_is_put_while_a_graph_is_traced_is_no_mark():
 
 
 def test_the_slowest_link_is_measured_where_there_are_several_hosts(monkeypatch):
-    hosts = [Host("a", (0, 1), 2), Host("b", (2,), 2), Host("c", (3,), 2)]
-    ways = Way(1, 1.0), Way(1, 1.0)
-    found = [PairLink((0, 1), (0, 2), 1e-5, *ways, Way(10, 1.0)), PairLink((1, 2), (2, 3), 2e-5, *ways, Way(5, 1.0))]
+    hosts = [HostRanks("a", (0, 1), 2), HostRanks("b", (2,), 2), HostRanks("c", (3,), 2)]
+    ways = LinkTiming(1, 1.0), LinkTiming(1, 1.0)
+    found = [PairLink((0, 1), (0, 2), 1e-5, *ways, LinkTiming(10, 1.0)),
+             PairLink((1, 2), (2, 3), 2e-5, *ways, LinkTiming(5, 1.0))]
     monkeypatch.setattr("hvdtrain.cluster.topology.survey", lambda control: Topology(tuple(hosts)))
     monkeypatch.setattr(boot, "has_mpi", lambda: True)
     monkeypatch.setattr(boot, "mpi_comm", lambda: None)

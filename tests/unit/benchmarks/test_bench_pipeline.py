@@ -7,13 +7,12 @@ import sys
 
 import pytest
 
-from benchmarks import peers, pipeline, race, stages, throttle, worker
+from benchmarks import estimates, peers, pipeline, race, stages, throttle, worker
+from benchmarks.estimates import StepWork
 from benchmarks.peers import Prepared, contender, pipelining
-from hvdtrain.commands.bench.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from hvdtrain.planning.pipeline import which
-from hvdtrain.planning.pipeline.which import Work
 
 STAND_IN = """
 import json, sys
@@ -156,7 +155,7 @@ def test_what_was_missed_is_said():
 
 def test_cargo_of_a_cut_is_what_all_ranks_sent_over_cuts_directions_and_micro_batches():
     found = stages.work([[rank(0.1, 0.3), rank(0.2, 0.1)]] * 2, 1, OURS, 8, 1000, 125e6)
-    assert found == Work(2, pytest.approx(0.4), 4000.0, 1e6, 8, 125e6, pytest.approx(0.75))
+    assert found == StepWork(2, pytest.approx(0.4), 4000.0, 1e6, 8, 125e6, pytest.approx(0.75))
 
 
 def test_results_unlike_one_process_are_named():
@@ -167,35 +166,36 @@ def test_results_unlike_one_process_are_named():
 
 # --- which of the two ------------------------------------------------------------------------------------------------
 
-MLP = Work(2, 0.2, 38e6, 1e6, 8, 125e6)
+MLP = StepWork(2, 0.2, 38e6, 1e6, 8, 125e6)
 """Two hosts at 1 Gbit/s: 9.5M parameters of which little is computed."""
 
 
 @pytest.mark.parametrize("work, take", [
     (MLP, "take the pipeline: "),
-    (Work(2, 2.0, 1e6, 2e6, 8, 125e6), "take data parallelism: "),       # a small model, much computing
-    (Work(2, 2.0, 40e6, 2e6, 8, 125e6), "either: measure both: "),
-    (Work(2, 0.2, 38e6, 1e6, 8, 125e9), "take data parallelism: "),     # the link no longer counts: the bubble does
-    (Work(2, 0.2, 38e6, 100e6, 8, 125e6), "take data parallelism: ")])  # large cargo
+    (StepWork(2, 2.0, 1e6, 2e6, 8, 125e6), "take data parallelism: "),       # a small model, much computing
+    (StepWork(2, 2.0, 40e6, 2e6, 8, 125e6), "either: measure both: "),
+    (StepWork(2, 0.2, 38e6, 1e6, 8, 125e9), "take data parallelism: "),     # the link no longer counts: the bubble does
+    (StepWork(2, 0.2, 38e6, 100e6, 8, 125e6), "take data parallelism: ")])  # large cargo
 def test_the_sentence_takes_what_is_faster(work, take):
-    assert which.sentence(work).startswith(take)
+    assert estimates.sentence(work).startswith(take)
 
 
 def test_the_sentence_says_the_bytes_and_the_idle_share():
-    assert which.sentence(MLP).endswith(
-        "about 185 ms a step cut over 2 hosts, 304 ms to 404 ms with whole copies; at 125 MB/s each host sends 38.0 MB "
-        "of gradients a step, or 16.0 MB cross each cut, and the pipeline stands idle for 46 %")
+    assert estimates.sentence(MLP).endswith(
+        "about 184.5 ms a step cut over 2 hosts, 304 ms to 404 ms with whole copies; at 125 MB/s each host sends "
+        "36.2 MiB of gradients a step, or 15.3 MiB cross each cut, and the pipeline stands idle for 46 %")
 
 
 def test_without_a_link_to_wait_for_the_idle_share_is_that_of_the_order():
-    free = Work(4, 1.0, 1e6, 0.0, 16, 1e9)
-    assert which.idle_share(free) == pytest.approx(3 / 19) and which.data_parallel_s(free)[0] == pytest.approx(0.25)
+    free = StepWork(4, 1.0, 1e6, 0.0, 16, 1e9)
+    assert estimates.idle_share(free) == pytest.approx(3 / 19)
+    assert estimates.data_parallel_s(free)[0] == pytest.approx(0.25)
 
 
 def test_the_slowest_stage_and_the_busiest_link_set_the_pace():
-    assert which.pipeline_s(Work(2, 0.8, 1.0, 0.0, 8, 1.0, slowest=0.75)) == pytest.approx(0.1 + 7 * 0.075)
+    assert estimates.pipeline_s(StepWork(2, 0.8, 1.0, 0.0, 8, 1.0, slowest=0.75)) == pytest.approx(0.1 + 7 * 0.075)
     # Of three hosts the one in the middle sends both ways: 2 x 1 s a micro-batch, against (0 + 4 s) / 3 of the way.
-    assert which.pipeline_s(Work(3, 1e-9, 1.0, 1.0, 4, 1.0)) == pytest.approx(4 + 3 * 2)
+    assert estimates.pipeline_s(StepWork(3, 1e-9, 1.0, 1.0, 4, 1.0)) == pytest.approx(4 + 3 * 2)
 
 
 # --- the worker's part -----------------------------------------------------------------------------------------------
@@ -229,10 +229,11 @@ def test_a_peer_that_is_told_no_cut_takes_about_as_many_blocks_for_each_stage():
             ] == [["a"], ["b", "c"], ["d", "e"]]
 
 
-@pytest.mark.parametrize("work", [Work(2, 0.2, 37.8e6, 262144, 4, 125e6), Work(2, 1.0, 9.7e6, 131072, 8, 1.25e9)])
+@pytest.mark.parametrize("work",
+                         [StepWork(2, 0.2, 37.8e6, 262144, 4, 125e6), StepWork(2, 1.0, 9.7e6, 131072, 8, 1.25e9)])
 def test_the_sentences_of_the_page_are_those_that_are_reckoned(work):
     page = ROOT.parent / "docs" / "pipeline.md"
-    assert f"> {which.sentence(work)}\n" in page.read_text(encoding="utf-8")
+    assert f"> {estimates.sentence(work)}\n" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("numbers", [[0, 1], [1, 0]])

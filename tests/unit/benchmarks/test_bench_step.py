@@ -13,10 +13,10 @@ import pytest
 from benchmarks import peers, standings, step, worker
 from benchmarks import race as racing
 from benchmarks.peers import Prepared, contender
-from hvdtrain.commands.bench.workloads import BATCHES, WORKLOADS, part
+from benchmarks.workloads import BATCHES, WORKLOADS, part
 from hvdtrain.core import ROOT
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource
 

@@ -17,7 +17,7 @@ from benchmarks.chaos.campaign import Campaign, Leg, Outcome
 from benchmarks.chaos.plan import (
     DISK, FLIP, FREEZE, KILL, LAUNCHER, MOST_STARTS, RANK, SAVE, START, STEP, SUPERVISOR, Amounts, Fault, draw, spread)
 from hvdtrain.checkpoint import CheckpointStore, Snapshot
-from hvdtrain.core import curve
+from hvdtrain.core import comparison
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import Child
 
@@ -255,13 +255,13 @@ def test_torn_saves_and_changed_bits_that_were_used_are_bad(tmp_path):
 def test_weights(tmp_path, moved, bits, caveats, good, said):
     reference = {"w": np.ones(3)}
     found, = judge.same_weights([leg(tmp_path / "run-1")], reference, lambda out: {"w": reference["w"] + moved}, bits,
-                                lambda: curve.Tolerance.of(0.0), caveats)
+                                lambda: comparison.Tolerance.of(0.0), caveats)
     assert found.good == good and said in found.words
 
 
 def test_a_training_that_magnifies_rounding_is_not_called_good(tmp_path):
     found, = judge.same_weights([leg(tmp_path / "run-1")], {"w": np.ones(3)}, lambda out: {"w": np.full(3, 1.01)},
-                                False, lambda: curve.Tolerance.of(1e-2), [])
+                                False, lambda: comparison.Tolerance.of(1e-2), [])
     assert not found.good and "cannot be judged" in found.words
 
 

@@ -10,10 +10,9 @@ import pytest
 from small_runs import FRAMEWORKS, Record, config, fitted, lockstep, make_model, samples, solo
 
 from hvdtrain.checkpoint import CheckpointStore, files, read_snapshot
-from hvdtrain.checkpoint.copies import Copies, NoRoom
-from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
+from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver, NoRoom
 from hvdtrain.comm.collectives.lockstep import LockstepControl
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.base import Callback
@@ -26,7 +25,7 @@ def settings(out, framework="numpy", **changes):
     """12 steps, of Adam where there is one, a checkpoint at each second one, all kept."""
     return config(**{"out": str(out), "global_batch": 8, "max_steps": 12,
                      "optimizer": Named("SGD" if framework == "numpy" else "Adam"),
-                     "checkpoint": Checkpoint(every_steps=2, at_end=False, keep=20), **changes})
+                     "checkpoint": CheckpointConfig(every_steps=2, at_end=False, keep=20), **changes})
 
 
 def kept(out, own=True):
@@ -137,7 +136,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         return write(path, pieces)
 
     monkeypatch.setattr(files, "write_durably", waits)
-    run = solo(settings(tmp_path, checkpoint=Checkpoint(every_steps=4, at_end=False)), make_model("numpy"), DATA)
+    run = solo(settings(tmp_path, checkpoint=CheckpointConfig(every_steps=4, at_end=False)), make_model("numpy"), DATA)
     watch = Watch()
     run.callbacks[:0] = [Opens(), watch]
     fitted(run)
@@ -155,7 +154,7 @@ def test_the_next_save_does_not_change_the_one_that_is_under_way(tmp_path, monke
         real(self, *args)
 
     monkeypatch.setattr(saving.Saving, "_gather", late)
-    every = Checkpoint(every_steps=1, at_end=False, keep=20)
+    every = CheckpointConfig(every_steps=1, at_end=False, keep=20)
     notes = lockstep(2, settings(tmp_path, max_steps=6, checkpoint=every), lambda rank: make_model("numpy"), DATA,
                      lambda run: fitted(run).notes)
     assert not any("not written" in note for said in notes for note in said)
@@ -256,7 +255,7 @@ def test_a_failed_write_ends_all_ranks_where_that_is_asked_for(tmp_path, monkeyp
             fitted(run)
         return run.state.cursor.step
 
-    stop = Checkpoint(every_steps=2, at_end=False, keep=20, on_failure="stop")
+    stop = CheckpointConfig(every_steps=2, at_end=False, keep=20, on_failure="stop")
     steps = lockstep(2, settings(tmp_path, checkpoint=stop), lambda rank: make_model("numpy"), DATA, work)
     assert steps[0] == steps[1] and 5 <= steps[0] <= 6
 
@@ -317,7 +316,7 @@ def test_an_error_in_training_leaves_a_whole_checkpoint_and_no_thread(tmp_path, 
 def test_a_save_whose_peer_is_gone_is_dropped_at_the_end(tmp_path, monkeypatch):
     """Rank 1 dies after its copy was asked for; rank 0's thread waits for it, and must not hold the process."""
     monkeypatch.setattr(saving, "GRACE_S", 0.2)
-    monkeypatch.setattr(saving, "give", lambda *args: None)
+    monkeypatch.setattr(saving, "send_shards", lambda *args: None)
 
     def work(run):
         run.callbacks[:0] = [Record()]
@@ -346,7 +345,7 @@ def test_a_save_that_does_not_end_is_named(tmp_path, monkeypatch):
 # --- the memory of copies ------------------------------------------------------------------------------------------
 
 def test_copies_are_made_into_the_same_memory_and_counted():
-    copies = Copies(1)
+    copies = HostCopies(1)
     for _ in range(2):
         copies.begin()
         first = copies.place("model", "w", (3, 4), np.float32)
@@ -359,8 +358,8 @@ def test_copies_are_made_into_the_same_memory_and_counted():
 
 
 def test_copies_that_memory_has_no_room_for_are_not_made(monkeypatch):
-    monkeypatch.setattr("hvdtrain.checkpoint.copies.host_room_bytes", lambda local_size: 100 // local_size)
-    copies = Copies(2)
+    monkeypatch.setattr("hvdtrain.checkpoint.savers.host_room_bytes", lambda local_size: 100 // local_size)
+    copies = HostCopies(2)
     copies.begin()
     copies.place("model", "w", (10,), np.float32)
     with pytest.raises(NoRoom):
@@ -370,7 +369,7 @@ def test_copies_that_memory_has_no_room_for_are_not_made(monkeypatch):
 @pytest.mark.parametrize("framework", ("numpy", *FRAMEWORKS))
 def test_without_room_for_copies_training_waits_and_says_so(tmp_path, monkeypatch, framework):
     fitted(solo(settings(tmp_path / "copied", framework), make_model(framework), DATA))
-    monkeypatch.setattr("hvdtrain.checkpoint.copies.host_room_bytes", lambda local_size: 100)
+    monkeypatch.setattr("hvdtrain.checkpoint.savers.host_room_bytes", lambda local_size: 100)
     run = fitted(solo(settings(tmp_path / "waited", framework), make_model(framework), DATA))
     assert len([n for n in run.notes if "host memory has no room for a copy of the state" in n]) == 1
     assert kept(tmp_path / "waited") == kept(tmp_path / "copied")

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint import CheckpointStore, Snapshot, read_snapshot, write_snapshot
-from hvdtrain.checkpoint.together import answer, order, publish
-from hvdtrain.core.protocols.state import Shard
+from hvdtrain.checkpoint.sharded import answer, order, publish
+from hvdtrain.core.protocols.run import Shard
 
 pytestmark = pytest.mark.timeout(100)
 

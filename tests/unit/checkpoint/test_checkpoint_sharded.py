@@ -15,7 +15,7 @@ from hvdtrain.checkpoint import CheckpointError, CheckpointStore, adapters, insp
 from hvdtrain.checkpoint.adapters import part
 from hvdtrain.checkpoint.manifest import FileEntry, Manifest, decode, encode
 from hvdtrain.comm.collectives.lockstep import LockstepControl
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.core.errors import UserError
 
 DATA = samples(48)
@@ -31,7 +31,7 @@ def setting(out, framework="numpy", layout="sharded", **changes):
     """12 steps, a checkpoint at each fourth one."""
     return config(**{"out": str(out), "global_batch": 8, "max_steps": 12,
                      "optimizer": Named("SGD" if framework == "numpy" else "Adam"),
-                     "checkpoint": Checkpoint(every_steps=4, at_end=False, layout=layout), **changes})
+                     "checkpoint": CheckpointConfig(every_steps=4, at_end=False, layout=layout), **changes})
 
 
 def tensors_of(path):

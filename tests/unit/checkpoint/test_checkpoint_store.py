@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Snapshot, Stored, write_snapshot
+from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Snapshot, StoredCheckpoint, write_snapshot
 from hvdtrain.core.errors import UserError
 
 pytestmark = pytest.mark.timeout(60)
@@ -71,7 +71,7 @@ def test_a_store_that_is_not_there_or_empty_has_nothing(store):
 def test_the_last_keep_are_kept(store):
     for step in (5, 10, 15, 20, 25):
         assert store.save(make(step), step) == store.root / f"step-{step:08d}"
-    assert store.list() == [Stored(step, store.root / f"step-{step:08d}") for step in (15, 20, 25)]
+    assert store.list() == [StoredCheckpoint(step, store.root / f"step-{step:08d}") for step in (15, 20, 25)]
     assert newest(store) == 25
     assert sorted(os.listdir(store.root)) == ["step-00000015", "step-00000020", "step-00000025"]
 

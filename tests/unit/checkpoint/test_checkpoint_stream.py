@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.checkpoint import CheckpointError, stream
-from hvdtrain.checkpoint.stream import Stream, head, held, in_order, messages, n_bytes, packed, unpacked
+from hvdtrain.checkpoint.stream import (
+    StreamedContent, head, in_order, local_pieces, messages, n_bytes, packed, unpacked)
 from hvdtrain.checkpoint.tensors import layout
 from hvdtrain.checkpoint.transfer import whole_shards
-from hvdtrain.core.protocols.state import Shard
+from hvdtrain.core.protocols.run import Shard
 
 DTYPES = ["float32", "float64", "float16", "int64", "uint16", "uint8", "bool"]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -57,8 +58,8 @@ def sent(shards):
 def content(shards_P):
     """All ranks' shards; the first rank's are in memory, the others' are sent."""
     first = in_order(shards_P[0])
-    pairs = [([head(shard) for shard in first], held(first)), *(sent(shards) for shards in shards_P[1:])]
-    return Stream([heads for heads, _ in pairs], [pieces for _, pieces in pairs], {})
+    pairs = [([head(shard) for shard in first], local_pieces(first)), *(sent(shards) for shards in shards_P[1:])]
+    return StreamedContent([heads for heads, _ in pairs], [pieces for _, pieces in pairs], {})
 
 
 def assembled(shards_P):
@@ -138,7 +139,7 @@ def test_what_a_rank_holds_is_not_copied():
     own = {"model": {"w": np.arange(6.0).reshape(2, 3), "scalar": np.array(3)}}
     shards = in_order(whole_shards(own, ["model", "optimizer"]))
     assert [shard.name for shard in shards] == ["scalar", "w"]
-    assert all(np.shares_memory(piece, own["model"]["w"]) for piece in list(held(shards))[1:])
+    assert all(np.shares_memory(piece, own["model"]["w"]) for piece in list(local_pieces(shards))[1:])
 
 
 def test_what_is_not_written_is_let_go_to_the_last_piece():

@@ -7,12 +7,12 @@ import pytest
 from small_runs import config, fitted, lockstep, make_model, samples
 
 from hvdtrain.checkpoint import Snapshot, files, read_snapshot, stream, write_snapshot
-from hvdtrain.checkpoint.stream import Stream, head, in_order
+from hvdtrain.checkpoint.stream import StreamedContent, head, in_order
 from hvdtrain.checkpoint.transfer import arriving, fetch, own_group, whole_shards
 from hvdtrain.comm.collectives.lockstep import LockstepControl, LockstepWorld
-from hvdtrain.config import Checkpoint, DataParallel
+from hvdtrain.config import CheckpointConfig, DataParallelConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.state import Head, Want
+from hvdtrain.core.protocols.run import Head, Want
 from hvdtrain.engine.saving import session
 
 
@@ -71,7 +71,7 @@ def test_state_goes_to_the_writer_alone_and_each_rank_gets_what_it_wants(tmp_pat
         control = Watched(control)
         shards = in_order(state(control.rank))
         heads_P = [[Head(*one) for one in row] for row in control.gather([tuple(head(shard)) for shard in shards])]
-        content = Stream(heads_P, arriving(control, heads_P, shards), {"a": 1})
+        content = StreamedContent(heads_P, arriving(control, heads_P, shards), {"a": 1})
         if control.rank == 0:
             write_snapshot(tmp_path / "a", content)
         else:
@@ -144,7 +144,7 @@ def test_a_save_that_one_rank_cannot_give_its_state_for_fails_on_all_and_the_run
         fitted(run)
         return run.notes
 
-    settings = config(global_batch=8, max_steps=4, out=str(tmp_path), checkpoint=Checkpoint(every_steps=2))
+    settings = config(global_batch=8, max_steps=4, out=str(tmp_path), checkpoint=CheckpointConfig(every_steps=2))
     for notes in lockstep(2, settings, lambda rank: make_model("numpy"), samples(40), work):
         assert any("step 2: checkpoint not written (rank 1 on host lockstep: the device is lost" in n for n in notes)
     assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
@@ -163,8 +163,8 @@ def test_a_disk_that_fails_in_the_middle_leaves_all_ranks_in_step(tmp_path, monk
         return real(path, pieces)
 
     monkeypatch.setattr(files, "write_durably", write)
-    settings = config(global_batch=8, max_steps=6, out=str(tmp_path), checkpoint=Checkpoint(every_steps=2),
-                      data_parallel=DataParallel("zero", 2))
+    settings = config(global_batch=8, max_steps=6, out=str(tmp_path), checkpoint=CheckpointConfig(every_steps=2),
+                      data_parallel=DataParallelConfig("zero", 2))
     runs = lockstep(3, settings, lambda rank: make_model("numpy"), samples(40), fitted)
     assert all(any("step 2: checkpoint not written ([Errno 28]" in n for n in run.notes) for run in runs)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]

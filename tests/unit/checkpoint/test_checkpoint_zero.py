@@ -10,24 +10,26 @@ from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitt
 
 from hvdtrain.checkpoint import read_snapshot
 from hvdtrain.comm.collectives.lockstep import LockstepControl
-from hvdtrain.commands.convert import places, worker
+from hvdtrain.commands.convert import worker
+from hvdtrain.commands.convert import request as places
 from hvdtrain.commands.convert.request import Request, completed
-from hvdtrain.config import Checkpoint, DataParallel, Exchange, Named
+from hvdtrain.config import CheckpointConfig, DataParallelConfig, ExchangeConfig, Named
 
 DATA = samples(96)
 SHARDS = {1: [], 2: [1, 3], 3: [5, 0, 2], 4: [1, 2, 4, 0]}
 MOMENTUM = config(global_batch=24, max_steps=8, optimizer=Named("SGD", {"momentum": 0.9}), seed=3,
-                  exchange=Exchange(bucket_mb=0.0005))
+                  exchange=ExchangeConfig(bucket_mb=0.0005))
 
 
 def way(name, size, stage=2):
     """The setting data_parallel for so many ranks, with unequal parts."""
-    return DataParallel("zero", stage, SHARDS[size]) if name == "zero" else DataParallel()
+    return DataParallelConfig("zero", stage, SHARDS[size]) if name == "zero" else DataParallelConfig()
 
 
 def trained(size, out, layout="gathered", framework="numpy", **changes):
     """The runs by rank; a checkpoint after step 4 and at the end."""
-    settings = replace(MOMENTUM, out=str(out), checkpoint=Checkpoint(every_steps=4, keep=9, layout=layout), **changes)
+    settings = replace(MOMENTUM, out=str(out), checkpoint=CheckpointConfig(every_steps=4, keep=9, layout=layout),
+                       **changes)
     if framework != "numpy":
         settings = replace(settings, optimizer=Named("Adam"), lr=0.01)
     return lockstep(size, settings, lambda rank: make_model(framework, rank), DATA, fitted)
@@ -75,6 +77,18 @@ def test_any_ranks_go_on_with_the_bits_of_a_run_that_never_stopped(tmp_path, siz
     assert got == want
 
 
+def test_other_ranks_go_on_without_the_residuals_of_a_compressor(tmp_path):
+    """As replicas do, to the bit: what the ranks of before still owed is given up, which a note says."""
+    for name in ("zero", "replicate"):
+        more = {"compression": "int8", "framework": "torch"}
+        trained(3, tmp_path / name, max_steps=4, data_parallel=way(name, 3), **more)
+        runs = trained(2, tmp_path / name, resume="auto", data_parallel=way(name, 2), **more)
+        assert len({bits(run) for run in runs}) == 1 and runs[0].dp.compression == "int8"
+        assert any("compressor state" in note for note in runs[0].notes)
+    got, want = (state_of(tmp_path / name / "checkpoints/step-00000008") for name in ("zero", "replicate"))
+    assert got == want
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("before, after", [("zero", "zero"), ("zero", "replicate"), ("replicate", "zero")])
@@ -114,7 +128,7 @@ def test_convert_makes_the_same_run_of_the_other_framework_from_divided_state(tm
 def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path, first, then):
     want = bits(trained(3, tmp_path / "whole")[0])
     trained(3, tmp_path / "run", max_steps=4, data_parallel=way("zero", 3, first))
-    other = DataParallel("zero", then, [0, 1, 1])
+    other = DataParallelConfig("zero", then, [0, 1, 1])
     runs = trained(3, tmp_path / "run", resume="auto", data_parallel=other)
     assert {bits(run) for run in runs} == {want}
     held = [sum(a.size for _, _, a in run.parts.optimizer.slots()) for run in runs]
@@ -124,7 +138,7 @@ def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path
 
 def test_what_checkpoints_take_of_the_disk_counts_all_owners_slices(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("hvdtrain.checkpoint.disk.warning", lambda settings, one_bytes, free: said.append(one_bytes))
+    monkeypatch.setattr("hvdtrain.checkpoint.savers.warning", lambda settings, one_bytes, free: said.append(one_bytes))
     for name in ("replicate", "zero"):
         trained(3, tmp_path / name, data_parallel=way(name, 3))
     assert len(said) == 2 and said[0] == said[1] > 0

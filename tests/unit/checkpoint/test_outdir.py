@@ -16,9 +16,9 @@ from hvdtrain.checkpoint import run_directory as outdir
 from hvdtrain.cluster.control import SoloControl, agreed
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.commands.train import parse
-from hvdtrain.config import Config, Data, Named
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.config import Config, DataConfig, Named
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import RunSetup, RunState, Services
 
@@ -125,7 +125,7 @@ def test_the_configuration_is_kept_as_a_recipe():
     config = Config(
         lr=1e-5,
         model_args={"width": 3, "text": "1e-3", "when": "2020-01-01"},
-        data=Data(args={"seed": None}),
+        data=DataConfig(args={"seed": None}),
         shares=[2.0, 1.0],
     )
     path = begun(config).out
@@ -255,7 +255,8 @@ def test_user_code_that_changes_the_directory_does_not_divide_a_run(tmp_path, ou
         "    def step_end(self, run): os.chdir(%r)\n"
         "def build():\n    os.chdir(%r)\n    return Model((4, 3), 0)\n" % ((str(tmp_path / "away"),) * 2))
     np.savez("some.npz", x=np.ones((8, 4), np.float32), y=np.zeros(8, np.int64))
-    config = Config(model="parts.py:build", callbacks=["parts.py:Moves"], out=out, data=Data("some.npz", prefetch=0),
+    config = Config(model="parts.py:build", callbacks=["parts.py:Moves"], out=out,
+                    data=DataConfig("some.npz", prefetch=0),
                     epochs=1, global_batch=4, optimizer=Named("SGD"), metrics=[], progress="off", resume="auto")
     for epochs in (1, 2):
         trainer = Trainer(config, epochs=epochs)

@@ -9,7 +9,7 @@ import pytest
 from small_runs import config, make_model, samples
 
 from hvdtrain.cluster.exit import end, run_guarded
-from hvdtrain.config import Data
+from hvdtrain.config import DataConfig
 from hvdtrain.core.errors import ExitCalled
 from hvdtrain.core.launcher import SOLO
 from hvdtrain.engine.callbacks.base import Callback
@@ -91,8 +91,9 @@ def fit(network=None, samples_=samples(40), callbacks=(), **changes):
 PLACES = {
     "callback": (lambda: fit(make_model("numpy"), callbacks=[Leaves()]), r"Leaves\.step_end", "status 3"),
     "fetch": (lambda: fit(make_model("numpy"), Source(4)), r"Source\.fetch", "status 0"),
-    "fetch ahead": (lambda: fit(make_model("numpy"), Source(4), data=Data(prefetch=2)), r"Source\.fetch", "status 0"),
-    "data callable": (lambda: fit(make_model("numpy"), None, data=Data(f"{__file__}:load")), "load", "status 2"),
+    "fetch ahead": (lambda: fit(make_model("numpy"), Source(4), data=DataConfig(prefetch=2)), r"Source\.fetch",
+                    "status 0"),
+    "data callable": (lambda: fit(make_model("numpy"), None, data=DataConfig(f"{__file__}:load")), "load", "status 2"),
     "model callable": (lambda: fit(None, model=f"{__file__}:build"), "build", "status 1 and the words 'no weights'"),
     "forward in torch": (lambda: fit(leaves_in_forward("torch")), r"\S*Leaving\.forward", "status 4"),
     "call in Keras": (lambda: fit(leaves_in_forward("tensorflow")), r"\S*Leaving\.call", "status 4"),
@@ -111,7 +112,7 @@ def test_the_callable_and_its_status_are_named(place, tmp_path, monkeypatch):
 
 
 def test_it_ends_a_process_with_status_1_and_one_message(capfd):
-    assert run_guarded(lambda: fit(make_model("numpy"), None, data=Data(f"{__file__}:load")), SOLO) == 1
+    assert run_guarded(lambda: fit(make_model("numpy"), None, data=DataConfig(f"{__file__}:load")), SOLO) == 1
     said = capfd.readouterr().err
     assert said.count("hvdtrain: load (") == 1 and "Traceback" not in said
 

@@ -2,22 +2,21 @@
 
 import pytest
 
-from hvdtrain.cluster.launchers import LAUNCHERS, Host, LaunchSpec, Tool, mpich
-from hvdtrain.cluster.launchers.environment import laid_over
-from hvdtrain.cluster.launchers.spec import BINDINGS
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LaunchSpec, LauncherProgram, mpich
+from hvdtrain.cluster.launchers.spec import BINDINGS, laid_over
 from hvdtrain.core.errors import UserError
 
 PROGRAM = ("/v/python", "-m", "hvdtrain", "train", "a b", "$HOME", ";")
 TOOLS = {
-    "openmpi4": Tool("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun"),
-    "openmpi5": Tool("openmpi5", "/v/bin/mpirun", "openmpi", "5.0.11", "/v/bin/mpirun"),
-    "mpich": Tool("mpich", "/v/bin/mpirun", "mpich", "4.3.2", "/v/bin/mpirun"),
-    "intelmpi": Tool("intelmpi", "/v/bin/mpirun", "intel", "2021.14", "/v/bin/mpirun"),
-    "horovodrun": Tool("horovodrun", "/v/bin/horovodrun", "openmpi", "4.1.8", "/v/bin/mpirun"),
-    "horovodrun5": Tool("horovodrun", "/v/bin/horovodrun", "openmpi", "5.0.11", "/v/bin/mpirun"),
-    "srun": Tool("srun", "/usr/bin/srun", "openmpi", "4.1.8", "/v/bin/mpirun"),
+    "openmpi4": LauncherProgram("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun"),
+    "openmpi5": LauncherProgram("openmpi5", "/v/bin/mpirun", "openmpi", "5.0.11", "/v/bin/mpirun"),
+    "mpich": LauncherProgram("mpich", "/v/bin/mpirun", "mpich", "4.3.2", "/v/bin/mpirun"),
+    "intelmpi": LauncherProgram("intelmpi", "/v/bin/mpirun", "intel", "2021.14", "/v/bin/mpirun"),
+    "horovodrun": LauncherProgram("horovodrun", "/v/bin/horovodrun", "openmpi", "4.1.8", "/v/bin/mpirun"),
+    "horovodrun5": LauncherProgram("horovodrun", "/v/bin/horovodrun", "openmpi", "5.0.11", "/v/bin/mpirun"),
+    "srun": LauncherProgram("srun", "/usr/bin/srun", "openmpi", "4.1.8", "/v/bin/mpirun"),
 }
-HOSTS = (Host("fast", 4), Host("old", 2))
+HOSTS = (HostSlots("fast", 4), HostSlots("old", 2))
 LAST = {mpich.LAST: "1"}
 
 
@@ -64,13 +63,13 @@ def test_intel_mpi_wants_argument_sets_for_unlike_hosts():
 
 
 def test_intel_mpi_takes_a_list_of_like_hosts():
-    alike = (Host("a", 2), Host("b", 2))
+    alike = (HostSlots("a", 2), HostSlots("b", 2))
     assert built("intelmpi", hosts=alike, ranks=4)[0] == "/v/bin/mpirun -genvnone -n 4 -ppn 2 -hosts a,b"
 
 
 def added(name, **changes):
     """(the words that a change adds to the bare line, those it takes away, environment)."""
-    alike = {"hosts": (Host("a", 2), Host("b", 2)), "ranks": 4} if name == "intelmpi" else {}
+    alike = {"hosts": (HostSlots("a", 2), HostSlots("b", 2)), "ranks": 4} if name == "intelmpi" else {}
     before, after = built(name, **alike)[0].split(), built(name, **alike, **changes)
     words = after[0].split()
     more, less = list(words), []
@@ -241,11 +240,11 @@ def test_horovodrun_on_other_hosts_needs_an_interface_and_says_where_open_mpi_is
 @pytest.mark.parametrize(("flavour", "version"), [("mpich", "4.3.2"), ("intel", "2021.14")])
 def test_horovodrun_is_refused_over_an_mpi_it_cannot_use(flavour, version):
     with pytest.raises(UserError, match="Open MPI"):
-        built("horovodrun", tool=Tool("horovodrun", "/v/bin/horovodrun", flavour, version))
+        built("horovodrun", tool=LauncherProgram("horovodrun", "/v/bin/horovodrun", flavour, version))
 
 
 @pytest.mark.parametrize(("flavour", "flag"), [("openmpi", "--mpi=pmix"), ("mpich", "--mpi=pmi2"),
                                                ("intel", "--mpi=pmi2"), ("", "")])
 def test_srun_speaks_what_the_mpi_speaks(flavour, flag):
-    line, _ = built("srun", tool=Tool("srun", "/usr/bin/srun", flavour))
+    line, _ = built("srun", tool=LauncherProgram("srun", "/usr/bin/srun", flavour))
     assert [word for word in line.split() if word.startswith("--mpi")] == ([flag] if flag else [])

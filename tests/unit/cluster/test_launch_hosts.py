@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.launchers import Host
-from hvdtrain.cluster.launchers.hosts import bounded, is_address, parse_hostfile, parse_hosts, place
+from hvdtrain.cluster.launchers import HostSlots
+from hvdtrain.cluster.launchers.spec import bounded, is_address, parse_hostfile, parse_hosts, place
 from hvdtrain.core.errors import UserError
 
 
@@ -14,7 +14,7 @@ from hvdtrain.core.errors import UserError
     ("a:1, b:2", [("a", 1), ("b", 2)]), ("node-1.cluster_x.example:16", [("node-1.cluster_x.example", 16)]),
     ("10.0.0.1:2", [("10.0.0.1", 2)]), ("a:2,b:1,a:1", [("a", 3), ("b", 1)])])
 def test_a_host_list_is_read(text, hosts):
-    assert parse_hosts(text) == tuple(Host(*host) for host in hosts)
+    assert parse_hosts(text) == tuple(HostSlots(*host) for host in hosts)
 
 
 BAD = ["", ",", "a,,b", "-oProxyCommand=id:1", "-a", "a;id", "a$(id)", "a`id`", "$HOME", "a b:2", "a|b", "a&b", "a>b",
@@ -51,11 +51,11 @@ def test_a_user_is_told_of_ssh_config():
 
 def test_a_host_file_is_read_in_every_form():
     text = "# two kinds\n\nfast slots=4  # A100\nold:2\r\none\nfast max_slots=9 slots=1\n"
-    assert parse_hostfile(text, "F") == (Host("fast", 5), Host("old", 2), Host("one", 1))
+    assert parse_hostfile(text, "F") == (HostSlots("fast", 5), HostSlots("old", 2), HostSlots("one", 1))
 
 
 def test_a_line_per_slot_adds_up():
-    assert parse_hostfile("a\na\nb\na\n", "F") == (Host("a", 3), Host("b", 1))
+    assert parse_hostfile("a\na\nb\na\n", "F") == (HostSlots("a", 3), HostSlots("b", 1))
 
 
 @pytest.mark.parametrize("line", ["a slots=x", "a slots=", "a slots=0", "a slots", "a:2 slots=2", "a cpu=2", "a b",
@@ -68,12 +68,12 @@ def test_a_wrong_line_is_named(line):
 
 def test_a_line_ends_where_it_does_for_every_other_program():
     for odd in "\u2028\x85\x0c":
-        assert parse_hostfile(f"a slots=2 # one{odd}b slots=9\n", "F") == (Host("a", 2),)
+        assert parse_hostfile(f"a slots=2 # one{odd}b slots=9\n", "F") == (HostSlots("a", 2),)
 
 
 def test_more_ranks_than_anybody_means_are_refused():
     with pytest.raises(UserError, match="for 1,052,672 ranks"):
-        bounded(tuple(Host(f"h{i}", 4096) for i in range(257)))
+        bounded(tuple(HostSlots(f"h{i}", 4096) for i in range(257)))
 
 
 def test_an_empty_host_file_is_refused():
@@ -84,17 +84,17 @@ def test_an_empty_host_file_is_refused():
 @pytest.mark.parametrize(("ranks", "placed"), [(6, "a:4 b:2"), (5, "a:4 b:1"), (4, "a:4"), (1, "a:1"), (7, "a:5 b:2"),
                                                (8, "a:5 b:3"), (9, "a:6 b:3"), (12, "a:8 b:4")])
 def test_ranks_fill_slots_in_order_and_beyond_them_in_proportion(ranks, placed):
-    assert " ".join(map(str, place((Host("a", 4), Host("b", 2)), ranks, True))) == placed
+    assert " ".join(map(str, place((HostSlots("a", 4), HostSlots("b", 2)), ranks, True))) == placed
 
 
 def test_more_ranks_than_slots_must_be_said():
     with pytest.raises(UserError, match="--oversubscribe"):
-        place((Host("a", 4), Host("b", 2)), 7, False)
+        place((HostSlots("a", 4), HostSlots("b", 2)), 7, False)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 200))
 def test_every_rank_has_a_place(slots, ranks):
-    hosts = tuple(Host(f"h{i}", n) for i, n in enumerate(slots))
+    hosts = tuple(HostSlots(f"h{i}", n) for i, n in enumerate(slots))
     placed = place(hosts, ranks, True)
     assert sum(host.slots for host in placed) == ranks and all(host.slots for host in placed)
     if ranks >= sum(slots):

@@ -7,21 +7,18 @@ import time
 import psutil
 import pytest
 
-from hvdtrain.cluster.launchers import LAUNCHERS, Host, Tool
-from hvdtrain.cluster.launchers.detect import PROGRAMS, choose, hosts_of
-from hvdtrain.cluster.launchers.environment import parse_env, passed
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LauncherProgram
 from hvdtrain.cluster.launchers.mpich import LAST
-from hvdtrain.cluster.launchers.options import parse_mpi_args
-from hvdtrain.cluster.launchers.prepare import Here, Wishes, prepare
-from hvdtrain.cluster.launchers.ssh import AGENT_VARIABLES, UNREAD, parse_ssh
+from hvdtrain.cluster.launchers.prepare import PROGRAMS, Here, Wishes, choose, hosts_of, parse_mpi_args, prepare
+from hvdtrain.cluster.launchers.spec import AGENT_VARIABLES, UNREAD, parse_env, parse_ssh, passed
 from hvdtrain.cluster.machine import software as build_detect
 from hvdtrain.commands.launch import cli
 from hvdtrain.core.errors import UserError
 
-OPENMPI = Tool("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
+OPENMPI = LauncherProgram("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
 HERE = Here(env={"PATH": "/usr/bin", "SECRET": "s"}, names=("localhost", "127.0.0.1", "me"), cores=4,
             search_path="/v/bin:/usr/bin")
-FAR = (Host("fast", 4), Host("old", 2))
+FAR = (HostSlots("fast", 4), HostSlots("old", 2))
 
 
 def spec(tool=OPENMPI, here=HERE, **wishes):
@@ -38,12 +35,12 @@ def slurm(**env):
 
 def test_all_slots_are_used_unless_a_number_is_named():
     assert spec().ranks == 6 and spec().hosts == FAR
-    assert spec(ranks=5).hosts == (Host("fast", 4), Host("old", 1))
-    assert spec(ranks=8, oversubscribe=True).hosts == (Host("fast", 5), Host("old", 3))
+    assert spec(ranks=5).hosts == (HostSlots("fast", 4), HostSlots("old", 1))
+    assert spec(ranks=8, oversubscribe=True).hosts == (HostSlots("fast", 5), HostSlots("old", 3))
 
 
 def test_a_number_alone_means_this_host_and_in_slurm_the_allocation():
-    assert spec(hosts=(), ranks=3).hosts == (Host("localhost", 3),)
+    assert spec(hosts=(), ranks=3).hosts == (HostSlots("localhost", 3),)
     assert (spec(hosts=(), ranks=3, here=slurm()).hosts, spec(hosts=(), ranks=3, here=slurm()).ranks) == ((), 3)
     assert spec(hosts=(), here=slurm()).ranks == 0
     with pytest.raises(UserError, match="no hosts"):
@@ -51,41 +48,42 @@ def test_a_number_alone_means_this_host_and_in_slurm_the_allocation():
 
 
 def test_cores_count_on_this_host_only_and_are_said():
-    assert not spec(hosts=(Host("far", 99),)).oversubscribe
-    assert not spec(hosts=(Host("me", 4),)).oversubscribe
-    assert spec(hosts=(Host("me", 5),)).oversubscribe
-    assert notes(hosts=(Host("me", 5),)) == ["5 ranks share the 4 cores of this host"]
-    assert notes(hosts=(Host("me", 4),)) == []
+    assert not spec(hosts=(HostSlots("far", 99),)).oversubscribe
+    assert not spec(hosts=(HostSlots("me", 4),)).oversubscribe
+    assert spec(hosts=(HostSlots("me", 5),)).oversubscribe
+    assert notes(hosts=(HostSlots("me", 5),)) == ["5 ranks share the 4 cores of this host"]
+    assert notes(hosts=(HostSlots("me", 4),)) == []
     with pytest.raises(UserError, match="--bind core"):
-        spec(hosts=(Host("me", 3),), bind="core", cores_per_rank=2)
+        spec(hosts=(HostSlots("me", 3),), bind="core", cores_per_rank=2)
 
 
 def test_ssh_is_ours_only_for_other_hosts_where_nobody_chose():
     assert spec().over_ssh and spec().remote
-    assert not spec(hosts=(Host("me", 2), Host("localhost", 1))).over_ssh
+    assert not spec(hosts=(HostSlots("me", 2), HostSlots("localhost", 1))).over_ssh
     assert not spec(here=slurm()).over_ssh and spec(here=slurm()).remote
     for launcher, names in AGENT_VARIABLES.items():
         for name in names:
-            assert not spec(Tool(launcher, "mpirun"), Here(env={name: "rsh"})).over_ssh
+            assert not spec(LauncherProgram(launcher, "mpirun"), Here(env={name: "rsh"})).over_ssh
     assert spec(here=Here(env={"HYDRA_LAUNCHER": "rsh", "I_MPI_HYDRA_BOOTSTRAP": "rsh"})).over_ssh, "not Open MPI's"
 
 
 @pytest.mark.parametrize("name", UNREAD)
 def test_an_agent_that_open_mpi_5_does_not_read_is_read_for_it(name):
-    five, here = Tool("openmpi5", "mpirun", "openmpi", "5.0.11"), Here(env={name: "/my/agent -v"})
+    five, here = LauncherProgram("openmpi5", "mpirun", "openmpi", "5.0.11"), Here(env={name: "/my/agent -v"})
     made, said = prepare(Wishes(("p",), FAR), here, five)
     words = LAUNCHERS["openmpi5"].command(made)[0]
     assert words[words.index("plm_ssh_agent") - 1:][:3] == ["--prtemca", "plm_ssh_agent", "/my/agent -v"]
     assert said == [f"Open MPI 5.0.11 does not read {name}: it is taken as --ssh"]
     assert spec(five, here, ssh=("ssh",)).ssh == ("ssh",), "what is said now goes first"
     assert spec(five, Here(env={name: "a", "PRTE_MCA_plm_ssh_agent": "b"})).ssh == (), "mpirun reads that one"
-    assert spec(five, here, hosts=(Host("localhost", 1),)).ssh == () == spec(OPENMPI, here).ssh
+    assert spec(five, here, hosts=(HostSlots("localhost", 1),)).ssh == () == spec(OPENMPI, here).ssh
 
 
 def test_open_mpi_4_is_known_to_take_this_host_first():
-    assert "to this host, me, though far is named first" in notes(hosts=(Host("far", 1), Host("me", 1)))[0]
-    assert notes(hosts=(Host("me", 1), Host("far", 1))) == notes(hosts=FAR) == []
-    assert notes(Tool("openmpi5", "mpirun", "openmpi", "5.0.11"), hosts=(Host("far", 1), Host("me", 1))) == []
+    assert "to this host, me, though far is named first" in notes(hosts=(HostSlots("far", 1), HostSlots("me", 1)))[0]
+    assert notes(hosts=(HostSlots("me", 1), HostSlots("far", 1))) == notes(hosts=FAR) == []
+    five = LauncherProgram("openmpi5", "mpirun", "openmpi", "5.0.11")
+    assert notes(five, hosts=(HostSlots("far", 1), HostSlots("me", 1))) == []
 
 
 def test_the_environment_is_a_list_of_names():
@@ -93,8 +91,8 @@ def test_the_environment_is_a_list_of_names():
            "CUDA_VISIBLE_DEVICES": "0", "HOME": "/h", "OMPI_COMM_WORLD_RANK_X": "1", "HOROVOD_RANK": "0",
            "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_SECRET_KEY": "k", "NCCL_;id": "x", "OMPI_MCA_btl": "tcp"}
     assert passed(env) == ("HOROVOD_CYCLE_TIME", "HVDTRAIN_LR", "NCCL_DEBUG", "PATH")
-    srun = Tool("srun", "/usr/bin/srun", "openmpi")
-    assert spec(srun, Here(env=env), hosts=(Host("a", 1),)).env_names == (
+    srun = LauncherProgram("srun", "/usr/bin/srun", "openmpi")
+    assert spec(srun, Here(env=env), hosts=(HostSlots("a", 1),)).env_names == (
         "HOME", "HOROVOD_CYCLE_TIME", "HVDTRAIN_LR", "NCCL_DEBUG", "OMPI_MCA_btl", "PATH")
 
 
@@ -133,15 +131,15 @@ def test_a_launch_inside_a_job_is_refused():
 
 
 def test_horovodrun_finds_the_mpirun_beside_this_python():
-    run = Tool("horovodrun", "/v/bin/horovodrun", "openmpi", "4.1.8")
+    run = LauncherProgram("horovodrun", "/v/bin/horovodrun", "openmpi", "4.1.8")
     assert dict(spec(run).env_values) == {"PATH": "/v/bin:/usr/bin"} and spec(OPENMPI).env_values == ()
 
 
 @pytest.mark.parametrize(("version", "said"), [("5.0.8", True), ("5.0.11", False), ("4.1.8", False)])
 def test_addresses_are_doubtful_before_open_mpi_5_0_11(version, said):
-    tool = Tool("openmpi5", "mpirun", "openmpi", version)
-    assert bool(notes(tool, hosts=(Host("10.0.0.1", 1),))) is said
-    assert not notes(tool, hosts=(Host("a", 1),))
+    tool = LauncherProgram("openmpi5", "mpirun", "openmpi", version)
+    assert bool(notes(tool, hosts=(HostSlots("10.0.0.1", 1),))) is said
+    assert not notes(tool, hosts=(HostSlots("a", 1),))
 
 
 def test_root_needs_both_variables():
@@ -249,7 +247,7 @@ def test_a_wrong_option_is_told(argv, said):
 
 def test_hosts_and_words_that_are_given_twice_add_up(tmp_path):
     args, _ = cli.parse(["-H", "a:1,b", "-H", "c:2,a", "--mpi-args=--mca pml ucx", "--mpi-args=-v", "--", "p"])
-    assert hosts_of(args.hosts, args.hostfile) == (Host("a", 2), Host("b", 1), Host("c", 2))
+    assert hosts_of(args.hosts, args.hostfile) == (HostSlots("a", 2), HostSlots("b", 1), HostSlots("c", 2))
     assert parse_mpi_args(args.mpi_args) == ("--mca", "pml", "ucx", "-v")
     assert parse_mpi_args([]) == parse_mpi_args([""]) == ()
     for wrong in ("-np 1 prog : -np 1", "-- prog"):
@@ -260,7 +258,7 @@ def test_hosts_and_words_that_are_given_twice_add_up(tmp_path):
 def test_a_host_file_is_measured_in_bytes_and_may_begin_with_a_mark(tmp_path):
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbffast slots=2\n")
-    assert hosts_of([], [str(path)]) == (Host("fast", 2),)
+    assert hosts_of([], [str(path)]) == (HostSlots("fast", 2),)
     path.write_bytes("#é\n".encode() * (1 << 18) + b"a")  # 3 characters, 4 bytes
     with pytest.raises(UserError, match="longer than 1 MiB"):
         hosts_of([], [str(path)])

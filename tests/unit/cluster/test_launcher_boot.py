@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import SoloControl, agreed
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.config import Exchange
+from hvdtrain.config import ExchangeConfig
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import Interrupted, UserError
 from hvdtrain.core.launcher import SOLO, LaunchFacts
@@ -155,9 +155,9 @@ def test_horovod_ends_a_stall_unless_told_otherwise(given, ends):
 
 def test_horovod_environment_only_where_asked():
     env = {}
-    horovod._horovod_env(Exchange(), env)
+    horovod._horovod_env(ExchangeConfig(), env)
     assert env == {}
-    horovod._horovod_env(Exchange(fusion_threshold_mb=2, cycle_time_ms=0.5), env)
+    horovod._horovod_env(ExchangeConfig(fusion_threshold_mb=2, cycle_time_ms=0.5), env)
     assert env == {"HOROVOD_FUSION_THRESHOLD": str(2 * 2**20), "HOROVOD_CYCLE_TIME": "0.5"}
 
 
@@ -177,7 +177,7 @@ def test_horovod_reason_names_the_remedy(monkeypatch, tmp_path):
     assert "without its tensorflow part" in horovod.horovod_reason("tensorflow")
     monkeypatch.setenv("OPAL_PREFIX", "set already")
     with pytest.raises(horovod.HorovodUnavailable, match="does not load .*must not be imported"):
-        horovod.start_horovod("torch", Exchange(), SOLO)
+        horovod.start_horovod("torch", ExchangeConfig(), SOLO)
 
 
 def test_a_lone_mpi_process_is_told_where_the_wheel_is(tmp_path):

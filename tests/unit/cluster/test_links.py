@@ -10,13 +10,14 @@ from itertools import combinations
 import pytest
 
 from hvdtrain.cluster import links
-from hvdtrain.cluster.pair_links import (
-    LEAST_PIECE, MOST_PIECES, PAIR_S, PIECE, PairLink, Way, others_Bps, plan, rounds, sizing, slow, slowest)
+from hvdtrain.cluster.links import (
+    LEAST_PIECE, MOST_PIECES, PAIR_S, PIECE, LinkTiming, PairLink, others_Bps, plan, rounds, sizing, slow,
+    slowest_link)
 from hvdtrain.core.errors import WaitTimeout
 
 
 def link(a, b, mbit=1000.0, at_once=1):
-    way = Way(250_000, 2e6 / (mbit * 1e6), 6)
+    way = LinkTiming(250_000, 2e6 / (mbit * 1e6), 6)
     return PairLink((a, b), (2 * a, 2 * b), 25e-6, way, way, way, at_once)
 
 
@@ -55,7 +56,7 @@ def test_pieces_are_so_large_that_several_fit_the_time(rate, seconds, found):
 
 def test_a_pair_is_slow_that_has_less_than_half_of_the_others_median():
     found = [link(0, 1), link(0, 2, 450.0), link(0, 3, 2000.0), link(1, 2, 990.0), link(1, 3, 510.0), link(2, 3, 100.0)]
-    assert slowest(found).hosts == (2, 3)
+    assert slowest_link(found).hosts == (2, 3)
     assert others_Bps(found[5], found) == pytest.approx(990e6 / 8)
     assert [(one.hosts, middle) for one, middle in slow(found)] == [
         ((2, 3), pytest.approx(990e6 / 8)), ((0, 2), pytest.approx(990e6 / 8))]

@@ -10,13 +10,13 @@ import time
 import pytest
 
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.cluster.liveness.pulse import Seen, verdict
+from hvdtrain.cluster.liveness.pulse import RankStatus, verdict
 
 WAIT = "sum of the control plane"
 
 
 def seen(rank, step=7, phase="vote", wait=WAIT, state="", phase_s=20.0):
-    return Seen(rank, "a", step, phase, phase_s, wait, 19.0 if wait else 0.0, state)
+    return RankStatus(rank, "a", step, phase, phase_s, wait, 19.0 if wait else 0.0, state)
 
 
 @pytest.mark.parametrize("rows, who", [

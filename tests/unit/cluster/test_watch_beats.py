@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.liveness.watch import meet
-from hvdtrain.cluster.liveness.watch.beats import BEAT, BYE, END, SIZE, Beats, Counts, Host, opened, seal
+from hvdtrain.cluster.liveness import watch
+from hvdtrain.cluster.liveness.watch.messages import BEAT, BEAT_SIZE, BYE, END, Beats, Counts, PeerHost, opened, seal
 
 SECRET = b"s" * 32
 COUNTS = Counts(2, 1, 0, 0)
@@ -23,7 +23,7 @@ def pair():
     for wire in wires:
         wire.bind(("127.0.0.1", 0))
     where = [wire.getsockname() for wire in wires]
-    yield [Beats(wires[i], SECRET, i, {1 - i: Host(f"h{1 - i}", 1 - i, [where[1 - i]])}) for i in range(2)]
+    yield [Beats(wires[i], SECRET, i, {1 - i: PeerHost(f"h{1 - i}", 1 - i, [where[1 - i]])}) for i in range(2)]
     for wire in wires:
         wire.close()
 
@@ -80,7 +80,7 @@ def test_a_datagram_counts_once_and_only_with_the_seal_of_the_job(pair):
     assert b.hosts[0].counts.ranks == 9
 
 
-@given(st.binary(max_size=SIZE + 2))
+@given(st.binary(max_size=BEAT_SIZE + 2))
 def test_noise_is_never_opened(data):
     assert opened(SECRET, data) is None
 
@@ -94,12 +94,12 @@ def test_the_interfaces_that_mpi_was_told_to_use_come_first(monkeypatch):
     by_name = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "docker0": "172.17.0.1", "ib0": "10.1.0.1", "off": ""}
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(by_name)))
     monkeypatch.setattr(socket, "gethostbyname", lambda node: "10.1.0.1")
-    monkeypatch.setattr(meet, "_address", by_name.get)
-    assert meet.addresses("a", {}) == ["10.1.0.1", "10.0.0.1", "172.17.0.1"]
-    assert meet.addresses("a", {"OMPI_MCA_btl_tcp_if_include": "eth0"}) == ["10.0.0.1"]
-    assert meet.addresses("a", {"OMPI_MCA_btl_tcp_if_include": "10.0.0.0/8"})[0] == "10.1.0.1"
+    monkeypatch.setattr(watch, "_address", by_name.get)
+    assert watch.addresses("a", {}) == ["10.1.0.1", "10.0.0.1", "172.17.0.1"]
+    assert watch.addresses("a", {"OMPI_MCA_btl_tcp_if_include": "eth0"}) == ["10.0.0.1"]
+    assert watch.addresses("a", {"OMPI_MCA_btl_tcp_if_include": "10.0.0.0/8"})[0] == "10.1.0.1"
 
 
 def test_an_address_is_read_of_the_system():
-    assert meet._address("lo") == "127.0.0.1" and meet._address("no-such") == ""
-    assert struct.calcsize("<8s2IQ4I") + 16 == SIZE
+    assert watch._address("lo") == "127.0.0.1" and watch._address("no-such") == ""
+    assert struct.calcsize("<8s2IQ4I") + 16 == BEAT_SIZE

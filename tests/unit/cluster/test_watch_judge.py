@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.liveness.watch.judge import Judge, Others, Sight, Verdict
+from hvdtrain.cluster.liveness.watch.judge import Judge, Others, Sight, WatchdogVerdict
 
 BOUND_S, PAUSE_S = 10.0, 0.5
 WAITS = Sight(0, waits=True, step=9, phase="vote", steps=8, longest_s=0.1)
@@ -27,8 +27,8 @@ def looks(rows, n=60, others=Others(), pause_s=PAUSE_S):
 
 
 def test_a_stopped_rank_is_named_at_the_bound():
-    assert looks([WAITS, STOPPED]) == (Verdict("hang", (1,), BOUND_S, stopped=True), BOUND_S)
-    assert looks([STOPPED]) == (Verdict("hang", (1,), BOUND_S, stopped=True), BOUND_S)
+    assert looks([WAITS, STOPPED]) == (WatchdogVerdict("hang", (1,), BOUND_S, stopped=True), BOUND_S)
+    assert looks([STOPPED]) == (WatchdogVerdict("hang", (1,), BOUND_S, stopped=True), BOUND_S)
 
 
 @pytest.mark.parametrize("phase", ["start", "saving", "evaluation", "data", "step_end of Mine", "vote", "end"])
@@ -61,14 +61,14 @@ def test_no_verdict_on(rows, others):
 @pytest.mark.parametrize("others", [Others(), Others(3, 3, 0)])
 def test_a_rank_that_hangs_in_a_step_while_all_others_wait_is_named(others):
     found, after_s = looks([WAITS, STEPS], others=others)
-    assert found == Verdict("hang", (1,), BOUND_S) and BOUND_S <= after_s <= BOUND_S + 2 * PAUSE_S
+    assert found == WatchdogVerdict("hang", (1,), BOUND_S) and BOUND_S <= after_s <= BOUND_S + 2 * PAUSE_S
 
 
 def test_an_endless_loop_is_given_processor_time():
     def rows(share):
         return lambda i: [WAITS, replace(STEPS, state="R", cpu_s=i * PAUSE_S * share)]
 
-    assert looks(rows(1.0))[0] == Verdict("hang", (1,), BOUND_S)
+    assert looks(rows(1.0))[0] == WatchdogVerdict("hang", (1,), BOUND_S)
     assert looks(rows(0.25))[0] is None and looks(rows(0.0))[0] is None
     found, after_s = looks(rows(0.25), 200)
     assert found is not None and after_s == pytest.approx(4 * BOUND_S, abs=2)
@@ -82,7 +82,7 @@ def test_one_that_goes_on_between_looks_does_not_hang():
 def test_a_lost_rank_is_named_after_a_moment():
     judge, gone = Judge(BOUND_S, PAUSE_S), replace(STEPS, state="")
     assert judge.look(0.0, [WAITS, STEPS]) is None and judge.look(5.0, [WAITS, gone]) is None
-    assert judge.look(5.04, [WAITS, gone]) == Verdict("lost", (1,), 0.0)
+    assert judge.look(5.04, [WAITS, gone]) == WatchdogVerdict("lost", (1,), 0.0)
 
 
 def test_the_first_of_those_that_are_gone_is_the_lost_one():

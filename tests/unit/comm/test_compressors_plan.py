@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.backends.numpy.ops import Ops
-from hvdtrain.comm.collectives.null import NullCollectives
-from hvdtrain.comm.compressors import bf16, create, fp16, int8, names, twoshot
-from hvdtrain.comm.compressors.base import Stateless
-from hvdtrain.comm.compressors.candidates import SAMPLE, sample
-from hvdtrain.comm.compressors.powersgd import Matrix, PowerSGD, matrices, split, start
+from hvdtrain.comm.collectives.base import NullCollectives
+from hvdtrain.comm.compressors import bf16, create, fp16, int8, names
+from hvdtrain.comm.compressors import base as twoshot
+from hvdtrain.comm.compressors.base import SAMPLE, Stateless, sample
+from hvdtrain.comm.compressors.powersgd import MatrixShape, PowerSGD, matrices, split, start
 from hvdtrain.comm.compressors.topk import TopK
 from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
@@ -31,7 +31,7 @@ def plan(shapes, bucket_mb=16, dtype="float32"):
 # --- names and settings --------------------------------------------------------------------------------------------
 
 def test_the_configuration_makes_them():
-    config = Config(exchange=Exchange(powersgd_rank=2, topk_ratio=0.05, topk_momentum=0.9, topk_warmup_steps=100))
+    config = Config(exchange=ExchangeConfig(powersgd_rank=2, topk_ratio=0.05, topk_momentum=0.9, topk_warmup_steps=100))
     said = {name: create(name, config).describe() for name in names()}
     assert said == {"none": "none", "fp16": "fp16", "bf16": "bf16", "int8": "int8", "powersgd": "powersgd rank 2",
                     "topk": "topk 5 %, momentum 0.9, warm-up 100 steps", "adasum": "adasum"}
@@ -100,8 +100,8 @@ def test_split(shape, want):
 
 def test_which_tensors_are_matrices():
     found = matrices([(256,), (1024, 256), (256, 96), (10, 9), (3, 3, 16, 32), (1, 4096), (), (16, 16)], 4)
-    assert found == [Matrix(1, 1024, 256, 4), Matrix(2, 256, 96, 4), Matrix(4, 144, 32, 4)]
-    assert matrices([(16, 16)], 4) == [] and matrices([(16, 17)], 4) == [Matrix(0, 16, 17, 4)]  # n m > 8 (n + m)
+    assert found == [MatrixShape(1, 1024, 256, 4), MatrixShape(2, 256, 96, 4), MatrixShape(4, 144, 32, 4)]
+    assert matrices([(16, 16)], 4) == [] and matrices([(16, 17)], 4) == [MatrixShape(0, 16, 17, 4)]  # n m > 8 (n + m)
     assert [x.r for x in matrices([(400, 300)], 1000)] == []
 
 

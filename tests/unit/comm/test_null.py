@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from hvdtrain.comm.collectives.null import Done, NullCollectives
+from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle
 
 
 def test_done():
-    assert Done(3).wait() == 3
+    assert ReadyHandle(3).wait() == 3
 
 
 def test_a_rank_outside_the_world_is_our_bug():

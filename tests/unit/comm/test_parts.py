@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdtrain.comm.collectives.parts import TILE, Scratch, add_rows, begins, windows
+from hvdtrain.comm.collectives.base import TILE, Scratch, add_rows, begins, windows
 
 
 @pytest.mark.parametrize("sizes", [[5, 5, 5], [0, 12, 1], [0, 0, 7], [1], [0, 0]])

@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.backends.numpy.ops import Ops
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.compressors.base import Uncompressed
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import AllGather, AllReduce, AllToAll, ParamSpec
+from hvdtrain.core.units import MIB
 
 SIZES = (5, 3, 4)
 

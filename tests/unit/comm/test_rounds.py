@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.messages.progress import Progress
+from hvdtrain.cluster.messages.progress import MpiProgress
 from hvdtrain.comm.collectives import rounds
-from hvdtrain.comm.collectives.mpi import Course
-from hvdtrain.comm.collectives.parts import begins
+from hvdtrain.comm.collectives.base import begins
+from hvdtrain.comm.collectives.mpi import DrivenExchange
 from hvdtrain.comm.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
 from hvdtrain.core.protocols import AllReduce
 
@@ -78,7 +78,7 @@ def run(size, seed, make):
     """
     draw = random.Random(seed)
     wires = Wires(draw)
-    peers = [Peers(Comm(wires, r, size), Progress(threaded=False)) for r in range(size)]
+    peers = [Peers(Comm(wires, r, size), MpiProgress(threaded=False)) for r in range(size)]
     operations = [list(make(p)) for p in peers]
     for p, own in zip(peers, operations):
         for operation in own:
@@ -174,7 +174,7 @@ def test_exchanges_of_several_requests_advance_in_any_order(P, seed, steps):
 
     def make(peers):
         for k, n_steps in enumerate(steps):
-            yield Course(exchange(peers.rank, k, n_steps), peers.progress, lambda request, stage, k=k: Reduced(
+            yield DrivenExchange(exchange(peers.rank, k, n_steps), peers.progress, lambda request, stage, k=k: Reduced(
                 peers, f"{k}.r{stage}", k, stage, request.flat_N, even_parts(40, P), spread=True), lambda x: x)
 
     for operations in run(P, seed, make):

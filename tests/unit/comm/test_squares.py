@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdtrain.comm.reducer.squares import ALIGN, own_parts
+from hvdtrain.comm.reducer.reducer import ALIGN, own_parts
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

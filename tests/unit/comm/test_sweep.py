@@ -8,12 +8,13 @@ import pytest
 from hvdtrain.backends.numpy import Ops
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.comm import compressors
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld, ring_bytes
-from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.comm.measure import sweep
-from hvdtrain.config import Config, Exchange
-from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.config import Config, ExchangeConfig
+from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.units import MIB
 
 KINDS = ["allgather", "allreduce float32", "alltoall"]
 PARAMS = [ParamSpec("w", (64, 96), "float32"), ParamSpec("b", (96,), "float32"), ParamSpec("v", (96, 32), "float32")]
@@ -161,7 +162,7 @@ def test_types_that_no_compressor_takes_leave_none():
 
 
 def test_momentum_of_topk_is_not_for_auto():
-    found = measured(2, Config(exchange=Exchange(topk_momentum=0.9)))[0]
+    found = measured(2, Config(exchange=ExchangeConfig(topk_momentum=0.9)))[0]
     assert "topk" not in [cost.name for cost in found.costs] and "changes the optimizer" in found.refused["topk"]
 
 

@@ -19,7 +19,7 @@ from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.timeline import Timeline, active
-from hvdtrain.core.timeline.profiler import Taken
+from hvdtrain.core.timeline.spans import SpanRecorder
 
 
 class Handle:
@@ -40,7 +40,7 @@ class Handle:
 
 @pytest.mark.parametrize("error", [False, True])
 def test_a_request_is_done_before_anybody_waits_for_it(error: bool) -> None:
-    taken, handle = Taken(10), Handle(error)
+    taken, handle = SpanRecorder(10), Handle(error)
     watched = Watched(taken, 400, True, Asker())
     watched.made("b0.r0", handle)
     assert handle.asked.wait(5)
@@ -61,7 +61,7 @@ def test_each_request_of_a_compressor_is_seen_on_a_wire_that_moves_when_it_is_wa
     buckets: list[Bucket] = plan_buckets(specs, 0.04)
 
     def rank(control: Any, wire: Any) -> Any:
-        own, taken = Timeline(), Taken(100)
+        own, taken = Timeline(), SpanRecorder(100)
         with active(own):
             reducer = Reducer(buckets, create("powersgd", Config()), wire, Ops())
             for taker in (None, taken):

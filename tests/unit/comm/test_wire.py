@@ -7,15 +7,15 @@ import pytest
 
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.horovod import HorovodUnavailable
-from hvdtrain.cluster.topology import Host, Topology
+from hvdtrain.cluster.topology import HostRanks, Topology
 from hvdtrain.comm import wires as wire
 from hvdtrain.comm.collectives import mpi, shared
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.errors import UserError
 
-ONE = Topology((Host("a", (0, 1), 2),))
-TWO = Topology((Host("a", (0,), 2), Host("b", (1,), 2)))
-UNLIKE_SLOTS = Topology((Host("a", (0, 1, 2), 8), Host("b", (3,), 4)))
+ONE = Topology((HostRanks("a", (0, 1), 2),))
+TWO = Topology((HostRanks("a", (0,), 2), HostRanks("b", (1,), 2)))
+UNLIKE_SLOTS = Topology((HostRanks("a", (0, 1, 2), 8), HostRanks("b", (3,), 4)))
 CPU = DeviceFacts("cpu", "a processor", "x86_64")
 A100 = DeviceFacts("cuda", "A100", "sm_80")
 RTX = DeviceFacts("cuda", "RTX 3090", "sm_86")
@@ -56,7 +56,7 @@ def job(monkeypatch):
         notes = []
         backend = SimpleNamespace(in_host_memory=lambda: host_memory, collectives=horovod, stage=stage)
         control = SimpleNamespace(rank=0, size=size, node="a", agree=bool, gather=lambda x: [x] * size)
-        config = replace(Config(collectives=kind, exchange_device=device), exchange=Exchange(**exchange))
+        config = replace(Config(collectives=kind, exchange_device=device), exchange=ExchangeConfig(**exchange))
         return wire.open_wire(config, "torch", backend, control, topology, devices, notes).name, notes
 
     return SimpleNamespace(open=opened, lacking=lacking)
@@ -186,11 +186,11 @@ def test_what_horovod_would_hang_on_or_leave_undone_is_refused(job):
 def test_horovod_for_gpus_only_is_found_out(monkeypatch):
     hvd = SimpleNamespace(mpi_enabled=lambda: False, gloo_enabled=lambda: False)
     monkeypatch.setitem(wire.horovod._running, "torch", hvd)
-    assert wire.horovod.start_horovod("torch", Exchange(), None) is hvd
+    assert wire.horovod.start_horovod("torch", ExchangeConfig(), None) is hvd
     with pytest.raises(HorovodUnavailable, match="for GPUs only"):
-        wire.horovod.start_horovod("torch", Exchange(), None, over_host=True)
+        wire.horovod.start_horovod("torch", ExchangeConfig(), None, over_host=True)
     hvd.gloo_enabled = lambda: True
-    assert wire.horovod.start_horovod("torch", Exchange(), None, over_host=True) is hvd
+    assert wire.horovod.start_horovod("torch", ExchangeConfig(), None, over_host=True) is hvd
 
 
 def test_a_rank_whose_horovod_does_not_load_keeps_the_others_from_starting_theirs(job, monkeypatch):

@@ -11,7 +11,6 @@ from hvdtrain.backends.numpy import Ops
 from hvdtrain.comm.compressors import create, names
 from hvdtrain.comm.compressors.base import Stateless
 from hvdtrain.commands.bench import compressors as bench
-from hvdtrain.commands.bench.workloads import WORKLOADS
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import AllGather, AllReduce, AllToAll
@@ -76,9 +75,9 @@ def small(ranks=2, bucket_mb=16.0):
 
 @pytest.mark.parametrize("model, n, tensors", [("mlp", 9_458_186, 8), ("resnet", 269_722, 59), ("gpt", 3_225_088, 53)])
 def test_models_have_the_parameters_that_are_told(model, n, tensors):
-    shapes = bench.shapes_of(model)
+    text, shapes = bench.WORKLOADS[model]
     assert sum(int(np.prod(s)) for s in shapes) == n and len(shapes) == tensors
-    told = re.search(r"([\d.]+)M parameters", WORKLOADS[model].doc)
+    told = re.search(r"([\d.]+)M parameters", text)
     assert float(told[1]) == pytest.approx(n / 1e6, abs=0.01)
 
 
@@ -90,7 +89,7 @@ def test_shapes_in_their_order():
 
 def test_shapes_are_those_of_the_model_that_is_trained():
     torch_models = pytest.importorskip("torch_models.resnet", reason="PyTorch is not installed")
-    assert [tuple(p.shape) for p in torch_models.build().parameters()] == bench.shapes_of("resnet")
+    assert [tuple(p.shape) for p in torch_models.build().parameters()] == bench.WORKLOADS["resnet"][1]
     assert bench.resnet_shapes(1, 2, 1, 4)[:6] == [(2, 1, 3, 3), (2,), (2,), (2, 2, 3, 3), (2,), (2,)]
 
 

@@ -1,5 +1,6 @@
 """Records, tables and options of the bench: everything about them that needs no clock."""
 
+import doctest
 import json
 import os
 import subprocess
@@ -12,9 +13,10 @@ import pytest
 from hvdtrain.comm.measure.sweep import settle
 from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench import cli as bench
-from hvdtrain.core import table
+from hvdtrain.core import table, units
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.table import shown, spread
+from hvdtrain.core.table import spread
+from hvdtrain.core.units import format_number
 
 # --- records -------------------------------------------------------------------------------------------------------
 
@@ -115,6 +117,11 @@ def test_columns_of_numbers():
     assert table.numeric(["a"] * 6, rows) == [True] * 5 + [False]
 
 
+def test_quantities():
+    assert doctest.testmod(units).attempted and not doctest.testmod(units).failed
+    assert table.numeric("ab", [["1.00 KiB", "v1"], ["12 B", "2"]]) == [True, False]
+
+
 def test_show_is_plain_where_nobody_sees_a_terminal(capsys):
     table.show("a title [of it]", HEADERS, ROWS)
     table.show("another", HEADERS, ROWS, markdown=True)
@@ -139,7 +146,7 @@ def test_spread_has_median_and_quartiles():
 @pytest.mark.parametrize("value, text", [(None, "-"), (0, "0"), (12345.6, "12346"), (123.45, "123.5"), (1.234, "1.23"),
                                          (0.01234, "0.0123"), (0.000012, "1.2e-05")])
 def test_shown(value, text):
-    assert shown(value) == text
+    assert format_number(value) == text
 
 
 def test_settle_reads_one_element_from_an_accelerator_and_none_from_host_memory():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.numpy import Ops
+from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle
 from hvdtrain.comm.collectives.lockstep import LockstepCollectives, LockstepWorld
-from hvdtrain.comm.collectives.null import Done, NullCollectives
 from hvdtrain.commands.bench import wire
 from hvdtrain.commands.bench.session import Session, open_session
 from hvdtrain.core.errors import UserError
@@ -187,7 +187,7 @@ class OwnMemory(LockstepCollectives):
     def allreduce(self, flat_N, name, op="sum"):
         self.inside += np.shares_memory(flat_N, self.own)
         self.own[:] = super().allreduce(flat_N, name, op).wait()
-        return Done(self.own)
+        return ReadyHandle(self.own)
 
 
 def test_a_wire_that_has_memory_of_its_own_is_given_it_as_in_training():

@@ -14,17 +14,18 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cluster.machine import software as detect
-from hvdtrain.cluster.machine.software import Cuda, Facts, Framework, Mpi
-from hvdtrain.commands.build_horovod import cache, flow, record, tools, verify, wheel
+from hvdtrain.cluster.machine.software import BuildFacts, Cuda, Framework, Mpi
+from hvdtrain.commands.build_horovod import record, tools, verify, wheel
+from hvdtrain.commands.build_horovod import cli as flow
+from hvdtrain.commands.build_horovod import wheel as cache
 from hvdtrain.commands.build_horovod import wheel as toolkit
-from hvdtrain.commands.build_horovod.plan import Plan, plan
-from hvdtrain.commands.build_horovod.progress import Display, Progress, clock
-from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.commands.build_horovod.plan import BuildPlan, plan
+from hvdtrain.commands.build_horovod.run import BuildProgress, ChildFailed, Display, clock, logged
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 
 MPI = Mpi("openmpi", "4.1.8", "mpirun", "mpicxx", "/usr/lib")
-FACTS = Facts("cp311", "linux_x86_64", "/env", "/env/lib/python3.11/site-packages",
+FACTS = BuildFacts("cp311", "linux_x86_64", "/env", "/env/lib/python3.11/site-packages",
               (Framework("torch", "torch", "2.13.0+cpu"),), MPI)
 
 
@@ -45,7 +46,7 @@ def _python(code: str) -> list[str]:
 
 
 def test_the_build_package_imports_no_third_party_and_no_framework() -> None:
-    code = ("import sys; before = set(sys.modules); import hvdtrain.commands.build_horovod.flow, os;"
+    code = ("import sys; before = set(sys.modules); import hvdtrain.commands.build_horovod.cli, os;"
             "import hvdtrain.commands.build_horovod.cli;"
             "new = {m.split('.')[0] for m in set(sys.modules) - before};"
             "print(sorted(new - set(sys.stdlib_module_names) - {'hvdtrain'}))")
@@ -79,7 +80,7 @@ def test_a_child_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) 
 
 
 def test_progress_reads_phase_and_percent_and_never_falls() -> None:
-    seen = Progress()
+    seen = BuildProgress()
     phases = []
     for line in ("Processing /x", "  -- The CXX compiler identification is GNU",
                  "  [ 45%] Building CXX object a.o", "[ 12%] Building CXX object b.o",
@@ -99,7 +100,7 @@ class _Terminal(io.StringIO):
 def test_a_terminal_gets_one_moving_line_and_a_file_gets_few(stream: io.StringIO, lines: int) -> None:
     display = Display("horovod", stream)
     for percent in (10, 20, 30):
-        display.show(Progress("compile", percent))
+        display.show(BuildProgress("compile", percent))
     text = stream.getvalue()
     assert text.count("horovod: compile") == lines
     assert text.count("\n") == (0 if stream.isatty() else 1)
@@ -111,14 +112,14 @@ def test_a_terminal_gets_one_moving_line_and_a_file_gets_few(stream: io.StringIO
 @pytest.mark.parametrize("stream", [io.StringIO(), _Terminal()])
 def test_what_is_quickly_done_is_not_shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
     clock_s = [0.0]
-    monkeypatch.setattr("hvdtrain.commands.build_horovod.progress.time.monotonic", lambda: clock_s[0])
+    monkeypatch.setattr("hvdtrain.commands.build_horovod.run.time.monotonic", lambda: clock_s[0])
     display = Display("installing the wheel", stream, after_s=3.0)
     for clock_s[0] in (1.0, 2.0):
-        display.show(Progress())
+        display.show(BuildProgress())
         display.clear()
     assert stream.getvalue() == ""
     clock_s[0] = 4.0
-    display.show(Progress())
+    display.show(BuildProgress())
     assert "installing the wheel: start  0:04" in stream.getvalue()
     display.clear()
     assert stream.getvalue().endswith("\r\x1b[2K" if stream.isatty() else "0:04\n")
@@ -271,8 +272,8 @@ def test_mismatch_names_what_changed(monkeypatch: pytest.MonkeyPatch, built_for:
 
 
 def test_a_missing_tool_is_one_line_that_names_its_package() -> None:
-    there = tools.Tool("here", lambda: True, "a", "b")
-    gone = tools.Tool("cmake", lambda: False, "cmake-deb", "cmake-rpm")
+    there = tools.RequiredTool("here", lambda: True, "a", "b")
+    gone = tools.RequiredTool("cmake", lambda: False, "cmake-deb", "cmake-rpm")
     line = tools.missing((there, gone))
     assert line is not None and "\n" not in line and "cmake is missing" in line
     assert "cmake-deb" in line and "cmake-rpm" in line
@@ -300,7 +301,7 @@ class _Steps:
         monkeypatch.setattr(flow.verify, "run_all", self.verify)
         monkeypatch.setattr(record, "installed", record.read)
 
-    def build(self, todo: Plan, log: Path, jobs: int, display: Display) -> Path:
+    def build(self, todo: BuildPlan, log: Path, jobs: int, display: Display) -> Path:
         self.ran.append("build")
         with cache.workspace() as work:
             (work / "w").mkdir()

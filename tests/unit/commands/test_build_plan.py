@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cluster.machine import software as detect
-from hvdtrain.cluster.machine.software import Cuda, Facts, Framework, Mpi
-from hvdtrain.commands.build_horovod import patches
+from hvdtrain.cluster.machine.software import BuildFacts, Cuda, Framework, Mpi
 from hvdtrain.commands.build_horovod import cli as build
+from hvdtrain.commands.build_horovod import plan as patches
 from hvdtrain.commands.build_horovod.plan import plan
 from hvdtrain.core.errors import UserError
 
@@ -18,7 +18,7 @@ TORCH = Framework("torch", "torch", "2.13.0+cpu")
 TENSORFLOW = Framework("tensorflow", "tensorflow-cpu", "2.21.0")
 MPI = Mpi("openmpi", "4.1.8", "/env/bin/mpirun", "/env/bin/mpicxx", "/env/lib")
 SITE = "/env/lib/python3.11/site-packages"
-FACTS = Facts("cp311", "linux_x86_64", "/env", SITE, (TORCH, TENSORFLOW), MPI,
+FACTS = BuildFacts("cp311", "linux_x86_64", "/env", SITE, (TORCH, TENSORFLOW), MPI,
               arch_flags=("-mavx", "-mfma"), libc="glibc-2.36")
 GPU = replace(FACTS, capabilities=("80", "90"),
               frameworks=(Framework("torch", "torch", "2.13.0", cuda=True),),
@@ -103,7 +103,7 @@ def test_an_mpi_outside_the_environment_keeps_its_absolute_run_path() -> None:
     (replace(GPU, cuda=Cuda()), "no nvcc and no NCCL"),
     (replace(GPU, frameworks=(*GPU.frameworks, TENSORFLOW)), "both with CUDA or both without"),
 ])
-def test_impossible_builds_are_refused_in_words(facts: Facts, word: str) -> None:
+def test_impossible_builds_are_refused_in_words(facts: BuildFacts, word: str) -> None:
     with pytest.raises(UserError, match=word):
         plan(facts)
 
@@ -122,7 +122,7 @@ def _source(tmp_path: Path) -> Path:
 
 
 def test_the_edits_apply(tmp_path: Path) -> None:
-    patches.apply(_source(tmp_path))
+    patches.apply_edits(_source(tmp_path))
     whole = (tmp_path / "CMakeLists.txt").read_text()
     assert "CMAKE_CXX_STANDARD 17" in whole and "HVDTRAIN_RPATH" in whole
     assert "xla" not in (tmp_path / "horovod/tensorflow/CMakeLists.txt").read_text()
@@ -136,7 +136,7 @@ def test_an_edit_that_does_not_apply_once_is_named_and_nothing_is_written(
     (source / last.path).write_text(text.format(last.old))
     before = (source / "CMakeLists.txt").read_text()
     with pytest.raises(UserError, match=rf"{last.path} with {times} occurrences of .*xla_mpi_ops"):
-        patches.apply(source)
+        patches.apply_edits(source)
     assert (source / "CMakeLists.txt").read_text() == before
 
 

@@ -16,7 +16,7 @@ from hvdtrain import Trainer
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Snapshot, weights
 from hvdtrain.checkpoint.tensors import Spec
 from hvdtrain.commands import checkpoints
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.errors import UserError
 
 
@@ -184,11 +184,6 @@ def test_a_directory_without_checkpoints_is_a_mistake(tmp_path):
             checkpoints.main([str(path)])
 
 
-def test_sizes_in_words():
-    assert [checkpoints.sized(n) for n in (-1, 0, 999, 1000, 2**20, 3 * 2**29, 2**40 * 200)] == [
-        "", "0 B", "999 B", "1.0 KiB", "1.0 MiB", "1.5 GiB", "200 TiB"]
-
-
 def test_bfloat16_is_written_as_such(tmp_path):
     bits = np.array([0x3F80, 0xC000], np.uint16)  # 1 and -2
     weights.write(Snapshot({"model": {"w#bfloat16": bits}}, {"framework": "torch"}), tmp_path / "a.safetensors")
@@ -212,7 +207,8 @@ def test_a_path_that_comes_twice_is_told_apart_as_the_export_does():
 def test_the_file_is_the_one_that_the_end_of_a_training_writes(tmp_path, framework, ema):
     random.seed(3)
     model = make_model(framework)
-    Trainer(config(max_steps=2, out=str(tmp_path / "run"), checkpoint=Checkpoint(), ema=ema)).fit(model, samples(40))
+    Trainer(config(max_steps=2, out=str(tmp_path / "run"), checkpoint=CheckpointConfig(), ema=ema)).fit(model,
+                                                                                                        samples(40))
     checkpoints.main([str(tmp_path / "run"), "--export", str(tmp_path), *(["--average"] if ema else [])])
     got = load_file(str(tmp_path / "model.safetensors"))
     want = load_file(str(tmp_path / "run" / "model" / "model.safetensors"))

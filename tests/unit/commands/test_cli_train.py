@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.commands.train import make_parser, parse
-from hvdtrain.config import Config, Data, Named, schema
+from hvdtrain.config import Config, DataConfig, Named, schema
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core.errors import UserError
 
@@ -65,7 +65,7 @@ def test_the_process_environment_is_read(monkeypatch):
     monkeypatch.setenv("HVDTRAIN_DATA", "{name: synthetic, args: {samples: 7}}")
     monkeypatch.setenv("HVDTRAIN_DATA__SHUFFLE", "false")
     seen = parse([])
-    assert seen.global_batch == 48 and seen.data == Data("synthetic", {"samples": 7}, shuffle=False)
+    assert seen.global_batch == 48 and seen.data == DataConfig("synthetic", {"samples": 7}, shuffle=False)
 
 
 @pytest.mark.parametrize("text, seconds", [("3600", 3600), ("1:30:00", 5400), ("04:00:00", 14400), ("90.5", 90.5)])
@@ -79,7 +79,7 @@ def test_several_files_are_laid_over_each_other_key_by_key(write):
     second = write("lr: 0.7\ndata: {shuffle: false}\nmodel_args: {b: 2}\n", "b.yaml")
     seen = cli("--config", first, "--config", second)
     assert (seen.lr, seen.seed, seen.model_args) == (0.7, 4, {"b": 2})
-    assert seen.data == Data("synthetic", shuffle=False, prefetch=0)
+    assert seen.data == DataConfig("synthetic", shuffle=False, prefetch=0)
     assert cli("--config", second, HVDTRAIN_CONFIG=first) == seen
 
 
@@ -109,7 +109,8 @@ def test_a_bare_text_is_the_name_of_a_section(write):
     assert cli("--optimizer", "SGD", "--optimizer.args.momentum", "0.9").optimizer == sgd
     assert cli("--optimizer.args.momentum", "0.9", "--optimizer", "SGD").optimizer == sgd
     path = write("data: mydata.py:load\noptimizer: SGD\n")
-    assert cli("--config", path).data == Data("mydata.py:load") and cli("--config", path).optimizer == Named("SGD")
+    assert cli("--config", path).data == DataConfig("mydata.py:load") and cli("--config",
+                                                                              path).optimizer == Named("SGD")
     assert cli("--config", path, "--optimizer.args", "{momentum: 0.9}").optimizer == sgd
     assert cli(HVDTRAIN_DATA="synthetic", HVDTRAIN_OPTIMIZER__ARGS="{momentum: 0.9}",
                HVDTRAIN_OPTIMIZER="SGD") == Config(data="synthetic", optimizer=sgd)
@@ -119,7 +120,7 @@ def test_a_bare_name_comes_without_the_args_of_another(write):
     sgd = write("optimizer: {name: SGD, args: {momentum: 0.9}}\ndata: {name: text, args: {n: 3}, shuffle: false}\n")
     adam = write("optimizer: AdamW\n", "adam.yaml")
     seen = cli("--config", sgd, "--optimizer", "AdamW", "--optimizer.args.amsgrad", "true", "--data", "digits")
-    assert seen.optimizer == Named("AdamW", {"amsgrad": True}) and seen.data == Data("digits", shuffle=False)
+    assert seen.optimizer == Named("AdamW", {"amsgrad": True}) and seen.data == DataConfig("digits", shuffle=False)
     assert cli("--config", sgd, "--config", adam).optimizer == Named("AdamW")
     assert cli("--config", sgd, HVDTRAIN_OPTIMIZER="AdamW").optimizer == Named("AdamW")
     env = {"HVDTRAIN_OPTIMIZER": "{name: SGD, args: {nesterov: true}}"}

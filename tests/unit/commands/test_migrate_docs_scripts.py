@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from hvdtrain.commands.migrate import plan, rules, source
+from hvdtrain.commands.migrate import finding, plan, source
 from hvdtrain.config import Config, Named
 from hvdtrain.core import ROOT
 
@@ -25,7 +25,7 @@ def test_every_folder_is_told_of():
 
 @pytest.mark.parametrize("name", DIFFS)
 def test_a_script_of_the_docs_moves_whole(name):
-    found = plan.migrate(source.read(str(DOCS / name / "before.py")), rules.Wish())
+    found = plan.migrate(source.read(str(DOCS / name / "before.py")), finding.MigrateOptions())
     assert found.kind == DIFFS[name] and not [f for f in found.findings if f.kind == "by hand"], found.findings
     code, shown = (text.partition('"""\n\n')[2]  # behind the sentence that opens the file
                    for text in (found.after.decode(), (DOCS / name / "after.py").read_text()))
@@ -44,7 +44,7 @@ def config(code: str) -> Config:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_code_for_a_loop_of_the_docs_is_that_of_the_script_that_moved(name):
-    found = plan.migrate(source.read(str(DOCS / name / "before.py")), rules.Wish(ranks=2))
+    found = plan.migrate(source.read(str(DOCS / name / "before.py")), finding.MigrateOptions(ranks=2))
     after = (DOCS / name / "after.py").read_text()
     assert found.kind == name and config(found.snippet) == config(after) and "..." not in found.snippet
     assert found.snippet.endswith("trainer.fit(model, train)") and ".fit(model, (train, test))" in after
@@ -57,4 +57,4 @@ def test_the_code_for_a_loop_of_the_docs_is_that_of_the_script_that_moved(name):
 @pytest.mark.parametrize("name", [*DIFFS, *LOOPS])
 def test_a_script_that_moved_stays(name):
     moved = source.read(str(DOCS / name / "after.py"))
-    assert plan.migrate(moved, rules.Wish()).after == (DOCS / name / "after.py").read_bytes()
+    assert plan.migrate(moved, finding.MigrateOptions()).after == (DOCS / name / "after.py").read_bytes()

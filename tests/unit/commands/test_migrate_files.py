@@ -129,7 +129,7 @@ def test_help_loads_no_parser_of_python(capsys):
 
 
 def test_every_rule_has_what_the_registry_asks_for():
-    from hvdtrain.commands.migrate.rules import RULES, TARGETS, rule
+    from hvdtrain.commands.migrate.plan import RULES, TARGETS, rule
 
     for name in RULES:
         found = rule(name)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hvdtrain.commands.migrate.finding import MigrateOptions
 from hvdtrain.commands.migrate.plan import migrate
-from hvdtrain.commands.migrate.rules import Wish
 from hvdtrain.commands.migrate.source import of_text
 
 KERAS = "import horovod.tensorflow.keras as hvd\nimport keras\n"
@@ -14,7 +14,7 @@ TF = "import tensorflow as tf\ns = tf.distribute.MirroredStrategy()\n"
 
 
 def told(text: str) -> list[tuple[int, str]]:
-    return [(f.line, f.what) for f in migrate(of_text(text), Wish()).findings if f.kind == "unsafe"]
+    return [(f.line, f.what) for f in migrate(of_text(text), MigrateOptions()).findings if f.kind == "unsafe"]
 
 
 @pytest.mark.parametrize("head, unsafe, safe, named", [
@@ -123,26 +123,26 @@ def test_a_habit(head, unsafe, safe, named):
     ("model.load_weights('ckpt')", "'ckpt'"), ("keras.callbacks.ModelCheckpoint('c.keras', period=2)", "gets period"),
     ("keras.backend.get_value(v)", "get_value")])
 def test_words_that_keras_3_refuses(line, named):
-    findings = migrate(of_text(KERAS + line + "\n"), Wish()).findings
+    findings = migrate(of_text(KERAS + line + "\n"), MigrateOptions()).findings
     assert [f.line for f in findings if f.kind == "by hand" and named in f.what] == [3]
 
 
 @pytest.mark.parametrize("line", [
     "keras.callbacks.ModelCheckpoint('c-{epoch}.h5')", "model.save('m.h5')", "model.variables()", "copy.variables()"])
 def test_what_keras_3_takes_is_not_complained_of(line):
-    assert not [f for f in migrate(of_text(KERAS + line + "\n"), Wish()).findings if f.kind == "by hand"]
+    assert not [f for f in migrate(of_text(KERAS + line + "\n"), MigrateOptions()).findings if f.kind == "by hand"]
 
 
 def test_ranks_that_draw_from_all_samples_by_themselves_are_no_repetition():
-    found = [f for f in migrate(of_text(KERAS + "m.fit(d, steps_per_epoch=500 // hvd.size())\n"), Wish()).findings
-             if "samples of its own" in f.what]
+    text = KERAS + "m.fit(d, steps_per_epoch=500 // hvd.size())\n"
+    found = [f for f in migrate(of_text(text), MigrateOptions()).findings if "samples of its own" in f.what]
     assert [f.kind for f in found] == ["note"] and "the work of one" not in found[0].why
 
 
 def test_findings_come_in_the_order_of_lines_and_say_why_and_what_to_do():
     text = KERAS + "o = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * hvd.size()))\n"
     text += "m.compile(o, 'mse')\nm.fit(x, y)\n"
-    findings = migrate(of_text(text), Wish()).findings
+    findings = migrate(of_text(text), MigrateOptions()).findings
     assert [f.line for f in findings] == sorted(f.line for f in findings) and len(findings) >= 5
     assert all(f.what and f.why and f.do and not f.do.endswith(".") for f in findings)
     assert findings[0].text("a.py").startswith("a.py:1: changed: ")

@@ -2,15 +2,15 @@
 
 import pytest
 
+from hvdtrain.commands.migrate.finding import MigrateOptions
 from hvdtrain.commands.migrate.plan import migrate
-from hvdtrain.commands.migrate.rules import Wish
 from hvdtrain.commands.migrate.source import of_text
 
 
 def moved(text: str) -> str:
-    found = migrate(of_text(text), Wish())
+    found = migrate(of_text(text), MigrateOptions())
     assert found.kind == "horovod_keras"
-    again = migrate(of_text(found.after.decode()), Wish())
+    again = migrate(of_text(found.after.decode()), MigrateOptions())
     assert again.after == found.after
     return found.after.decode()
 
@@ -59,7 +59,7 @@ def test_the_tensorflow_module_around_a_keras_optimizer_is_the_keras_one():
     ("import horovod.keras as hvd\nimport horovod.torch as thvd\n", "horovod.torch", 2),
 ])
 def test_what_hvdtrain_lacks_stays_and_is_told(text, named, line):
-    found = migrate(of_text(text), Wish())
+    found = migrate(of_text(text), MigrateOptions())
     assert found.after.decode() == text
     told = [f for f in found.findings if f.kind == "by hand" and named in f.what]
     assert told and told[0].line == line
@@ -98,7 +98,7 @@ model.compile(optimizer=opt,
 ])
 def test_horovods_launcher_stays_beside_what_moves_and_is_told(before, after):
     assert moved(before) == after
-    told = [f for f in migrate(of_text(before), Wish()).findings if "open port" in f.what]
+    told = [f for f in migrate(of_text(before), MigrateOptions()).findings if "open port" in f.what]
     assert [(f.line, f.kind) for f in told] == [(3, "unsafe")]
 
 
@@ -152,7 +152,7 @@ if gpus:
 def test_words_of_keras_2_and_tensorflow_1(before, after):
     text = HEAD + before
     assert moved(text).endswith(HEAD.replace("import keras\n", "").replace("horovod", "hvdtrain") + after)
-    told = migrate(of_text(text), Wish()).findings
+    told = migrate(of_text(text), MigrateOptions()).findings
     assert not [f for f in told if f.kind == "by hand"]
     assert before == after or [f for f in told if "diff does" in f.do]
 
@@ -164,7 +164,7 @@ def test_words_of_keras_2_and_tensorflow_1(before, after):
     ("c = tf.ConfigProto()\nif gpu:\n    c.gpu_options.allow_growth = True\ns = tf.Session(config=c)", "TensorFlow 1"),
 ])
 def test_words_that_are_not_sure_are_left_with_what_to_do(line, named):
-    found = migrate(of_text(HEAD + line + "\n"), Wish())
+    found = migrate(of_text(HEAD + line + "\n"), MigrateOptions())
     assert found.after.decode() == HEAD.replace("horovod", "hvdtrain") + line + "\n"
     assert [f for f in found.findings if f.kind == "by hand" and named in f.what]
 
@@ -174,21 +174,22 @@ def test_words_that_are_not_sure_are_left_with_what_to_do(line, named):
     ("model.fit(images.flow(x, y), steps_per_epoch=9)", True), ("model.fit(d, steps_per_epoch=9)", False),
     ("model.fit_generator(g, 9, 2)", True), ("model.fit_generator(g, None, 2)", False)])
 def test_steps_of_a_generator_that_ends_are_told(line, told):
-    found = [f for f in migrate(of_text(HEAD + line + "\n"), Wish()).findings if "fit of a generator gets" in f.what]
+    found = [f for f in migrate(of_text(HEAD + line + "\n"), MigrateOptions()).findings
+             if "fit of a generator gets" in f.what]
     assert [f.kind for f in found] == (["by hand"] if told else [])
 
 
 def test_a_script_whose_import_was_changed_by_hand_gets_the_rest():
     text = "import tensorflow as tf\nimport hvdtrain.tensorflow as hvd\n"
     text += "opt = tf.optimizers.Adam(lr=1)\nf(opt.variables())\n"
-    after = migrate(of_text(text), Wish()).after.decode()
+    after = migrate(of_text(text), MigrateOptions()).after.decode()
     assert after.endswith("opt = tf.optimizers.Adam(learning_rate=1)\nf(opt.variables)\n")
 
 
 def test_what_iterations_counts_is_told_where_there_are_several_passes():
     def told(passes: str) -> list[tuple[int, str]]:
         text = HEAD + f"opt = hvd.DistributedOptimizer(o, backward_passes_per_step={passes})\n"
-        return [(f.line, f.do) for f in migrate(of_text(text), Wish()).findings if "iterations" in f.what]
+        return [(f.line, f.do) for f in migrate(of_text(text), MigrateOptions()).findings if "iterations" in f.what]
 
     assert told("1") == [] and told("n")[0][0] == 4 and "schedules: they keep the length" in told("n")[0][1]
 
@@ -196,7 +197,7 @@ def test_what_iterations_counts_is_told_where_there_are_several_passes():
 def test_the_silent_divergence_is_told():
     text = ("import horovod.tensorflow.keras as hvd\nopt = hvd.DistributedOptimizer(o)\nmodel.compile(opt, 'mse')\n"
             "model.fit(x, y)\n")
-    found = migrate(of_text(text), Wish())
+    found = migrate(of_text(text), MigrateOptions())
     assert [(f.line, f.kind) for f in found.findings if "does nothing under Keras 3" in f.what] == [(2, "unsafe")]
 
 

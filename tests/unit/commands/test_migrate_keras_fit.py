@@ -2,8 +2,8 @@
 
 import pytest
 
+from hvdtrain.commands.migrate.finding import MigrateOptions
 from hvdtrain.commands.migrate.plan import Migration, migrate
-from hvdtrain.commands.migrate.rules import Wish
 from hvdtrain.commands.migrate.source import of_text
 from hvdtrain.core.errors import UserError
 
@@ -12,9 +12,9 @@ PIN = ('gpus = tf.config.list_physical_devices("GPU")\n'
 
 
 def moved(text: str, **wish) -> Migration:
-    found = migrate(of_text(text), Wish(**wish))
+    found = migrate(of_text(text), MigrateOptions(**wish))
     assert found.kind == "keras_fit"
-    again = migrate(of_text(found.after.decode()), Wish(**wish))
+    again = migrate(of_text(found.after.decode()), MigrateOptions(**wish))
     assert again.after == found.after
     return found
 
@@ -192,12 +192,12 @@ print(h.history["loss"])
 model.save("m.keras")''')
     assert moved(before, target="trainer").after.decode() == '''import keras
 from hvdtrain import Config, Trainer
-from hvdtrain.config import Data
+from hvdtrain.config import DataConfig
 
 model = keras.Sequential()
 model.compile(loss="mse")
 # go
-trainer = Trainer(Config(epochs=3, global_batch=64, data=Data(shuffle=False), progress="off"))
+trainer = Trainer(Config(epochs=3, global_batch=64, data=DataConfig(shuffle=False), progress="off"))
 h = trainer.fit(model, ((x, y), (a, b)), callbacks=[k], class_weight=c)
 print(h.history["loss"])
 if trainer.run.control.rank == 0:
@@ -208,7 +208,7 @@ if trainer.run.control.rank == 0:
 def test_names_that_are_taken_are_not_taken_again():
     after = moved(PLAIN.format("Trainer = trainer = Data = 1\nmodel.fit(x, y, shuffle=False)"), target="trainer").after
     assert """from hvdtrain import Config, Trainer as HvdTrainer
-from hvdtrain.config import Data as HvdData
+from hvdtrain.config import DataConfig as HvdData
 """ in after.decode() and after.decode().endswith("""
 hvd_trainer = HvdTrainer(Config(epochs=1, global_batch=32, data=HvdData(shuffle=False)))
 hvd_trainer.fit(model, (x, y))
@@ -243,13 +243,13 @@ def test_a_tape_is_told_and_left_alone():
     "from sklearn.svm import SVC\nclf = SVC()\nclf.fit(x, y)\n", "import re\nre.compile('a')\n",
     "import keras\nclf.fit(x, y)\n", "import torch\ntorch.compile(model)\nmodel.fit(x)\n", ""])
 def test_what_is_no_training_of_keras_is_not_recognised(text):
-    assert migrate(of_text(text), Wish()).kind == ""
+    assert migrate(of_text(text), MigrateOptions()).kind == ""
 
 
 def test_wishes_that_cannot_be():
     with pytest.raises(UserError, match="--to is 'keras'"):
-        migrate(of_text(""), Wish("keras"))
+        migrate(of_text(""), MigrateOptions("keras"))
     with pytest.raises(UserError, match="--ranks is 0"):
-        migrate(of_text(""), Wish("auto", 0))
+        migrate(of_text(""), MigrateOptions("auto", 0))
     with pytest.raises(UserError, match="Horovod's Keras"):
-        migrate(of_text("import horovod.keras as hvd\n"), Wish("trainer"))
+        migrate(of_text("import horovod.keras as hvd\n"), MigrateOptions("trainer"))

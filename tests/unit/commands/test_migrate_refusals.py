@@ -2,17 +2,18 @@
 
 import ast
 
+import libcst as cst
 import pytest
 
-from hvdtrain.commands.migrate import bound
+from hvdtrain.commands.migrate import plan
+from hvdtrain.commands.migrate.finding import MigrateOptions
 from hvdtrain.commands.migrate.plan import Migration, migrate
-from hvdtrain.commands.migrate.rules import Wish
 from hvdtrain.commands.migrate.source import of_text
 
 
 def planned(text: str, target: str = "auto") -> Migration:
     ast.parse(text)
-    return migrate(of_text(text), Wish(target))
+    return migrate(of_text(text), MigrateOptions(target))
 
 
 def left(text: str, named: str, target: str = "auto") -> Migration:
@@ -31,15 +32,15 @@ model.compile("adam", "mse")
 def test_imports_come_before_their_first_use_and_behind_what_they_need():
     inside = planned("def main():\n    import keras\n    import tensorflow as tf\n    m = keras.Sequential()\n"
                      "    m.compile('sgd', 'mse')\n    m.fit(x, y)\nmain()\n").after.decode()
-    assert inside.startswith("import hvdtrain.keras as hvd\nimport tensorflow\n") and not bound.unbound(
-        inside.encode()) - {"x", "y"}
+    assert inside.startswith("import hvdtrain.keras as hvd\nimport tensorflow\n") and not plan.undefined_names(
+        cst.parse_module(inside)) - {"x", "y"}
     late = planned("import os\nos.environ['A'] = 'b'\nimport tensorflow as tf\n" + KERAS + "model.fit(x, y)\n")
     assert late.after.decode().index("import tensorflow as tf") < late.after.decode().index("tf.config")
 
 
 def test_an_edit_whose_names_nothing_binds_is_thrown_away(monkeypatch):
     text = KERAS + "model.fit(x, y)\n"
-    monkeypatch.setattr(bound, "unbound", lambda data: {"old"} if data == text.encode() else {"old", "new"})
+    monkeypatch.setattr(plan, "undefined_names", lambda module: {"old"} if module.code == text else {"old", "new"})
     found = left(text, "new would be read where nothing binds it")
     assert not found.snippet and not any("old" in f.what for f in found.findings)
 
@@ -51,8 +52,8 @@ def test_an_edit_whose_names_nothing_binds_is_thrown_away(monkeypatch):
     ("def f():\n    import os\nprint(os)\n", {"os"}), ("from a import *\nprint(b)\n", set()),
     ("def f():\n    global g\n    g = 1\nprint(g)\n", set()), ("try:\n    pass\nexcept E as e:\n    print(e)\n", {"E"}),
     ("for i in range(3):\n    print(i)\n", set()), ("x = lambda q: q + r\n", {"r"})])
-def test_unbound(text, names):
-    assert bound.unbound(text.encode()) == names
+def test_undefined_names(text, names):
+    assert plan.undefined_names(cst.parse_module(text)) == names
 
 
 @pytest.mark.parametrize("text, named", [

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hvdtrain.commands.migrate.finding import MigrateOptions
 from hvdtrain.commands.migrate.plan import Migration, migrate
-from hvdtrain.commands.migrate.rules import Wish
 from hvdtrain.commands.migrate.source import of_text
 
 PIN = ('gpus = tf.config.list_physical_devices("GPU")\n'
@@ -11,9 +11,9 @@ PIN = ('gpus = tf.config.list_physical_devices("GPU")\n'
 
 
 def moved(text: str, **wish) -> Migration:
-    found = migrate(of_text(text), Wish(**wish))
+    found = migrate(of_text(text), MigrateOptions(**wish))
     assert found.kind == "tf_distribute"
-    again = migrate(of_text(found.after.decode()), Wish(**wish))
+    again = migrate(of_text(found.after.decode()), MigrateOptions(**wish))
     assert again.after == found.after
     return found
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from hvdtrain.config import Config, Data, Exchange, Named, Schedule  # noqa: F401
+from hvdtrain.config import Config, DataConfig, ExchangeConfig, Named, ScheduleConfig  # noqa: F401
 from hvdtrain.commands.migrate.plan import Migration, migrate
-from hvdtrain.commands.migrate.rules import Wish
+from hvdtrain.commands.migrate.finding import MigrateOptions
 from hvdtrain.commands.migrate.source import of_text
 
 
 def looked(text: str, kind: str, ranks: int = 1) -> Migration:
     compile(text, kind, "exec")
-    found = migrate(of_text(text), Wish("auto", ranks))
+    found = migrate(of_text(text), MigrateOptions("auto", ranks))
     assert found.kind == kind and found.after.decode() == text
     compile(found.snippet, "snippet", "exec")
     return found
@@ -69,7 +69,7 @@ from hvdtrain.config import Named
 trainer = Trainer(Config(
     epochs=EPOCHS,
     global_batch=64,
-    lr=0.1 * 4,  # was 0.1 * dist.get_world_size()
+    lr=...,
     optimizer=Named("SGD", {"momentum": 0.9}),
     loss=Named("cross_entropy"),
     clip_norm=1.0,
@@ -77,43 +77,39 @@ trainer = Trainer(Config(
 trainer.fit(model, (train, test))'''
     assert "14 these go: dist.init_process_group (line 14), DistributedSampler (line 17), DDP (line 21)" in told(found)
     assert "dist.destroy_process_group (line 35)" in told(found) and "get_rank" not in told(found)
-    assert "24 Trainer runs the loop over range(EPOCHS)" in told(found) and "one process's" not in told(found)
+    assert "30 Trainer runs the training loop" in told(found) and "of one process" not in told(found)
 
 
-def test_one_process_is_told_of():
+def test_the_batch_of_one_process_is_reported():
     found = looked(DDP, "ddp")
-    assert "    global_batch=16,  # one process's; times the processes of the old job: --ranks N\n" in found.snippet
-    assert "    lr=0.1,  # was 0.1 * dist.get_world_size(): --ranks N writes its number\n" in found.snippet
-    assert "24 global_batch and lr are one process's in the code below" in told(found)
-    alone = looked(DDP.replace("0.1 * dist.get_world_size()", "0.1"), "ddp")
-    assert "24 global_batch is one process's" in told(alone) and "lr=0.1,\n" in alone.snippet
+    assert "    global_batch=16,\n" in found.snippet
+    assert "19 global_batch is that of one process in the code below" in told(found)
 
 
 @pytest.mark.parametrize("loop, epochs", [
-    ("range(args.epochs)", "args.epochs"), ("range(0, n)", "n"), ("range(1, args.epochs + 1)", "args.epochs"),
-    ("range(1, 6)", "5"), ("range(1, n)", "n - 1"), ("tqdm(range(n))", "n"), ("trange(n)", "n"),
-    ("range(start_epoch, n)", "n"), ("range(start_epoch, n + 1)", "..."), ("range(n, 0, -1)", "..."),
-    ("range(2, n + 1)", "n + 1 - 2"), ("itertools.count()", "..."),
-])
-def test_epochs_are_as_many_as_the_loop_has(loop, epochs):
-    assert f"\n    epochs={epochs},\n" in looked(DDP.replace("range(EPOCHS)", loop), "ddp").snippet
-    apart = DDP.replace("    for epoch in range(EPOCHS):\n        sampler", "    for trial in range(7, 0, -1):\n"
-                        "        pass\n    for epoch in " + loop + ":\n        train(epoch)\ndef train(epoch):\n"
-                        "    if True:\n        sampler")
-    assert f"\n    epochs={epochs},\n" in looked(apart, "ddp").snippet, "through a function"
+    ("range(args.epochs)", "args.epochs"), ("range(0, n)", "..."), ("itertools.count()", "...")])
+def test_epochs_are_read_from_a_plain_range_around_the_batches(loop, epochs):
+    text = DDP.replace("range(EPOCHS)", loop)
+    assert f"\n    epochs={epochs},\n" in looked(text, "ddp").snippet
+    steps = text.replace("        for i, (x, y) in enumerate(loader):\n", "        if True:\n")
+    assert "\n    epochs=...,\n" in looked(steps, "ddp").snippet, "a single loop may be that of steps"
 
 
 @pytest.mark.parametrize("size, ranks, batch", [
-    ("16", 4, "64"), ("args.batch", 4, "args.batch * 4"), ("TOTAL // dist.get_world_size()", 4, "TOTAL"),
-    ("TOTAL // dist.get_world_size()", 1, "TOTAL"), ("a + b", 4, "(a + b) * 4")])
+    ("16", 4, "64"), ("args.batch", 4, "args.batch * 4"), ("TOTAL // dist.get_world_size()", 4, "..."),
+    ("a + b", 4, "(a + b) * 4")])
 def test_the_batch_is_that_of_all_processes(size, ranks, batch):
     found = looked(DDP.replace("batch_size=16", f"batch_size={size}"), "ddp", ranks)
-    assert f"\n    global_batch={batch},\n" in found.snippet and "global_batch is one" not in told(found)
+    assert f"\n    global_batch={batch},\n" in found.snippet and "global_batch is that" not in told(found)
+
+
+def test_several_loaders_leave_the_batch_open():
+    other = DDP.replace("    tests = ", "    more = DataLoader(extra, batch_size=8)\n    tests = ")
+    assert "\n    global_batch=...,\n" in looked(other, "ddp").snippet
 
 
 @pytest.mark.parametrize("rate, after", [
-    ("args.lr * dist.get_world_size()", "args.lr * 4,"), ("dist.get_world_size() * lr", "lr * 4,"),
-    ("args.lr * scaler", "args.lr * 4,"), ("f(dist.get_world_size())", "...,"), ("args.lr", "args.lr,")])
+    ("args.lr * dist.get_world_size()", "...,"), ("args.lr * scaler", "...,"), ("args.lr", "args.lr,")])
 def test_a_rate_that_grows_with_the_processes(rate, after):
     text = DDP.replace("0.1 * dist.get_world_size()", rate).replace(
         "    criterion =", "    scaler = dist.get_world_size() if big else 1\n    criterion =")
@@ -125,40 +121,18 @@ def test_a_rate_that_grows_with_the_processes(rate, after):
 
 @pytest.mark.parametrize("groups, after", [
     ('[{"params": model.parameters(), "lr": args.lr}]', "..."), ("[{'params': net, 'lr': 1.0}]", "..."),
-    ("groups", "0.001"), ("model.parameters()", "0.001")])
+    ("groups", "..."), ("model.parameters()", "0.001")])
 def test_a_rate_of_a_group_is_not_taken_for_the_usual_one(groups, after):
     text = DDP.replace("SGD(model.parameters(), lr=0.1 * dist.get_world_size(), momentum=0.9)", f"Adam({groups})")
     assert text != DDP and f"\n    lr={after},\n" in looked(text, "ddp").snippet
 
 
-@pytest.mark.parametrize("made, inner, outer, key", [
-    ("StepLR(optimizer, 30, gamma=0.5)", "", "scheduler.step()",
-     'Schedule("StepLR", {"step_size": 30, "gamma": 0.5}, interval="epoch")'),
-    ("CosineAnnealingLR(optimizer, T_max=EPOCHS)", "", "scheduler.step()",
-     'Schedule("CosineAnnealingLR", {"T_max": EPOCHS}, interval="epoch")'),
-    ("OneCycleLR(optimizer, max_lr=0.1 * dist.get_world_size(), total_steps=90)", "scheduler.step()", "",
-     'Schedule("OneCycleLR", {"max_lr": 0.1 * 4, "total_steps": 90}, interval="step")'),
-    ("StepLR(optimizer, 30)", "", "", 'Schedule("StepLR", {"step_size": 30}, interval=...)'),
-])
-def test_a_schedule_goes_over(made, inner, outer, key):
-    text = DDP.replace("    criterion =", f"    scheduler = torch.optim.lr_scheduler.{made}\n    criterion =")
-    text = text.replace("            optimizer.step()\n", "            optimizer.step()\n"
-                        f"            {inner or 'pass'}\n        {outer or 'pass'}\n")
-    found = looked(text, "ddp", 4)
-    assert f"\n    schedule={key},\n" in found.snippet and "import Named, Schedule\n" in found.snippet
-    assert bool(inner) == ("which counts steps" in told(found))
-    eval(key.replace("EPOCHS", "3"))
-
-
 @pytest.mark.parametrize("line", [
     "s = torch.optim.lr_scheduler.LambdaLR(optimizer, f)", "s = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)",
-    "s = transformers.get_cosine_schedule_with_warmup(optimizer, 10, 100)",
-    "for g in optimizer.param_groups:\n        g['lr'] = 0.1 * min(1, step / 500)",
-    "for g in optimizer.param_groups:\n        g[\"lr\"] *= 0.1",
 ])
-def test_a_rate_that_moves_otherwise_is_told(line):
-    found = looked(("import transformers\n" + DDP).replace("    criterion =", f"    {line}\n    criterion ="), "ddp")
-    assert "the rate follows" in told(found) or "the rate is moved by hand" in told(found)
+def test_a_schedule_is_reported(line):
+    found = looked(DDP.replace("    criterion =", f"    {line}\n    criterion ="), "ddp")
+    assert "the rate follows" in told(found)
     assert "schedule=" not in found.snippet and not [f for f in looked(DDP, "ddp").findings if "the rate f" in f.what]
 
 
@@ -169,25 +143,19 @@ def test_a_rate_that_moves_otherwise_is_told(line):
     ("num_workers=2", "collate_fn=pad", "the loader has collate_fn=pad"),
     ("sampler=sampler", "sampler=WeightedSampler(w)", "the loader has sampler=WeightedSampler(w)"),
     ("            loss.backward()", "            with model.no_sync():\n                loss.backward()", "no_sync()"),
-    ("            optimizer.step()", "            if (i + 1) % 4 == 0:\n                optimizer.step()\n"
-     "                optimizer.zero_grad()", "optimizer.step() waits for several passes: if (i + 1) % 4 == 0"),
     ("nn.utils.clip_grad_norm_", "nn.utils.clip_grad_value_", "clipped by value"),
     ("    criterion =", "    other = torch.optim.Adam(model.parameters())\n    criterion =", "2 optimizers are made"),
-    ("    criterion =", "    model.load_state_dict(torch.load('m.pt'))\n    criterion =", "in its wrapper"),
-    ("    sampler =", "    train = train[dist.get_rank()::2]\n    sampler =", "cut by rank"),
-    ("    sampler =", "    amp = torch.amp.GradScaler(enabled=args.amp)\n    sampler =", "rules the compute type"),
-    ("    for epoch in range(EPOCHS)", "    for _ in iter(int, 1)", "no loop over epochs"),
+    ("    sampler =", "    amp = torch.amp.GradScaler(enabled=args.amp)\n    sampler =", "sets the compute type"),
 ])
 def test_what_has_to_be_decided_is_told(old, new, named):
     text = DDP.replace(old, new)
     assert text != DDP and named in told(looked(text, "ddp", 2)) and named not in told(looked(DDP, "ddp", 2))
 
 
-def test_compute_types_and_synchronised_batchnorm_have_keys():
-    text = DDP.replace("            loss = ", "            with torch.autocast('cuda', dtype=torch.bfloat16):\n"
-                       "                loss = ").replace("    model = DDP(", "    model = nn.SyncBatchNorm."
-                                                          "convert_sync_batchnorm(model)\n    model = DDP(")
-    assert "sync_batchnorm=True" in looked(text, "ddp").snippet and 'precision="bf16"' in looked(text, "ddp").snippet
+def test_synchronized_batchnorm_has_a_key():
+    made = "    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\n    model = DDP("
+    text = DDP.replace("    model = DDP(", made)
+    assert "sync_batchnorm=True" in looked(text, "ddp").snippet
 
 
 def test_names_that_are_taken_are_not_taken_again():
@@ -213,12 +181,12 @@ for epoch in range(1, 2 + 1):
 torch.save(net.module.state_dict(), "m.pt")
 ''', "data_parallel", 4)
     assert found.snippet == '''from hvdtrain import Config, Trainer
-from hvdtrain.config import Data, Named
+from hvdtrain.config import DataConfig, Named
 
 trainer = Trainer(Config(
-    epochs=2,
+    epochs=...,
     global_batch=32,
-    data=Data(shuffle=False),
+    data=DataConfig(shuffle=False),
     lr=0.001,
     optimizer=Named("Adam"),
     loss=Named("mse_loss"),
@@ -252,25 +220,19 @@ for epoch in range(args.epochs):
 
 
 @pytest.mark.parametrize("new, parts, named", [
-    ("compression=hvd.Compression.fp16", ["global_batch=BATCH * 2,", "lr=args.lr * 2,", 'compression="fp16"'], ""),
+    ("compression=hvd.Compression.fp16", ["global_batch=BATCH * 2,", 'compression="fp16"'], ""),
     ("compression=hvd.Compression.none", ["global_batch=BATCH * 2,"], ""),
-    ("compression=hvd.Compression.fp16 if args.fp16 else hvd.Compression.none", ["compression=...,"], "compression="),
-    ("backward_passes_per_step=3", ["global_batch=BATCH * 3 * 2,", "accumulate=3,"], "an update has 3 passes"),
-    ("op=hvd.Adasum", ["exchange=Exchange(adasum=True),", "import Exchange, Named\n"], ""),
+    ("compression=hvd.Compression.fp16 if args.fp16 else hvd.Compression.none", [], "has compression="),
+    ("backward_passes_per_step=3", [], "has backward_passes_per_step=3"),
+    ("op=hvd.Adasum", ["exchange=ExchangeConfig(adasum=True),", "import ExchangeConfig, Named\n"], ""),
     ("op=hvd.Average", [], ""), ("op=hvd.Sum", [], "DistributedOptimizer has op=hvd.Sum"),
 ])
 def test_horovod_torch(new, parts, named):
     found = looked(HOROVOD.replace("compression=hvd.Compression.fp16", new), "horovod_torch", 2)
     assert all(part in found.snippet for part in ["epochs=args.epochs,", 'loss=Named("nll_loss"),', *parts])
     assert named in told(found)
-    assert ("DistributedOptimizer has" in told(found) or "passes" in told(found)) == bool(named)
-    call = found.snippet[found.snippet.index("Config(", found.snippet.index("Trainer(")):]
-    call = call[:call.index("))\ntr") + 1]
-    if "..." not in call:
-        names = {"args.epochs": "1", "args.lr": "0.1", "BATCH": "8"}
-        for name, value in names.items():
-            call = call.replace(name, value)
-        assert eval(call).check().lr == 0.2
+    assert ("DistributedOptimizer has" in told(found)) == bool(named) and ("compression=" in found.snippet) == (
+        "fp16" in new and not named)
 
 
 ACCELERATE = '''import torch
@@ -298,14 +260,14 @@ for epoch in range(2):
 @pytest.mark.parametrize("new, parts, named", [
     ('mixed_precision="bf16"', ['precision="bf16",', "global_batch=128,", '"label_smoothing": 0.1'], ""),
     ('mixed_precision="no", split_batches=True', ["global_batch=32,"], ""),
-    ("mixed_precision=args.mixed_precision", ["precision=...,"], "the Accelerator has mixed_precision="),
-    ("gradient_accumulation_steps=2", ["accumulate=2,", "global_batch=256,"], ""),
+    ("mixed_precision=args.mixed_precision", [], "the Accelerator has mixed_precision="),
+    ("gradient_accumulation_steps=2", ["global_batch=128,"], "the Accelerator has gradient_accumulation_steps=2"),
     ("fsdp_plugin=plugin", [], "the Accelerator has fsdp_plugin=plugin"),
 ])
 def test_accelerate(new, parts, named):
     found = looked(ACCELERATE.replace('mixed_precision="bf16"', new), "accelerate", 4)
     assert all(part in found.snippet for part in parts) and named in told(found)
-    assert ("the Accelerator has" in told(found)) == bool(named) and "StepLR is prepared" in told(found)
+    assert ("the Accelerator has" in told(found)) == bool(named) and "the rate follows" in told(found)
     assert "6 these go: Accelerator (line 6), accelerator.prepare (line 11)\n" in told(found)
     assert not [f for f in found.findings if "mixed_precision" in f.what and "accumulate" in f.do]
 

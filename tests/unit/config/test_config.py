@@ -8,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from hvdtrain.config import Checkpoint, Config, Data, EarlyStop, Exchange, Named, Schedule, schema
+from hvdtrain.config import (
+    CheckpointConfig, Config, DataConfig, EarlyStopConfig, ExchangeConfig, Named, ScheduleConfig, schema)
 from hvdtrain.core.errors import UserError
 
 
@@ -35,8 +36,8 @@ def test_the_defaults_are_possible():
     ({"metrics": "accuracy"}, ["metrics is 'accuracy'", "a list of names"]),
     ({"model_args": {1: 2}}, ["model_args is {1: 2}", "keyword arguments"]),
     ({"nan_guard": "none"}, ["nan_guard is 'none'", "one of stop, skip"]),
-    ({"data": Data(args=[1])}, ["data.args is [1]", "keyword arguments"]),
-    ({"schedule": Schedule(interval="day")}, ["schedule.interval is 'day'", "one of step, epoch"])], ids=str)
+    ({"data": DataConfig(args=[1])}, ["data.args is [1]", "keyword arguments"]),
+    ({"schedule": ScheduleConfig(interval="day")}, ["schedule.interval is 'day'", "one of step, epoch"])], ids=str)
 def test_wrong_types_are_refused_in_words(values, words):
     text = refusal(**values)
     for word in words:
@@ -74,17 +75,17 @@ def test_wrong_types_are_refused_in_words(values, words):
         ("shares", [0, 0]),
         ("shares", [1, math.inf]),
         ("shares", [math.nan, 1]),
-        ("data", Data(prefetch=-1)),
-        ("checkpoint", Checkpoint(keep=0)),
-        ("checkpoint", Checkpoint(every_steps=-1)),
-        ("checkpoint", Checkpoint(every_s=-0.5)),
-        ("checkpoint", Checkpoint(every_s=math.nan)),
-        ("schedule", Schedule(warmup_steps=-1)),
-        ("schedule", Schedule(linear_scaling_base=-1)),
-        ("early_stop", EarlyStop(patience=0)),
-        ("early_stop", EarlyStop(min_delta=math.nan)),
-        ("exchange", Exchange(bucket_mb=0)),
-        ("exchange", Exchange(cycle_time_ms=math.inf)),
+        ("data", DataConfig(prefetch=-1)),
+        ("checkpoint", CheckpointConfig(keep=0)),
+        ("checkpoint", CheckpointConfig(every_steps=-1)),
+        ("checkpoint", CheckpointConfig(every_s=-0.5)),
+        ("checkpoint", CheckpointConfig(every_s=math.nan)),
+        ("schedule", ScheduleConfig(warmup_steps=-1)),
+        ("schedule", ScheduleConfig(linear_scaling_base=-1)),
+        ("early_stop", EarlyStopConfig(patience=0)),
+        ("early_stop", EarlyStopConfig(min_delta=math.nan)),
+        ("exchange", ExchangeConfig(bucket_mb=0)),
+        ("exchange", ExchangeConfig(cycle_time_ms=math.inf)),
     ],
     ids=str,
 )
@@ -115,7 +116,7 @@ def test_unusual_values_are_possible(name, value):
 
 def test_a_bare_text_is_the_name_of_a_section():
     made = Config(data="mydata.py:load", optimizer="SGD", schedule="StepLR", loss="mse").check()
-    assert made == Config(data=Data("mydata.py:load"), optimizer=Named("SGD"), schedule=Schedule("StepLR"),
+    assert made == Config(data=DataConfig("mydata.py:load"), optimizer=Named("SGD"), schedule=ScheduleConfig("StepLR"),
                           loss=Named("mse"))
     assert dataclasses.replace(made, optimizer="Adam").optimizer == Named("Adam")
 
@@ -142,7 +143,7 @@ def test_the_digest_tells_configurations_apart():
                 ("lr", 0.1),
                 ("seed", 1),
                 ("out", "x"),
-                ("data", Data(prefetch=0)),
+                ("data", DataConfig(prefetch=0)),
                 ("optimizer", Named("SGD")),
                 ("shares", [1.0]),
             )

@@ -11,16 +11,16 @@ from small_runs import config, lockstep, make_model, samples
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import arrange
 from hvdtrain.commands.train import parse
-from hvdtrain.config import Config, Rebalance
+from hvdtrain.config import Config, RebalanceConfig
 from hvdtrain.config import yaml_file as recipe
-from hvdtrain.config.placed import Place, absent, as_yaml, by_rank, entries, meaning
+from hvdtrain.config.placed import RankPlace, absent, as_yaml, by_rank, entries, meaning
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
-from hvdtrain.engine.per_rank import spelled_out
+from hvdtrain.engine.compare_ranks import spelled_out
 
-H200 = Place("node1.cluster.org", "cuda", "NVIDIA H200")
-A100 = Place("node2", "cuda", "NVIDIA A100-SXM4-40GB")
-OLD = Place("old", "cpu", "Intel(R) Xeon(R) CPU E5-2680")
+H200 = RankPlace("node1.cluster.org", "cuda", "NVIDIA H200")
+A100 = RankPlace("node2", "cuda", "NVIDIA A100-SXM4-40GB")
+OLD = RankPlace("old", "cpu", "Intel(R) Xeon(R) CPU E5-2680")
 
 
 @pytest.mark.parametrize("name, place, want", [
@@ -29,7 +29,8 @@ OLD = Place("old", "cpu", "Intel(R) Xeon(R) CPU E5-2680")
     ("NVIDIA H200", H200, 1), ("H200", H200, 2), ("h200", H200, 2), ("H20", H200, -1), ("A100", A100, 2),
     ("A10", A100, -1), ("A100-SXM4", A100, 2), ("nvidia", H200, 2), ("xeon", OLD, 2), ("E5-2680", OLD, 2),
     ("cuda", H200, 3), ("gpu", H200, 3), ("gpu", OLD, -1), ("cpu", replace(OLD, device="unknown"), 3),
-    ("cpu", A100, -1), ("*", OLD, 4), ("", OLD, -1), ("a.b", Place("a", "cpu", ""), 0), ("a", Place("", "cpu", ""), -1),
+    ("cpu", A100, -1), ("*", OLD, 4), ("", OLD, -1), ("a.b", RankPlace("a", "cpu", ""), 0),
+    ("a", RankPlace("", "cpu", ""), -1),
 ])
 def test_what_a_name_means(name, place, want):
     assert meaning(name, place) == want
@@ -67,7 +68,7 @@ def spelled(settings, *places):
 
 def test_all_three_settings_follow_the_ranks_that_there_are():
     settings = Config(shares={"node2": 3, "old": 1}, precision="cpu=fp32,gpu=bf16",
-                      rebalance=Rebalance(max_micro_batch={"old": 8}))
+                      rebalance=RebalanceConfig(max_micro_batch={"old": 8}))
     made, notes = spelled(settings, A100, replace(OLD, device="unknown"))
     assert (made.shares, made.precision, made.rebalance.max_micro_batch) == ([3, 1], "bf16:fp32", [0, 8]) and not notes
     made, notes = spelled(settings, A100, A100, A100)
@@ -79,7 +80,7 @@ def test_all_three_settings_follow_the_ranks_that_there_are():
 
 
 def test_no_names_at_all_are_no_setting():
-    made, notes = spelled(config(shares={}, precision={}, rebalance=Rebalance(max_micro_batch={})), H200, OLD)
+    made, notes = spelled(config(shares={}, precision={}, rebalance=RebalanceConfig(max_micro_batch={})), H200, OLD)
     assert (made.shares, made.precision, made.rebalance.max_micro_batch, notes) == ([], "fp32", [], [])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_runs import SLOW_TENSORFLOW, config, fitted, make_model, samples, solo
 
-from hvdtrain.config import Checkpoint, Config, Named, Schedule
+from hvdtrain.config import CheckpointConfig, Config, Named, ScheduleConfig
 from hvdtrain.config.run_length import filled, too_long
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
@@ -64,15 +64,15 @@ def own(framework, kind):
     if framework == "torch":
         if kind == "cosine":
             wanted, _ = own_torch("CosineAnnealingLR", T_max=STEPS)
-            return Schedule("CosineAnnealingLR", warmup_steps=4), np.multiply(wanted, warm), None
-        return Schedule("OneCycleLR"), *own_torch("OneCycleLR", max_lr=LR, total_steps=STEPS)
+            return ScheduleConfig("CosineAnnealingLR", warmup_steps=4), np.multiply(wanted, warm), None
+        return ScheduleConfig("OneCycleLR"), *own_torch("OneCycleLR", max_lr=LR, total_steps=STEPS)
     import keras
 
     if kind == "cosine":
         made = keras.optimizers.schedules.CosineDecay(LR, STEPS)
-        return Schedule("CosineDecay", warmup_steps=4), [float(made(t)) * w for t, w in enumerate(warm)], None
+        return ScheduleConfig("CosineDecay", warmup_steps=4), [float(made(t)) * w for t, w in enumerate(warm)], None
     pytest.importorskip("torch", reason="Keras has no OneCycle of its own, and PyTorch, which has, is not installed")
-    return Schedule("OneCycle"), own_torch("OneCycleLR", max_lr=LR, total_steps=STEPS)[0], None
+    return ScheduleConfig("OneCycle"), own_torch("OneCycleLR", max_lr=LR, total_steps=STEPS)[0], None
 
 
 @pytest.mark.parametrize("kind", ["cosine", "one cycle"])
@@ -81,7 +81,7 @@ def test_the_rate_is_the_framework_s_own_and_goes_on_after_a_resume(framework, k
     make_model(framework)
     schedule, wanted, momenta = own(framework, kind)
     base = config(epochs=EPOCHS, global_batch=BATCH, lr=LR, out=str(tmp_path), schedule=schedule, clip_norm=1.0,
-                  optimizer=Named("SGD", {"momentum": 0.9}), checkpoint=Checkpoint(every="off"))
+                  optimizer=Named("SGD", {"momentum": 0.9}), checkpoint=CheckpointConfig(every="off"))
     first = rates(framework, base, stop_after=5)
     second = rates(framework, replace(base, resume="auto"))
     got = first.rates + second.rates
@@ -93,16 +93,16 @@ def test_the_rate_is_the_framework_s_own_and_goes_on_after_a_resume(framework, k
 
 
 @pytest.mark.parametrize("schedule, wanted", [
-    (Schedule("CosineAnnealingLR"), {"T_max": 12}), (Schedule("cosinedecay"), {"decay_steps": 12}),
-    (Schedule("CosineAnnealingLR", interval="epoch"), {"T_max": 4}),
-    (Schedule("CosineAnnealingLR", {"T_max": 7}), {"T_max": 7}),
-    (Schedule("CosineDecay", {"warmup_steps": 3, "warmup_target": 0.1}),
+    (ScheduleConfig("CosineAnnealingLR"), {"T_max": 12}), (ScheduleConfig("cosinedecay"), {"decay_steps": 12}),
+    (ScheduleConfig("CosineAnnealingLR", interval="epoch"), {"T_max": 4}),
+    (ScheduleConfig("CosineAnnealingLR", {"T_max": 7}), {"T_max": 7}),
+    (ScheduleConfig("CosineDecay", {"warmup_steps": 3, "warmup_target": 0.1}),
      {"warmup_steps": 3, "warmup_target": 0.1, "decay_steps": 9}),
-    (Schedule("OneCycleLR"), {"total_steps": 12}),
-    (Schedule("OneCycle", linear_scaling_base=32), {"total_steps": 12}),
-    (Schedule("OneCycleLR", {"max_lr": 1.0, "epochs": 4, "steps_per_epoch": 3}),
+    (ScheduleConfig("OneCycleLR"), {"total_steps": 12}),
+    (ScheduleConfig("OneCycle", linear_scaling_base=32), {"total_steps": 12}),
+    (ScheduleConfig("OneCycleLR", {"max_lr": 1.0, "epochs": 4, "steps_per_epoch": 3}),
      {"max_lr": 1.0, "epochs": 4, "steps_per_epoch": 3}),
-    (Schedule("StepLR", {"step_size": 3}), {"step_size": 3}), (Schedule(), {}),
+    (ScheduleConfig("StepLR", {"step_size": 3}), {"step_size": 3}), (ScheduleConfig(), {}),
 ])
 def test_what_follows_from_the_run_is_filled_in(schedule, wanted):
     base = Config(epochs=4, lr=0.1, global_batch=16, schedule=schedule)
@@ -110,15 +110,15 @@ def test_what_follows_from_the_run_is_filled_in(schedule, wanted):
 
 
 def test_a_length_that_nobody_knows_and_a_cycle_that_is_too_short_are_refused():
-    assert filled(Config(max_steps=9, schedule=Schedule("CosineDecay")), None).schedule.args == {"decay_steps": 9}
+    assert filled(Config(max_steps=9, schedule=ScheduleConfig("CosineDecay")), None).schedule.args == {"decay_steps": 9}
     with pytest.raises(UserError, match="CosineDecay needs the length of the run.*set schedule.args.decay_steps|Set"):
-        filled(Config(schedule=Schedule("CosineDecay")), None)
+        filled(Config(schedule=ScheduleConfig("CosineDecay")), None)
     with pytest.raises(UserError, match="OneCycleLR of 5 steps in a run of 12"):
-        filled(Config(epochs=4, schedule=Schedule("OneCycleLR", {"total_steps": 5})), 3)
+        filled(Config(epochs=4, schedule=ScheduleConfig("OneCycleLR", {"total_steps": 5})), 3)
 
 
 def test_what_is_set_for_a_longer_run_is_told():
-    long = Config(epochs=3, schedule=Schedule(warmup_steps=6250), ema=0.9999)
+    long = Config(epochs=3, schedule=ScheduleConfig(warmup_steps=6250), ema=0.9999)
     notes: list[str] = []
     filled(long, 200, notes)
     assert len(notes) == 2 and "6,250 steps is longer than the run of 600" in notes[0] and "94 % " in notes[1]

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.protocols.types import Bucket, itemsize
+from hvdtrain.core.units import MIB
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "float64", "float16", "bfloat16"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.core.group import Group, spans, world
+from hvdtrain.core.mesh import Group, spans, world
 
 
 def test_members_have_a_place():

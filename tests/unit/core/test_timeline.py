@@ -5,8 +5,7 @@ import threading
 import pytest
 
 from hvdtrain.core import timeline
-from hvdtrain.core.timeline import Timeline, span
-from hvdtrain.core.timeline.clock import CAUSES, Clock
+from hvdtrain.core.timeline import CAUSES, Clock, Timeline, span
 
 
 def test_each_second_goes_to_the_innermost_cause():

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hvdtrain.core.timeline import whom
-from hvdtrain.core.timeline.stood import LEAST, MOST, Blocked, Stood, packed
+from hvdtrain.core.timeline import spans as whom
+from hvdtrain.core.timeline.spans import LEAST, MOST, Blocked, Stood, packed
 
 
 def compare(rows_P, stood_P, offsets_P):

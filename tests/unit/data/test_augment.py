@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from hvdtrain.config import Config, Data
+from hvdtrain.config import Config, DataConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.augment import Augmented, check
 from hvdtrain.data.augment.draw import beta, uniform_of
@@ -94,7 +94,7 @@ def test_mixup_mixes_pictures_and_classes_by_one_weight():
 
 
 def test_only_training_data_is_augmented():
-    config = Config(data=Data(augment={"flip": 1.0}))
+    config = Config(data=DataConfig(augment={"flip": 1.0}))
     train, test = prepared(config, pictures(), pictures())
     assert isinstance(train, Augmented) and isinstance(test, ArraySource)
     assert prepared(Config(), pictures(), None)[0].arrays
@@ -127,7 +127,7 @@ def test_a_wrong_augmentation_is_named(spec, words):
     with pytest.raises(UserError, match=words):
         check(spec)
     with pytest.raises(UserError, match=words):
-        Config(data=Data(augment=spec)).check()
+        Config(data=DataConfig(augment=spec)).check()
 
 
 def test_data_that_does_not_suit_is_refused_in_words():

@@ -9,12 +9,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.empty import StandIn
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource
-from hvdtrain.planning.batch.sampler import Cut, micro_batches, padded
+from hvdtrain.data.weighting import PlaceholderSample
+from hvdtrain.planning.batch.sampler import BatchShares, micro_batches, padded
 
 
 def source(n):
@@ -36,7 +36,7 @@ def test_padding_closed_forms():
     assert padded([(0, 3), (3, 5)], 4) == [(0, 3), (3, 5), (5, 5), (5, 5)]
     assert padded([], 2) == [(0, 0), (0, 0)]
     assert padded([(0, 1)], 1) == [(0, 1)]
-    cut = Cut((1.0, 1.0, 0.0), (1, 3, 2), (4, 0, 0))
+    cut = BatchShares((1.0, 1.0, 0.0), (1, 3, 2), (4, 0, 0))
     assert cut.rounds([9, 2, 0]) == 3  # 9 samples by 4, 2 samples in 2 parts, none
     assert cut.rounds([4, 1, 0]) == 1 and cut.rounds([0, 0, 0]) == 0
 
@@ -62,7 +62,8 @@ def test_every_rank_runs_as_many_and_nothing_else_changes(n, global_batch, share
             assert len({id(micro) for micro in a.micros}) == len(a.micros)  # the loop knows the last one by identity
         rows.append([len(step.micros) for step in even])
     assert all(row == rows[0] for row in rows)
-    assert all(count == max(len(micro_batches(k, accumulate, micro_batch)) for k in np.diff(Cut.of(shares).offsets(s)))
+    assert all(count == max(len(micro_batches(k, accumulate, micro_batch))
+                            for k in np.diff(BatchShares.of(shares).offsets(s)))
                for count, s in zip(rows[0], [global_batch] * (n // global_batch) + [n % global_batch]))
 
 
@@ -80,7 +81,9 @@ def test_streams_that_end_apart_go_on_together(lengths, rounds):
     assert [len(step) for step in first] == [len(step) for step in second] == rounds
     got = sum(shape[0] for row in (first, second) for step in row for shape in step)
     assert got == sum(len(part) for r, n in enumerate(lengths) for part in
-                      ([i for i in range(at, min(at + 4, n))][slice(*Cut.of([1, 1]).offsets(min(4, n - at))[r:r + 2])]
+                      ([i
+                        for i in range(at,
+                                       min(at + 4, n))][slice(*BatchShares.of([1, 1]).offsets(min(4, n - at))[r:r + 2])]
                        for at in range(0, n, 4)))
     assert all(shape[1:] == (3,) for row in (first, second) for step in row for shape in step)
 
@@ -97,7 +100,7 @@ def test_a_rank_whose_stream_has_nothing_is_told():
 
 
 def test_the_stand_in_is_a_sample_of_the_kind_that_is_missing():
-    stand_in, empty = StandIn(), (np.empty((0, 2), np.float32), np.empty(0, np.int64))
+    stand_in, empty = PlaceholderSample(), (np.empty((0, 2), np.float32), np.empty(0, np.int64))
     x, y = stand_in.instead(empty)
     assert x.tolist() == [[0.0, 0.0]] and y.tolist() == [0] and (x.dtype, y.dtype) == (np.float32, np.int64)
     stand_in.saw((np.full((4, 2), 7, np.float32), np.arange(3, 7)))

@@ -11,15 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.control import SoloControl
-from hvdtrain.cluster.views import Copies
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.cluster.control import ReplicaControl, SoloControl
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.feed import Feed
-from hvdtrain.data.prefetch import Shelf, prefetched
+from hvdtrain.core.protocols.types import Cursor
+from hvdtrain.data.feed import Feed, Shelf, prefetched
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.data.stream import fingerprint, rebatch
-from hvdtrain.planning.batch.sampler import Cut, cut
+from hvdtrain.planning.batch.sampler import BatchShares, cut
 
 WAIT_S = 20
 SHARES = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any)
@@ -172,7 +170,7 @@ def test_a_new_cut_changes_who_takes_what_and_nothing_else(n, global_batch, size
                 steps.append(batch)
                 following = batch.cursor_after.step
                 if following in cuts:
-                    feed.recut(Cut.of(cuts[following], 2), following + feed.ahead)
+                    feed.recut(BatchShares.of(cuts[following], 2), following + feed.ahead)
         return steps
 
     ranks = on_ranks(size, work)
@@ -403,7 +401,7 @@ def test_ranks_of_one_partitioned_model_are_compared_too():
     """Of which the first takes x, and the last y."""
     def work(make):
         def one(rank, control):
-            feed = Feed(make(rank), 4, control=Copies(control, [0], 0), prefetch=0)
+            feed = Feed(make(rank), 4, control=ReplicaControl(control, [0], 0), prefetch=0)
             feed.check_ranks_agree()
             list(feed.epoch(Cursor()))
             return feed.unlike

@@ -11,10 +11,10 @@ import threading
 import numpy as np
 import pytest
 
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
-from hvdtrain.data import tokens
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data import tokenizer as tokenizers_of_files
+from hvdtrain.data import tokenizer as tokens
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sets.text import paragraphs
 from hvdtrain.data.sources import EpochSource, Source, resolve, resolve_splits

@@ -11,11 +11,12 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain.config import Config, Data
+from hvdtrain.config import Config, DataConfig
 from hvdtrain.core.errors import ExitCalled, UserError
+from hvdtrain.data import prepare as choose
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource, Unreadable
-from hvdtrain.data.workers import choose, start
+from hvdtrain.data.workers import start
 from hvdtrain.data.workers.worker import fetch_seeded
 
 
@@ -57,7 +58,7 @@ class Slow:
 
 
 def pooled(source, workers: int | str = 2, **more):
-    (data, _), words = choose.with_workers(Config(data=Data(workers=workers), **more), 5, (source, None), 3)
+    (data, _), words = choose.with_workers(Config(data=DataConfig(workers=workers), **more), 5, (source, None), 3)
     return data, words
 
 
@@ -151,7 +152,7 @@ def test_workers_give_what_the_rank_would_read_itself(one):
         return [np.concatenate([m[1] for m in batch.micros]) for batch in feed.epoch(next_to())]
 
     def next_to():
-        from hvdtrain.core.cursor import Cursor
+        from hvdtrain.core.protocols.types import Cursor
 
         return Cursor()
 
@@ -161,7 +162,7 @@ def test_workers_give_what_the_rank_would_read_itself(one):
 
 def test_a_walk_that_stops_leaves_nothing_behind(one):
     data, _ = one
-    from hvdtrain.core.cursor import Cursor
+    from hvdtrain.core.protocols.types import Cursor
 
     feed = Feed(data, 4, seed=1)
     walk = feed.epoch(Cursor())

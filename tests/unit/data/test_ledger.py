@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from small_runs import Recut, config, fitted, lockstep, make_model, samples, solo
 
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Checkpoint, Data
+from hvdtrain.config import CheckpointConfig, DataConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import comparison
 from hvdtrain.data import ledger as books
+from hvdtrain.data.batches import READ_BEFORE
 from hvdtrain.data.comparison import COMPARED
 from hvdtrain.data.ledger import Book, Sums
-from hvdtrain.data.walk import READ_BEFORE
 from hvdtrain.engine import loop
 from hvdtrain.engine import summary as run_summary
 from hvdtrain.engine.assemble import assemble
@@ -125,7 +125,7 @@ def tamper(run, change):
 @pytest.mark.parametrize("size, shares", [(1, []), (2, [3, 1]), (3, [0, 1, 1]), (4, [])])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_every_epoch_is_found_whole(size, shares, prefetch, tmp_path):
-    settings_ = run_of(tmp_path, shares=shares, data=Data(prefetch=prefetch), accumulate=2)
+    settings_ = run_of(tmp_path, shares=shares, data=DataConfig(prefetch=prefetch), accumulate=2)
     assert lockstep(size, settings_, lambda rank: make_model("numpy"), DATA, found) == [facts(2)] * size
     log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     told = [record for record in log if record["event"] == "ledger"]
@@ -146,7 +146,8 @@ def test_a_feed_that_loses_or_doubles_ends_the_run_on_every_rank(change, words, 
             loop.fit(run)
         return str(caught.value), (run.ledger, run.state.cursor.epoch)
 
-    told = lockstep(size, run_of(tmp_path, checkpoint=Checkpoint(at_end=True)), lambda rank: make_model("numpy"), DATA,
+    told = lockstep(size, run_of(tmp_path, checkpoint=CheckpointConfig(at_end=True)), lambda rank: make_model("numpy"),
+                    DATA,
                     work)
     text, = {text for text, _ in told}
     assert "epoch 0 is not whole" in text and "start anew" in text.lower()
@@ -193,14 +194,14 @@ WAYS = [(2, {}), (1, {}), (3, {"shares": [5, 0, 2]}), (4, {"global_batch": 12}),
 @pytest.mark.parametrize("size, changes", WAYS)
 @pytest.mark.parametrize("at", [4, 7])
 def test_sums_hold_over_a_resumption_at_other_ranks_shares_and_batches(size, changes, at, tmp_path):
-    first = run_of(tmp_path, max_steps=at, checkpoint=Checkpoint(at_end=True))
+    first = run_of(tmp_path, max_steps=at, checkpoint=CheckpointConfig(at_end=True))
     lockstep(2, first, lambda rank: make_model("numpy"), DATA, fitted)
     again = replace(first, resume="auto", max_steps=0, **changes)
     assert lockstep(size, again, lambda rank: make_model("numpy"), DATA, found) == [facts(2)] * size
 
 
 def test_a_loss_before_a_save_is_seen_after_it(tmp_path, blind):
-    first = run_of(tmp_path, max_steps=4, checkpoint=Checkpoint(every_steps=4))
+    first = run_of(tmp_path, max_steps=4, checkpoint=CheckpointConfig(every_steps=4))
 
     def losing(run):
         tamper(run, lambda numbers: numbers[:-1])
@@ -214,7 +215,7 @@ def test_a_loss_before_a_save_is_seen_after_it(tmp_path, blind):
 
 
 def test_other_data_at_a_resumption_leaves_the_epoch_unchecked(tmp_path):
-    first = run_of(tmp_path, max_steps=4, checkpoint=Checkpoint(at_end=True))
+    first = run_of(tmp_path, max_steps=4, checkpoint=CheckpointConfig(at_end=True))
     solo_fit = fitted(solo(first, make_model("numpy"), DATA))
     assert solo_fit.ledger["partial"] == 32
     again = solo(replace(first, resume="auto", max_steps=0), make_model("numpy"), samples(60))
@@ -224,7 +225,7 @@ def test_other_data_at_a_resumption_leaves_the_epoch_unchecked(tmp_path):
 
 
 def test_a_checkpoint_from_before_the_ledger_is_told_once(tmp_path, monkeypatch):
-    first = run_of(tmp_path, max_steps=4, checkpoint=Checkpoint(at_end=True))
+    first = run_of(tmp_path, max_steps=4, checkpoint=CheckpointConfig(at_end=True))
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "state_dict", lambda self: {})
         fitted(solo(first, make_model("numpy"), DATA))
@@ -311,7 +312,7 @@ def test_streams_that_differ_within_a_batch_or_late_are_not_verified(tmp_path):
 
 @pytest.mark.parametrize("stream, unchecked", [(Lines, []), (Shuffled, [0])])
 def test_a_stream_that_resumes_in_another_order_is_not_verified(stream, unchecked, tmp_path):
-    first = run_of(tmp_path, max_steps=4, checkpoint=Checkpoint(at_end=True))
+    first = run_of(tmp_path, max_steps=4, checkpoint=CheckpointConfig(at_end=True))
     solo_fit = fitted(solo(first, make_model("numpy"), stream(N)))
     assert solo_fit.ledger["partial"] == 32
     got = found(solo(replace(first, resume="auto", max_steps=0), make_model("numpy"), stream(N)))
@@ -358,7 +359,7 @@ def of_rows(make, settings_):
 
 
 DIFFER = "the ranks read different samples at the same place"
-READ_HERE = {"data": Data(workers=0, prefetch=0)}
+READ_HERE = {"data": DataConfig(workers=0, prefetch=0)}
 
 
 @pytest.mark.parametrize("make, epochs", [

@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Group
 from hvdtrain.engine.compare_ranks import check_alike
 
 ONE = ["parameter a float32[3]", "parameter b float32[2]", "buffer c int64[]", "optimizer SGD"]

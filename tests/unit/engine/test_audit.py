@@ -15,8 +15,7 @@ from hvdtrain.config import Named
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks import audit as room
 from hvdtrain.engine.callbacks.audit import Audit
-from hvdtrain.engine.guards.miscomputed import Miscomputed, clearly_farther, resolution
-from hvdtrain.engine.guards.recompute import case_of, distance
+from hvdtrain.engine.recompute import Miscomputed, case_of, clearly_farther, distance, resolution
 
 
 def audit(run):

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from hvdtrain.engine.guards.audit_pairs import comparable, left_out, pairs, tournament
+from hvdtrain.engine.callbacks.audit import comparable, left_out, pairs, tournament
 
 
 @pytest.mark.parametrize("size", range(2, 10))

@@ -10,19 +10,19 @@ from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.compressors import create
 from hvdtrain.comm.measure.sweep import Sweep
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.events import Event
 from hvdtrain.core.records import stream
 from hvdtrain.engine.callbacks import auto_compression
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
-from hvdtrain.planning.exchange.choice import Choice, Cost
+from hvdtrain.planning.exchange.choice import CompressorChoice, CompressorCost
 from hvdtrain.planning.exchange.link import Link, Traffic
 
 STEPS = WARM_STEPS + WINDOW_STEPS
 
 
 def cost(name, codec_s, wire_s):
-    return Cost(name, codec_s, (Traffic("allreduce float32", False, 1, wire_s * 1e8),), int(wire_s * 1e8),
+    return CompressorCost(name, codec_s, (Traffic("allreduce float32", False, 1, wire_s * 1e8),), int(wire_s * 1e8),
                 create(name, Config()).numerics)
 
 
@@ -82,7 +82,7 @@ def test_it_takes_the_best_and_keeps_it(script, capsys):
     s.same(100, 1)
     assert s.used == ["powersgd"] and not s.auto.settled
     out = capsys.readouterr().out
-    assert "> powersgd" in out and "not considered: not here" in out and "  42.00" in out
+    assert ">  powersgd" in out and "not considered: not here" in out and "  42.00" in out
     s.steps(900, 900, *[45] * WINDOW_STEPS)
     assert s.auto.settled and s.auto.choice == "powersgd" and s.used == ["powersgd"]
     assert s.run.notes == [
@@ -122,11 +122,11 @@ def test_where_the_wire_hides_it_takes_none(script, capsys):
     s = script()
     s.steps(*[100] * STEPS, wait_ms=1.0)
     assert s.auto.settled and s.auto.choice == "none" and not s.used
-    assert "compression auto: none: " in s.run.notes[0] and "> none" in capsys.readouterr().out
+    assert "compression auto: none: " in s.run.notes[0] and ">  none" in capsys.readouterr().out
 
 
 def test_a_margin_of_the_configuration(script):
-    s = script(exchange=Exchange(auto_margin=0.6))
+    s = script(exchange=ExchangeConfig(auto_margin=0.6))
     s.same(100)
     assert s.auto.choice == "none" and "the margin is 60%" in s.run.notes[0]
 
@@ -147,7 +147,7 @@ def test_a_device_that_runs_behind_is_timed_by_the_window(script):
 
 def test_a_warmup_of_topk_passes_before_the_check(script):
     swept = Sweep(SWEPT.links, (SWEPT.costs[0], cost("topk", 0.001, 0.001)), {}, 0.1)
-    s = script(swept=swept, exchange=Exchange(topk_warmup_steps=20))
+    s = script(swept=swept, exchange=ExchangeConfig(topk_warmup_steps=20))
     s.same(100)
     s.same(150, 20 + STEPS - 1)
     assert s.auto.choice == "topk" and not s.auto.settled
@@ -226,7 +226,7 @@ def test_a_real_run_decides_alike_on_all_ranks(size, tmp_path):
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_real_run_changes_its_exchange_between_steps(keep, tmp_path, monkeypatch):
     """The decisions are scripted, and differ on rank 1, which must follow rank 0."""
-    monkeypatch.setattr(auto_compression.choice, "decide", lambda rows, margin: Choice(
+    monkeypatch.setattr(auto_compression.choice, "decide", lambda rows, margin: CompressorChoice(
         "powersgd" if threading.current_thread().name == "lockstep-0" else "none", 1.0, "scripted"))
     monkeypatch.setattr(auto_compression.choice, "verdict", lambda decision, base, measured_s: (
         (threading.current_thread().name == "lockstep-0") is keep, "scripted too"))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from fake_run import make_run
 
-from hvdtrain.cluster.topology import Host, Topology
+from hvdtrain.cluster.topology import HostRanks, Topology
 from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config
 from hvdtrain.core.events import Event
@@ -15,12 +15,13 @@ from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
 from hvdtrain.engine.callbacks.auto_wire import LOOK_STEPS, MOST_TIMES, AutoWire
 from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.planning.exchange.link import Link
-from hvdtrain.planning.exchange.wire_choice import Measured
+from hvdtrain.planning.exchange.wire_choice import MeasuredTransport
 
 STEPS = WARM_STEPS + WINDOW_STEPS
-TWO = Topology((Host("a", (0,), 2), Host("b", (1,), 2)))
-FOUND = [Measured("mpi", Link(0.0, 1e-8), 0.5, 0.0), Measured("horovod", Link(0.0, 1.2e-8), 1.0, 0.02)]
-NEAR = [FOUND[0], Measured("horovod", Link(0.0, 1.1e-8), 1.0, 0.02)]
+TWO = Topology((HostRanks("a", (0,), 2), HostRanks("b", (1,), 2)))
+FOUND = [MeasuredTransport("mpi", Link(0.0, 1e-8), 0.5, 0.0),
+         MeasuredTransport("horovod", Link(0.0, 1.2e-8), 1.0, 0.02)]
+NEAR = [FOUND[0], MeasuredTransport("horovod", Link(0.0, 1.1e-8), 1.0, 0.02)]
 """Of 4 MB: mpi 40 ms, Horovod 48 ms; one of two cores computes, so that they are not short."""
 
 
@@ -85,7 +86,7 @@ def test_it_takes_the_best_gives_the_other_back_and_keeps_it(script, capsys):
     s = script()
     assert s.sweeps == 1 and s.auto.choice == "mpi" and not s.run.wires.used and "horovod" in s.run.wires.returned
     out = capsys.readouterr().out
-    assert "> mpi" in out and "not considered: it would be mpi" in out and "48.00" in out
+    assert ">  mpi" in out and "not considered: it would be mpi" in out and "48.00" in out
     s.steps(STEPS, 100, 45)
     assert s.auto.settled and s.run.notes == [
         "collectives auto: mpi, plain MPI from rank to rank (flat): 40 ms a step at most, horovod 48 ms",
@@ -140,7 +141,7 @@ def test_a_run_that_ends_before_the_check_says_so(script):
 
 
 def test_a_settled_choice_is_taken_up_in_the_same_world_only(script):
-    s = script(found=[FOUND[0], Measured("horovod", Link(0.0, 1e-9), 1.0)])
+    s = script(found=[FOUND[0], MeasuredTransport("horovod", Link(0.0, 1e-9), 1.0)])
     assert s.auto.choice == "horovod"
     s.steps(STEPS, 100, 1)
     state = s.auto.state_dict()

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.machine import memory
-from hvdtrain.cluster.topology import Host
-from hvdtrain.config import Config, Rebalance
+from hvdtrain.cluster.topology import HostRanks
+from hvdtrain.config import Config, RebalanceConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine.balance import cache, probe
+from hvdtrain.engine import balance_probe as cache
+from hvdtrain.engine import balance_probe as probe
 from hvdtrain.planning.batch.line import Line, least
 
 
@@ -43,14 +44,14 @@ class Device:
 
 def run_of(device, monkeypatch, **config):
     monkeypatch.setattr(probe.time, "perf_counter", lambda: device.now)
-    config.setdefault("rebalance", Rebalance(probe_cache=False))
+    config.setdefault("rebalance", RebalanceConfig(probe_cache=False))
     settings = Config(**{"global_batch": 64, **config})
     return SimpleNamespace(
         config=settings, spelled=settings, control=SoloControl("here"), devices=[device.facts],
         parts=SimpleNamespace(stage=SimpleNamespace(trial=device.trial),
                               optimizer=SimpleNamespace(bytes_to_come=lambda: device.to_come)),
         feed=SimpleNamespace(sample=lambda n, cursor: n, samples=None), state=SimpleNamespace(cursor=None),
-        topology=SimpleNamespace(host_of=lambda rank: Host("here", (0,), 1)))
+        topology=SimpleNamespace(host_of=lambda rank: HostRanks("here", (0,), 1)))
 
 
 def test_the_line_and_the_ceiling_are_found(monkeypatch):
@@ -126,7 +127,7 @@ def test_sizes_are_within_batch_and_limit(share, n, limit):
 
 def test_a_limit_of_the_user_holds(monkeypatch):
     device = Device(Line(0.01, 0.001))
-    run = run_of(device, monkeypatch, rebalance=Rebalance(probe_cache=False, max_micro_batch=[8]), micro_batch=20)
+    run = run_of(device, monkeypatch, rebalance=RebalanceConfig(probe_cache=False, max_micro_batch=[8]), micro_batch=20)
     (speed,) = probe.probe(run, device.backend())
     assert max(device.tried) == 8 and speed.ceiling == 8
 
@@ -135,7 +136,7 @@ def test_what_was_measured_is_reused_if_one_measurement_confirms_it(monkeypatch,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache, "key", lambda run, sample: "k")
     first = Device(Line(0.01, 0.001))
-    options = {"rebalance": Rebalance(), "global_batch": 32}
+    options = {"rebalance": RebalanceConfig(), "global_batch": 32}
     (measured,) = probe.probe(run_of(first, monkeypatch, **options), first.backend())
     again = Device(Line(0.0105, 0.00105))
     (known,) = probe.probe(run_of(again, monkeypatch, **options), again.backend())
@@ -143,10 +144,10 @@ def test_what_was_measured_is_reused_if_one_measurement_confirms_it(monkeypatch,
     assert known.line.c_s == pytest.approx(0.00105), "corrected by the measurement that confirmed it"
     assert measured.line.c_s == pytest.approx(0.001)
     limited = Device(Line(0.01, 0.001))
-    options["rebalance"] = Rebalance(max_micro_batch=[4])
+    options["rebalance"] = RebalanceConfig(max_micro_batch=[4])
     (less,) = probe.probe(run_of(limited, monkeypatch, **options), limited.backend())
     assert not less.remembered and less.ceiling == 4 and max(limited.tried) == 4
-    options["rebalance"] = Rebalance()
+    options["rebalance"] = RebalanceConfig()
     other = Device(Line(0.02, 0.002))
     (anew,) = probe.probe(run_of(other, monkeypatch, **options), other.backend())
     assert not anew.remembered and anew.line.c_s == pytest.approx(0.002) and anew.ceiling == 80
@@ -155,7 +156,7 @@ def test_what_was_measured_is_reused_if_one_measurement_confirms_it(monkeypatch,
 def test_out_of_memory_while_confirming_is_met_like_any(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache, "key", lambda run, sample: "k")
-    options = {"rebalance": Rebalance(), "global_batch": 32}
+    options = {"rebalance": RebalanceConfig(), "global_batch": 32}
     roomy = Device(Line(0.01, 0.001))
     probe.probe(run_of(roomy, monkeypatch, **options), roomy.backend())
     tight = Device(Line(0.01, 0.001), room=20)

@@ -10,7 +10,7 @@ import pytest
 from small_runs import Record, apart, config, fitted, lockstep, make_model, samples, weights
 
 from hvdtrain.cluster.devices import DeviceFacts
-from hvdtrain.config import Checkpoint, Data, Named, Rebalance
+from hvdtrain.config import CheckpointConfig, DataConfig, Named, RebalanceConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.callbacks import meter
@@ -159,7 +159,7 @@ def test_a_resumed_run_goes_on_with_its_plan(monkeypatch, tmp_path):
             fitted(run)
             return run.timeline.totals.own_samples, run.timeline.totals.steps, run.notes, weights(run)
         return lockstep(2, replace(settings(out, balance="auto", resume=resume), max_steps=steps,
-                                   checkpoint=Checkpoint(at_end=True)),
+                                   checkpoint=CheckpointConfig(at_end=True)),
                         lambda rank: make_model("numpy"), samples(BATCH * 4), inner)
 
     work(40, "")
@@ -175,7 +175,8 @@ def test_a_resumed_run_with_less_memory_probes_anew(monkeypatch, tmp_path):
     out = tmp_path / "out"
 
     def work(steps, **changes):
-        kept = replace(settings(out, balance="static", **changes), max_steps=steps, checkpoint=Checkpoint(at_end=True))
+        kept = replace(settings(out, balance="static", **changes), max_steps=steps,
+                       checkpoint=CheckpointConfig(at_end=True))
 
         def inner(run):
             fitted(run)
@@ -187,7 +188,7 @@ def test_a_resumed_run_with_less_memory_probes_anew(monkeypatch, tmp_path):
     assert [row[1] for row in work(4)] == [4, 4]
     limited = [Speed(FAST, 4, (4,), (1.0,)) for _ in range(2)]
     monkeypatch.setattr(room, "probe", lambda run, backend: limited)
-    rows = work(8, resume="auto", rebalance=Rebalance(max_micro_batch=[4, 4]))
+    rows = work(8, resume="auto", rebalance=RebalanceConfig(max_micro_batch=[4, 4]))
     assert [row[:2] for row in rows] == [(96, 24)] * 2
     assert any("other ranks, devices or limits" in note for note in rows[0][2])
 
@@ -201,7 +202,7 @@ def test_windows_before_a_plan_is_in_force_are_not_judged(monkeypatch, tmp_path)
     def line_at(rank, step):
         return FAST if (rank == 0) == (step <= 20) else SLOW
 
-    balanced(monkeypatch, 2, tmp_path, [FAST, SLOW], line_at, balance="auto", data=Data(prefetch=16))
+    balanced(monkeypatch, 2, tmp_path, [FAST, SLOW], line_at, balance="auto", data=DataConfig(prefetch=16))
     assert (39, 9) in seen and (9, 39) in seen
     assert set(seen) == {(39, 9), (9, 39)}, "no window mixes cuts"
     assert (39, 9) not in seen[seen.index((9, 39)):], "none of the old one is judged after the decision"
@@ -234,7 +235,7 @@ def test_one_rank_takes_all_and_says_so(tmp_path):
 
 def test_the_real_probe_plans_a_run(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    options = Rebalance(probe_s=0.05)
+    options = RebalanceConfig(probe_s=0.05)
     for turn in ("measured", "confirmed or measured anew"):
         for notes in lockstep(2, settings(tmp_path / turn, balance="static", rebalance=options),
                               lambda rank: make_model("numpy"), samples(BATCH * 4), lambda run: fitted(run).notes):
@@ -244,7 +245,7 @@ def test_the_real_probe_plans_a_run(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("changes, text", [
     ({"balance": "auto", "shares": [1, 1]}, "one of the two"),
-    ({"rebalance": Rebalance(max_micro_batch=[4, 4, 4])}, "one per rank"),
+    ({"rebalance": RebalanceConfig(max_micro_batch=[4, 4, 4])}, "one per rank"),
     ({"emulate_speed": [1.0]}, "one per rank"),
     ({"emulate_speed": [1.0, 2.0]}, "to 1 at most"),
 ])

@@ -1,6 +1,6 @@
 """The order of the built-in callbacks keeps what each class says of its place."""
 
-from hvdtrain.core.slots import in_slot
+from hvdtrain.core.resolve import in_slot
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.order import FIRST, LAST, REPORTS
 

@@ -12,14 +12,13 @@ from fake_run import all_of, make_run, walk
 
 import hvdtrain.engine.callbacks
 from hvdtrain.checkpoint.adapters import state_key_of
-from hvdtrain.config import Checkpoint as CheckpointSettings
-from hvdtrain.config import EarlyStop as EarlyStopSettings
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.config import CheckpointConfig as CheckpointSettings
+from hvdtrain.config import EarlyStopConfig as EarlyStopSettings
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
-from hvdtrain.core.protocols.state import Outcome
-from hvdtrain.core.timeline import active, blocked
-from hvdtrain.core.timeline.clock import StepTotals
+from hvdtrain.core.protocols.run import Outcome
+from hvdtrain.core.protocols.types import Cursor
+from hvdtrain.core.timeline import StepTotals, active, blocked
 from hvdtrain.engine.callbacks import checkpoint as checkpoint_module
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.checkpoint import Checkpoint
@@ -83,7 +82,7 @@ def test_a_callback_of_the_user_is_stored_by_the_name_of_its_class():
 
 def test_every_so_many_seconds(run, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("hvdtrain.core.turns.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.core.records.stream.time.monotonic", lambda: clock[0])
 
     class Seer(Callback):
         every, count = "2.5 s", 0
@@ -469,6 +468,10 @@ def test_a_callback_of_rank_0_alone_enters_no_exchange(run, where, size):
         hangs = (where, size) == ("root", 2)
         with pytest.raises(UserError, match="step_end of Sums entered") if hangs else contextlib.nullcontext():
             run.emit(Event.STEP_END)
+        for method in ("saving", "close"):
+            setattr(Sums, method, Sums.step_end)
+            with pytest.raises(UserError, match=f"{method} of Sums ent") if hangs else contextlib.nullcontext():
+                run.call(method)
         with blocked("sum"):  # of the loop
             pass
 

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from hvdtrain.engine.guards.divergence import Diverged, Rows, apart, judge, tolerance
+from hvdtrain.engine.weight_checks import Diverged, Rows, apart, judge, tolerance
 
 NAMES = ["dense/kernel", "dense/bias"]
 

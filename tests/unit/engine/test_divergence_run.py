@@ -10,17 +10,16 @@ import test_extensions
 from small_runs import CUTS, FRAMEWORKS, SLOW_TENSORFLOW, Recut, config, fitted, lockstep, make_model, replans, samples
 
 from hvdtrain import backends
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
-from hvdtrain.config import Exchange, Named
+from hvdtrain.config import ExchangeConfig, Named
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks import divergence as room
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.divergence import Divergence, stride
-from hvdtrain.engine.guards.digest import COLUMNS, digest, norm, signed_sum
-from hvdtrain.engine.guards.divergence import Diverged
+from hvdtrain.engine.weight_checks import COLUMNS, Diverged, digest, norm, signed_sum
 
 FIRST = {"numpy": "w0", "torch": "dense_0.linear.weight", "tensorflow": "kernel"}
 
@@ -171,7 +170,7 @@ class Still(Callback):
 
 CLEAN = [{"framework": "torch", "compression": c} for c in ("fp16", "bf16", "int8", "topk", "powersgd")] + [
     {"accumulate": 3}, {"clip_norm": 0.1}, {"optimizer": Named("SGD", {"momentum": 0.9})}, {"balance": "auto"},
-    {"framework": "torch", "compression": "topk", "exchange": Exchange(topk_momentum=0.9)}, {"nan_guard": "skip"}]
+    {"framework": "torch", "compression": "topk", "exchange": ExchangeConfig(topk_momentum=0.9)}, {"nan_guard": "skip"}]
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain.checkpoint import CheckpointError, inspect
-from hvdtrain.checkpoint.values import TAG, decode, encode
-from hvdtrain.config import Checkpoint
+from hvdtrain.checkpoint.manifest import TAG, decode_state, encode_state
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.loop import fit as fit_run
@@ -38,13 +38,13 @@ def same(a, b):
 @settings(max_examples=60, deadline=None)
 @given(VALUES)
 def test_values_come_back_as_they_were(value):
-    stored = json.loads(json.dumps(encode(value, "it")))
-    assert same(decode(stored), value)
+    stored = json.loads(json.dumps(encode_state(value, "it")))
+    assert same(decode_state(stored), value)
 
 
 def test_what_json_holds_is_stored_as_before():
     value = {"a": [1, 2.5, None, True, "x"], "b": {"$": "float", "value": "nan"}, "c": (1, 2)}
-    assert encode(value, "it") == {**value, "c": [1, 2]}
+    assert encode_state(value, "it") == {**value, "c": [1, 2]}
 
 
 class Keeps(Callback):
@@ -66,7 +66,7 @@ class Keeps(Callback):
 
 
 def small(tmp_path, **changes):
-    return config(out=str(tmp_path / "run"), global_batch=8, checkpoint=Checkpoint(every_steps=3), **changes)
+    return config(out=str(tmp_path / "run"), global_batch=8, checkpoint=CheckpointConfig(every_steps=3), **changes)
 
 
 def test_states_of_numpy_are_resumed(tmp_path):
@@ -139,4 +139,4 @@ def test_manifests_refuse_nothing_that_was_encoded(tmp_path):
     meta = inspect(next((tmp_path / "run/checkpoints").iterdir())).meta
     assert [name for name, state in meta["callbacks"] if "best" in state] == ["Keeps"]
     with pytest.raises(CheckpointError, match="an array of object"):
-        encode(np.array([object()]), "it")
+        encode_state(np.array([object()]), "it")

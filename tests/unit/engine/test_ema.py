@@ -12,7 +12,7 @@ from small_runs import apart, bits, config, fitted, lockstep, make_model, sample
 
 from hvdtrain import trainer
 from hvdtrain.checkpoint import read_snapshot
-from hvdtrain.config import Checkpoint, Config, DataParallel, Named, Pipeline
+from hvdtrain.config import CheckpointConfig, Config, DataParallelConfig, Named, PipelineConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.average import averaged
@@ -72,7 +72,7 @@ def test_it_is_evaluated_and_written_in_place_of_the_weights(framework, tmp_path
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
 def test_after_a_fit_the_model_is_what_was_measured_and_a_checkpoint_has_the_weights(framework, tmp_path):
-    own = trainer.Trainer(replace(BASE, out=str(tmp_path), checkpoint=Checkpoint()))
+    own = trainer.Trainer(replace(BASE, out=str(tmp_path), checkpoint=CheckpointConfig()))
     result = own.fit(make_model(framework), (TRAIN, TEST))
     final = bits(own.run)
     assert own.evaluate() == result.metrics and bits(own.run) == final
@@ -94,12 +94,12 @@ def test_a_skipped_update_is_not_averaged(tmp_path):
 
 
 @pytest.mark.parametrize("size, changes", [
-    (2, {"data_parallel": DataParallel("zero", 2, [1, 3])}), (3, {"shares": [2, 0, 1]}),
-    (2, {"checkpoint": Checkpoint(every_steps=HALF, layout="sharded")}), (2, {"pipeline": Pipeline(2)}),
-    (4, {"pipeline": Pipeline(2), "data_parallel": DataParallel("zero", stage=1)}),
+    (2, {"data_parallel": DataParallelConfig("zero", 2, [1, 3])}), (3, {"shares": [2, 0, 1]}),
+    (2, {"checkpoint": CheckpointConfig(every_steps=HALF, layout="sharded")}), (2, {"pipeline": PipelineConfig(2)}),
+    (4, {"pipeline": PipelineConfig(2), "data_parallel": DataParallelConfig("zero", stage=1)}),
 ], ids=["zero", "replicate", "sharded", "pipeline", "pipeline zero"])
 def test_it_goes_on_at_other_ranks_as_if_nothing_had_been(size, changes, tmp_path):
-    saved = {"checkpoint": Checkpoint(every_steps=HALF), **changes}
+    saved = {"checkpoint": CheckpointConfig(every_steps=HALF), **changes}
 
     def work(run):
         fitted(run)
@@ -121,7 +121,8 @@ def test_it_goes_on_at_other_ranks_as_if_nothing_had_been(size, changes, tmp_pat
 
 
 def test_a_checkpoint_without_it_starts_it_anew(tmp_path):
-    fitted(solo(replace(BASE, ema=0.0, max_steps=HALF, out=str(tmp_path), checkpoint=Checkpoint()), make_model("numpy"),
+    fitted(solo(replace(BASE, ema=0.0, max_steps=HALF, out=str(tmp_path), checkpoint=CheckpointConfig()),
+                make_model("numpy"),
                 TRAIN))
     run, expected = trained(solo(replace(BASE, out=str(tmp_path / "b"), resume=str(tmp_path)), make_model("numpy"),
                                  TRAIN))
@@ -130,8 +131,9 @@ def test_a_checkpoint_without_it_starts_it_anew(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework, size, changes", [
-    ("torch", 2, {"data_parallel": DataParallel("zero", 2, [1, 3])}), ("torch", 2, {"pipeline": Pipeline(2)}),
-    ("tensorflow", 2, {"data_parallel": DataParallel("zero", 2, [1, 3])})],
+    ("torch", 2, {"data_parallel": DataParallelConfig("zero", 2, [1, 3])}),
+    ("torch", 2, {"pipeline": PipelineConfig(2)}),
+    ("tensorflow", 2, {"data_parallel": DataParallelConfig("zero", 2, [1, 3])})],
     ids=["torch zero", "torch pipeline", "keras zero"])
 def test_frameworks_take_it_back_too(framework, size, changes, tmp_path):
     def train(size, name, **more):
@@ -139,7 +141,7 @@ def test_frameworks_take_it_back_too(framework, size, changes, tmp_path):
                         (TRAIN, TEST), lambda run: (fitted(run), averages(run)))
 
     ((_, want),) = train(1, "alone")
-    saved = {"checkpoint": Checkpoint(every_steps=HALF), **changes}
+    saved = {"checkpoint": CheckpointConfig(every_steps=HALF), **changes}
     train(size, "first", **{**saved, "max_steps": HALF})
     ((_, got),) = train(1, "back", resume=str(tmp_path / "first"))
     assert apart(got, want) < 1e-5

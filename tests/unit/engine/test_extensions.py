@@ -1,4 +1,4 @@
-"""A compressor, a transform, a callback, a tracker and a way to keep copies alike, each a file outside the package."""
+"""Compressors, transforms, callbacks, schedules, metrics, trackers and strategies from files outside the package."""
 
 import contextlib
 import importlib.util
@@ -9,18 +9,24 @@ import numpy as np
 import pytest
 from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, solo, weights
 
+from hvdtrain.backends import pairs
 from hvdtrain.backends.numpy import Ops
 from hvdtrain.comm import compressors
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.comm.measure.sweep import measure
 from hvdtrain.commands import train
-from hvdtrain.config import Config, Data, schema
+from hvdtrain.config import (
+    Config, ConfigContext, DataConfig, EarlyStopConfig, ScheduleConfig, notes, run_length, schema)
 from hvdtrain.config.sections import Unused, key
-from hvdtrain.config.unused import Setup, notes
-from hvdtrain.core import ROOT, slots
+from hvdtrain.core import ROOT
+from hvdtrain.core import resolve as slots
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.resolve import load_callable
+from hvdtrain.engine.callbacks import order
+from hvdtrain.engine.saving.saving import callback_states
+from hvdtrain.reports.progress import silence
 
 MINE = '''
 import json
@@ -180,11 +186,110 @@ def no_way(setup):
         trained(tmp_path / "none", data_parallel=f"{mine}:no_way")
     with pytest.raises(UserError, match="compression auto with data_parallel"):
         trained(tmp_path / "auto", data_parallel=f"{mine}:local_sgd", compression="auto")
+    mine.with_name("shards.py").write_text(MINE.replace("caveats = (", "divides_state = True\n    caveats = ("))
+    with pytest.raises(UserError, match="divides the state and has no stage and no sizes_BP"):
+        trained(tmp_path / "shards", data_parallel=f"{mine.with_name('shards.py')}:local_sgd")
 
 
 def test_a_callback(mine, tmp_path):
     trained(tmp_path / "run", callbacks=[f"{mine}:Count"])
     assert (tmp_path / "run" / "count.json").read_text() == "6"
+
+
+TEA = """
+from hvdtrain.engine.callbacks.base import Callback
+
+
+class Tea(Callback):
+    where, doing, state_key = "all", "making tea", "tea"
+    after, before = ("NanGuard",), ("Recorder", "Checkpoint")
+
+    @classmethod
+    def wanted(cls, run):
+        return run.config.seed == 7
+
+    @classmethod
+    def make(cls, run, earlier):
+        made = cls()
+        made.found = "NanGuard" in earlier
+        return made
+
+    def fit_start(self, run):
+        self.cups = 3
+
+    def state_dict(self):
+        return {"cups": self.cups}
+"""
+
+
+def test_a_callback_among_the_built_in_ones(mine, tmp_path, monkeypatch):
+    mine.write_text(TEA)
+    tea = load_callable(f"{mine}:Tea", "callbacks")
+    monkeypatch.setattr(order, "REPORTS", (tea, *order.REPORTS))
+    runs = lockstep(2, config(global_batch=8, max_steps=1, seed=7, out=str(tmp_path)), lambda rank: make_model("numpy"),
+                    samples(24), fitted)
+    for run in runs:
+        names = [type(callback).__name__ for callback in run.callbacks]
+        assert names.index("NanGuard") < names.index("Tea") < names.index("Checkpoint")
+        assert run.callbacks[names.index("Tea")].found and ["tea", {"cups": 3}] in callback_states(run)
+    assert silence.of("fit_start of Tea", 0, True) == "making tea"
+    other = solo(config(global_batch=8, out=str(tmp_path / "other")), make_model("numpy"), samples(24))
+    assert not any(isinstance(callback, tea) for callback in other.callbacks)
+
+
+FALL = {"torch": """
+from torch.optim.lr_scheduler import LambdaLR
+from hvdtrain.config.run_length import KINDS, ScheduleKind
+
+
+class Fall(LambdaLR):
+    def __init__(self, optimizer, total):
+        super().__init__(optimizer, lambda step: max(0.0, 1 - step / total))
+""", "tensorflow": """
+import keras
+from hvdtrain.config.run_length import KINDS, ScheduleKind
+
+
+class Fall(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, initial_learning_rate, total):
+        self.rate, self.total = initial_learning_rate, total
+
+    def __call__(self, step):
+        return self.rate * keras.ops.maximum(0.0, 1 - keras.ops.cast(step, "float32") / self.total)
+
+    def get_config(self):
+        return {"initial_learning_rate": self.rate, "total": self.total}
+"""}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_schedule(framework, mine, tmp_path, monkeypatch):
+    """Its length follows from the run, and one that was made for a shorter run is refused at a resume."""
+    monkeypatch.setattr(run_length, "KINDS", dict(run_length.KINDS))
+    mine.write_text(FALL[framework] + '\n\nKINDS["Fall"] = ScheduleKind(ends=("total",), fills=True)\n')
+    asked = ScheduleConfig(f"{mine}:Fall")
+    setting = config(global_batch=8, max_steps=3, out=str(tmp_path / "run"), schedule=asked)
+    run = solo(setting, make_model(framework), samples(24))
+    assert run.parts.optimizer.learning_rate() == pytest.approx(setting.lr)
+    assert fitted(run).parts.optimizer.learning_rate() == 0 and "Fall" in run.parts.describe()["schedule"]
+    short = replace(asked, args={"total": 3})
+    before, now = (run_length.kept(short, steps) for steps in (3, 6))
+    with pytest.raises(UserError, match="Fall ends after 3"):
+        run_length.check_resumed(before, short, now)
+
+
+def test_a_metric(mine, tmp_path, monkeypatch):
+    """`early_stop` knows whether larger is better, as the metric says; of an unknown one that smaller is."""
+    monkeypatch.setattr(pairs, "METRICS", dict(pairs.METRICS))
+    rises = "seen = []\n\n\ndef rises(outputs, targets):\n    seen.append(0)\n    return len(seen), 1\n"
+    for facts, epochs in (('METRICS["rises"] = Metric("max")\n', 4), ("", 2)):
+        name = mine.with_name(f"mine{epochs}.py")
+        name.write_text(f"from hvdtrain.backends.pairs import METRICS, Metric\n\n{rises}\n\n{facts}")
+        setting = config(global_batch=24, epochs=4, eval_every=1, out=str(tmp_path / f"{epochs}"),
+                         metrics=[f"{name}:rises"], early_stop=EarlyStopConfig(f"{name}:rises", patience=1))
+        run = fitted(solo(setting, make_model("torch"), (samples(24), samples(24))))
+        assert run.state.cursor.epoch == epochs
+        pairs.METRICS.pop("rises", None)
 
 
 def test_a_tracker(mine, tmp_path):
@@ -247,7 +352,7 @@ def test_what_is_not_finite_between_two_meetings_is_told_at_the_next(mine, tmp_p
         told.append((run.state.cursor.step, list(run.state.outcome.bad_ranks), run.state.stop))
 
     setting = config(global_batch=8, max_steps=6, out=str(tmp_path / "run"), data_parallel=f"{mine}:seldom",
-                     data=Data(shuffle=False, prefetch=0))
+                     data=DataConfig(shuffle=False, prefetch=0))
     lockstep(2, setting, lambda rank: make_model("numpy"), (x, y), work)
     short = replace(setting, max_steps=2, out=str(tmp_path / "short"))
     lockstep(2, short, lambda rank: make_model("numpy"), (x, y), work)
@@ -312,7 +417,7 @@ def test_a_key_is_known_everywhere(monkeypatch):
     assert "check_tea_every" in schema.affecting(More, "nothing") and "spoons" not in schema.affecting(More, "nothing")
     assert schema.per_rank(More(spoons=[1.0, 2.0]))["spoons"] == [1.0, 2.0]
     assert More().quiet().check_tea_every == 9 and More().quiet().eval_every == 0
-    assert notes(Setup(More(check_tea_every=9, spoons=[1.0]))) == ["spoons has no effect: nobody checks"]
+    assert notes(ConfigContext(More(check_tea_every=9, spoons=[1.0]))) == ["spoons has no effect: nobody checks"]
     monkeypatch.setattr(train, "Config", More)
     assert "look after the tea [steps]" in " ".join(train.make_parser().format_help().split())
     spec = importlib.util.spec_from_file_location("generate", ROOT.parent / "docs" / "generate.py")

@@ -9,10 +9,10 @@ from safetensors.numpy import load_file
 from small_runs import config, lockstep, make_model, samples, weights
 
 from hvdtrain.checkpoint import CheckpointStore, Snapshot, files, read_snapshot
-from hvdtrain.config import Checkpoint, Pipeline
+from hvdtrain.config import CheckpointConfig, PipelineConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving import room
+from hvdtrain.engine.saving import final as room
 from hvdtrain.trainer import Trainer
 
 
@@ -59,7 +59,7 @@ class Fills(Callback):
 
 
 def fit(disk, event, left, **changes):
-    keys = {"checkpoint": Checkpoint(every_steps=2, keep=3)} | changes
+    keys = {"checkpoint": CheckpointConfig(every_steps=2, keep=3)} | changes
     trainer = Trainer(config(out=str(disk.root), epochs=1, global_batch=8, **keys))
     trainer.fit(make_model("numpy"), samples(64), callbacks=[Fills(disk, event, left)])
     return trainer.run
@@ -113,8 +113,8 @@ def test_the_final_model_is_written_elsewhere_where_nothing_helps(disk, tmp_path
         said.append((str(error.value), error.value.kind))
         return weights(run)
 
-    settings = config(out=str(disk.root), epochs=1, global_batch=8, checkpoint=Checkpoint(every_steps=2, keep=3),
-                      pipeline=Pipeline(stages))
+    settings = config(out=str(disk.root), epochs=1, global_batch=8, checkpoint=CheckpointConfig(every_steps=2, keep=3),
+                      pipeline=PipelineConfig(stages))
     lockstep(2, settings, lambda rank: make_model("numpy"), samples(64), work)
     assert len(set(said)) == 1 and said[0][1] == "disk"
     (file,) = (tmp_path / "aside").glob("run-model-*/model.safetensors")
@@ -142,13 +142,13 @@ def test_without_any_room_the_last_checkpoint_is_named(disk, monkeypatch):
 
 def test_a_last_checkpoint_without_room_does_not_take_the_model_along(disk):
     with pytest.raises(UserError, match="the last checkpoint could not be written: .*; the final model is in") as error:
-        fit(disk, "fit_end", 3000, checkpoint=Checkpoint(every="off"))
+        fit(disk, "fit_end", 3000, checkpoint=CheckpointConfig(every="off"))
     assert error.value.kind == "disk" and not (disk.root / "completed.json").exists()
     assert (disk.root / "model/model.safetensors").exists() and disk.checkpoints() == []
 
 
 def test_the_next_fit_of_a_trainer_has_forgotten_it(disk):
-    trainer = Trainer(config(out=str(disk.root), epochs=1, global_batch=8, checkpoint=Checkpoint(every="off")))
+    trainer = Trainer(config(out=str(disk.root), epochs=1, global_batch=8, checkpoint=CheckpointConfig(every="off")))
     fills = Fills(disk, "fit_end", 3000)
     with pytest.raises(UserError, match="the last checkpoint"):
         trainer.fit(make_model("numpy"), samples(64), callbacks=[fills])

@@ -15,7 +15,7 @@ from small_runs import config  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
 from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
-from hvdtrain.config import Checkpoint, Config, Named  # noqa: E402
+from hvdtrain.config import CheckpointConfig, Config, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.keras.compiled import setup_of  # noqa: E402
 
@@ -167,7 +167,7 @@ def test_a_resumed_run_goes_on_with_patience_used(tmp_path):
     def plateau():
         return keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=3, min_delta=10.0)
 
-    kept = Checkpoint(at_end=True)
+    kept = CheckpointConfig(at_end=True)
     whole, parts, again = made(), plateau(), plateau()
     want = ours(whole, plateau(), epochs=5).history["learning_rate"]
     ours(made(), parts, epochs=2, checkpoint=kept, out="part")

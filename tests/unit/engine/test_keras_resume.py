@@ -19,7 +19,7 @@ from small_runs import config, make_model, samples  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
 from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
-from hvdtrain.config import Checkpoint, EarlyStop, Named, Schedule  # noqa: E402
+from hvdtrain.config import CheckpointConfig, EarlyStopConfig, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.engine.keras_callback_state import decode, encode  # noqa: E402
 
@@ -47,7 +47,7 @@ def made(**more):
 
 def trained(model, *callbacks, epochs=3, data=((X, Y), (V, W)), **changes):
     base = config(epochs=epochs, optimizer=Named("auto"), metrics=[], global_batch=8, eval_every=1,
-                  checkpoint=Checkpoint(at_end=True))
+                  checkpoint=CheckpointConfig(at_end=True))
     trainer = Trainer(replace(base, **{"out": "run", **changes}))
     return trainer, trainer.fit(model, data, callbacks=callbacks)
 
@@ -143,8 +143,8 @@ def test_events_of_a_resumed_run_act_once():
 def test_an_evaluation_of_a_cut_epoch_takes_no_patience_of_early_stop():
     """Of three steps an epoch; no epoch is better than the first."""
     def steps(**changes):
-        base = config(epochs=6, global_batch=20, eval_every=1, checkpoint=Checkpoint(at_end=True),
-                      early_stop=EarlyStop(metric="loss", min_delta=10.0, patience=2), **changes)
+        base = config(epochs=6, global_batch=20, eval_every=1, checkpoint=CheckpointConfig(at_end=True),
+                      early_stop=EarlyStopConfig(metric="loss", min_delta=10.0, patience=2), **changes)
         return Trainer(base).fit(make_model("numpy"), (samples(60), samples(21, 1))).steps
 
     assert steps(out="half", max_steps=4) == 4
@@ -398,14 +398,15 @@ class SetsRate(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.1
 
 
-PLATEAU, WARM = keras.callbacks.ReduceLROnPlateau, Schedule(warmup_steps=2)
+PLATEAU, WARM = keras.callbacks.ReduceLROnPlateau, ScheduleConfig(warmup_steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callback, changes, words", [
     (lambda: PLATEAU("loss"), {"schedule": WARM}, "ReduceLROnPlateau sets the learning rate beside schedule.warmup_"),
     (lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate),
-     {"schedule": Schedule("CosineDecay", {"decay_steps": 9})}, "LearningRateScheduler sets .* schedule.name Cosine"),
+     {"schedule": ScheduleConfig("CosineDecay", {"decay_steps": 9})},
+     "LearningRateScheduler sets .* schedule.name Cosine"),
     (SetsRate, {"schedule": WARM}, "SetsRate sets the learning rate beside a schedule"),
     (AssignsRate, {"schedule": WARM}, "AssignsRate sets the learning rate beside a schedule"),
     (ChangesWeights, {"ema": 0.5}, "changed the weights at the end of an epoch, where with ema"),

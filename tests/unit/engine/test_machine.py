@@ -10,11 +10,11 @@ import pytest
 from small_runs import CLASSES, FRAMEWORKS, config, fitted, lockstep, make_model, samples, solo
 
 from hvdtrain.cluster.machine import nvml, process
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.units import KINDS
+from hvdtrain.engine import machine as environment
 from hvdtrain.engine.callbacks import system
-from hvdtrain.engine.machine import environment
-from hvdtrain.engine.machine.reading import Reader
+from hvdtrain.engine.machine import Reader
 
 STATUS = "Name:\tpython\nVmRSS:\t  2048 kB\nRssShmem:\t 4 kB\nThreads:\t7\nVmSwap:\t0 kB\n"
 
@@ -125,7 +125,7 @@ def test_words_of_modules():
 
 
 def test_what_differs_from_the_defaults():
-    changed = Config(model_args={"depth": 2}, exchange=Exchange(bucket_mb=4.0))
+    changed = Config(model_args={"depth": 2}, exchange=ExchangeConfig(bucket_mb=4.0))
     assert environment.differs(changed) == {"model_args.depth": 2, "exchange.bucket_mb": 4.0}
     assert environment.differs(Config()) == {}
 

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from small_runs import apart, bits, config, lockstep, make_model, samples, weights
 
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.engine import loop
+from hvdtrain.engine import memory_plan as settle
+from hvdtrain.engine import memory_survey as survey
 from hvdtrain.engine.callbacks import balance
-from hvdtrain.engine.memory import settle, survey
 from hvdtrain.planning.batch.line import Speed
 from hvdtrain.planning.batch.line import Line as Seconds
-from hvdtrain.planning.memory.facts import Measured
-from hvdtrain.planning.memory.pass_trace import Line
+from hvdtrain.planning.memory.facts import MeasuredMemory
+from hvdtrain.planning.memory.pass_trace import MemoryLine
 
 PER_SAMPLE, DATA = 1 << 20, samples(96)
 """Bytes that a pass takes for each sample: so many that the tiny model's own do not count."""
@@ -67,11 +68,11 @@ class FakeRemat:
 @pytest.fixture
 def fitting(monkeypatch, tmp_path):
     """``run(settings, rooms_in_samples, ...)``: what each of that many ranks did, whose room is so many samples'."""
-    def measure(scene: Any, model: Any, way: Any, with_blocks: bool = False) -> Measured:
+    def measure(scene: Any, model: Any, way: Any, with_blocks: bool = False) -> MeasuredMemory:
         n = min(4, scene.feed.global_batch)
         scene.parts.stage.trial(scene.sample(n))
         blocks = tuple(scene.parts.remat.costs(scene.sample(n))) if with_blocks else ()
-        return Measured(Line(np.zeros(1), np.full(1, PER_SAMPLE), ()), True, blocks=blocks, block_samples=n)
+        return MeasuredMemory(MemoryLine(np.zeros(1), np.full(1, PER_SAMPLE), ()), True, blocks=blocks, block_samples=n)
 
     monkeypatch.setattr(survey, "measure", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -168,7 +169,7 @@ def test_samples_of_a_stream_that_were_tried_are_trained_on_too(fitting, tmp_pat
 
 
 def test_a_resumed_run_goes_on_with_its_micro_batches_while_they_fit(fitting, tmp_path):
-    auto = replace(SETTINGS, micro_batch="auto", out=str(tmp_path), checkpoint=Checkpoint(at_end=True))
+    auto = replace(SETTINGS, micro_batch="auto", out=str(tmp_path), checkpoint=CheckpointConfig(at_end=True))
     assert [sizes[0] for _, sizes, _ in fitting(auto, [4, 100])] == [4, 12]
     more = replace(auto, resume="auto", max_steps=7)
     assert [set(sizes) for _, sizes, _ in fitting(more, [100, 100])] == [{4}, {12}]

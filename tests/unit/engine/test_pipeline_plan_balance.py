@@ -9,20 +9,19 @@ import pytest
 from small_runs import CLASSES, FEATURES, Record, apart, config, fitted, lockstep, samples
 
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.config import Named, Pipeline, Rebalance
+from hvdtrain.config import Named, PipelineConfig, RebalanceConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.engine import per_rank
-from hvdtrain.engine.balance import copies
+from hvdtrain.engine import balance_plan as copies
+from hvdtrain.engine import compare_ranks as per_rank
 from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks.balance import Balance
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.parallel.pipeline.plan import planned
+from hvdtrain.parallel.pipeline.partition import planned
 from hvdtrain.planning.batch.line import Line, Speed
 from hvdtrain.planning.batch.plan import plan
-from hvdtrain.planning.batch.sampler import Cut
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.measured import Measured
+from hvdtrain.planning.batch.sampler import BatchShares
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)
 SIZES = (FEATURES, 16, 14, 12, CLASSES)
@@ -72,7 +71,8 @@ def balanced(monkeypatch: pytest.MonkeyPatch, line_at: Any, **changes: Any) -> l
         compared = next(c for c in run.callbacks if isinstance(c, meter.Meter))
         return parts.taken, run.parts.state.state()[0]["model"], compared.reading, run.notes
 
-    settings = config(global_batch=48, max_steps=60, pipeline=Pipeline(2), optimizer=Named("SGD", {"momentum": 0.5}),
+    settings = config(global_batch=48, max_steps=60, pipeline=PipelineConfig(2),
+                      optimizer=Named("SGD", {"momentum": 0.5}),
                       **changes)
     return lockstep(4, settings, model, samples(192), work)
 
@@ -92,7 +92,7 @@ def test_static_gives_copies_what_their_speeds_ask_for(monkeypatch: pytest.Monke
 
 def test_auto_follows_a_copy_that_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = balanced(monkeypatch, lambda copy, step: SLOW if copy or step > 20 else FAST, balance="auto",
-                     rebalance=Rebalance(every_steps=5))
+                     rebalance=RebalanceConfig(every_steps=5))
     for taken, *_ in ranks:
         assert taken[-1] == 24
     assert ranks[0][0][0] > 30
@@ -100,15 +100,15 @@ def test_auto_follows_a_copy_that_becomes_slow(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_copy_takes_all_and_says_so() -> None:
-    settings = config(global_batch=12, max_steps=1, pipeline=Pipeline(2), balance="auto")
+    settings = config(global_batch=12, max_steps=1, pipeline=PipelineConfig(2), balance="auto")
     runs = lockstep(2, settings, model, samples(24), fitted)
     assert any("one copy" in note for note in runs[0].notes)
 
 
 def test_probe_times_pipelines_and_leaves_the_model_as_it_was() -> None:
     """All ranks know a line of each copy, however fast; then the curve is that of a run without probe."""
-    settings = config(global_batch=48, max_steps=3, pipeline=Pipeline(2), emulate_speed=[1.0, 1.0, 0.02, 0.02],
-                      rebalance=Rebalance(probe_s=0.01))
+    settings = config(global_batch=48, max_steps=3, pipeline=PipelineConfig(2), emulate_speed=[1.0, 1.0, 0.02, 0.02],
+                      rebalance=RebalanceConfig(probe_s=0.01))
 
     def work(run: Any) -> tuple[Any, ...]:
         found = copies.probe(run)
@@ -119,13 +119,13 @@ def test_probe_times_pipelines_and_leaves_the_model_as_it_was() -> None:
     probed = lockstep(4, settings, model, samples(96), work)
     assert all(speed.line.seconds(48, 8) > 0 for speed in probed[0][0]) and len(probed[0][0]) == 2
     assert all(found == probed[0][0] for found, _ in probed)
-    plain = lockstep(4, config(global_batch=48, max_steps=3, pipeline=Pipeline(2)), model, samples(96),
+    plain = lockstep(4, config(global_batch=48, max_steps=3, pipeline=PipelineConfig(2)), model, samples(96),
                      lambda run: (run.callbacks.append(r := Record()), fitted(run), r.losses)[2])
     assert probed[0][1] == pytest.approx(plain[0], rel=1e-12)
 
 
 def test_probe_halves_the_micro_batches_of_a_copy_that_runs_out_of_memory() -> None:
-    settings = config(global_batch=48, max_steps=1, pipeline=Pipeline(2), rebalance=Rebalance(probe_s=0.0))
+    settings = config(global_batch=48, max_steps=1, pipeline=PipelineConfig(2), rebalance=RebalanceConfig(probe_s=0.0))
 
     def work(run: Any, room: int) -> Any:
         stage, own = run.parts.stage, run.parts.stage.loss
@@ -150,8 +150,8 @@ def test_probe_halves_the_micro_batches_of_a_copy_that_runs_out_of_memory() -> N
 
 def test_ceiling_of_a_copy_is_that_of_its_fullest_stage() -> None:
     blocks = tuple(Block(f"b{i}", 1.0, 100, 10) for i in range(4))
-    rows = [Measured(blocks, 2, capacity, Needs(1.0, 0.0), "gpu") for capacity in (1000, 2000)]
-    plan_ = planned(rows, config(global_batch=16, pipeline=Pipeline(2)), Mesh.of([2], 0))
+    rows = [DeviceProfile(blocks, 2, capacity, Needs(1.0, 0.0), "gpu") for capacity in (1000, 2000)]
+    plan_ = planned(rows, config(global_batch=16, pipeline=PipelineConfig(2)), Mesh.of([2], 0))
     # Stage 0, two blocks: 2 x 200 bytes of parameters and gradients, 2 in flight of 2 x 5 bytes a sample.
     assert plan_.mesh.copies == ((1, 0),)
     assert copies._ceiling(plan_, 0) == (1000 - 400) // 10
@@ -182,12 +182,12 @@ def test_plan_takes_a_least_number_of_micro_batches_of_each() -> None:
     made = plan([FAST, FAST], 40, None, [1, 8])
     assert [part.accumulate for part in made.parts] == [1, 8]
     assert made.samples_P[0] > made.samples_P[1]
-    assert Cut.of([1, 1], [1, 8]).accumulate_P == (1, 8)
+    assert BatchShares.of([1, 1], [1, 8]).accumulate_P == (1, 8)
 
 
 def test_balance_of_copies_is_told_by_copy() -> None:
-    settings = config(global_batch=24, max_steps=1, pipeline=Pipeline(2), balance="static",
-                      rebalance=Rebalance(probe_s=0.01))
+    settings = config(global_batch=24, max_steps=1, pipeline=PipelineConfig(2), balance="static",
+                      rebalance=RebalanceConfig(probe_s=0.01))
     runs = lockstep(4, settings, model, samples(48), fitted)
     record = runs[0].records.latest["balance"].values
     assert record["columns"][0] == "copy" and len(record["rows"]) == 2

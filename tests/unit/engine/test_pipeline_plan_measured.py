@@ -9,14 +9,13 @@ from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Pipeline
+from hvdtrain.config import PipelineConfig
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.engine.balance.emulate import Slowed
+from hvdtrain.engine.build_model import Slowed
 from hvdtrain.engine.callbacks.stages import Seen, Spent, Stages
 from hvdtrain.parallel.pipeline import link
-from hvdtrain.parallel.pipeline.plan import planned
-from hvdtrain.planning.pipeline.blocks import Block, Needs
-from hvdtrain.planning.pipeline.measured import Measured
+from hvdtrain.parallel.pipeline.partition import planned
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 
 def test_idle_is_what_is_neither_computing_nor_exchange() -> None:
@@ -28,7 +27,8 @@ def test_idle_is_what_is_neither_computing_nor_exchange() -> None:
 
 
 def test_run_records_what_was_planned_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = config(max_steps=6, global_batch=24, pipeline=Pipeline(2), emulate_speed=[0.5, 1.0], progress="plain")
+    settings = config(max_steps=6, global_batch=24, pipeline=PipelineConfig(2), emulate_speed=[0.5, 1.0],
+                      progress="plain")
     runs = lockstep(2, settings, lambda rank: Model((FEATURES, 30, 30, 30, CLASSES), 0), samples(48), fitted)
     root = runs[0]
     stages = next(c for c in root.callbacks if isinstance(c, Stages))
@@ -42,7 +42,7 @@ def test_run_records_what_was_planned_and_measured(capsys: pytest.CaptureFixture
 
 
 def test_slow_rank_gets_fewer_blocks() -> None:
-    settings = config(max_steps=1, global_batch=24, pipeline=Pipeline(2), emulate_speed=[0.25, 1.0])
+    settings = config(max_steps=1, global_batch=24, pipeline=PipelineConfig(2), emulate_speed=[0.25, 1.0])
     model = lambda rank: Model((FEATURES, *[20] * 9, CLASSES), 0)  # noqa: E731
     runs = lockstep(2, settings, model, samples(48), lambda run: run)
     assert len(runs[0].parts.layout.blocks) < len(runs[1].parts.layout.blocks) / 2
@@ -68,7 +68,7 @@ def test_links_are_those_of_the_slowest_neighbours_of_copies_alike() -> None:
     """Two copies within a host, and one over two."""
     mesh, hosts = [2, 2, 3], ["a", "a", "a", "a", "b", "b", "c"]
 
-    def work(control: Any, wire: Any) -> list[link.Link]:
+    def work(control: Any, wire: Any) -> list[link.MessageTime]:
         return link.measured(control, Mesh.of(mesh, control.rank), 1000, hosts)
 
     found = LockstepWorld(7).run(work, timeout_s=30.0)
@@ -76,13 +76,13 @@ def test_links_are_those_of_the_slowest_neighbours_of_copies_alike() -> None:
     assert found[0][0] == found[0][1]
     assert all(row.latency_s > 0 and row.byte_s >= 0 for row in found[0])
     alone = LockstepWorld(1).run(lambda control, wire: link.measured(control, Mesh.of([1], 0), 10, ["a"]), timeout_s=9)
-    assert alone == [[link.Link(0.0, 0.0)]]
+    assert alone == [[link.MessageTime(0.0, 0.0)]]
 
 
 def test_messages_make_the_predicted_step_longer() -> None:
-    rows = [Measured(tuple(Block(f"b{i}", 1.0, 0, 0, 0.0, 100) for i in range(4)), 1, 0, Needs(), "cpu")] * 2
-    settings = config(global_batch=8, pipeline=Pipeline(2))
+    rows = [DeviceProfile(tuple(Block(f"b{i}", 1.0, 0, 0, 0.0, 100) for i in range(4)), 1, 0, Needs(), "cpu")] * 2
+    settings = config(global_batch=8, pipeline=PipelineConfig(2))
     quick = planned(rows, settings, Mesh.of([2], 0))
-    slow = planned(rows, settings, Mesh.of([2], 0), (), [link.Link(0.5, 0.01)])
+    slow = planned(rows, settings, Mesh.of([2], 0), (), [link.MessageTime(0.5, 0.01)])
     assert slow.step_s >= quick.step_s + 2 * 1.5
     assert slow.idle_share > quick.idle_share

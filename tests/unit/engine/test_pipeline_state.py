@@ -17,7 +17,7 @@ from hvdtrain.backends import numpy as numpy_backend
 from hvdtrain.checkpoint import read_snapshot, stream, weights
 from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Checkpoint, Config, DataParallel, Named, Pipeline
+from hvdtrain.config import CheckpointConfig, Config, DataParallelConfig, Named, PipelineConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop, summary
 from hvdtrain.engine.assemble import assemble
@@ -30,18 +30,18 @@ STEPS, HALF = 12, 7
 
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (1, {}),
-    "two stages": (2, {"pipeline": Pipeline(2)}),
-    "three stages": (3, {"pipeline": Pipeline(3)}),
-    "interleaved": (2, {"pipeline": Pipeline(2, "interleaved", chunks=2)}),
-    "two by two": (4, {"pipeline": Pipeline(2)}),
-    "one and two": (3, {"pipeline": Pipeline(depths=[1, 2])}),
-    "two by two, zero": (4, {"pipeline": Pipeline(2), "data_parallel": DataParallel("zero", stage=1)}),
+    "two stages": (2, {"pipeline": PipelineConfig(2)}),
+    "three stages": (3, {"pipeline": PipelineConfig(3)}),
+    "interleaved": (2, {"pipeline": PipelineConfig(2, "interleaved", chunks=2)}),
+    "two by two": (4, {"pipeline": PipelineConfig(2)}),
+    "one and two": (3, {"pipeline": PipelineConfig(depths=[1, 2])}),
+    "two by two, zero": (4, {"pipeline": PipelineConfig(2), "data_parallel": DataParallelConfig("zero", stage=1)}),
 }
 
 
 def settings(out: Path, **changes: Any) -> Config:
     """Twelve steps; the seventh is in the middle of an epoch."""
-    kept = changes.pop("checkpoint", Checkpoint(every="off"))
+    kept = changes.pop("checkpoint", CheckpointConfig(every="off"))
     usual = {"max_steps": STEPS, "global_batch": 24, "lr": 0.05, "optimizer": MOMENTUM}
     return config(**{**usual, "checkpoint": kept, "out": str(out), **changes})
 
@@ -78,7 +78,7 @@ def apart(got: Any, want: Any) -> float:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in one process, with a checkpoint in the middle of an epoch and one at its end."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    trained("whole", out, checkpoint=Checkpoint(every_steps=HALF))
+    trained("whole", out, checkpoint=CheckpointConfig(every_steps=HALF))
     return out
 
 
@@ -87,7 +87,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "whole"])
 def test_checkpoint_of_a_pipeline_is_that_of_one_process_and_any_shape_goes_on_with_it(
         shape: str, layout: str, whole: Path, tmp_path: Path) -> None:
-    saved = Checkpoint(every_steps=HALF, layout=layout)
+    saved = CheckpointConfig(every_steps=HALF, layout=layout)
     trained(shape, tmp_path / "run", checkpoint=saved, max_steps=HALF)
     assert apart(kept(tmp_path / "run", HALF), kept(whole, HALF)) < 1e-12
     other = {"two stages": "three stages", "three stages": "one and two", "one and two": "two by two, zero",
@@ -111,7 +111,7 @@ def test_checkpoint_of_one_process_goes_on_in_a_pipeline(shape: str, whole: Path
 @pytest.mark.parametrize("shape", ["three stages", "two by two, zero"])
 def test_run_that_goes_on_in_its_own_shape_has_the_bits_of_one_that_did_not_end(
         shape: str, layout: str, tmp_path: Path) -> None:
-    saved = Checkpoint(every_steps=HALF, layout=layout)
+    saved = CheckpointConfig(every_steps=HALF, layout=layout)
     trained(shape, tmp_path / "through", checkpoint=saved)
     runs = trained(shape, tmp_path / "again", checkpoint=saved,
                    resume=str(tmp_path / "through" / "checkpoints" / f"step-{HALF:08d}"))
@@ -125,13 +125,13 @@ def test_run_keeps_the_cut_that_it_is_gone_on_with_and_says_where_it_cannot(tmp_
         run = trained("two stages", tmp_path / name, **changes)[0]
         return run.parts.layout, run.notes
 
-    odd = Pipeline(2, cut=["layer1"])
+    odd = PipelineConfig(2, cut=["layer1"])
     first, _ = layout("first", pipeline=odd, max_steps=HALF)
     again, notes = layout("again", resume=str(tmp_path / "first"))
     assert again.starts == first.starts == ((0, 1),) and not any("anew" in note for note in notes)
     auto, _ = layout("first", resume="auto", max_steps=HALF + 1)
     assert auto.starts == ((0, 1),)
-    other, notes = layout("other", resume=str(tmp_path / "again"), pipeline=Pipeline(2, cut=["layer3"]))
+    other, notes = layout("other", resume=str(tmp_path / "again"), pipeline=PipelineConfig(2, cut=["layer3"]))
     assert other.starts == ((0, 3),)
     assert any("on 2 in one pipeline with another cut: random generators start anew" in note for note in notes)
     whole, _ = layout("whole")
@@ -168,7 +168,7 @@ def test_final_weights_that_find_no_room_end_every_rank_in_words(tmp_path: Path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights, "put", full)
-    monkeypatch.setattr("hvdtrain.engine.saving.room.WAITS_S", ())
+    monkeypatch.setattr("hvdtrain.engine.saving.final.WAITS_S", ())
     said: list[str] = []
 
     def work(run: Any) -> None:
@@ -177,7 +177,7 @@ def test_final_weights_that_find_no_room_end_every_rank_in_words(tmp_path: Path,
             trainer.export(run)
         said.append(str(error.value))
 
-    lockstep(3, settings(tmp_path / "run", pipeline=Pipeline(3)), model, DATA, work)
+    lockstep(3, settings(tmp_path / "run", pipeline=PipelineConfig(3)), model, DATA, work)
     assert len(said) == 3 and len(set(said)) == 1
 
 
@@ -226,7 +226,7 @@ def loaded(run: Any, path: Path) -> Any:
 
 def test_torch_pipeline_goes_on_bit_by_bit_and_in_any_shape(tmp_path: Path) -> None:
     shape = "two by two, zero"
-    saved, at = Checkpoint(every_steps=HALF), tmp_path / "through" / "checkpoints" / f"step-{HALF:08d}"
+    saved, at = CheckpointConfig(every_steps=HALF), tmp_path / "through" / "checkpoints" / f"step-{HALF:08d}"
     torch_run(shape, tmp_path / "through", checkpoint=saved)
     runs = torch_run(shape, tmp_path / "again", checkpoint=saved, resume=str(at))
     assert not any("anew" in note for note in runs[0].notes)
@@ -235,7 +235,7 @@ def test_torch_pipeline_goes_on_bit_by_bit_and_in_any_shape(tmp_path: Path) -> N
     for other in ("whole", "one and two"):
         size, keys = SHAPES[other]
         if other == "one and two":  # by itself the second replica would have micro-batches of one sample
-            keys = {"pipeline": Pipeline(depths=[1, 2], micro_batches=2)}
+            keys = {"pipeline": PipelineConfig(depths=[1, 2], micro_batches=2)}
         runs = lockstep(size, settings(tmp_path / other, **BATCHES, **keys), torch_model, EVEN,
                         lambda run: loaded(run, at))
         found: set[tuple[str, str]] = set()
@@ -261,7 +261,8 @@ def test_torch_weights_of_a_pipeline_load_into_the_whole_model_and_its_own_rank_
         assert any("model.pt is left out" in note for note in run.notes)
         return run.state.metrics, again
 
-    results = lockstep(3, settings(tmp_path / "run", pipeline=Pipeline(3, micro_batches=2), **BATCHES), torch_model,
+    results = lockstep(3, settings(tmp_path / "run", pipeline=PipelineConfig(3, micro_batches=2), **BATCHES),
+                       torch_model,
                        EVEN, work)
     model = torch_model()
     model.load_state_dict(load_tensors(tmp_path / "run" / "model" / "model.safetensors"))
@@ -281,7 +282,8 @@ def test_class_beyond_the_outputs_is_told_once_on_every_rank() -> None:
 
     def work(control: Any, wire: Any) -> None:
         with pytest.raises(UserError, match="targets run from 0 to 9.*expected 0..4 for a model with 5") as error:
-            assemble(config(global_batch=24, pipeline=Pipeline(depths=[1, 2])), torch_model(), (x, beyond), control,
+            assemble(config(global_batch=24, pipeline=PipelineConfig(depths=[1, 2])), torch_model(), (x, beyond),
+                     control,
                      wire)
         said.append(str(error.value))
 
@@ -311,7 +313,7 @@ def keras_model(rank: int = 0) -> Any:
 @pytest.mark.slow
 def test_keras_pipeline_goes_on_bit_by_bit_and_in_one_process(tmp_path: Path) -> None:
     keys = {"optimizer": Named("Adam", {"use_ema": True}), "max_steps": 4, "global_batch": 24}
-    cut = {**keys, "pipeline": Pipeline(2, micro_batches=1), "checkpoint": Checkpoint(every_steps=2)}
+    cut = {**keys, "pipeline": PipelineConfig(2, micro_batches=1), "checkpoint": CheckpointConfig(every_steps=2)}
     at = tmp_path / "through" / "checkpoints" / "step-00000002"
     runs = lockstep(2, settings(tmp_path / "through", **cut), keras_model, EVEN[0], lambda run: exported(fitted(run)))
     with pytest.raises(UserError, match="of which this rank of a pipeline has some blocks only"):

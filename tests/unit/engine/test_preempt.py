@@ -10,7 +10,7 @@ from small_runs import Record, apart, config, lockstep, make_model, samples, wei
 from hvdtrain import Trainer
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands import train
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.config.texts import reserve_s, seconds_of
 from hvdtrain.core.errors import Interrupted, UserError
 from hvdtrain.engine import loop
@@ -128,7 +128,7 @@ def test_the_users_handler_is_called_and_comes_back(tmp_path, number):
     before = signal.signal(number, lambda *args: heard.append(args))
     try:
         mine = signal.getsignal(number)
-        trainer = Trainer(replace(config(out=str(tmp_path / "run"), eval_every=0), checkpoint=Checkpoint()))
+        trainer = Trainer(replace(config(out=str(tmp_path / "run"), eval_every=0), checkpoint=CheckpointConfig()))
         result = trainer.fit(make_model("numpy"), samples(64),
                              callbacks=[At(2, 0, lambda run: os.kill(os.getpid(), number))])
         assert signal.getsignal(number) is mine and len(heard) == 1
@@ -146,7 +146,7 @@ def test_the_users_handler_is_called_and_comes_back(tmp_path, number):
 def test_another_fit_continues_after_a_requeue(tmp_path, framework, monkeypatch, interruptible):
     monkeypatch.setenv(causes.DIRECTORY, str(tmp_path))
     monkeypatch.setattr(causes, "_left", set())
-    settings = config(out=str(tmp_path / "run"), eval_every=1, epochs=2, global_batch=32, checkpoint=Checkpoint())
+    settings = config(out=str(tmp_path / "run"), eval_every=1, epochs=2, global_batch=32, checkpoint=CheckpointConfig())
     if framework != "numpy":
         settings = replace(settings, optimizer=Named("SGD", {"momentum": 0.9}))
     unbroken = Trainer(replace(settings, out=str(tmp_path / "unbroken")))

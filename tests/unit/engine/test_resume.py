@@ -7,7 +7,7 @@ import pytest
 from small_runs import CLASSES, FEATURES, FRAMEWORKS, config, fitted, make_model, samples, solo, weights
 
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Checkpoint, Data, EarlyStop, Named
+from hvdtrain.config import CheckpointConfig, DataConfig, EarlyStopConfig, Named
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.base import Callback
@@ -18,7 +18,7 @@ DATA = samples(40)
 
 def settings(out, **changes):
     """Two epochs of five steps, and a checkpoint at the end."""
-    return config(**{"out": str(out), "epochs": 2, "global_batch": 8, "checkpoint": Checkpoint(), **changes})
+    return config(**{"out": str(out), "epochs": 2, "global_batch": 8, "checkpoint": CheckpointConfig(), **changes})
 
 
 def tree(root):
@@ -60,7 +60,7 @@ def test_a_refused_resume_changes_nothing(finished, framework, what):
     elif what == "a callback":
         more = {"callbacks": [Refuses()]}
     else:
-        again = replace(again, early_stop=EarlyStop("accuracy"))
+        again = replace(again, early_stop=EarlyStopConfig("accuracy"))
     with pytest.raises(UserError):
         Trainer(again).fit(model, DATA, **more)
     assert tree(out) == before
@@ -110,7 +110,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_completed(tmp_path):
 
 
 def test_a_finished_run_without_checkpoint_is_not_trained_over(tmp_path):
-    quiet = settings(tmp_path / "run", checkpoint=Checkpoint(at_end=False))
+    quiet = settings(tmp_path / "run", checkpoint=CheckpointConfig(at_end=False))
     Trainer(quiet).fit(make_model("numpy"), DATA)
     before = tree(tmp_path)
     with pytest.raises(UserError, match="complete and has no checkpoint to go on from.*[Ll]eave out --resume"):
@@ -125,7 +125,7 @@ def test_a_new_run_that_is_refused_leaves_no_directory(tmp_path):
 
 
 def test_a_saved_state_has_its_configuration_beside_it_and_stays(tmp_path):
-    trainer = Trainer(settings(tmp_path / "run", early_stop=EarlyStop("accuracy")))
+    trainer = Trainer(settings(tmp_path / "run", early_stop=EarlyStopConfig("accuracy")))
     trainer._assembled(make_model("numpy"), DATA)
     trainer.save()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoints", "config.yaml"]
@@ -139,7 +139,7 @@ def test_a_saved_state_has_its_configuration_beside_it_and_stays(tmp_path):
 @pytest.mark.parametrize("by_path", [False, True])
 def test_all_checkpoints_damaged_is_an_error_that_names_them(tmp_path, by_path):
     out = tmp_path / "run"
-    every = settings(out, checkpoint=Checkpoint(every_steps=4))
+    every = settings(out, checkpoint=CheckpointConfig(every_steps=4))
     Trainer(every).fit(make_model("numpy"), DATA)
     (out / "completed.json").unlink()
     for path in (out / "checkpoints").glob("step-*/model.safetensors"):
@@ -191,7 +191,7 @@ def test_a_first_checkpoint_is_read(tmp_path, framework):
     momentum = {} if framework == "numpy" else {"momentum": 0.9}
     path = first_checkpoint.write(tmp_path, framework)
     run = solo(settings(tmp_path, resume="auto", optimizer=Named("SGD", momentum),
-                        early_stop=EarlyStop("accuracy", mode="max")), make_model(framework), (DATA, DATA))
+                        early_stop=EarlyStopConfig("accuracy", mode="max")), make_model(framework), (DATA, DATA))
     assert (run.state.cursor.step, run.state.cursor.epoch) == (5, 1)
     want = [array for _, array in sorted(first_checkpoint.model(framework).items())]
     assert all((a == b).all() for a, b in zip(weights(run), want, strict=True))
@@ -240,7 +240,7 @@ def test_a_model_with_an_infinite_mask_is_saved_exported_and_resumed(framework, 
 def test_settings_that_are_newer_than_a_checkpoint_were_at_their_defaults(tmp_path):
     """Nor is a word said of those that leave the curve alone."""
     first_checkpoint.write(tmp_path, "numpy")
-    same = settings(tmp_path, resume="auto", data=Data(), optimizer=Named("SGD", {"momentum": 0.9}), audit=3,
+    same = settings(tmp_path, resume="auto", data=DataConfig(), optimizer=Named("SGD", {"momentum": 0.9}), audit=3,
                     check_every=7, time_limit="01:00:00")
     told = [note for note in solo(same, make_model("numpy"), DATA).notes if "other settings" in note]
     assert told == []

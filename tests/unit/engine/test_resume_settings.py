@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from small_runs import FRAMEWORKS, SLOW_TENSORFLOW, apart, config, fitted, lockstep, make_model, samples, solo, weights
 
-from hvdtrain.config import Checkpoint, Config, DataParallel, EarlyStop, Named, Schedule
+from hvdtrain.config import CheckpointConfig, Config, DataParallelConfig, EarlyStopConfig, Named, ScheduleConfig
 from hvdtrain.config.run_length import changed, check_resumed, filled, kept, length, own_of, updates
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.trainer import Trainer
 
 N, BATCH, LR = 40, 16, 0.1  # three steps an epoch
 DATA = samples(N)
 BASE = config(global_batch=BATCH, lr=LR, epochs=2, optimizer=Named("SGD", {"momentum": 0.9}),
-              checkpoint=Checkpoint(every="off"))
+              checkpoint=CheckpointConfig(every="off"))
 BASE = replace(BASE, data=replace(BASE.data, shuffle=False))
 NAMES = {"torch": {"cosine": "CosineAnnealingLR", "one cycle": "OneCycleLR", "none": "none"},
          "tensorflow": {"cosine": "CosineDecay", "one cycle": "OneCycle", "none": "none"}}
@@ -69,7 +69,7 @@ def first(tmp_path_factory):
 
 
 def scheduled(framework, name, base=BASE, **changes):
-    return replace(base, schedule=Schedule(NAMES[framework][name]), **changes)
+    return replace(base, schedule=ScheduleConfig(NAMES[framework][name]), **changes)
 
 
 @pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
@@ -173,26 +173,26 @@ def test_a_compiled_model_s_changes_are_told(backend, tmp_path):
                                                   ("torch", "OneCycleLR", "total_steps"),
                                                   ("tensorflow", "CosineDecay", "decay_steps")])
 def test_a_given_length_that_ended_the_run_before_is_refused(framework, name, key, first, tmp_path):
-    base = replace(BASE, schedule=Schedule(name, {key: 6}))
+    base = replace(BASE, schedule=ScheduleConfig(name, {key: 6}))
     first(framework, base, tmp_path / "run")
     with pytest.raises(UserError, match=f"6.*{key}"):
         solo(replace(base, epochs=4, out=str(tmp_path / "run"), resume="auto"), make_model(framework), DATA)
-    longer = replace(base, schedule=Schedule(name, {key: 12}), epochs=4, out=str(tmp_path / "run"), resume="auto")
+    longer = replace(base, schedule=ScheduleConfig(name, {key: 12}), epochs=4, out=str(tmp_path / "run"), resume="auto")
     assert solo(longer, make_model(framework), DATA).parts.optimizer.learning_rate() > 0.01
 
 
 def test_the_length_of_a_resumed_run():
-    base = Config(epochs=4, schedule=Schedule("CosineAnnealingLR"))
+    base = Config(epochs=4, schedule=ScheduleConfig("CosineAnnealingLR"))
     at = Cursor(1, 10, 4, 4)
     assert updates(base, 6, at, 2) == 24 and updates(base, 6, at, 4) == 26 and updates(base, None, at) == 0
     assert updates(replace(base, epochs=1), 6, Cursor(2, 12, 0, 0)) == 12
     assert updates(replace(base, max_steps=15), 6, at, 2) == 15
     assert filled(base, 6, None, at, 4).schedule.args == {"T_max": 26}
-    by_epoch = replace(base, schedule=Schedule("CosineAnnealingLR", interval="epoch"))
+    by_epoch = replace(base, schedule=ScheduleConfig("CosineAnnealingLR", interval="epoch"))
     assert [length(by_epoch, 6), length(by_epoch, 6, at, 2), length(replace(by_epoch, max_steps=8), 6)] == [4, 4, 2]
-    periodic = Schedule("CosineAnnealingLR", {"T_max": 3})
+    periodic = ScheduleConfig("CosineAnnealingLR", {"T_max": 3})
     check_resumed(kept(periodic, 12), periodic, kept(periodic, 24))  # it was over before, too, and as meant
-    assert not changed(kept(Schedule(), 3), kept(Schedule("", {"a": 1}), 9))
+    assert not changed(kept(ScheduleConfig(), 3), kept(ScheduleConfig("", {"a": 1}), 9))
     notes: list[str] = []
     filled(replace(base, schedule=periodic), 6, notes)
     assert "ends after 3 steps of a run of 24" in notes[0]
@@ -214,8 +214,9 @@ def test_the_end_of_a_schedule_that_the_optimizer_was_made_with():
         rates.ExponentialDecay(0.1, 5, 0.5), None)] == [10, 12, 9, 7, 0, 0, 0]
 
     def check(*ends_and_steps):
-        before, now = (kept(Schedule(), n, own_of(rates.CosineDecay(0.1, end), n, 2)) for end, n in ends_and_steps)
-        check_resumed(before, Schedule(), now)
+        before, now = (kept(ScheduleConfig(), n, own_of(rates.CosineDecay(0.1, end), n, 2)) for end,
+                       n in ends_and_steps)
+        check_resumed(before, ScheduleConfig(), now)
 
     for before, now in (((30, 30), (40, 60)), ((29, 30), (29, 60)), ((30, 30), (20, 30))):
         with pytest.raises(UserError, match="decay_steps"):
@@ -229,7 +230,7 @@ def test_only_keys_that_change_the_result_are_listed(tmp_path):
     fitted(solo(base, make_model("numpy"), DATA))
     more = replace(base, resume="auto", epochs=3, accumulate=2, trackers=["csv"], on_oom="stop", log_every=3,
                    max_skipped=3, deterministic=True, eval_every=2, metrics=[], clip_norm=1.0)
-    steered = replace(more, early_stop=EarlyStop("loss"))
+    steered = replace(more, early_stop=EarlyStopConfig("loss"))
     for settings, words in ((more, "clip_norm 0.0 -> 1.0"),
                             (steered, "metrics ['accuracy'] -> [], clip_norm 0.0 -> 1.0, eval_every 0 -> 2, "
                                       "early_stop.metric  -> loss")):
@@ -242,9 +243,9 @@ def test_zero_follows_the_changes_as_replicas_do(framework, first, tmp_path):
     """Slots that begin, and a rate that is no state of the checkpoint's optimizer, over slices."""
     base = replace(scheduled(framework, "cosine"), optimizer=Named("Adam"), lr=0.01)
     found = []
-    for size, changes in ((1, {}), (2, {"data_parallel": DataParallel("zero", 2, [1, 3])})):
+    for size, changes in ((1, {}), (2, {"data_parallel": DataParallelConfig("zero", 2, [1, 3])})):
         first(framework, base, tmp_path / str(size))
-        settings = replace(base, optimizer=Named("Adam", {"amsgrad": True}), schedule=Schedule(), epochs=3,
+        settings = replace(base, optimizer=Named("Adam", {"amsgrad": True}), schedule=ScheduleConfig(), epochs=3,
                            out=str(tmp_path / str(size)), resume="auto", **changes)
         found.append(lockstep(size, settings, lambda rank: make_model(framework), DATA,
                               lambda run: weights(fitted(run))))

@@ -8,8 +8,8 @@ from small_runs import config, fitted, lockstep, make_model, samples
 
 from hvdtrain.cluster import clocks
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.core.timeline import birth
-from hvdtrain.core.timeline.clock import CAUSES
+from hvdtrain.core import timeline as birth
+from hvdtrain.core.timeline import CAUSES
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.seconds import Seconds, longest
 

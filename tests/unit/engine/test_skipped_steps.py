@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, make_model, samples, solo, weights
 
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.data.sources import Unreadable
 from hvdtrain.engine.average import averaged
 from hvdtrain.engine.callbacks.base import Callback
@@ -115,7 +115,7 @@ def test_compiled_metrics_and_keras_logs_leave_it_out(tmp_path, monkeypatch, cap
         model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", metrics=["accuracy"])
         watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, found: logs.append(dict(found)))
         settings = replace(BASE, optimizer=replace(BASE.optimizer, name="auto"), metrics=[], ema=0.0,
-                           checkpoint=Checkpoint(every="off", at_end=False), **changes)
+                           checkpoint=CheckpointConfig(every="off", at_end=False), **changes)
         return Trainer(settings).fit(model, (x, y), callbacks=[watch, keras.callbacks.TerminateOnNaN()]).history
 
     found = fitted_with(x, Y, nan_guard="skip", out="a", on_oom="stop")

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.checkpoint.run_directory import RunOutput
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Config
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.engine import summary
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import RunSetup, Services

@@ -395,7 +395,7 @@ def test_a_gradient_that_one_rank_alone_lacks_is_named_in_bounded_time(monkeypat
     from types import SimpleNamespace
 
     from hvdtrain.tensorflow import basics, gradients
-    from hvdtrain.tensorflow.plan import DENSE, NONE, Item
+    from hvdtrain.tensorflow.gradients import DENSE, NONE, GradientItem
 
     def barrier(tag, timeout_s):
         assert timeout_s == gradients.LATE_S
@@ -405,10 +405,10 @@ def test_a_gradient_that_one_rank_alone_lacks_is_named_in_bounded_time(monkeypat
     monkeypatch.setattr(hvd.global_process_set, "process_set_id", 0)
     a, b = two_variables()
     exchange = gradients.GradientExchange()
-    before = [Item(DENSE, (2,), "float32", "a"), Item(DENSE, (1,), "float32", "b")]
+    before = [GradientItem(DENSE, (2,), "float32", "a"), GradientItem(DENSE, (1,), "float32", "b")]
     exchange._plans["key"] = SimpleNamespace(items=before), [a, b]
     with pytest.raises(UserError, match=r"rank 1 waited: this rank has no gradient of b .* where it had a gradient"):
-        exchange._expect_others([before[0], Item(NONE, (1,), "float32", "b")], [a, b])
+        exchange._expect_others([before[0], GradientItem(NONE, (1,), "float32", "b")], [a, b])
     with pytest.raises(UserError, match="another list of variables"):
         exchange._expect_others(before[:1], [a])
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.backends.numpy import Ops
-from hvdtrain.cluster.topology import Host, Topology
-from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.cluster.topology import HostRanks, Topology
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.compressors import create as compressor
-from hvdtrain.config import Config, Exchange
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.group import world
+from hvdtrain.core.mesh import world
 from hvdtrain.core.protocols import ParamSpec
-from hvdtrain.parallel.data_parallel import Setup, create
+from hvdtrain.parallel.data_parallel import DataParallelSetup, create
 from hvdtrain.parallel.data_parallel.alone import Alone
 
 PARAMS = [ParamSpec("w", (30, 20), "float32"), ParamSpec("b", (20,), "float32")]
@@ -21,16 +21,16 @@ PARAMS = [ParamSpec("w", (30, 20), "float32"), ParamSpec("b", (20,), "float32")]
 
 def made(size=2, plain_sgd=True, params=PARAMS, others=(), **settings):
     """(the way of data parallelism that is made for ``size`` ranks, its notes)."""
-    options = Exchange(**settings.pop("exchange", {}))
+    options = ExchangeConfig(**settings.pop("exchange", {}))
     control = SimpleNamespace(rank=0, gather=lambda own: [own, *others][:size] if others else [own] * size)
     parts = SimpleNamespace(params=SimpleNamespace(specs=params),
                             optimizer=SimpleNamespace(plain_sgd=lambda: plain_sgd),
                             stage=SimpleNamespace(asynchronous=False), scale=SimpleNamespace(on=False), ops_of_place=(),
                             layout=None, replicas=())
     notes = []
-    setup = Setup(replace(Config(**settings), exchange=options), control,
-                  Topology((Host("here", tuple(range(size)), 64),)), world(size, 0), NullCollectives(0, size), Ops(),
-                  parts, notes)
+    setup = DataParallelSetup(replace(Config(**settings), exchange=options), control,
+                  Topology((HostRanks("here", tuple(range(size)), 64),)), world(size, 0), NullCollectives(0, size),
+                  Ops(), parts, notes)
     return create(setup), notes
 
 

@@ -13,7 +13,7 @@ from small_runs import apart, config, fitted, lockstep, make_model, samples, wei
 
 from hvdtrain.cluster.machine import memory
 from hvdtrain.engine import loop
-from hvdtrain.parallel.recovery.guard import Guard
+from hvdtrain.parallel.recovery.guard import MemoryGuard
 
 KB, HOST = 1024, 4000
 
@@ -96,9 +96,9 @@ def test_limits_of_the_process_itself_count(tmp_path):
     assert machine.left == 10 * KB
 
 
-def guard(left: int | None = 100, local: int = 1) -> tuple[Guard, SimpleNamespace]:
+def guard(left: int | None = 100, local: int = 1) -> tuple[MemoryGuard, SimpleNamespace]:
     now = SimpleNamespace(held=1000, peak=1000, left=left)
-    return Guard(local, lambda: now.held, lambda: now.peak, lambda: now.left), now
+    return MemoryGuard(local, lambda: now.held, lambda: now.peak, lambda: now.left), now
 
 
 def test_a_size_that_is_reckoned_not_to_fit_is_refused_and_a_smaller_one_is_not():

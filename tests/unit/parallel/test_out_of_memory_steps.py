@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from small_runs import CUTS, Record, apart, bits, config, fitted, lockstep, make_model, samples, weights
 
-from hvdtrain.config import DataParallel
-from hvdtrain.core.cursor import Cursor
+from hvdtrain.config import DataParallelConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.types import StepBatch
+from hvdtrain.core.protocols.types import Cursor, StepBatch
 from hvdtrain.engine import summary
 from hvdtrain.parallel.recovery.attempt import attempt, attempt_halving
 from hvdtrain.parallel.recovery.recovery import no_repeat, recut, stopped
@@ -220,7 +219,7 @@ def make(setup):
 
 def test_a_rank_repeats_by_itself_a_step_in_which_the_copies_do_not_meet(tmp_path):
     (tmp_path / "seldom.py").write_text(SELDOM)
-    settings = replace(SETTINGS, data_parallel=DataParallel(f"{tmp_path / 'seldom.py'}:make"), check_every=0)
+    settings = replace(SETTINGS, data_parallel=DataParallelConfig(f"{tmp_path / 'seldom.py'}:make"), check_every=0)
     plain, runs = (lockstep(2, settings, lambda r: make_model("numpy"), DATA,
                             lambda run, at=at: failing(run, 1, at)) for at in (set(), {0, 3}))
     told = [[(each["rank"], each["step"], each["then"]) for each in run.shortages] for run in runs]

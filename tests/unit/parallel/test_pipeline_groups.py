@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
-from hvdtrain.backends.numpy import create
+from hvdtrain.backends import numpy as numpy_backend
 from hvdtrain.comm import wires as wire
+from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.collectives.null import NullCollectives
-from hvdtrain.config import DataParallel, Exchange, Named, Pipeline
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named, PipelineConfig
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.engine.guards.divergence import Diverged
-from hvdtrain.parallel.pipeline.plan import even_layout
+from hvdtrain.engine.weight_checks import Diverged
+from hvdtrain.parallel.pipeline.partition import even_layout
 from hvdtrain.parallel.precision.scaler import LossScale
 
 SIZES = (FEATURES, 16, 14, 12, 10, CLASSES)
 MOMENTUM = config(max_steps=20, global_batch=24, lr=0.05, optimizer=Named("SGD", {"momentum": 0.9}))
-SMALL = Exchange(bucket_mb=0.001)
+SMALL = ExchangeConfig(bucket_mb=0.001)
 """Several buckets in each group."""
 
 
@@ -51,7 +51,7 @@ def whole(runs: list[Any]) -> list[np.ndarray]:
 @pytest.fixture(autouse=True)
 def even(monkeypatch: pytest.MonkeyPatch) -> None:
     """About as many blocks on each rank, in the order of the ranks: then copies of unlike depth share blocks."""
-    monkeypatch.setattr(create, "agree", lambda measured, config, control, mesh, *_: even_layout(
+    monkeypatch.setattr(numpy_backend, "agree", lambda measured, config, control, mesh, *_: even_layout(
         config, mesh, [block.name for block in measured.blocks]))
 
 
@@ -65,23 +65,25 @@ def alone() -> Any:
     return found
 
 
-ZERO1, ZERO2 = DataParallel("zero", 1), DataParallel("zero", 2)
+ZERO1, ZERO2 = DataParallelConfig("zero", 1), DataParallelConfig("zero", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline, shares, more", [
-    (Pipeline(2), [1], {"clip_norm": 0.05}),
-    (Pipeline(2), [1, 1], {"clip_norm": 0.05, "data_parallel": ZERO1}),
-    (Pipeline(3), [3, 1], {"exchange": SMALL}),
-    (Pipeline(2), [3, 0, 2], {"clip_norm": 0.05, "exchange": SMALL, "data_parallel": ZERO2}),
-    (Pipeline(depths=[1, 2]), [1, 1], {}),
-    (Pipeline(depths=[1, 2]), [1, 1], {"clip_norm": 0.05, "data_parallel": DataParallel("zero", 2, [0, 1, 1])}),
-    (Pipeline(depths=[2, 1]), [1, 3], {"clip_norm": 0.05, "exchange": SMALL}),
-    (Pipeline(depths=[2, 3]), [3, 1], {"exchange": SMALL, "data_parallel": ZERO1}),
-    (Pipeline(depths=[2, 3]), [1, 2], {"clip_norm": 0.05, "exchange": SMALL}),
-    (Pipeline(depths=[1, 1, 2]), [2, 1, 1], {"clip_norm": 0.05, "exchange": SMALL}),
+    (PipelineConfig(2), [1], {"clip_norm": 0.05}),
+    (PipelineConfig(2), [1, 1], {"clip_norm": 0.05, "data_parallel": ZERO1}),
+    (PipelineConfig(3), [3, 1], {"exchange": SMALL}),
+    (PipelineConfig(2), [3, 0, 2], {"clip_norm": 0.05, "exchange": SMALL, "data_parallel": ZERO2}),
+    (PipelineConfig(depths=[1, 2]), [1, 1], {}),
+    (PipelineConfig(depths=[1, 2]), [1, 1],
+     {"clip_norm": 0.05, "data_parallel": DataParallelConfig("zero", 2, [0, 1, 1])}),
+    (PipelineConfig(depths=[2, 1]), [1, 3], {"clip_norm": 0.05, "exchange": SMALL}),
+    (PipelineConfig(depths=[2, 3]), [3, 1], {"exchange": SMALL, "data_parallel": ZERO1}),
+    (PipelineConfig(depths=[2, 3]), [1, 2], {"clip_norm": 0.05, "exchange": SMALL}),
+    (PipelineConfig(depths=[1, 1, 2]), [2, 1, 1], {"clip_norm": 0.05, "exchange": SMALL}),
 ], ids=map(str, range(10)))
-def test_copies_stay_the_model_of_one_process(alone: Any, pipeline: Pipeline, shares: list[int], more: Any) -> None:
+def test_copies_stay_the_model_of_one_process(alone: Any, pipeline: PipelineConfig, shares: list[int],
+                                              more: Any) -> None:
     size = sum(pipeline.depths) or pipeline.stages * len(shares)
     runs = trained(size, replace(MOMENTUM, pipeline=pipeline, shares=shares, **more))
     weights, loss, norm = alone[more.get("clip_norm", 0.0)]
@@ -93,8 +95,8 @@ def test_copies_stay_the_model_of_one_process(alone: Any, pipeline: Pipeline, sh
 
 def test_each_rank_keeps_the_state_of_its_part_alone() -> None:
     shards = [3, 1, 1, 1, 2]
-    runs = trained(5, replace(MOMENTUM, max_steps=2, pipeline=Pipeline(depths=[2, 3]),
-                              data_parallel=DataParallel("zero", 1, shards)))
+    runs = trained(5, replace(MOMENTUM, max_steps=2, pipeline=PipelineConfig(depths=[2, 3]),
+                              data_parallel=DataParallelConfig("zero", 1, shards)))
     held = [sum(array.size for _, _, array in run.parts.optimizer.slots()) for run in runs]
     assert sum(held) == sum(array.size for array in whole(runs)) and all(held)
 
@@ -106,7 +108,7 @@ def layouts(depths: list[int], starts: Any) -> list[Layout]:
 
 
 def test_a_bucket_belongs_to_one_group_and_groups_have_one_order() -> None:
-    runs = trained(5, replace(MOMENTUM, max_steps=1, pipeline=Pipeline(depths=[2, 3]), exchange=SMALL))
+    runs = trained(5, replace(MOMENTUM, max_steps=1, pipeline=PipelineConfig(depths=[2, 3]), exchange=SMALL))
     for run in runs:
         block_of = [spec.block for spec in run.parts.params.specs]
         for bucket in run.dp.buckets:
@@ -136,7 +138,7 @@ def test_a_rank_that_enters_other_buckets_first_fails_by_name(monkeypatch: pytes
         return fitted(run)
 
     with pytest.raises((RuntimeError, WaitTimeout, PeerFailed), match=r"g1,[34]\.grad\.b0\.r0"):
-        trained(5, replace(MOMENTUM, pipeline=Pipeline(depths=[2, 3])), work=reversed_on_rank_1)
+        trained(5, replace(MOMENTUM, pipeline=PipelineConfig(depths=[2, 3])), work=reversed_on_rank_1)
 
 
 # --- one model on all ranks -----------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ def test_a_weight_that_one_copy_writes_is_named_with_the_ranks_that_hold_it(rank
         return fitted(run)
 
     with pytest.raises(Diverged, match=f"after update 2 .*{name!r} differs on {who} by"):
-        trained(5, replace(MOMENTUM, pipeline=Pipeline(depths=[2, 3]), check_every=5), work=writing)
+        trained(5, replace(MOMENTUM, pipeline=PipelineConfig(depths=[2, 3]), check_every=5), work=writing)
 
 
 def test_ranks_with_unlike_blocks_are_told_apart_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,36 +170,37 @@ def test_ranks_with_unlike_blocks_are_told_apart_by_block(monkeypatch: pytest.Mo
         return made
 
     with pytest.raises(UserError, match=r"rank 3 has parameter b2 float32\[12\] where rank 0 has parameter b2 f.*64"):
-        lockstep(5, replace(MOMENTUM, pipeline=Pipeline(depths=[2, 3])), build, samples(100), fitted)
+        lockstep(5, replace(MOMENTUM, pipeline=PipelineConfig(depths=[2, 3])), build, samples(100), fitted)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words, more", [
     ("compression auto", {"compression": "auto"}),
-    ("bucket_mb auto", {"exchange": Exchange(bucket_mb="auto")}),
-    ("exchange.adasum", {"exchange": Exchange(adasum=True)}),
-    ("exchange.autotune", {"exchange": Exchange(autotune=True)}),
+    ("bucket_mb auto", {"exchange": ExchangeConfig(bucket_mb="auto")}),
+    ("exchange.adasum", {"exchange": ExchangeConfig(adasum=True)}),
+    ("exchange.autotune", {"exchange": ExchangeConfig(autotune=True)}),
     ("collectives horovod", {"collectives": "horovod"}),
     ("audit 5", {"audit": 5}),
-    ("stage auto", {"data_parallel": DataParallel("zero", "auto")}),
+    ("stage auto", {"data_parallel": DataParallelConfig("zero", "auto")}),
 ])
 def test_what_needs_a_whole_gradient_is_refused(words: str, more: Any) -> None:
     with pytest.raises(UserError, match=words):
-        replace(MOMENTUM, pipeline=Pipeline(2), **more).check()
+        replace(MOMENTUM, pipeline=PipelineConfig(2), **more).check()
 
 
 def test_a_group_without_an_owner_is_refused() -> None:
     with pytest.raises(UserError, match="no part to any of the ranks 1, 3"):
-        trained(4, replace(MOMENTUM, pipeline=Pipeline(2), data_parallel=DataParallel("zero", 1, [1, 0, 1, 0])))
+        trained(4, replace(MOMENTUM, pipeline=PipelineConfig(2),
+                           data_parallel=DataParallelConfig("zero", 1, [1, 0, 1, 0])))
 
 
 def test_an_optimizer_that_needs_all_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdtrain.backends.numpy.params import Sgd
+    from hvdtrain.backends.numpy.model import Sgd
 
     monkeypatch.setattr(Sgd, "needs_all", "global_clipnorm 1 of SGD")
     with pytest.raises(UserError, match="global_clipnorm 1 of SGD with a pipeline.*clip_norm"):
-        trained(2, replace(MOMENTUM, pipeline=Pipeline(2)))
+        trained(2, replace(MOMENTUM, pipeline=PipelineConfig(2)))
     trained(2, replace(MOMENTUM, max_steps=1))
 
 
@@ -237,26 +240,27 @@ def breaking(rank: int, at: int, what: str) -> Any:
     (3, "backward", (3, "")), (3, "b4", (3, "b4"))])
 def test_the_rank_is_named_where_a_number_first_was_not_finite(rank: int, what: str, named: tuple[int, str]) -> None:
     """On one stage of one copy: every rank leaves the step out."""
-    settings = replace(MOMENTUM, pipeline=Pipeline(2), nan_guard="skip", max_steps=5)
+    settings = replace(MOMENTUM, pipeline=PipelineConfig(2), nan_guard="skip", max_steps=5)
     runs = trained(4, settings, work=breaking(rank, 3, what))
     whole(runs)
     for run in runs:
         assert list(run.state.outcome.bad_where) == [named[0]] and named[1] in run.state.outcome.bad_where[named[0]]
         assert [n for n in run.notes if "update skipped" in n and f"on rank {named[0]}," in n]
-    (alone,) = trained(1, replace(settings, pipeline=Pipeline(), max_steps=4))
+    (alone,) = trained(1, replace(settings, pipeline=PipelineConfig(), max_steps=4))
     assert all(run.state.loss != alone.state.loss for run in runs)
 
 
 def test_a_nan_sample_is_named_with_the_stage_that_reads_it() -> None:
     x, y = samples(100)
     x[30] = np.nan
-    settings = replace(MOMENTUM, pipeline=Pipeline(depths=[2, 3]), max_steps=6)
+    settings = replace(MOMENTUM, pipeline=PipelineConfig(depths=[2, 3]), max_steps=6)
     with pytest.raises(UserError, match="is not finite at step . on rank [02]; .*: the gradient of w0"):
         trained(5, settings, data=(x, y))
 
 
 def test_a_step_that_is_left_out_leaves_no_trace_in_a_compressor() -> None:
-    settings = replace(MOMENTUM, pipeline=Pipeline(depths=[1, 2]), nan_guard="skip", compression="int8", max_steps=6)
+    settings = replace(MOMENTUM, pipeline=PipelineConfig(depths=[1, 2]), nan_guard="skip", compression="int8",
+                       max_steps=6)
     broken = trained(3, settings, "float32", work=breaking(1, 3, "forward"))
     for run in broken:
         assert len(run.state.outcome.bad_where) == 1 and run.dp.reducer.state.steps == 5
@@ -274,7 +278,7 @@ def test_an_overflow_on_one_stage_halves_the_scale_of_all() -> None:
 
         return scaled
 
-    settings = replace(MOMENTUM, pipeline=Pipeline(2), nan_guard="skip", max_steps=4)
+    settings = replace(MOMENTUM, pipeline=PipelineConfig(2), nan_guard="skip", max_steps=4)
     runs = trained(4, settings, work=work(1))
     assert [(run.parts.scale.value, run.state.outcome.bad_where) for run in runs] == [(4.0, {})] * 4
     runs = trained(4, settings, work=work(3))
@@ -292,7 +296,7 @@ def unsplit() -> Any:
     return train
 
 
-TENSORS = Exchange(bucket_mb=1e-5, topk_ratio=0.2, powersgd_rank=1)
+TENSORS = ExchangeConfig(bucket_mb=1e-5, topk_ratio=0.2, powersgd_rank=1)
 
 
 @pytest.mark.slow
@@ -301,7 +305,7 @@ def test_two_copies_compress_as_two_whole_models_do(unsplit: Any, name: str) -> 
     """Where a sum of float32 is rounded otherwise, processors differ in it, an entry may be sent as the next number."""
     want, exact = unsplit(name), unsplit("none")
     settings = replace(MOMENTUM, compression=name, exchange=TENSORS)
-    runs = trained(3, replace(settings, pipeline=Pipeline(depths=[1, 2], micro_batches=8)), "float32")
+    runs = trained(3, replace(settings, pipeline=PipelineConfig(depths=[1, 2], micro_batches=8)), "float32")
     assert all(run.dp.compression == name for run in runs) and apart(want, exact) > 1e-4
     # PowerSGD draws its start by a bucket's number in its group, and there are two groups here.
     assert apart(whole(runs), want) < (0.4 if name != "powersgd" else 1) * apart(want, exact)
@@ -309,7 +313,7 @@ def test_two_copies_compress_as_two_whole_models_do(unsplit: Any, name: str) -> 
 
 def test_ranks_of_a_group_draw_alike() -> None:
     settings = replace(MOMENTUM, compression="powersgd", exchange=TENSORS, max_steps=1,
-                       pipeline=Pipeline(depths=[1, 2]))
+                       pipeline=PipelineConfig(depths=[1, 2]))
     drawn: dict[str, Any] = {}
     for run in trained(3, settings, "float32"):
         run.dp.restart()
@@ -320,7 +324,8 @@ def test_ranks_of_a_group_draw_alike() -> None:
 
 
 def test_what_a_compressor_remembers_is_kept_for_each_group() -> None:
-    settings = replace(MOMENTUM, pipeline=Pipeline(depths=[1, 2]), compression="topk", exchange=SMALL, max_steps=4)
+    settings = replace(MOMENTUM, pipeline=PipelineConfig(depths=[1, 2]), compression="topk", exchange=SMALL,
+                       max_steps=4)
     for run in trained(3, settings, "float32"):
         own = run.dp.saved()
         before = [{k: np.array(x) for k, x in state.items()} for state in run.dp.reducer.state.all()]
@@ -333,7 +338,7 @@ def test_what_a_compressor_remembers_is_kept_for_each_group() -> None:
 # --- wires -----------------------------------------------------------------------------------------------------------
 
 def test_without_an_exchange_each_copy_trains_by_itself() -> None:
-    settings = replace(MOMENTUM, pipeline=Pipeline(depths=[1, 2]), max_steps=3, collectives="null")
+    settings = replace(MOMENTUM, pipeline=PipelineConfig(depths=[1, 2]), max_steps=3, collectives="null")
     build = [model(rank) for rank in range(3)]
     runs = LockstepWorld(3).run(lambda control, wire: fitted(assemble(
         settings, build[control.rank], samples(100), control, NullCollectives(control.rank, 3))), timeout_s=30.0)
@@ -350,6 +355,6 @@ def test_auto_takes_another_wire_than_horovod_where_a_model_is_cut(monkeypatch: 
     notes: list[str] = []
     control, device = SimpleNamespace(rank=0, size=4, agree=bool), SimpleNamespace(kind="cpu")
     backend, two = SimpleNamespace(in_host_memory=lambda: True), SimpleNamespace(hosts=(0, 1))
-    opened = wire.open_wire(replace(MOMENTUM, pipeline=Pipeline(2)), "torch", backend, control, two, [device] * 4,
+    opened = wire.open_wire(replace(MOMENTUM, pipeline=PipelineConfig(2)), "torch", backend, control, two, [device] * 4,
                             notes)
     assert opened.size == 4 and "Horovod sums over all ranks" in notes[0]

@@ -9,7 +9,7 @@ import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
 from hvdtrain.comm.collectives.lockstep import LockstepControl, LockstepWorld
-from hvdtrain.config import Named, Pipeline
+from hvdtrain.config import Named, PipelineConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.assemble import assemble
 
@@ -39,7 +39,7 @@ def trained(size: int, **changes: Any) -> tuple[dict[str, Any], list[Any]]:
 def test_pipeline_has_the_curve_of_one_process(size: int, stages: int, order: str) -> None:
     momentum = Named("SGD", {"momentum": 0.9})
     want, (alone,) = trained(1, optimizer=momentum)
-    got, runs = trained(size, optimizer=momentum, pipeline=Pipeline(stages, order))
+    got, runs = trained(size, optimizer=momentum, pipeline=PipelineConfig(stages, order))
     assert sorted(got) == sorted(want)
     assert apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)]) < 1e-9
     assert all(run.state.loss == pytest.approx(alone.state.loss, rel=1e-9) for run in runs)
@@ -53,16 +53,16 @@ def test_rank_that_read_no_pipeline_is_named_before_the_model_is_made() -> None:
     settings = config(global_batch=24, model="of no module:build")
 
     def rank(control: Any, wire: Any) -> None:
-        assemble(replace(settings, pipeline=Pipeline(2 - control.rank)), None, samples(100), control, wire)
+        assemble(replace(settings, pipeline=PipelineConfig(2 - control.rank)), None, samples(100), control, wire)
 
     with pytest.raises(UserError, match="rank 1 read another configuration than rank 0"):
         LockstepWorld(2).run(rank, timeout_s=30.0)
 
 
 def test_ranks_that_cannot_send_messages_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdtrain.config.pipeline import check_launcher
+    from hvdtrain.config import check_launcher
 
-    settings = config(global_batch=24, pipeline=Pipeline(2))
+    settings = config(global_batch=24, pipeline=PipelineConfig(2))
     with pytest.raises(UserError, match="under horovodrun --gloo.*Start it with mpirun"):
         check_launcher(settings, "gloo")
     check_launcher(config(), "gloo")
@@ -71,8 +71,8 @@ def test_ranks_that_cannot_send_messages_are_refused_in_words(monkeypatch: pytes
         lockstep(2, settings, model, samples(100), fitted)
 
 
-@pytest.mark.parametrize("pipeline", [Pipeline(2), Pipeline(2, "interleaved")])
-def test_fewer_samples_than_stages_and_an_evaluation_larger_than_the_training(pipeline: Pipeline) -> None:
+@pytest.mark.parametrize("pipeline", [PipelineConfig(2), PipelineConfig(2, "interleaved")])
+def test_fewer_samples_than_stages_and_an_evaluation_larger_than_the_training(pipeline: PipelineConfig) -> None:
     data, settings = (samples(10), samples(41, 1)), config(max_steps=6, global_batch=2, lr=0.05, eval_every=1)
     alone, = lockstep(1, settings, model, data, fitted)
     for run in lockstep(4, replace(settings, pipeline=pipeline), model, data, fitted):

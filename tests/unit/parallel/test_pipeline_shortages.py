@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
-from hvdtrain.config import Config, Pipeline
+from hvdtrain.config import Config, PipelineConfig
 from hvdtrain.core.errors import UserError
 
 DATA = samples(48), samples(21, 1)
@@ -67,7 +67,7 @@ def trained(settings: Config, size: int, *shortage: Any) -> list[Any]:
     (3, "1f1b", 0, "forward", 4), (3, "1f1b", 0, "backward", 11), (3, "gpipe", 1, "backward", 0),
     (3, "1f1b", 2, "loss", 7), (2, "interleaved", 1, "forward", 3), (3, "1f1b", 1, "hand_over", 1)])
 def test_a_step_is_repeated_at_its_size_first_and_then_in_halves(size, order, rank, method, at):
-    settings = replace(SETTINGS, pipeline=Pipeline(size, order, micro_batches=6))
+    settings = replace(SETTINGS, pipeline=PipelineConfig(size, order, micro_batches=6))
     fine, once, twice = (trained(settings, size, rank, method, set(range(at, at + n))) for n in range(3))
     assert all((a == b).all() for a, b in zip(held(once), held(fine)))
     assert apart(held(twice), held(fine)) < 1e-6
@@ -79,7 +79,7 @@ def test_a_step_is_repeated_at_its_size_first_and_then_in_halves(size, order, ra
 
 
 def test_the_other_copies_keep_their_micro_batches():
-    settings = replace(SETTINGS, pipeline=Pipeline(2, micro_batches=3))
+    settings = replace(SETTINGS, pipeline=PipelineConfig(2, micro_batches=3))
     fine, twice = (trained(settings, 4, 3, "loss", set(range(2, 2 + n))) for n in (0, 2))
     assert apart(held(twice), held(fine)) < 1e-6
     assert [run.recovery.limit for run in twice] == [0, 0, 2, 2]
@@ -88,7 +88,7 @@ def test_the_other_copies_keep_their_micro_batches():
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_an_evaluation_is_repeated_with_smaller_batches_on_the_whole_copy(rank):
-    settings = replace(SETTINGS, pipeline=Pipeline(3), eval_every=1)
+    settings = replace(SETTINGS, pipeline=PipelineConfig(3), eval_every=1)
     fine, twice = (trained(settings, 3, rank, "evaluate", set(range(1, 1 + n))) for n in (0, 2))
     assert all(run.state.metrics == pytest.approx(fine[0].state.metrics) for run in twice)
     assert [s["phase"] for s in twice[1].shortages] == ["evaluation"] * len(twice[1].shortages) != []
@@ -96,12 +96,12 @@ def test_an_evaluation_is_repeated_with_smaller_batches_on_the_whole_copy(rank):
 
 
 def test_without_a_smaller_size_all_end_in_words():
-    settings = replace(SETTINGS, pipeline=Pipeline(2, micro_batches=24))
+    settings = replace(SETTINGS, pipeline=PipelineConfig(2, micro_batches=24))
     with pytest.raises(UserError, match="out of memory"):
         trained(settings, 2, 0, "backward", set(range(99)))
 
 
 def test_where_memory_is_to_end_the_run_it_does():
-    settings = replace(SETTINGS, pipeline=Pipeline(2, micro_batches=3), on_oom="stop")
+    settings = replace(SETTINGS, pipeline=PipelineConfig(2, micro_batches=3), on_oom="stop")
     with pytest.raises(UserError, match="out of memory in training with micro-batches of 8 .*no room.*on_oom is stop"):
         trained(settings, 2, 1, "backward", {1})

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from small_runs import bits, config, fitted, lockstep, make_model, samples
 
-from hvdtrain.config import DataParallel, Named
+from hvdtrain.config import DataParallelConfig, Named
 from hvdtrain.engine import summary
 from hvdtrain.parallel.data_parallel import room
 from hvdtrain.planning import shards
@@ -38,7 +38,7 @@ def trained(settings, out, size=3):
 def test_a_run_divides_its_state_by_made_up_rooms_and_says_so(monkeypatch, tmp_path, rooms):
     want = bits(trained(SETTINGS, tmp_path / "whole")[0])
     monkeypatch.setattr(room, "divided", lambda found, hosts: rooms)
-    runs = trained(replace(SETTINGS, data_parallel=DataParallel("zero", 2)), tmp_path / "zero")
+    runs = trained(replace(SETTINGS, data_parallel=DataParallelConfig("zero", 2)), tmp_path / "zero")
     assert {bits(run) for run in runs} == {want}
     held = [sum(array.size for _, _, array in run.parts.optimizer.slots()) for run in runs]
     for own, part in zip(held, shards.by_room(rooms)):
@@ -50,12 +50,12 @@ def test_a_run_divides_its_state_by_made_up_rooms_and_says_so(monkeypatch, tmp_p
 
 def test_parts_are_alike_where_the_free_memory_is_not_known(monkeypatch, tmp_path):
     monkeypatch.setattr(room.memory, "host_room_bytes", lambda local_size: None)
-    runs = trained(replace(SETTINGS, data_parallel=DataParallel("zero", 1)), tmp_path / "zero", 2)
+    runs = trained(replace(SETTINGS, data_parallel=DataParallelConfig("zero", 1)), tmp_path / "zero", 2)
     assert any("alike: how much memory is free cannot be told" in note for note in runs[0].notes)
 
 
 def test_the_summary_tells_the_stage_and_how_long_parameters_took(tmp_path):
-    given = replace(SETTINGS, data_parallel=DataParallel("zero", 1, [1, 2]))
+    given = replace(SETTINGS, data_parallel=DataParallelConfig("zero", 1, [1, 2]))
     run = trained(given, tmp_path / "zero", 2)[0]
     assert summary.record(run)["zero"]["stage"] == 1 and summary.record(run)["zero"]["gather_ms"] > 0
     assert any(name == "zero" and "parameters gathered in" in text for name, text in summary.rows(run))

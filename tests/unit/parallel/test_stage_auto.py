@@ -7,28 +7,30 @@ from dataclasses import replace
 import pytest
 from small_runs import config, lockstep, make_model, samples
 
-from hvdtrain.config import DataParallel, Exchange, Named
-from hvdtrain.engine.memory import survey
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
+from hvdtrain.core.units import GIB
+from hvdtrain.engine import memory_survey as survey
 from hvdtrain.parallel.data_parallel.room import least_stage
 from hvdtrain.parallel.data_parallel.zero import Zero
 
-GB = 10**9
-NEEDS = [15_200 * 10**6, 9_000 * 10**6, 6_400 * 10**6]
+NEEDS = [int(15.2 * GIB), 9 * GIB, int(6.4 * GIB)]
 SETTINGS = config(global_batch=24, max_steps=1, optimizer=Named("SGD", {"momentum": 0.9}),
-                  exchange=Exchange(bucket_mb=0.0005), data_parallel=DataParallel("zero", "auto"))
+                  exchange=ExchangeConfig(bucket_mb=0.0005), data_parallel=DataParallelConfig("zero", "auto"))
 
 
 @pytest.mark.parametrize("free, stage, words", [
-    ([11.9, 20], 1, "zero stage 1: unsharded needs 15.2 GB on rank 0, which has 11.9 GB free; stage 1 needs 9 GB"),
-    ([20, 7], 2, "zero stage 2: unsharded needs 15.2 GB on rank 1, which has 7 GB free; stage 2 needs 6.4 GB"),
-    ([20, 16], 0, "data_parallel.stage auto divides nothing: unsharded needs 15.2 GB on rank 1, which has 16 GB free"),
-    ([5, 20], 2, "zero stage 2: unsharded needs 15.2 GB on rank 0, which has 5 GB free; stage 2 needs 6.4 GB: no "
-     "stage fits, and this one comes nearest"),
-    ([None, None], 0, "data_parallel.stage auto divides nothing: unsharded needs 15.2 GB on rank 0, whose room is "
+    ([11.9, 20], 1, "zero stage 1: unsharded needs 15.2 GiB on rank 0, which has 11.9 GiB free; stage 1 needs "
+     "9.00 GiB"),
+    ([20, 7], 2, "zero stage 2: unsharded needs 15.2 GiB on rank 1, which has 7.00 GiB free; stage 2 needs 6.40 GiB"),
+    ([20, 16], 0, "data_parallel.stage auto divides nothing: unsharded needs 15.2 GiB on rank 1, which has 16.0 GiB "
+     "free"),
+    ([5, 20], 2, "zero stage 2: unsharded needs 15.2 GiB on rank 0, which has 5.00 GiB free; stage 2 needs 6.40 GiB: "
+     "no stage fits, and this one comes nearest"),
+    ([None, None], 0, "data_parallel.stage auto divides nothing: unsharded needs 15.2 GiB on rank 0, whose room is "
      "unknown"),
 ])
 def test_the_least_stage_that_fits_is_taken(free, stage, words):
-    assert least_stage([NEEDS] * 2, [None if f is None else int(f * GB) for f in free]) == (stage, words)
+    assert least_stage([NEEDS] * 2, [None if f is None else int(f * GIB) for f in free]) == (stage, words)
 
 
 @pytest.mark.parametrize("room, zero", ((10**12, False), (1, True)))

@@ -11,13 +11,13 @@ from small_runs import CUTS, bits, config, fitted, lockstep, make_model, samples
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from hvdtrain.config import DataParallel, Exchange, Named, Schedule  # noqa: E402
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.parallel.data_parallel.zero import Zero  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.core.protocols.state import Head  # noqa: E402
+from hvdtrain.core.protocols.run import Head  # noqa: E402
 
 UNFUSED = config(global_batch=24, max_steps=6, optimizer=Named("SGD", {"momentum": 0.9, "fused": False}),
-                 exchange=Exchange(bucket_mb=0.0005))
+                 exchange=ExchangeConfig(bucket_mb=0.0005))
 DATA = samples(96)
 ELEMENTWISE = [("SGD", {"momentum": 0.9, "weight_decay": 1e-3, "nesterov": True, "fused": False}), ("Adam", {}),
                ("Adam", {"amsgrad": True, "foreach": True}), ("AdamW", {"weight_decay": 0.1}), ("NAdam", {}),
@@ -38,7 +38,7 @@ def trained(size, settings, out, model=None, data=DATA):
 
 
 def zero(settings, stage=2, shards=()):
-    return replace(settings, data_parallel=DataParallel("zero", stage, list(shards)))
+    return replace(settings, data_parallel=DataParallelConfig("zero", stage, list(shards)))
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def zero(settings, stage=2, shards=()):
 @pytest.mark.parametrize("name, args", ELEMENTWISE, ids=lambda x: x if isinstance(x, str) else "")
 def test_every_elementwise_optimizer_keeps_its_bits(name, args, stage, tmp_path):
     settings = replace(UNFUSED, optimizer=Named(name, args), lr=0.01,
-                       schedule=Schedule("CosineAnnealingLR", {"T_max": 9}, warmup_steps=3))
+                       schedule=ScheduleConfig("CosineAnnealingLR", {"T_max": 9}, warmup_steps=3))
     want = bits(trained(3, settings, tmp_path / "whole")[0])
     runs = trained(3, zero(settings, stage, [2, 0, 1]), tmp_path / "zero")
     assert {bits(run) for run in runs} == {want}
@@ -137,7 +137,7 @@ def test_states_take_the_bytes_of_the_formula(stage, n, formula, tmp_path):
         return torch.nn.Sequential(torch.nn.Linear(12, 500), torch.nn.ReLU(), torch.nn.Linear(500, 500),
                                    torch.nn.ReLU(), torch.nn.Linear(500, 5))
 
-    settings = replace(UNFUSED, optimizer=Named("Adam"), max_steps=2, exchange=Exchange(bucket_mb=0.1),
+    settings = replace(UNFUSED, optimizer=Named("Adam"), max_steps=2, exchange=ExchangeConfig(bucket_mb=0.1),
                        out=str(tmp_path))
     settings = zero(settings, stage, [1] * n) if stage else settings
     found = lockstep(n, settings, model, DATA, bytes_of_states)
@@ -205,7 +205,7 @@ def with_a_number(seed=0):
                          ids=["Adam", "NAdam", "Adagrad", "momentum", "sgd"])
 def test_slices_make_the_state_of_an_unsharded_run_and_go_on_anywhere(name, args, tmp_path):
     settings = replace(UNFUSED, optimizer=Named(name, args), lr=0.01,
-                       schedule=Schedule("ExponentialLR", {"gamma": 0.9}))
+                       schedule=ScheduleConfig("ExponentialLR", {"gamma": 0.9}))
 
     def models(rank):
         return with_a_number()

@@ -12,10 +12,10 @@ from sync_models import with_norms
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from hvdtrain.engine import loop  # noqa: E402
-from hvdtrain.config import DataParallel, Exchange, Named  # noqa: E402
+from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
-ADAM = config(global_batch=24, max_steps=8, lr=0.01, optimizer=Named("Adam"), exchange=Exchange(bucket_mb=0.0005))
+ADAM = config(global_batch=24, max_steps=8, lr=0.01, optimizer=Named("Adam"), exchange=ExchangeConfig(bucket_mb=0.0005))
 DATA = samples(96)
 
 
@@ -32,7 +32,7 @@ def both(tmp_path, settings=ADAM, size=3, shards=(2, 0, 1), model=lambda rank: m
     """What each rank's ``work`` gives, unsharded and with zero in both stages."""
     found = []
     for stage in (0, 1, 2):
-        way = DataParallel("zero", stage, list(shards)) if stage else DataParallel()
+        way = DataParallelConfig("zero", stage, list(shards)) if stage else DataParallelConfig()
         found.append(lockstep(size, replace(settings, out=str(tmp_path / f"stage{stage}"), data_parallel=way), model,
                               data, work))
     return found
@@ -48,7 +48,7 @@ def one_curve(tmp_path, *args, **more):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"compression": "fp16"}, {"compression": "bf16"}, {"compression": "int8"},
-    {"compression": "topk", "exchange": Exchange(bucket_mb=0.0005, topk_ratio=0.2)},
+    {"compression": "topk", "exchange": ExchangeConfig(bucket_mb=0.0005, topk_ratio=0.2)},
     {"compression": "powersgd", "threads": 1}, {"shares": [1, 0, 3]}, {"accumulate": 3, "shares": [1, 0, 3]},
     {"micro_batch": 3}, {"emulate_speed": [1.0, 0.9, 1.0]}, {"check_every": 2, "audit": 3},
     {"precision": "bf16:fp32:fp32"}, {"precision": "fp16:fp32:fp32", "loss_scale": 1024.0},
@@ -59,7 +59,7 @@ def test_it_goes_with(changes, tmp_path):
 
 
 def test_a_compressors_memory_is_the_unsharded_runs(tmp_path):
-    settings = replace(ADAM, compression="topk", exchange=Exchange(bucket_mb=0.0005, topk_ratio=0.2))
+    settings = replace(ADAM, compression="topk", exchange=ExchangeConfig(bucket_mb=0.0005, topk_ratio=0.2))
     whole, _, zero = both(tmp_path, settings)
     for run, of_zero in zip(whole, zero):
         own, other = run.dp.saved(), of_zero.dp.saved()
@@ -182,11 +182,11 @@ def test_gradients_whose_parameter_gets_them_twice_are_refused(tmp_path):
             return v + 0 * self.inner(v).sum()
 
     with pytest.raises(UserError, match="received its gradient twice.*use_reentrant"):
-        lockstep(2, replace(ADAM, exchange=Exchange(bucket_mb=0.0001), out=str(tmp_path),
-                            data_parallel=DataParallel("zero", 2)), lambda rank: Twice(), DATA, fitted)
+        lockstep(2, replace(ADAM, exchange=ExchangeConfig(bucket_mb=0.0001), out=str(tmp_path),
+                            data_parallel=DataParallelConfig("zero", 2)), lambda rank: Twice(), DATA, fitted)
 
 
 def test_a_rank_alone_divides_nothing(tmp_path):
-    (run,) = lockstep(1, replace(ADAM, data_parallel=DataParallel("zero", 2), out=str(tmp_path)),
+    (run,) = lockstep(1, replace(ADAM, data_parallel=DataParallelConfig("zero", 2), out=str(tmp_path)),
                       lambda rank: make_model("torch"), DATA, fitted)
     assert any("there is one rank" in note for note in run.notes)

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdtrain.engine.callbacks.meter import _row
-from hvdtrain.planning.batch.meter import CAUSES, Row, read
+from hvdtrain.planning.batch.meter import CAUSES, AverageStep, read
 
 TWO = ["rank 0 on host a", "rank 1 on host b"]
 
@@ -17,7 +17,7 @@ def lost(**percent):
 
 
 def test_equal_shares_on_unlike_ranks():
-    rows = [Row(32, 0.0, 0.1, 0.14, 0.0), Row(32, 0.0, 0.24, 0.0, 0.0)]
+    rows = [AverageStep(32, 0.0, 0.1, 0.14, 0.0), AverageStep(32, 0.0, 0.24, 0.0, 0.0)]
     got = read(rows, 0.24, TWO, "off", "none")
     assert got.percent == pytest.approx(100 * (64 / 0.24) / (32 / 0.1 + 32 / 0.24))  # 58.8 %
     assert got.lost == lost(slowest=100 * 0.14 / 0.48) and got.rows == tuple(rows) and got.step_s == 0.24
@@ -25,28 +25,31 @@ def test_equal_shares_on_unlike_ranks():
 
 
 def test_the_predicted_win_keeps_the_wire():
-    rows = [Row(32, 0.0, 0.1, 0.2, 0.0), Row(32, 0.0, 0.24, 0.06, 0.0)]
+    rows = [AverageStep(32, 0.0, 0.1, 0.2, 0.0), AverageStep(32, 0.0, 0.24, 0.06, 0.0)]
     assert read(rows, 0.3, TWO, "off", "none").sentence.endswith("would win about 49 %")  # 0.3 / (0.24 / 1.7 + 0.06)
 
 
 def test_ideal_balance_has_nothing_to_do():
-    got = read([Row(32, 0.0, 0.1, 0.002, 0.001), Row(13, 0.0, 0.1, 0.002, 0.001)], 0.103, TWO, "auto", "none")
+    got = read([AverageStep(32, 0.0, 0.1, 0.002, 0.001), AverageStep(13, 0.0, 0.1, 0.002, 0.001)], 0.103, TWO, "auto",
+               "none")
     assert got.percent == pytest.approx(100 * 0.101 / 0.103)
     assert got.sentence == "nothing to do: the ranks reach 98 % of the sum of their solo speeds"
 
 
 def test_stage_that_waits_for_the_input_of_the_one_before_counts_it_once():
-    first, second = Row(8, 0.4, 0.3, 0.4, 0.1), Row(8, 0.1, 0.3, 0.7, 0.1)  # of a step of 1.2
-    assert _row([first, second], [0.2, 0.5]) == Row(8, 0.4, pytest.approx(0.5), pytest.approx(0.2), 0.1)
+    first, second = AverageStep(8, 0.4, 0.3, 0.4, 0.1), AverageStep(8, 0.1, 0.3, 0.7, 0.1)  # of a step of 1.2
+    assert _row([first, second], [0.2, 0.5]) == AverageStep(8, 0.4, pytest.approx(0.5), pytest.approx(0.2), 0.1)
 
 
 @pytest.mark.parametrize("row, compression, cause, words", [
-    (Row(8, 0.0, 0.05, 0.05, 0.0), "none", "wire", "50 % of the ranks' time goes to the exchange of gradients: try "
+    (AverageStep(8, 0.0, 0.05, 0.05, 0.0), "none", "wire",
+     "50 % of the ranks' time goes to the exchange of gradients: try "
                                                    "--compression auto, a larger global_batch or fewer hosts"),
-    (Row(8, 0.0, 0.05, 0.05, 0.0), "int8", "wire", "try a larger global_batch or fewer hosts"),
-    (Row(8, 0.04, 0.05, 0.01, 0.0), "none", "input", "40 % of the ranks' time goes to waiting for data: raise "
+    (AverageStep(8, 0.0, 0.05, 0.05, 0.0), "int8", "wire", "try a larger global_batch or fewer hosts"),
+    (AverageStep(8, 0.04, 0.05, 0.01, 0.0), "none", "input", "40 % of the ranks' time goes to waiting for data: raise "
                                                      "data.prefetch or give a faster source"),
-    (Row(8, 0.0, 0.05, 0.01, 0.04), "none", "update", "40 % of the ranks' time goes to the optimizer's update: a "
+    (AverageStep(8, 0.0, 0.05, 0.01, 0.04), "none", "update",
+     "40 % of the ranks' time goes to the optimizer's update: a "
                                                       "larger global_batch needs fewer of them")])
 def test_what_all_ranks_lose_alike(row, compression, cause, words):
     got = read([row, row], 0.1, TWO, "off", compression)
@@ -58,24 +61,25 @@ def test_what_all_ranks_lose_alike(row, compression, cause, words):
     ((0.06, 0.02), "30 % of the ranks' time goes to stages that wait for each other: more pipeline.micro_batches"),
     ((0.02, 0.06), "30 % of the ranks' time goes to messages between stages: fewer stages, or a pipeline.cut")])
 def test_what_stages_of_one_copy_lose(stages_s, words):
-    got = read([Row(32, 0.0, 0.1, 0.0, 0.0)], 0.1, ["copy 0 (ranks 0, 1)"], "off", "none", stages_s=stages_s, ranks=2)
+    got = read([AverageStep(32, 0.0, 0.1, 0.0, 0.0)], 0.1, ["copy 0 (ranks 0, 1)"], "off", "none", stages_s=stages_s,
+               ranks=2)
     assert got.lost == lost(idle=500 * stages_s[0], channel=500 * stages_s[1]) and words in got.sentence
 
 
 @pytest.mark.parametrize("rows, balance, words", [
-    ([Row(32, 0.0, 0.1, 0.1, 0.0), Row(32, 0.0, 0.2, 0.0, 0.0)], "static",
+    ([AverageStep(32, 0.0, 0.1, 0.1, 0.0), AverageStep(32, 0.0, 0.2, 0.0, 0.0)], "static",
      "rank 1 on host b is 2.0 times as slow as the others in spite of the plan: --balance auto would win about 50 %"),
-    ([Row(20, 0.0, 0.1, 0.1, 0.0), Row(40, 0.0, 0.2, 0.0, 0.0)], "off",  # unequal shares, equal speeds
+    ([AverageStep(20, 0.0, 0.1, 0.1, 0.0), AverageStep(40, 0.0, 0.2, 0.0, 0.0)], "off",  # unequal shares, equal speeds
      "25 % of the ranks' time goes to waiting for rank 1 on host b: --balance auto would win about 33 %"),
-    ([Row(32, 0.0, 0.1, 0.1, 0.0), Row(32, 0.1, 0.1, 0.0, 0.0)], "off",
+    ([AverageStep(32, 0.0, 0.1, 0.1, 0.0), AverageStep(32, 0.1, 0.1, 0.0, 0.0)], "off",
      "waiting for rank 1 on host b, which waits for its data: raise data.prefetch or mend its source"),
-    ([Row(4, 0.0, 0.1, 0.06, 0.0), Row(1, 0.0, 0.16, 0.0, 0.0)], "auto",
+    ([AverageStep(4, 0.0, 0.1, 0.06, 0.0), AverageStep(1, 0.0, 0.16, 0.0, 0.0)], "auto",
      "waiting for rank 1 on host b, and one sample less is all it could give: a larger global_batch"),
-    ([Row(64, 0.0, 0.1, 0.1, 0.0), Row(64, 0.0, 0.2, 0.0, 0.0)], "auto",
+    ([AverageStep(64, 0.0, 0.1, 0.1, 0.0), AverageStep(64, 0.0, 0.2, 0.0, 0.0)], "auto",
      "waiting for rank 1 on host b although --balance auto follows its speed: it changes faster than that"),
-    ([Row(0, 0.0, 0.0, 0.1, 0.0), Row(64, 0.0, 0.1, 0.0, 0.0)], "auto",
+    ([AverageStep(0, 0.0, 0.0, 0.1, 0.0), AverageStep(64, 0.0, 0.1, 0.0, 0.0)], "auto",
      "rank 1 on host b computes all samples and the other ranks wait: a larger global_batch, or leave them out"),
-    ([Row(64, 0.0, 0.0, 0.2, 0.0), Row(64, 0.0, 0.2, 0.0, 0.0)], "off",  # a clock that showed nothing
+    ([AverageStep(64, 0.0, 0.0, 0.2, 0.0), AverageStep(64, 0.0, 0.2, 0.0, 0.0)], "off",  # a clock that showed nothing
      "50 % of the ranks' time goes to waiting for rank 1 on host b: --balance auto would win about")])
 def test_why_the_slowest_is_waited_for(rows, balance, words):
     assert words in read(rows, 0.2, TWO, balance, "none").sentence
@@ -84,7 +88,8 @@ def test_why_the_slowest_is_waited_for(rows, balance, words):
 @pytest.mark.parametrize("idle, words", [
     (1, "c would only hold the others up and got no samples"), (2, "2 ranks would only hold the others up")])
 def test_ranks_without_samples(idle, words):
-    rows = [Row(32, 0.0, 0.1, 0.001, 0.0), Row(33, 0.0, 0.101, 0.0, 0.0)] + [Row(0, 0.0, 0.0, 0.101, 0.0)] * idle
+    rows = [AverageStep(32, 0.0, 0.1, 0.001, 0.0),
+            AverageStep(33, 0.0, 0.101, 0.0, 0.0)] + [AverageStep(0, 0.0, 0.0, 0.101, 0.0)] * idle
     labels = ["a", "b", "c", "d"][:2 + idle]
     got = read(rows, 0.101, labels, "auto", "none")
     assert words in got.sentence and got.percent == pytest.approx(99.5, abs=0.5)
@@ -93,12 +98,13 @@ def test_ranks_without_samples(idle, words):
 
 
 def test_one_rank_waits_for_nobody():
-    got = read([Row(32, 0.0, 0.1, 0.0, 0.002)], 0.102, ["rank 0 on host a"], "off", "none")
+    got = read([AverageStep(32, 0.0, 0.1, 0.0, 0.002)], 0.102, ["rank 0 on host a"], "off", "none")
     assert got.percent == pytest.approx(100.0) and got.sentence.startswith("nothing to do: the ranks reach 100 %")
 
 
-@pytest.mark.parametrize("rows, step_s", [([], 0.0), ([], 1.0), ([Row(0, 0, 0, 0, 0)] * 2, 0.0),
-                                          ([Row(0, 0, 0, 0.1, 0)] * 2, 0.1), ([Row(8, 0, 0.1, 0, 0)] * 2, 0.0)])
+@pytest.mark.parametrize("rows, step_s", [([], 0.0), ([], 1.0), ([AverageStep(0, 0, 0, 0, 0)] * 2, 0.0),
+                                          ([AverageStep(0, 0, 0, 0.1, 0)] * 2, 0.1),
+                                          ([AverageStep(8, 0, 0.1, 0, 0)] * 2, 0.0)])
 def test_a_window_without_steps(rows, step_s):
     got = read(rows, step_s, TWO[:len(rows)], "off", "none")
     assert got.percent == 0.0 and got.sentence == "nothing to do: no step was measured"
@@ -107,9 +113,9 @@ def test_a_window_without_steps(rows, step_s):
 SECONDS = st.one_of(st.just(0.0), st.floats(0, 10), st.just(1e-300))
 
 
-@example([Row(0, 0.0, 0.0, 0.0, 2.0)], 5.857e-307, "off", "none")
-@example([Row(0, 0, 0, 0, 0), Row(1, 0, 0, 0, 2.0)], 5.857e-307, "off", "none")
-@given(st.lists(st.builds(Row, st.integers(0, 99), SECONDS, SECONDS, SECONDS, SECONDS), max_size=5), SECONDS,
+@example([AverageStep(0, 0.0, 0.0, 0.0, 2.0)], 5.857e-307, "off", "none")
+@example([AverageStep(0, 0, 0, 0, 0), AverageStep(1, 0, 0, 0, 2.0)], 5.857e-307, "off", "none")
+@given(st.lists(st.builds(AverageStep, st.integers(0, 99), SECONDS, SECONDS, SECONDS, SECONDS), max_size=5), SECONDS,
        st.sampled_from(["off", "static", "auto"]), st.sampled_from(["none", "int8"]))
 def test_whatever_was_measured_numbers_are_finite_and_there_is_one_sentence(rows, step_s, balance, compression):
     got = read(rows, step_s, [f"rank {r} on host h" for r in range(len(rows))], balance, compression)
@@ -120,15 +126,15 @@ def test_whatever_was_measured_numbers_are_finite_and_there_is_one_sentence(rows
 
 def test_the_awaited_rank_may_have_nothing_to_give():
     labels = ["rank 0 on a", "rank 1 on b"]
-    idle = read([Row(64, 0, 0.1, 0.2, 0), Row(0, 0, 0.3, 0, 0)], 0.3, labels, "auto", "none", [640, 0])
+    idle = read([AverageStep(64, 0, 0.1, 0.2, 0), AverageStep(0, 0, 0.3, 0, 0)], 0.3, labels, "auto", "none", [640, 0])
     assert "got no samples" in idle.sentence
     for balance in ("off", "static", "auto"):
-        single = read([Row(1, 0, 0.01, 0.01, 0), Row(1, 0, 0.02, 0, 0)], 0.02, labels, balance, "none")
+        single = read([AverageStep(1, 0, 0.01, 0.01, 0), AverageStep(1, 0, 0.02, 0, 0)], 0.02, labels, balance, "none")
         assert "one sample less" in single.sentence
 
 
 def test_advice_knows_the_hosts_and_the_cores():
-    rows = [Row(8, 0, 0.05, 0.05, 0)] * 2
+    rows = [AverageStep(8, 0, 0.05, 0.05, 0)] * 2
     one = read(rows, 0.1, ["rank 0 on a", "rank 1 on a"], "off", "none", hosts=1)
     assert "larger global_batch" in one.sentence and "hosts" not in one.sentence and "auto" not in one.sentence
     full = read(rows, 0.1, ["rank 0 on a", "rank 1 on a"], "off", "none", hosts=1, crowded="2 ranks share 1 core on a")

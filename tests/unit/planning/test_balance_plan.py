@@ -11,7 +11,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.minmax import CommonParts, OwnParts, solve
 from hvdtrain.planning.batch.plan import (
-    COLUMNS, Label, Part, Plan, advise_drop, equal, of_shares, plan, predicted, speed, table)
+    COLUMNS, BatchPlan, RankLabel, RankShare, advise_drop, equal, of_shares, plan, predicted, speed, table)
 from hvdtrain.planning.batch.sampler import cut, micro_batches
 
 # Round numbers make ties, which random ones never do.
@@ -87,14 +87,14 @@ def test_equal_ranks_get_what_the_sampler_gives_them(size, n, same):
 
 def test_only_the_rank_with_little_memory_accumulates():
     got = plan([Line(1.0, 1.0), Line(1.0, 1.0)], 20, [0, 4])
-    assert got.parts == (Part(11, 11, 1, 12.0), Part(9, 3, 3, 12.0)) and got.step_s == 12.0
+    assert got.parts == (RankShare(11, 11, 1, 12.0), RankShare(9, 3, 3, 12.0)) and got.step_s == 12.0
 
 
 def test_same_parts_weighs_the_fixed_cost_of_all_against_the_memory_of_one():
     lines = [Line(0.1, 1.0), Line(0.1, 1.0)]
     many, few = plan(lines, 40, [0, 2], same_parts=True), plan([Line(9.0, 1.0)] * 2, 40, [0, 2], same_parts=True)
-    assert many.parts == (Part(20, 2, 10, 21.0), Part(20, 2, 10, 21.0))
-    assert few.parts[0] == Part(38, 38, 1, 47.0) and few.parts[1] == Part(2, 2, 1, 11.0)
+    assert many.parts == (RankShare(20, 2, 10, 21.0), RankShare(20, 2, 10, 21.0))
+    assert few.parts[0] == RankShare(38, 38, 1, 47.0) and few.parts[1] == RankShare(2, 2, 1, 11.0)
 
 
 @pytest.mark.parametrize("a_s, c_s, ceilings, n, k, samples, step_s", [
@@ -108,9 +108,9 @@ def test_same_parts_where_whole_samples_want_another_number_than_a_continuum(a_s
 
 def test_a_rank_that_would_hold_the_others_up_gets_nothing():
     got = plan([Line(0.0, 1.0), Line(50.0, 1.0)], 10)
-    assert got.parts == (Part(10, 10, 1, 10.0), Part(0, 0, 0, 0.0))
+    assert got.parts == (RankShare(10, 10, 1, 10.0), RankShare(0, 0, 0, 0.0))
     got = plan([Line(0.0, 1.0), Line(5.0, 100.0)], 10, same_parts=True)
-    assert got.parts == (Part(10, 10, 1, 10.0), Part(0, 0, 1, 5.0))
+    assert got.parts == (RankShare(10, 10, 1, 10.0), RankShare(0, 0, 1, 5.0))
 
 
 def test_of_slowest_ranks_the_one_that_saves_most_gives_a_sample_up_then_the_highest():
@@ -179,7 +179,7 @@ def test_1024_ranks_with_one_number_of_micro_batches():
 def test_a_sum_of_shares_and_predictions_by_other_lines():
     lines = [Line(0.0, 1.0), Line(0.0, 2.0)]
     got = of_shares(lines, 8, [3, 1], [4, 0])
-    assert got.parts == (Part(6, 3, 2, 6.0), Part(2, 2, 1, 4.0)) and speed(got, 8) == pytest.approx(8 / 6)
+    assert got.parts == (RankShare(6, 3, 2, 6.0), RankShare(2, 2, 1, 4.0)) and speed(got, 8) == pytest.approx(8 / 6)
     again = predicted(got, [Line(1.0, 1.0), Line(0.0, 5.0)])
     assert again.same(got) and again != got and [p.predicted_s for p in again.parts] == [8.0, 10.0]
     assert again.step_s == 10.0 and not got.same(equal(lines, 8))
@@ -231,8 +231,9 @@ def test_same_parts_can_make_a_host_costly_that_gets_no_samples():
 # --- table -----------------------------------------------------------------------------------------------------------
 
 def test_the_table():
-    labels = [Label("a", "A100", "bf16"), Label("b", "V100", "fp16"), Label("b", "CPU", "fp32")]
-    got = table(Plan((Part(48, 48, 1, 0.1), Part(40, 14, 3, 0.09876), Part(0, 0, 0, 0.0)), 0.1), labels, [0, 16, None])
+    labels = [RankLabel("a", "A100", "bf16"), RankLabel("b", "V100", "fp16"), RankLabel("b", "CPU", "fp32")]
+    got = table(BatchPlan((RankShare(48, 48, 1, 0.1), RankShare(40, 14, 3, 0.09876), RankShare(0, 0, 0, 0.0)), 0.1),
+                labels, [0, 16, None])
     assert got == [["0", "a", "A100", "bf16", "48", "1 x 48", "none", "100"],
                    ["1", "b", "V100", "fp16", "40", "3 x 14", "16", "98.76"],
                    ["2", "b", "CPU", "fp32", "0", "-", "none", "0"]]
@@ -241,7 +242,7 @@ def test_the_table():
 
 @pytest.mark.parametrize("size, ranks", [(16, [str(rank) for rank in range(16)]), (17, ["0", "1-3", "4-16"])])
 def test_many_ranks_share_rows(size, ranks):
-    labels = [Label("a" if rank < 4 else "b", "A100", "bf16") for rank in range(size)]
+    labels = [RankLabel("a" if rank < 4 else "b", "A100", "bf16") for rank in range(size)]
     got = table(equal([Line(0.0, 0.001)] * size, 4 * size + 1), labels)
     assert [row[0] for row in got] == ranks and got[0][4] == "5" and got[-1][1:5] == ["b", "A100", "bf16", "4"]
 

@@ -5,18 +5,19 @@ import pytest
 from hvdtrain.comm.compressors import choices, create, names
 from hvdtrain.config import Config
 from hvdtrain.planning.exchange.choice import (
-    BUCKET_TIE, TIE, Baseline, Choice, Cost, Row, best_wires, decide, pick_bucket, predict, table, verdict)
+    BUCKET_TIE, TIE, Baseline, CompressorChoice, CompressorCost, CompressorPrediction, best_wires, decide, pick_bucket,
+    predict, table, verdict)
 from hvdtrain.planning.exchange.link import Link, Traffic
 
 LINKS = {"allreduce float32": Link(0.0, 1e-8), "allgather": Link(0.0, 2e-8)}
-NONE = Cost("none", 0.0, (Traffic("allreduce float32", False, 1, 10_000_000),), 10_000_000, "exact")  # 100 ms
-TWO_SHOT = Cost("int8", 0.005, (Traffic("allreduce float32", False, 1, 1_000_000),           # 10 ms
+NONE = CompressorCost("none", 0.0, (Traffic("allreduce float32", False, 1, 10_000_000),), 10_000_000, "exact")  # 100 ms
+TWO_SHOT = CompressorCost("int8", 0.005, (Traffic("allreduce float32", False, 1, 1_000_000),           # 10 ms
                                 Traffic("allgather", True, 1, 500_000)), 1_500_000,          # 10 ms
                 "lossy: 8 bits")
 
 
 def row(name, step_s):
-    return Row(name, 1, 0.0, 0.0, step_s, "", f"lossy: what {name} loses")
+    return CompressorPrediction(name, 1, 0.0, 0.0, step_s, "", f"lossy: what {name} loses")
 
 
 @pytest.mark.parametrize("overlaps, in_graph, wait_s, shown", [
@@ -61,7 +62,7 @@ def test_ties_go_to_the_gentlest():
 
 def test_nothing_to_choose_from():
     got = decide([row("none", 1.0)], 0.05)
-    assert got == Choice("none", 1.0, "none: there is no compressor to compare with")
+    assert got == CompressorChoice("none", 1.0, "none: there is no compressor to compare with")
 
 
 @pytest.mark.parametrize("measured_s, keep, words", [
@@ -70,16 +71,17 @@ def test_nothing_to_choose_from():
     (1.0, False, "none from here on: powersgd took 1000 ms a step, predicted were 480 ms, without compression 1000"),
     (3.0, False, "the prediction was wrong")])
 def test_the_check_afterwards(measured_s, keep, words):
-    got, reason = verdict(Choice("powersgd", 0.48, ""), Baseline(1.0, 0.6), measured_s)
+    got, reason = verdict(CompressorChoice("powersgd", 0.48, ""), Baseline(1.0, 0.6), measured_s)
     assert got is keep and words in reason
 
 
 def test_the_table_tells_what_is_lossy_and_what_was_left_out():
-    lines = table(predict([NONE, TWO_SHOT], LINKS, Baseline(0.4, 0.1), True), {"topk": "because"}, "int8", 2)
+    rows = predict([NONE, TWO_SHOT], LINKS, Baseline(0.4, 0.1), True)
+    lines = table(rows, {"topk": "because"}, "int8", 2).splitlines()
     assert lines[0] == "compression auto: a step on each of 2 ranks, predicted"
-    assert lines[2].split() == ["none", "exact", "10.000", "0.00", "100.00", "400.00"]
-    assert lines[3].split() == [">", "int8", "lossy:", "8", "bits", "1.500", "5.00", "20.00", "325.00"]
-    assert lines[4].split() == ["topk", "not", "considered:", "because"] and len(lines) == 5
+    assert lines[3].split() == ["none", "exact", "9.537", "0.00", "100.00", "400.00"]
+    assert lines[4].split() == [">", "int8", "lossy:", "8", "bits", "1.431", "5.00", "20.00", "325.00"]
+    assert lines[5].split() == ["topk", "not", "considered:", "because"] and len(lines) == 6
 
 
 def test_every_compressor_of_the_house_is_named():
@@ -107,8 +109,8 @@ def test_ties_go_to_the_larger_bucket():
 
 def test_wire_and_compressor_are_chosen_from_one_table():
     """Of a step of 100 ms that waits 80: shared halves sums, and takes longer over what fp16 sends."""
-    costs = (Cost("none", 0.0, (Traffic("allreduce float32", False, 1, 8e6),), 8),
-             Cost("fp16", 0.01, (Traffic("alltoall", False, 1, 4e6),), 4))
+    costs = (CompressorCost("none", 0.0, (Traffic("allreduce float32", False, 1, 8e6),), 8),
+             CompressorCost("fp16", 0.01, (Traffic("alltoall", False, 1, 4e6),), 4))
     mpi = {"allreduce float32": Link(0.0, 1e-8), "alltoall": Link(0.0, 1e-8)}
     shared = {"allreduce float32": Link(0.0, 0.5e-8), "alltoall": Link(0.0, 4e-8)}
     base = Baseline(0.1, 0.08)
@@ -119,10 +121,11 @@ def test_wire_and_compressor_are_chosen_from_one_table():
     decision = decide(rows, 0.05)
     assert decision.reason.endswith("; uncompressed, over shared from here on")
     assert (decision.name, decision.wire) == ("none", "shared"), "sums over shared take less than fp16 over mpi"
-    lines = table(rows, {}, "none", 2, "shared")
-    assert [line[0] for line in lines[2:]] == [" ", " ", ">", " "] and lines[4].endswith("over shared")
+    lines = table(rows, {}, "none", 2, "shared").splitlines()
+    assert [line[0] for line in lines[3:]] == [" ", " ", ">", " "] and lines[5].endswith("shared")
 
 
 def test_the_wire_at_hand_stays_where_another_saves_little():
-    rows = [Row("none", 8, 0.0, 0.08, 0.100), Row("none", 8, 0.0, 0.077, 0.097, "shared")]
+    rows = [CompressorPrediction("none", 8, 0.0, 0.08, 0.100),
+            CompressorPrediction("none", 8, 0.0, 0.077, 0.097, "shared")]
     assert [r.wire for r in best_wires(rows)] == [""]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.planning.batch.sampler import cut, epoch_order, micro_batches, steps_per_epoch
 
 WEIGHTS = st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e6)), min_size=1, max_size=9).filter(any)

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.memory.fit import Room, choose
+from hvdtrain.planning.memory.fit import MemoryRoom, choose
 
 
 def room(free, fixed=1000, per_sample=10, blocks=0, forward_s=0.0, line=Line(0.0, 1.0)):
     """A rank that holds ``fixed`` bytes and for each sample some more, all of which are in its blocks."""
     def costs(n):
         return [BlockCost(f"b{i}", n * per_sample // blocks, n * forward_s) for i in range(blocks)]
-    return Room(lambda n: fixed + per_sample * n, free, costs, line)
+    return MemoryRoom(lambda n: fixed + per_sample * n, free, costs, line)
 
 
 def test_the_largest_micro_batch_that_fits_is_taken():

@@ -7,18 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvdtrain.config import Config, DataParallel
+from hvdtrain.config import Config, DataParallelConfig
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import BlockCost, ParamSpec
 from hvdtrain.core.units import Footprint
 from hvdtrain.engine.average import average_bytes
-from hvdtrain.engine.memory.plan import Plan
+from hvdtrain.engine.memory_plan import Plan
 from hvdtrain.parallel.data_parallel.room import least_stage
 from hvdtrain.planning.memory import options
-from hvdtrain.planning.memory.facts import Facts, Measured, Model, Rank, Slots, Way
+from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding, Slots
 from hvdtrain.planning.memory.forecast import forecast
 from hvdtrain.planning.memory.options import Option
-from hvdtrain.planning.memory.pass_trace import Trace, first_copies, line
+from hvdtrain.planning.memory.pass_trace import MemoryTrace, first_copies, line
 
 SPECS = [ParamSpec(f"layer{i}", (512, 512), "float32") for i in range(8)]
 N = sum(spec.n for spec in SPECS)
@@ -26,8 +26,8 @@ ADAM = Model(SPECS, 0, [Slots(8.0)] * len(SPECS))
 
 
 def facts(stage=0, size=4, rank=0, parts=None, **more):
-    way = Way(stage, plan_buckets(SPECS, 2.0), parts or [1.0] * size, "mpi") if size > 1 else Way()
-    return Facts(ADAM, Rank(rank, size, size, 10**9, micro_batch=32), way, **more)
+    way = Sharding(stage, plan_buckets(SPECS, 2.0), parts or [1.0] * size, "mpi") if size > 1 else Sharding()
+    return MemoryFacts(ADAM, RankMemory(rank, size, size, 10**9, micro_batch=32), way, **more)
 
 
 @pytest.mark.parametrize("size", (2, 4, 8))
@@ -69,10 +69,10 @@ def test_a_slice_that_is_empty_has_no_state():
 
 def test_two_small_passes_tell_each_moment_of_a_large_one():
     made = ((2, 1), (3, 0))
-    small, large = (Trace(n, np.array([10 * n, 30 * n + 5, 8 * n]), made) for n in (2, 4))
+    small, large = (MemoryTrace(n, np.array([10 * n, 30 * n + 5, 8 * n]), made) for n in (2, 4))
     through = line(small, large)
     assert through.live_E(100).tolist() == [1000, 3005, 800] and through.peak(100) == 3005
-    other = line(small, Trace(4, np.array([1, 2, 3, 200]), made))  # took other operations: by the peaks alone
+    other = line(small, MemoryTrace(4, np.array([1, 2, 3, 200]), made))  # took other operations: by the peaks alone
     assert other.peak(4) == 200 and other.peak(2) == 65
     assert line(large, large).peak(8) == 250
 
@@ -85,8 +85,8 @@ def test_gradients_wait_until_their_bucket_is_full():
 
 
 def test_a_pass_counts_what_waits_beside_what_is_alive():
-    trace = Trace(32, np.array([100, 50, 20]), tuple((i % 3, i) for i in range(8)))
-    measured = Measured(line(trace, trace))
+    trace = MemoryTrace(32, np.array([100, 50, 20]), tuple((i % 3, i) for i in range(8)))
+    measured = MeasuredMemory(line(trace, trace))
     alone, several = (forecast(facts(size=size, measured=measured)) for size in (1, 4))
     assert alone.gradients == 4 * N and alone.activations <= 100
     assert several.activations > 100
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_not_offered():
                     names(replace(facts(), way=replace(facts().way, wire="null")))):
         assert not any("zero" in name for name in refused)
     assert "zero stage 2" in names(facts(), Config(model_parallel=2)) and "zero stage 2" in names(keras)
-    one_sample = replace(facts(), rank=Rank(0, 4, 4, None, micro_batch=1))
+    one_sample = replace(facts(), rank=RankMemory(0, 4, 4, None, micro_batch=1))
     assert "accumulation" not in names(one_sample)
     assert "bf16" not in names(facts(), Config(precision="bf16"))
     assert "split" not in names(facts(), has_blocks=True)
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_not_offered():
 
 def test_a_line_names_the_stage_where_a_bare_name_would_leave_another():
     def lines(stage, way):
-        config = Config(data_parallel=DataParallel("zero" if way else "replicate", stage))
+        config = Config(data_parallel=DataParallelConfig("zero" if way else "replicate", stage))
         return {c.name: c.line for c in options.changes(facts(way), config, plan_buckets(SPECS, 2.0), [1.0] * 4)}
 
     assert lines(2, 0)["zero stage 2"] == "--data_parallel zero"
@@ -141,8 +141,8 @@ def test_a_plan_near_the_limit_says_what_to_type():
     half = Option("zero stage 2", "--data_parallel zero", "gathers 4 GB of parameters a step",
                   (Footprint(4 * 10**9),) * 2)
     plan = Plan((need, need), (13 * 10**9, 20 * 10**9), (half,))
-    assert plan.sentence() == ("memory: rank 0 will hold about 12 GB of the 13 GB that it may take; zero stage 2 would "
-                               "take 4 GB (gathers 4 GB of parameters a step): add --data_parallel zero")
+    assert plan.sentence() == ("memory: rank 0 will hold about 11.2 GiB of the 12.1 GiB that it may take; zero stage 2 "
+                               "would take 3.73 GiB (gathers 4 GB of parameters a step): add --data_parallel zero")
     assert Plan((need,), (16 * 10**9,)).sentence() == "" and Plan((need,), (None,)).sentence() == ""
     assert [row[-1] for row in Plan((need, need), (10**9, None)).rows()] == ["no", "unknown"]
     assert plan.to_dict()["options"][0]["saves"] == 8 * 10**9
@@ -155,9 +155,9 @@ def test_no_room_at_all_is_not_an_unknown_one():
 
 
 def test_recomputing_is_offered_with_its_bytes_and_its_time():
-    trace = Trace(32, np.array([0, 600 * 10**6, 0]), ())
+    trace = MemoryTrace(32, np.array([0, 600 * 10**6, 0]), ())
     blocks = tuple(BlockCost(f"b{i}", 40 * 10**6, 2e-3) for i in range(3))  # of 8 samples
-    measured = Measured(line(trace, trace), True, blocks=blocks, block_samples=8)
+    measured = MeasuredMemory(line(trace, trace), True, blocks=blocks, block_samples=8)
     whole = facts(size=1, measured=measured)
     need = forecast(whole).total
     for free, names in ((need, ["remat auto", "remat"]), (need - 10**6, ["remat auto"])):

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.planning.pipeline.orders import (
-    BACKWARD, FORWARD, Action, gpipe, in_flight, interleaved, one_f_one_b, order_of)
+    BACKWARD, FORWARD, Action, gpipe, gpipe_slots, in_flight, interleaved, measured_bubble, one_f_one_b, order_of,
+    play)
 
 SIZES = st.tuples(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 8), st.integers(1, 4),
                   st.integers(0, 17)).map(
@@ -120,3 +121,71 @@ def test_orders_idle_as_long_as_their_sources_say(depth: int, micros: int) -> No
              for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))}
     assert roomy["gpipe"] == roomy["1f1b"] == 2 * (micros + depth - 1)
     assert roomy["interleaved"] == 2 * (2 * micros + depth - 1)  # of chunks that are half as long
+
+
+STAGES = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2), (3, 8), (4, 4)]
+
+
+def waits_for(slot, stages, micros):
+    """(stage, micro, phase) of what must have ended before ``slot``: its input, and the slot before on its device."""
+    _, s, m, phase = slot
+    if phase == FORWARD:
+        return ([(s - 1, m, FORWARD)] if s else []) + ([(s, m - 1, FORWARD)] if m else [])
+    after = [(s + 1, m, BACKWARD)] if s < stages - 1 else []
+    return after + [(s, m + 1, BACKWARD) if m < micros - 1 else (s, m, FORWARD)]
+
+
+@pytest.mark.parametrize("stages, micros", STAGES)
+def test_every_slot_runs_once_after_what_it_waits_for(stages, micros):
+    slots = gpipe_slots(stages, micros)
+    clock = {slot[1:]: slot.clock for slot in slots}
+    assert len(clock) == len(slots) == 2 * stages * micros
+    assert len({(slot.clock, slot.stage) for slot in slots}) == len(slots)  # a device does one thing at a time
+    for slot in slots:
+        assert all(clock[before] < slot.clock for before in waits_for(slot, stages, micros))
+    assert max(clock.values()) + 1 == 2 * (micros + stages - 1)
+
+
+def test_two_stages_three_parts():
+    told = [[f"{'F' if s.phase == FORWARD else 'B'}{s.micro}" for s in gpipe_slots(2, 3) if s.stage == stage]
+            for stage in (0, 1)]
+    assert told == [["F0", "F1", "F2", "B2", "B1", "B0"]] * 2
+    first = [s.clock for s in gpipe_slots(2, 3) if s.stage == 0 and s.phase == BACKWARD]
+    assert first == [5, 6, 7]
+
+
+def walk(cost_s, micros, forward=1 / 3):
+    """(begin, when each slot ends) where stage s takes ``cost_s[s]`` for forward and backward of a part."""
+    end_of = {}
+    for slot in gpipe_slots(len(cost_s), micros):
+        own = cost_s[slot.stage] * (forward if slot.phase == FORWARD else 1 - forward)
+        ready = max([100.0, *(end_of[b] for b in waits_for(slot, len(cost_s), micros))])
+        end_of[slot[1:]] = ready + own
+    return 100.0, [end_of[slot[1:]] for slot in gpipe_slots(len(cost_s), micros)]
+
+
+def predicted(cost_s, micros):
+    """The idle share of a played step."""
+    return play([gpipe(s, len(cost_s), 1, micros) for s in range(len(cost_s))], [c / 3 for c in cost_s],
+                [c * 2 / 3 for c in cost_s]).idle_share
+
+
+@pytest.mark.parametrize("cost_s", [[1.0], [1.0, 1.0], [1.0, 3.0], [3.0, 1.0], [1.0, 2.0, 1.0], [4.0, 1.0, 2.0]])
+@pytest.mark.parametrize("micros", [1, 2, 8])
+def test_the_measured_bubble_of_exact_times_is_the_predicted_one(cost_s, micros):
+    total, stages = sum(cost_s), len(cost_s)
+    want = 1 - micros * total / (stages * (total + (micros - 1) * max(cost_s)))
+    assert predicted(cost_s, micros) == pytest.approx(want)
+    assert measured_bubble(range(stages), micros, *walk(cost_s, micros)) == pytest.approx(want)
+
+
+def test_one_after_the_other_is_half_idle():
+    """Two devices that take turns, as without parts."""
+    assert measured_bubble([0, 1], 1, *walk([1.0, 1.0], 1)) == pytest.approx(0.5) == predicted([1.0, 1.0], 1)
+    assert measured_bubble([0, 1], 1, 0.0, [0.0] * 4) == 0.0
+
+
+def test_stages_on_one_device_take_turns():
+    """Each slot takes a second, one after the other: half of two stages' time is lost, however many parts there are."""
+    slots = gpipe_slots(2, 4)
+    assert measured_bubble([0, 0], 4, 0.0, [1.0 + i for i in range(len(slots))]) == pytest.approx(0.5)

@@ -11,24 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.config import Config, Pipeline
+from hvdtrain.config import Config, PipelineConfig
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.parallel.pipeline.plan import planned, rows, text
-from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs
-from hvdtrain.planning.pipeline.measured import Measured, evened, measured_samples
-from hvdtrain.planning.pipeline.orders import gpipe, interleaved, one_f_one_b
-from hvdtrain.planning.pipeline.predict import play
-from hvdtrain.planning.pipeline.search import Choice, Task, candidates, search
+from hvdtrain.core.units import MIB
+from hvdtrain.parallel.pipeline.partition import measured_samples, planned
+from hvdtrain.parallel.pipeline.plan import rows, text
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, evened
+from hvdtrain.planning.pipeline.orders import gpipe, interleaved, one_f_one_b, play
+from hvdtrain.planning.pipeline.search import Partition, Task, candidates, search
 
 
 def row(costs: list[float], *, params: list[int] | None = None, activations: list[int] | None = None, capacity: int = 0,
-        device: str = "cpu", needs: Needs = Needs(1.0, 0.0)) -> Measured:  # noqa: B008
+        device: str = "cpu", needs: Needs = Needs(1.0, 0.0)) -> DeviceProfile:  # noqa: B008
     n = len(costs)
     blocks = tuple(Block(f"b{i}", cost, p, a) for i, (cost, p, a) in
                    enumerate(zip(costs, params or [0] * n, activations or [0] * n)))
-    return Measured(blocks, 1, capacity, needs, device)
+    return DeviceProfile(blocks, 1, capacity, needs, device)
 
 
 def config(**changes: object) -> Config:
@@ -86,11 +86,11 @@ def test_an_order_that_waits_for_itself_is_found() -> None:
 # --- the search ----------------------------------------------------------------------------------------------------
 
 
-def every(task: Task) -> list[Choice]:
+def every(task: Task) -> list[Partition]:
     """All choices that fit."""
     places = set(itertools.permutations(task.kind_of))
     cuts = itertools.combinations(range(1, task.n), task.depth * task.chunks - 1)
-    found = [Choice(order, (0, *starts)) for starts in cuts for order in places]
+    found = [Partition(order, (0, *starts)) for starts in cuts for order in places]
     return [choice for choice in found if choice.fits(task)]
 
 
@@ -124,7 +124,7 @@ def test_gpipe_search_is_as_good_as_all_cuts_and_orders_tried(drawing: tuple) ->
 def test_first_candidate_has_the_least_bound_of_all(drawing: tuple) -> None:  # type: ignore[type-arg]
     task = replace(drawn(*drawing), order="1f1b")
 
-    def bound(choice: Choice) -> float:
+    def bound(choice: Partition) -> float:
         ends, before, most = (*choice.starts[1:], task.n), 0.0, 0.0
         for kind, begin, end in zip(choice.places, choice.starts, ends):
             t = sum(b.cost_s for b in task.kinds[kind].blocks[begin:end])
@@ -150,14 +150,14 @@ def test_search_is_near_the_best_of_all_and_never_holds_more_than_fits(drawing: 
 def test_roomy_device_stands_in_front() -> None:
     """Stage 0 of 1F1B holds most, and equal devices are in their own order."""
     big, small = (row([1.0] * 6, activations=[MIB] * 6, capacity=c * MIB, device=f"{c} MiB") for c in (12, 6))
-    plan = planned([small, big, small], config(global_batch=12, pipeline=Pipeline(3)), Mesh.of([3], 0))
+    plan = planned([small, big, small], config(global_batch=12, pipeline=PipelineConfig(3)), Mesh.of([3], 0))
     assert plan.mesh.copies == ((1, 0, 2),)
     assert plan.starts == ((0, 2, 4),)
     assert all(r["activations_bytes"] <= r["capacity_bytes"] for r in rows(plan))
 
 
 def test_fast_device_gets_more_blocks() -> None:
-    plan = planned([row([2.0] * 9, device="slow"), row([1.0] * 9, device="fast")], config(pipeline=Pipeline(2)),
+    plan = planned([row([2.0] * 9, device="slow"), row([1.0] * 9, device="fast")], config(pipeline=PipelineConfig(2)),
                    Mesh.of([2], 0))
     held = {rank: len(chunk) for rank, chunk in zip(plan.mesh.copies[0], plan.chunks(0))}
     assert held[1] == 2 * held[0] == 6
@@ -166,17 +166,17 @@ def test_fast_device_gets_more_blocks() -> None:
 def test_nine_unlike_devices_are_placed_by_memory_and_speed() -> None:
     devices = [row([1.0 + i / 10] * 20, activations=[MIB] * 20, capacity=(40 + i) * MIB, device=str(i))
                for i in range(13)]
-    plan = planned(devices, config(pipeline=Pipeline(13)), Mesh.of([13], 0))
+    plan = planned(devices, config(pipeline=PipelineConfig(13)), Mesh.of([13], 0))
     assert plan.mesh.copies[0][0] == 12
     assert len(plan.starts[0]) == 13
 
 
 def test_interleaved_gives_each_rank_its_chunks() -> None:
-    pipeline = Pipeline(2, "interleaved", chunks=2)
+    pipeline = PipelineConfig(2, "interleaved", chunks=2)
     plan = planned([row([1.0] * 8)] * 2, config(pipeline=pipeline), Mesh.of([2], 1))
     assert plan.starts == ((0, 2, 4, 6),)
     assert plan.mine == [range(2, 4), range(6, 8)]
-    plain = planned([row([1.0] * 8)] * 2, config(pipeline=Pipeline(2)), Mesh.of([2], 1))
+    plain = planned([row([1.0] * 8)] * 2, config(pipeline=PipelineConfig(2)), Mesh.of([2], 1))
     assert plan.step_s < plain.step_s
 
 
@@ -185,21 +185,21 @@ def test_interleaved_gives_each_rank_its_chunks() -> None:
 
 def test_copies_alike_but_for_scatter_share_a_plan() -> None:
     measured = [row([s] * 6) for s in (1.0, 1.02, 0.99, 1.01)]
-    plan = planned(measured, config(pipeline=Pipeline(2)), Mesh.of([2, 2], 0))
+    plan = planned(measured, config(pipeline=PipelineConfig(2)), Mesh.of([2, 2], 0))
     assert plan.plans[0] == plan.plans[1]
     assert plan.mesh.copies == ((0, 1), (2, 3))
 
 
 def test_idle_share_of_all_counts_waiting_for_a_slower_copy() -> None:
     measured = [row([1.0] * 4), row([1.0] * 4, device="b"), row([1.0] * 4, device="b")]
-    plan = planned(measured, config(pipeline=Pipeline(depths=[1, 2])), Mesh.of([1, 2], 0))
+    plan = planned(measured, config(pipeline=PipelineConfig(depths=[1, 2])), Mesh.of([1, 2], 0))
     assert plan.idle_share > max(0.0, *(p.step.idle_share for p in plan.plans)) / 2
     assert "all:" in text(plan)
 
 
 def test_foreseen_of_other_shares_goes_with_the_samples() -> None:
     """A kind keeps count of the samples that it stands for, so that it may be foreseen again and again."""
-    plan = planned([row([1.0] * 4)] * 4, config(global_batch=64, pipeline=Pipeline(2)), Mesh.of([2, 2], 0))
+    plan = planned([row([1.0] * 4)] * 4, config(global_batch=64, pipeline=PipelineConfig(2)), Mesh.of([2, 2], 0))
     more = plan.foreseen([48, 16], [8, 8])
     assert [p.step.step_s for p in more.plans] == pytest.approx([54.0 * 2, 18.0 * 2])
     assert more.foreseen([32, 32], [8, 8]).step_s == pytest.approx(plan.step_s)
@@ -221,7 +221,7 @@ def test_a_block_that_was_disturbed_on_one_rank_makes_no_slow_device() -> None:
 
 
 def test_samples_of_a_micro_batch_follow_the_shares_of_copies() -> None:
-    settings_ = config(global_batch=80, shares=[3.0, 1.0], pipeline=Pipeline(depths=[1, 2]), accumulate=2)
+    settings_ = config(global_batch=80, shares=[3.0, 1.0], pipeline=PipelineConfig(depths=[1, 2]), accumulate=2)
     assert measured_samples(settings_, Mesh.of([1, 2], 0)) == 30
     assert measured_samples(settings_, Mesh.of([1, 2], 2)) == math.ceil(20 / 8)
 
@@ -230,12 +230,13 @@ def test_samples_of_a_micro_batch_follow_the_shares_of_copies() -> None:
 
 
 @pytest.mark.parametrize(("pipeline", "said"), [
-    (Pipeline(5), "4 blocks .*Cut it over 4 ranks"), (Pipeline(3, "interleaved", chunks=2), "Cut it over 2 ranks"),
-    (Pipeline(2, "interleaved", chunks=3), "Set fewer pipeline.chunks"),
-    (Pipeline(2, cut=["b9"]), "b9"), (Pipeline(2, cut=["b1", "b2"]), "2 blocks for a copy in 2 parts"),
-    (Pipeline(3, cut=["b2", "b1"]), "order of the model"), (Pipeline(2, cut=["b0"]), "first"),
+    (PipelineConfig(5), "4 blocks .*Cut it over 4 ranks"),
+    (PipelineConfig(3, "interleaved", chunks=2), "Cut it over 2 ranks"),
+    (PipelineConfig(2, "interleaved", chunks=3), "Set fewer pipeline.chunks"),
+    (PipelineConfig(2, cut=["b9"]), "b9"), (PipelineConfig(2, cut=["b1", "b2"]), "2 blocks for a copy in 2 parts"),
+    (PipelineConfig(3, cut=["b2", "b1"]), "order of the model"), (PipelineConfig(2, cut=["b0"]), "first"),
 ])
-def test_what_cannot_be_cut_is_refused(pipeline: Pipeline, said: str) -> None:
+def test_what_cannot_be_cut_is_refused(pipeline: PipelineConfig, said: str) -> None:
     stages = pipeline.stages
     with pytest.raises(UserError, match=said):
         planned([row([1.0] * 4)] * stages, config(pipeline=pipeline), Mesh.of([stages], 0))
@@ -243,12 +244,12 @@ def test_what_cannot_be_cut_is_refused(pipeline: Pipeline, said: str) -> None:
 
 def test_unlike_blocks_are_refused() -> None:
     with pytest.raises(UserError, match="rank 1 has other blocks"):
-        planned([row([1.0] * 4), row([1.0] * 5)], config(pipeline=Pipeline(2)), Mesh.of([2], 0))
+        planned([row([1.0] * 4), row([1.0] * 5)], config(pipeline=PipelineConfig(2)), Mesh.of([2], 0))
 
 
 def test_a_given_cut_is_kept_and_its_ranks_are_ordered() -> None:
     big, small = (row([1.0] * 6, activations=[MIB] * 6, capacity=c * MIB, device=f"{c} MiB") for c in (10, 6))
-    plan = planned([small, big], config(pipeline=Pipeline(2, cut=["b5"])), Mesh.of([2], 0))
+    plan = planned([small, big], config(pipeline=PipelineConfig(2, cut=["b5"])), Mesh.of([2], 0))
     assert plan.starts == ((0, 5),)
     assert plan.mesh.copies == ((1, 0),)
 
@@ -260,14 +261,14 @@ def test_too_little_memory_says_what_would_help(order: str, params: int, activat
                                                 said: str) -> None:
     measured = [row([1.0] * 6, params=[params] * 6, activations=[activations] * 6, capacity=capacity * MIB)] * 2
     with pytest.raises(UserError, match="stage 0 of 2") as caught:
-        planned(measured, config(pipeline=Pipeline(2, order)), Mesh.of([2], 0))
+        planned(measured, config(pipeline=PipelineConfig(2, order)), Mesh.of([2], 0))
     assert said in caught.value.do
 
 
 def test_too_many_parameters_have_no_remedy_but_a_smaller_model() -> None:
     measured = [row([1.0] * 2, params=[MIB] * 2, capacity=MIB)] * 2
     with pytest.raises(UserError) as caught:
-        planned(measured, config(pipeline=Pipeline(2)), Mesh.of([2], 0))
+        planned(measured, config(pipeline=PipelineConfig(2)), Mesh.of([2], 0))
     assert "smaller model" in caught.value.do
 
 

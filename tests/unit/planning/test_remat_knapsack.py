@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.planning.memory import knapsack
-from hvdtrain.planning.memory.knapsack import Choice, cheapest, peak, scaled
+from hvdtrain.planning.memory.knapsack import RematChoice, cheapest, peak, scaled
 
 
 def blocks(*rows):
@@ -44,8 +44,8 @@ def test_no_set_that_fits_is_cheaper(rows, beside, budget):
 def test_the_last_block_alone_is_of_no_use():
     costs = blocks((100, 1.0), (100, 1.0), (100, 1.0))
     assert peak(costs, ["b2"], 300) == 300 and peak(costs, ["b0"], 300) == 200
-    assert cheapest(costs, 300, 200) == Choice(("b0",), 200, 1.0, True)
-    assert cheapest(costs, 300, 100) == Choice(("b0", "b1"), 100, 2.0, True)
+    assert cheapest(costs, 300, 200) == RematChoice(("b0",), 200, 1.0, True)
+    assert cheapest(costs, 300, 100) == RematChoice(("b0", "b1"), 100, 2.0, True)
     assert not cheapest(costs, 300, 99).fits
 
 
@@ -60,7 +60,7 @@ def test_cheap_blocks_go_first_and_room_recomputes_nothing():
     assert cheapest(costs, 400, 400).names == () == cheapest([], 5, 5).names
     assert cheapest(costs, 400, 300).names == ("b1",)
     assert cheapest(costs, 400, 200).names == ("b1", "b2")
-    assert cheapest([], 9, 5) == Choice((), 9, 0.0, False)
+    assert cheapest([], 9, 5) == RematChoice((), 9, 0.0, False)
 
 
 def test_very_many_unlike_blocks_are_chosen_nearly_as_well(monkeypatch):

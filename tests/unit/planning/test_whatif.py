@@ -10,7 +10,7 @@ from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.whatif import WhatIf
 from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.plan import equal, plan
-from hvdtrain.planning.batch.whatif import Steps, Work, counted, forecast, line_of
+from hvdtrain.planning.batch.whatif import BatchDivision, Steps, counted, forecast, line_of
 
 N = 120
 """Global batch, divisible by 2, 3 and 4 ranks."""
@@ -36,7 +36,7 @@ def world(lines, samples_P, steps=200, seed=0, noise=0.05):
 def test_a_forecast_holds_when_the_rank_is_gone(lines, planned):
     divide = plan if planned else equal
     steps = world(lines, divide(lines, N).samples_P)
-    found = forecast(steps, Work(N, None if planned else [1.0] * len(lines)), lines)
+    found = forecast(steps, BatchDivision(N, None if planned else [1.0] * len(lines)), lines)
     assert found.step_s == pytest.approx(steps.wall.mean())
     for gone in range(len(lines)):
         rest = [line for r, line in enumerate(lines) if r != gone]
@@ -46,13 +46,13 @@ def test_a_forecast_holds_when_the_rank_is_gone(lines, planned):
 
 
 def test_without_the_slowest_rank_the_others_are_faster_and_without_a_fast_one_slower():
-    found = forecast(world(LINES, [30] * 4), Work(N, [1.0] * 4), LINES)
+    found = forecast(world(LINES, [30] * 4), BatchDivision(N, [1.0] * 4), LINES)
     assert found.percent_P[3] > 10 > -5 > found.percent_P[0]
 
 
 def test_shares_that_are_given_are_kept_among_those_that_stay():
     steps = world(LINES, [40, 40, 20, 20])
-    found = forecast(steps, Work(N, [2, 2, 1, 1]), LINES)
+    found = forecast(steps, BatchDivision(N, [2, 2, 1, 1]), LINES)
     real_s = world(LINES[:3], [48, 48, 24], seed=9).wall.mean()
     assert found.without_s_P[3] == pytest.approx(real_s, rel=0.02)
 
@@ -76,11 +76,11 @@ def test_steps_that_a_save_or_another_cut_sets_apart_do_not_count():
 
 def test_what_was_not_seen_is_not_told():
     few = world(LINES, [30] * 4, steps=5)
-    assert forecast(few, Work(N, [1.0] * 4), LINES) is None
+    assert forecast(few, BatchDivision(N, [1.0] * 4), LINES) is None
     idle = world(LINES, [60, 60, 0, 0])
-    assert forecast(idle, Work(N, [1, 1, 0, 0]), [None] * 4).without_s_P[3] is not None  # it never had any
-    assert forecast(idle, Work(N, None), [*LINES[:3], None]).without_s_P[0] is None
-    alone = forecast(idle, Work(N, [0, 0, 1, 1]), LINES)
+    assert forecast(idle, BatchDivision(N, [1, 1, 0, 0]), [None] * 4).without_s_P[3] is not None  # it never had any
+    assert forecast(idle, BatchDivision(N, None), [*LINES[:3], None]).without_s_P[0] is None
+    alone = forecast(idle, BatchDivision(N, [0, 0, 1, 1]), LINES)
     assert alone.without_s_P[0] is not None and None not in alone.percent_P
 
 

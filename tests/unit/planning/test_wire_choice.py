@@ -4,26 +4,26 @@ import pytest
 
 from hvdtrain.planning.exchange.link import Link
 from hvdtrain.planning.exchange.wire_choice import (
-    Job, Measured, Row, WireChoice, better, by_rule, candidates, changed, decide, doubt, rationed, reckon,
-    short_of_cores, table)
+    MeasuredTransport, TransportCost, TransportJob, WireChoice, better, by_rule, candidates, changed, decide, doubt,
+    rationed, reckon, short_of_cores, table)
 
 NO = float("inf")
 
 
 def row(name, wire_ms, busy_ms=0.0, cost_ms=None):
-    return Row(name, wire_ms / 1e3, busy_ms / 1e3, (wire_ms if cost_ms is None else cost_ms) / 1e3, 0.0, 1e8)
+    return TransportCost(name, wire_ms / 1e3, busy_ms / 1e3, (wire_ms if cost_ms is None else cost_ms) / 1e3, 0.0, 1e8)
 
 
 @pytest.mark.parametrize("job, names, left_out", [
-    (Job((2,)), ["shared"], {"mpi": "all ranks share", "horovod": "all ranks share"}),
-    (Job((1, 1)), ["mpi", "horovod"], {"shared": "it would be mpi"}),
-    (Job((3, 1)), ["shared", "mpi", "horovod"], {}),
-    (Job((3, 1), rationed="a quota gives rank 2 half a core"), ["shared", "mpi"],
+    (TransportJob((2,)), ["shared"], {"mpi": "all ranks share", "horovod": "all ranks share"}),
+    (TransportJob((1, 1)), ["mpi", "horovod"], {"shared": "it would be mpi"}),
+    (TransportJob((3, 1)), ["shared", "mpi", "horovod"], {}),
+    (TransportJob((3, 1), rationed="a quota gives rank 2 half a core"), ["shared", "mpi"],
      {"horovod": "half a core, which its thread would use up"}),
-    (Job((1, 1), no_horovod="not built"), ["mpi"], {"shared": "it would be mpi", "horovod": "not built"}),
-    (Job((2, 2), no_shared="other namespaces"), ["mpi", "horovod"], {"shared": "other namespaces"}),
-    (Job((2,), no_shared="other namespaces"), ["mpi", "horovod"], {"shared": "other namespaces"}),
-    (Job((2, 2), waits_within=True), ["shared", "mpi"], {"horovod": "sync_batchnorm"}),
+    (TransportJob((1, 1), no_horovod="not built"), ["mpi"], {"shared": "it would be mpi", "horovod": "not built"}),
+    (TransportJob((2, 2), no_shared="other namespaces"), ["mpi", "horovod"], {"shared": "other namespaces"}),
+    (TransportJob((2,), no_shared="other namespaces"), ["mpi", "horovod"], {"shared": "other namespaces"}),
+    (TransportJob((2, 2), waits_within=True), ["shared", "mpi"], {"horovod": "sync_batchnorm"}),
 ], ids=range(8))
 def test_candidates(job, names, left_out):
     found, why = candidates(job)
@@ -43,7 +43,8 @@ def test_cores_that_are_short(hosts, threads, short):
 
 
 def test_the_reckoning_adds_processor_time_where_cores_are_short():
-    found = [Measured("mpi", Link(0.001, 1e-9), 0.5), Measured("horovod", Link(0.002, 0.0), 1.0, 0.02)]
+    found = [MeasuredTransport("mpi", Link(0.001, 1e-9), 0.5),
+             MeasuredTransport("horovod", Link(0.002, 0.0), 1.0, 0.02)]
     free, short = reckon(found, 1e6, 0.0), reckon(found, 1e6, 1.0)
     assert [r.cost_s for r in free] == pytest.approx([0.002, 0.002])
     assert [r.cost_s for r in short] == pytest.approx([0.003, 0.004])
@@ -105,6 +106,6 @@ def test_what_is_hidden_may_change_by_any_factor():
 
 
 def test_the_table_marks_the_choice():
-    lines = table(ROWS, {"nothing": "why"}, "shared", 38e6)
-    assert lines[0] == "collectives auto: 38.000 MB of gradients a step, reckoned"
-    assert [line[0] for line in lines[2:5]] == [" ", ">", " "] and lines[-1] == "  nothing  not considered: why"
+    lines = table(ROWS, {"nothing": "why"}, "shared", 38e6).splitlines()
+    assert lines[0] == "collectives auto: 36.2 MiB of gradients a step, predicted"
+    assert [line[0] for line in lines[3:6]] == [" ", ">", " "] and lines[-1] == "   nothing not considered: why"

@@ -63,7 +63,7 @@ def test_no_run_config_or_control_is_typed_any():
     typed = re.compile(r"\b_?(run|config|control): Any\b")
     found = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")
                    if typed.search(path.read_text(encoding="utf-8")))
-    assert found == ["cluster/boot.py", "config/schema.py"]  # notes of its own; any section of the configuration
+    assert found == ["cluster/boot.py"]  # notes of its own
 
 
 def test_the_parts_of_a_run_are_small_and_joined_by_its_own_names():

@@ -7,8 +7,8 @@ from test_docs_config import generate  # noqa: F401  (a fixture)
 
 from hvdtrain.core import ROOT
 from hvdtrain.core.protocols import Record
-from hvdtrain.core.records.schema import EVENTS, problems
-from hvdtrain.core.records.stream import Stream
+from hvdtrain.core.records import EVENTS, problems
+from hvdtrain.core.records.stream import RecordStream
 
 
 def made():
@@ -57,7 +57,7 @@ def test_a_report_that_fails_over_the_note_about_another_is_told_once(capsys):
             pass
 
     run = SimpleNamespace(begun=True, state=SimpleNamespace(cursor=SimpleNamespace(step=0)), notes=[])
-    stream = Stream(lambda: [Fails("first"), Fails("second")])
+    stream = RecordStream(lambda: [Fails("first"), Fails("second")])
     run.note = lambda text: (run.notes.append(text), stream.write(run, "note", {"text": text}))
     stream.open()
     stream.write(run, "note", {"text": "anything"})

@@ -17,14 +17,14 @@ from small_runs import FRAMEWORKS, config, make_model, samples
 from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.terminal import say
-from hvdtrain.core.timeline.clock import StepTotals
+from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine import summary
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.callbacks.throughput import Throughput
+from hvdtrain.engine.callbacks.seconds import Throughput
 from hvdtrain.reports.jsonl import Jsonl
 from hvdtrain.reports.progress import report as progress
 from hvdtrain.reports.progress.line import Line
-from hvdtrain.reports.progress.terminal import Own
+from hvdtrain.reports.progress.terminal import OwnTerminal
 from hvdtrain.trainer import Trainer
 
 
@@ -195,7 +195,7 @@ def test_a_directory_that_is_deleted_in_mid_run_costs_the_run_nothing(framework,
 
 def test_throughput_is_that_of_a_window(run, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("hvdtrain.engine.callbacks.throughput.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.engine.callbacks.seconds.time.perf_counter", lambda: clock[0])
     meter, seen = Throughput(window=2), []
     meter.on(Event.EPOCH_START, run)
     for step_s in (1.0, 1.0, 4.0, 4.0, 4.0):
@@ -216,11 +216,11 @@ def test_throughput_is_that_of_a_window(run, monkeypatch):
     "kind, terminal, launched, made",
     [
         ("off", True, False, []),
-        ("plain", True, False, [progress.Lines]),
-        ("rich", False, True, [progress.Bar]),
-        ("auto", True, False, [progress.Bar]),
-        ("auto", False, False, [progress.Lines]),
-        ("auto", True, True, [progress.Lines]),
+        ("plain", True, False, [progress.PlainProgress]),
+        ("rich", False, True, [progress.ProgressBar]),
+        ("auto", True, False, [progress.ProgressBar]),
+        ("auto", False, False, [progress.PlainProgress]),
+        ("auto", True, True, [progress.PlainProgress]),
     ],
 )
 def test_progress_by_kind(monkeypatch, kind, terminal, launched, made):
@@ -253,10 +253,10 @@ def test_steps_of_the_whole_run(tmp_path, steps, config, total):
 def test_lines(tmp_path, capsys, monkeypatch, steps):
     clock = [0.0]
     monkeypatch.setattr("hvdtrain.reports.progress.report.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("hvdtrain.core.turns.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.core.records.stream.time.monotonic", lambda: clock[0])
     run = make_run(tmp_path, steps=steps, epochs=2)
     run.state.samples_per_s = 1234.5
-    for _ in walk(run, reporting(run, progress.Lines(seconds=3.0))):
+    for _ in walk(run, reporting(run, progress.PlainProgress(seconds=3.0))):
         clock[0] += 1.0
     lines = capsys.readouterr().out.splitlines()
     total = "/10" if steps else ""
@@ -271,7 +271,7 @@ def test_lines(tmp_path, capsys, monkeypatch, steps):
 @pytest.mark.parametrize("steps", [5, None])
 def test_bar(tmp_path, capsys, steps):
     run = make_run(tmp_path, steps=steps, epochs=2)
-    all_of(walk(run, reporting(run, progress.Bar(Line(Own())))))
+    all_of(walk(run, reporting(run, progress.ProgressBar(Line(OwnTerminal())))))
     assert "epoch 1/2  step 5  test loss 0.5000  accuracy 0.7500" in capsys.readouterr().out
 
 
@@ -297,7 +297,7 @@ STDOUTS = {"full": Broken(OSError(28, "No space left on device"), True), "closed
 
 
 @pytest.mark.parametrize("stdout", STDOUTS)
-@pytest.mark.parametrize("made", [lambda: progress.Bar(Line(Own())), progress.Lines])
+@pytest.mark.parametrize("made", [lambda: progress.ProgressBar(Line(OwnTerminal())), progress.PlainProgress])
 def test_a_broken_stdout_ends_no_run(tmp_path, monkeypatch, made, stdout):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", STDOUTS[stdout])

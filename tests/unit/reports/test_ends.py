@@ -10,13 +10,13 @@ import time
 import pytest
 from small_runs import config, make_model, samples
 
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import CheckpointConfig
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
+from hvdtrain.engine import report_page as page
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.ends import page
-from hvdtrain.reports.ends import survivor, words
-from hvdtrain.reports.ends.writer import Writer
+from hvdtrain.reports import survivor
+from hvdtrain.reports.survivor import Writer
 from hvdtrain.trainer import Trainer
 
 
@@ -42,7 +42,7 @@ class Fails(Callback):
 
 
 def test_every_save_is_told_with_its_seconds_and_bytes(tmp_path):
-    fit(tmp_path, checkpoint=Checkpoint(every_steps=2, keep=9, at_end=False))
+    fit(tmp_path, checkpoint=CheckpointConfig(every_steps=2, keep=9, at_end=False))
     saved = log(tmp_path / "run", "saved")
     assert [row["at_step"] for row in saved] == [2, 4, 6]
     for row in saved:
@@ -58,7 +58,7 @@ def test_a_save_that_fails_is_told_with_its_reason(tmp_path, monkeypatch):
 
     monkeypatch.setattr("hvdtrain.checkpoint.store.write_snapshot", full)
     with pytest.raises(UserError, match="No space left"):
-        fit(tmp_path, checkpoint=Checkpoint(every_steps=4))
+        fit(tmp_path, checkpoint=CheckpointConfig(every_steps=4))
     saved = log(tmp_path / "run", "saved")
     assert {row["bytes"] for row in saved} == {0} and all("No space left" in row["error"] for row in saved)
     assert log(tmp_path / "run", "failed")[0]["error"].startswith("UserError: the last checkpoint could not be written")
@@ -66,30 +66,30 @@ def test_a_save_that_fails_is_told_with_its_reason(tmp_path, monkeypatch):
 
 def test_a_run_that_fails_says_why_in_its_log(tmp_path):
     with pytest.raises(RuntimeError, match="boom"):
-        fit(tmp_path, Fails(3, RuntimeError("boom")), checkpoint=Checkpoint(every_steps=2))
+        fit(tmp_path, Fails(3, RuntimeError("boom")), checkpoint=CheckpointConfig(every_steps=2))
     (failed,) = log(tmp_path / "run", "failed")
     assert (failed["step"], failed["error"], failed["rank"]) == (3, "RuntimeError: boom", 0)
     assert [row["at_step"] for row in log(tmp_path / "run", "saved")] == [2]  # also one that nobody asked about
 
 
 def test_the_rank_that_an_error_accuses_is_named():
-    assert words.failure(UserError("rank 3 on host b: no file"), 0)["rank"] == 3
-    assert words.failure(MemoryError(), 2) == {"error": "MemoryError", "rank": 2}
+    assert survivor.failure(UserError("rank 3 on host b: no file"), 0)["rank"] == 3
+    assert survivor.failure(MemoryError(), 2) == {"error": "MemoryError", "rank": 2}
 
 
 def test_a_log_that_breaks_off_gets_its_end_once(tmp_path):
     lines = ['{"event": "start", "time": 1.0, "step": 0}', '{"event": "step", "time": 2.0, "step": 7}', '{"event": "st']
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
-    values = {"error": words.SILENT, "rank": 0}
-    assert words.append(tmp_path, values) and not words.append(tmp_path, values)
+    values = {"error": survivor.SILENT, "rank": 0}
+    assert survivor.append(tmp_path, values) and not survivor.append(tmp_path, values)
     row = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
-    assert (row["event"], row["step"], row["error"]) == ("failed", 7, words.SILENT)
+    assert (row["event"], row["step"], row["error"]) == ("failed", 7, survivor.SILENT)
 
 
 def test_a_log_that_has_its_end_is_left_alone(tmp_path):
     text = '{"event": "start", "time": 1.0, "step": 0}\n{"event": "end", "time": 2.0, "step": 7}\n'
     (tmp_path / "log.jsonl").write_text(text)
-    assert not words.append(tmp_path, {"error": "x", "rank": 0})
+    assert not survivor.append(tmp_path, {"error": "x", "rank": 0})
     assert (tmp_path / "log.jsonl").read_text() == text
 
 
@@ -100,7 +100,7 @@ import sys, time
 sys.path.insert(0, {fixtures!r})
 from small_runs import config, make_model, samples
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.ends import page
+from hvdtrain.engine import report_page as page
 from hvdtrain.trainer import Trainer
 
 class Slow(Callback):
@@ -169,8 +169,8 @@ def test_a_killed_run_gets_its_page_from_the_process_that_outlives_it(tmp_path):
     while not (out / "report.html").exists() and time.monotonic() < until:
         time.sleep(0.1)
     (failed,) = log(out, "failed")
-    assert failed["error"] == words.SILENT and failed["step"] >= 15
-    assert words.SILENT in (out / "report.html").read_text().replace("&#39;", "'")
+    assert failed["error"] == survivor.SILENT and failed["step"] >= 15
+    assert survivor.SILENT in (out / "report.html").read_text().replace("&#39;", "'")
 
 
 def test_the_process_beside_goes_when_it_is_told_to(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import told_runs
 
 from hvdtrain.reports.html import facts, page
-from hvdtrain.reports.html.watch import server_of
+from hvdtrain.reports.html.page import server_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")

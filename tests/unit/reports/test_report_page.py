@@ -15,15 +15,15 @@ import pytest
 import told_runs
 
 from hvdtrain.commands import report as cli
+from hvdtrain.core import records as schema
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.records import schema
 from hvdtrain.reports import html as report
-from hvdtrain.reports.ends.words import SILENT
-from hvdtrain.reports.html import attempts, ending, facts, page, story
-from hvdtrain.reports.html.figures import curve, scale, stack
-from hvdtrain.reports.html.figures.timeline import TimeAxis
+from hvdtrain.reports.html import curves, facts, headline, page, shapes, story
+from hvdtrain.reports.html import log as run_log
+from hvdtrain.reports.html.page import server_of
 from hvdtrain.reports.html.sections import course, learning, trace
-from hvdtrain.reports.html.watch import server_of
+from hvdtrain.reports.html.shapes import TimeAxis
+from hvdtrain.reports.survivor import SILENT
 
 
 class Told(HTMLParser):
@@ -85,19 +85,19 @@ def test_a_page_tells_the_story_at_its_top(throttled):
     ("the network is down: no answer", "the network is down: no answer"),
 ])
 def test_a_death_is_told_in_one_clear_sentence(words, told):
-    assert attempts.plain(words) == told
+    assert run_log.plain(words) == told
 
 
 def test_a_crash_is_marked_when_it_came_and_not_when_it_was_noticed():
-    one = attempts.Attempt(100.0, 123.0, cause="lost", trained_s=108.0, parts={"notice": 2.0, "kill": 0.5})
+    one = run_log.RunAttempt(100.0, 123.0, cause="lost", trained_s=108.0, parts={"notice": 2.0, "kill": 0.5})
     assert one.fault_s == 120.5
-    assert attempts.Attempt(100.0, 123.0, cause="lost").fault_s == 123.0
+    assert run_log.RunAttempt(100.0, 123.0, cause="lost").fault_s == 123.0
 
 
 def test_a_part_too_small_to_be_seen_is_drawn_all_the_same():
-    row = stack.bar("rank 0", {"m0": 1e5, "m1": 2e5, "m2": 1e8}, 1.2e8, {}, "")
+    row = shapes.bar("rank 0", {"m0": 1e5, "m1": 2e5, "m2": 1e8}, 1.2e8, {}, "")
     ends = [one.left + one.width for one in row.segments]
-    assert [one.width for one in row.segments[:2]] == [stack.SEEN] * 2
+    assert [one.width for one in row.segments[:2]] == [shapes.SEEN] * 2
     assert [one.left for one in row.segments[1:]] == ends[:2] and ends[2] == pytest.approx(100 * 1.003e8 / 1.2e8)
 
 
@@ -124,7 +124,7 @@ def test_a_log_that_a_crash_has_torn_is_read_as_far_as_it_goes(tmp_path):
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 102, "lo')
     said = chapters(tmp_path)
-    end = ending.of(facts.gather(tmp_path))
+    end = headline.verdict(facts.gather(tmp_path))
     assert end.pill == "cut off" and end.headline.startswith("Cut off at step 100 of 400")
     assert "1 line of the log could not be read" in said["What went wrong"]
     assert "Go on with --resume auto" in said["What to do"] and "there is no checkpoint" in said["What to do"]
@@ -153,11 +153,11 @@ def test_an_end_is_called_what_it_was(error, told, tmp_path):
 
 def test_a_completed_run_whose_log_was_deleted_tells_its_steps(tmp_path):
     (tmp_path / "completed.json").write_text('{"steps": 100}')
-    assert ending.of(facts.gather(tmp_path)).headline.startswith("Trained 100 steps")
+    assert headline.verdict(facts.gather(tmp_path)).headline.startswith("Trained 100 steps")
     log = told_runs.Log(tmp_path)
     log.train(90)
     (tmp_path / "completed.json").write_text("{}")
-    assert ending.of(facts.gather(tmp_path)).headline.startswith("Trained 90 steps")
+    assert headline.verdict(facts.gather(tmp_path)).headline.startswith("Trained 90 steps")
 
 
 def test_a_run_that_stopped_early_says_where_and_by_what(tmp_path):
@@ -187,7 +187,7 @@ def test_time_in_a_queue_is_no_training(tmp_path):
     training = [span for span in course._attempts(found, course.axis_of(found)).spans if span.kind == "training"]
     assert [span.words for span in training] == ["attempt 1, 4 ranks: steps 0 to 50, 4.5 s",
                                                  "attempt 2, 4 ranks: steps 50 to 100, 4.5 s"]
-    assert "Trained 100 steps in 9.9 s" in ending.of(found).headline
+    assert "Trained 100 steps in 9.9 s" in headline.verdict(found).headline
     assert "1 restart cost 10 min 00 s between attempts" in chapters(tmp_path)["What it cost"]
     first.lost = 1
     assert "1 restart cost 1 step computed again, 10 min" in " ".join(story._cost(found).points)
@@ -212,7 +212,7 @@ def test_a_run_that_goes_on_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "_holds", lambda pid, path: True)
     found = facts.gather(tmp_path)
     found.looked_s = log.now + 1.0
-    end = ending.of(found)
+    end = headline.verdict(found)
     assert end.pill == "running" and "step 100 of 400" in end.headline and "to go at its pace" in end.words
 
 
@@ -249,7 +249,7 @@ def test_an_error_is_named_as_the_end(tmp_path):
     log.start(steps=400)
     log.train(60)
     log.record("failed", error="ValueError: a bad shape", rank=1)
-    end = ending.of(facts.gather(tmp_path))
+    end = headline.verdict(facts.gather(tmp_path))
     assert end.pill == "failed" and "rank 1 on a: ValueError: a bad shape" in end.words
     assert "Mend the error" in chapters(tmp_path)["What to do"]
 
@@ -321,9 +321,9 @@ def test_what_was_computed_again_is_not_in_the_curve_that_stands(throttled):
 def test_a_million_points_keep_their_peak():
     y = np.zeros(1_000_000)
     y[123_456], y[777_777] = 9.0, np.nan
-    x, mean, low, high = curve.thin(np.arange(1_000_000.0), y)
-    assert len(x) == curve.MOST and np.nanmax(high) == 9.0 and np.isfinite(mean).all()
-    text = json.dumps(curve.chart("t", "", [curve.Line("a", np.arange(1_000_000.0), y)]).paths)
+    x, mean, low, high = curves.thin(np.arange(1_000_000.0), y)
+    assert len(x) == curves.MOST and np.nanmax(high) == 9.0 and np.isfinite(mean).all()
+    text = json.dumps(curves.chart("t", "", [curves.Series("a", np.arange(1_000_000.0), y)]).paths)
     assert len(text) < 20_000
 
 
@@ -356,7 +356,7 @@ def test_a_long_pause_is_drawn_short():
     ],
 )
 def test_axes_hold_their_values_and_have_round_ticks(low, high, zero, log):
-    axis = scale.fitting(low, high, zero)
+    axis = curves.fitting(low, high, zero)
     assert axis.log == log and -1e-6 <= axis.at(low) <= axis.at(high) <= 100 + 1e-6 and 2 <= len(axis.ticks) <= 12
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from hvdtrain import Config
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.config.sections import Trace as Settings
+from hvdtrain.config.sections import TraceConfig as Settings
 from hvdtrain.config.texts import window_of
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.timeline.profiler import Span, Taken, longest
-from hvdtrain.reports.trace import chrome, gather
-from hvdtrain.reports.trace.align import SAME, Alignment, Measured
-from hvdtrain.reports.trace.chrome import rows
+from hvdtrain.core.timeline.spans import Span, SpanRecorder, longest
+from hvdtrain.reports.trace import chrome
+from hvdtrain.reports.trace import chrome as gather
+from hvdtrain.reports.trace.chrome import SAME, Alignment, ClockOffset, rows
 
 
 @pytest.mark.parametrize("text", ["20", "30:20", "20:20", "a:b", "-1:5", "20:30:2", " 2:3"])
@@ -38,9 +38,9 @@ def test_readings_of_any_clock_lie_on_the_common_axis_within_the_bound() -> None
         def ahead_s(t: float) -> float:
             return jump_s + rates[0] * min(t, 5.0) + rates[1] * max(0.0, t - 5.0)
 
-        def measured(t: float) -> Measured:
+        def measured(t: float) -> ClockOffset:
             below_s, above_s = random.uniform(0, 3e-4), random.uniform(0, 3e-4)
-            return Measured(t + ahead_s(t), ahead_s(t) - below_s, ahead_s(t) + above_s)
+            return ClockOffset(t + ahead_s(t), ahead_s(t) - below_s, ahead_s(t) + above_s)
 
         alignment = Alignment(measured(0.0), measured(10.0))
         for t in (0.0, *(random.uniform(0, 10) for _ in range(20)), 10.0):
@@ -94,7 +94,7 @@ def test_events_of_a_row_are_apart_or_within_each_other() -> None:
 
 
 def test_a_trace_is_a_file_of_processes_threads_and_events(tmp_path: Any) -> None:
-    late = Alignment(Measured(100.0, 50.0, 50.000010), Measured(101.0, 50.0, 50.000010))
+    late = Alignment(ClockOffset(100.0, 50.0, 50.000010), ClockOffset(101.0, 50.0, 50.000010))
     ranks = [chrome.RankTrace("one", SAME, [Span("gradients", "main", 50.0, 50.5, "compute", {"blocks": 3})]),
              chrome.RankTrace("two", late, [Span("b0", "wire", 100.25, 100.5, "wire", {"what": "x" * 999})], 7)]
     assert chrome.write(tmp_path / chrome.NAME, ranks, 50.0, {"steps": [20, 30]}) == 2
@@ -115,7 +115,7 @@ def test_a_trace_is_a_file_of_processes_threads_and_events(tmp_path: Any) -> Non
 
 
 def test_what_a_trace_has_no_room_for_is_counted() -> None:
-    taken = Taken(3)
+    taken = SpanRecorder(3)
     for i in range(5):
         taken.take(f"s{i}", "main", i, i + 1, {}, "compute")
     assert [span.name for span in taken.spans] == ["s0", "s1", "s2"] and taken.dropped == 2

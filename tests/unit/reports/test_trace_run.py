@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from small_runs import config, fitted, lockstep, make_model, samples
 
-from hvdtrain.config import Checkpoint, Data, Exchange
-from hvdtrain.config.sections import Trace
+from hvdtrain.config import CheckpointConfig, DataConfig, ExchangeConfig
+from hvdtrain.config.sections import TraceConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.timeline import Timeline, active, blocked, span
 from hvdtrain.engine.callbacks.base import Callback
@@ -21,8 +21,8 @@ from hvdtrain.reports.trace import chrome
 
 def run(tmp_path: Path, size: int = 2, steps: str = "3:6", max_steps: int = 8, work: Any = fitted, **more: Any) -> list:
     """Runs of ``size`` ranks of 8 steps an epoch."""
-    settings = config(out=str(tmp_path), trace=Trace(steps), global_batch=16, max_steps=max_steps,
-                      exchange=Exchange(bucket_mb=0.0001), **more)
+    settings = config(out=str(tmp_path), trace=TraceConfig(steps), global_batch=16, max_steps=max_steps,
+                      exchange=ExchangeConfig(bucket_mb=0.0001), **more)
     return lockstep(size, settings, lambda rank: make_model("numpy"), samples(128), work)
 
 
@@ -36,7 +36,7 @@ def read(path: Path) -> tuple[dict, list[dict]]:
 
 
 def test_a_window_of_steps_of_all_ranks_is_in_one_file(tmp_path: Path) -> None:
-    first, _ = run(tmp_path, data=Data(prefetch=2))
+    first, _ = run(tmp_path, data=DataConfig(prefetch=2))
     about, events = read(tmp_path)
     told = first.records.latest["trace"].values
     assert told["steps"] == about["steps"] == [3, 6] and told["events"] == len(events) and told["dropped"] == 0
@@ -72,7 +72,7 @@ def test_a_window_that_the_run_does_not_reach_is_refused(tmp_path: Path) -> None
 
 
 def test_a_run_that_goes_on_past_the_window_says_that_there_is_no_trace(tmp_path: Path) -> None:
-    run(tmp_path, 1, "1:2", 4, checkpoint=Checkpoint(at_end=True))
+    run(tmp_path, 1, "1:2", 4, checkpoint=CheckpointConfig(at_end=True))
     (tmp_path / chrome.NAME).unlink()
     (again,) = run(tmp_path, 1, "1:2", 8, resume="auto")
     assert any("no trace" in note for note in again.notes) and not (tmp_path / chrome.NAME).exists()
@@ -108,7 +108,7 @@ def test_a_disk_that_is_full_costs_the_trace_alone(tmp_path: Path, monkeypatch: 
 
 
 def test_a_framework_without_a_profiler_is_told(tmp_path: Path) -> None:
-    settings = config(out=str(tmp_path), trace=Trace("1:2", profiler=True), global_batch=16, max_steps=3)
+    settings = config(out=str(tmp_path), trace=TraceConfig("1:2", profiler=True), global_batch=16, max_steps=3)
     (found,) = lockstep(1, settings, lambda rank: make_model("numpy"), samples(128), fitted)
     assert any("lacks events of the framework's profiler" in note for note in found.notes) and read(tmp_path)[1]
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.core.timeline.profiler import Span
-from hvdtrain.reports.trace.align import SAME, Alignment, Measured
-from hvdtrain.reports.trace.chrome import RankTrace
+from hvdtrain.core.timeline.spans import Span
+from hvdtrain.reports.trace.chrome import SAME, Alignment, ClockOffset, RankTrace
 from hvdtrain.reports.trace.summary import common_s, course_of, critical, overlaps, union
 
 
@@ -66,7 +65,7 @@ def test_kernels_of_a_device_tell_what_runs_beside_an_exchange() -> None:
 
 
 def test_a_clock_that_is_ahead_leads_nobody_astray() -> None:
-    ahead = Alignment(Measured(1000.0, 990.0, 990.0), Measured(1010.0, 990.0, 990.0))
+    ahead = Alignment(ClockOffset(1000.0, 990.0, 990.0), ClockOffset(1010.0, 990.0, 990.0))
     first = [Span("gradients", "main", 10, 11, "compute"), _blocked("b0", 11, 14)]
     second = [Span("gradients", "main", 1000, 1003, "compute"), _blocked("b0", 1003, 1004)]
     courses = [course_of(RankTrace("a", SAME, first)), course_of(RankTrace("b", ahead, second))]

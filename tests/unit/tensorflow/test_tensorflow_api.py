@@ -17,13 +17,13 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import hvdtrain.tensorflow as hvd  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
-from hvdtrain.config import Exchange  # noqa: E402
+from hvdtrain.config import ExchangeConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.buckets import plan_buckets  # noqa: E402
 from hvdtrain.core.protocols import ParamSpec  # noqa: E402
-from hvdtrain.tensorflow import basics, build_facts  # noqa: E402
-from hvdtrain.tensorflow.gradients import check_options, identity_of  # noqa: E402
-from hvdtrain.tensorflow.plan import DENSE, Item, check_alike, fused  # noqa: E402
+from hvdtrain.tensorflow import basics, capabilities  # noqa: E402
+from hvdtrain.tensorflow.gradients import (  # noqa: E402
+    DENSE, GradientItem, check_options, check_same_plan, fused, identity_of)
 
 SOURCES = {"common/basics.py": "HorovodBasics", "tensorflow/__init__.py": None, "tensorflow/mpi_ops.py": None,
            "tensorflow/functions.py": None, "common/process_sets.py": None, "common/util.py": None}
@@ -314,7 +314,7 @@ def test_compression_of_one_tensor():
     with pytest.raises(UserError, match="a single tensor"):
         hvd.Compression.int8.compress(x)
     assert hvd.Compression.topk.of(0.2).made().ratio == 0.2 and hvd.Compression.powersgd.of(2).made().rank == 2
-    assert hvd.Compression.topk.made().ratio == Exchange().topk_ratio
+    assert hvd.Compression.topk.made().ratio == ExchangeConfig().topk_ratio
     for bad in (lambda: hvd.Compression.topk.of(0), lambda: hvd.Compression.powersgd.of(0)):
         with pytest.raises(UserError):
             bad()
@@ -330,15 +330,15 @@ def test_buckets_of_groups():
 
 
 def test_the_first_difference_between_ranks_is_named():
-    a, b = Item(DENSE, (2,), "float32", "a/kernel"), Item(DENSE, (3,), "float32", "b/kernel")
-    check_alike([("x", [a, b]), ("x", [Item(DENSE, (2,), "float32", "other/name"), b])], [0, 1])
+    a, b = GradientItem(DENSE, (2,), "float32", "a/kernel"), GradientItem(DENSE, (3,), "float32", "b/kernel")
+    check_same_plan([("x", [a, b]), ("x", [GradientItem(DENSE, (2,), "float32", "other/name"), b])], [0, 1])
     with pytest.raises(UserError, match=r"at place 1 .* rank 5 has a gradient of a/kernel .*\[2\]\), rank 4 has a "
                                         r"gradient of b/kernel"):
-        check_alike([("x", [a, b]), ("x", [a, a])], [4, 5])
+        check_same_plan([("x", [a, b]), ("x", [a, a])], [4, 5])
     with pytest.raises(UserError, match="rank 1 has nothing"):
-        check_alike([("x", [a, b]), ("x", [a])], [0, 1])
+        check_same_plan([("x", [a, b]), ("x", [a])], [0, 1])
     with pytest.raises(UserError, match="rank 1 exchanges gradients with y, rank 0 with x"):
-        check_alike([("x", [a]), ("y", [a])], [0, 1])
+        check_same_plan([("x", [a]), ("y", [a])], [0, 1])
 
 
 @pytest.mark.parametrize("bad", [3, "ab", [0.5]])
@@ -358,7 +358,7 @@ def test_process_sets_before_they_are_registered(alone):
 
 
 def test_without_horovod_nothing_is_built(alone, monkeypatch):
-    monkeypatch.setattr(build_facts.horovod, "horovod_reason", lambda framework: "Horovod is not installed; build it")
+    monkeypatch.setattr(capabilities.horovod, "horovod_reason", lambda framework: "Horovod is not installed; build it")
     assert not any((hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built(), hvd.cuda_built(), hvd.gloo_enabled()))
     with pytest.raises(ImportError, match="not installed; build it"):
         hvd.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__, "mpi_lib")

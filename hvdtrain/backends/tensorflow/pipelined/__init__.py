@@ -1,1 +1,1 @@
-"""A Keras model that is cut over ranks: what a rank keeps of it, what it computes, what it hands on."""
+"""A Keras model partitioned over ranks: blocks kept by a rank, their graphs, values between ranks."""

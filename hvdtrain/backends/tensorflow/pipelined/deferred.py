@@ -1,15 +1,14 @@
-"""Models that are built without their weights: each variable knows how it begins, and is made when its turn comes.
+"""Variables of a partitioned Keras model without memory: not made yet, or released because another rank keeps them.
 
-Owns the variables in between. A Keras initializer with a number for a seed gives the same values whenever it is asked,
-so the rank that keeps a block makes just the values that one process would have. Until then whoever reads such a
-variable gets its initial values made for that moment, and whoever assigns to it makes it a variable as any other.
+Owns these variables, and the model of a rank's own layers. The whole model stays as an object that knows its input and
+compiled loss.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.placement import HOST
+from hvdtrain.core.errors import UserError
 
 LEAST_BYTES = 1 << 16
 """Smaller variables are made at once."""
@@ -26,13 +26,18 @@ _made_at_once = keras.Variable._initialize_with_initializer
 
 
 class Deferred(keras.Variable):  # type: ignore[misc]
-    """A variable that holds nothing yet. ``begins``: its initializer."""
+    """A variable without values yet. ``begins``: its initializer.
+
+    A Keras initializer with a number for a seed gives the same values each time, so the rank that keeps a block makes
+    the values that one process would have. Until then a read makes its initial values for that moment, and an
+    assignment makes it an ordinary variable.
+    """
 
     begins: Any
 
     @property
     def value(self) -> Any:
-        """The initial values, made for whoever reads them."""
+        """The initial values, made for this read."""
         if getattr(_building, "reads", None) is not None:
             _building.reads.append(self.path)
         return self._maybe_autocast(self.begins(self._shape, dtype=self._dtype))
@@ -45,7 +50,7 @@ class Deferred(keras.Variable):  # type: ignore[misc]
 
 @contextmanager
 def deferring() -> Iterator[None]:
-    """Build models within it in host memory, without the weights that can be made later."""
+    """Build models within in host memory, without the weights that can be made later."""
     before, _building.on = getattr(_building, "on", False), True
     keras.Variable._initialize_with_initializer = _initialize
     try:
@@ -57,7 +62,7 @@ def deferring() -> Iterator[None]:
 
 @contextmanager
 def reads() -> Iterator[list[str]]:
-    """Within it note the paths of those that are read."""
+    """Yield a list of the paths of deferred variables that are read within."""
     _building.reads = found = list[str]()
     try:
         yield found
@@ -67,7 +72,7 @@ def reads() -> Iterator[list[str]]:
 
 @contextmanager
 def present(variables: Iterable[Any]) -> Iterator[None]:
-    """Have ``variables`` in host memory within it; afterwards they hold what they held."""
+    """Have ``variables`` in host memory within, and restore them afterwards."""
     made = [v for v in variables if isinstance(v, Deferred)]
     begins = [v.begins for v in made]
     make(made)
@@ -89,7 +94,7 @@ def make(variables: Iterable[Any]) -> None:
 
 
 def forget(variable: Any) -> None:
-    """Have a variable be as any other, without values so far."""
+    """Make a variable an ordinary one, without values so far."""
     if isinstance(variable, Deferred):
         _as(variable, keras.Variable)
 
@@ -113,7 +118,9 @@ def _as(variable: Any, kind: type) -> None:
 
 
 def _repeats(initializer: Any) -> bool:
-    """Whether it gives the same values each time: one of Keras' own whose seed, if it has one, is a number."""
+    """Return whether an initializer gives the same values each time: one of Keras' own without a seed, or with a
+    number.
+    """
     if not isinstance(initializer, keras.initializers.Initializer) or not type(initializer).__module__.startswith(
             "keras."):
         return False
@@ -121,10 +128,49 @@ def _repeats(initializer: Any) -> bool:
 
 
 def building(devices: int, over_ranks: bool = False) -> Any:
-    """The scope in which a model for so many devices is built: host memory, where no one device may hold all of it.
+    """Return the scope in which a model for so many devices is built: host memory, since no one device may hold all of
+    it.
 
-    ``over_ranks``: it is cut over ranks, and its weights are made by the ranks that keep them.
+    ``over_ranks``: its weights are made by the ranks that keep them.
     """
     if over_ranks:
         return deferring()
     return tf.device(HOST) if devices > 1 else nullcontext()
+
+
+class Part(keras.Model):
+    """A rank's ``layers`` of ``whole``; it has its optimizer's settings, and is not to be called."""
+
+    def __init__(self, whole: keras.Model, layers: Sequence[Any]) -> None:
+        super().__init__(name=whole.name)
+        object.__setattr__(whole, "call", _refuse_call)
+        self.held = list(layers)
+        object.__setattr__(self, "whole", whole)  # plainly set, Keras would hold it for a layer of this one
+        self.dtype_policy = whole.dtype_policy
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        """Raise `UserError`: the other ranks have the rest."""
+        _refuse_call(x)
+
+
+def _refuse_call(*given: Any, **named: Any) -> None:
+    raise UserError("a call of a model of which this rank of a pipeline has some blocks only", "the whole model",
+                    "build the model again and load the weights of the run's folder, or use Trainer.evaluate")
+
+
+def release(variables: Iterable[keras.Variable]) -> None:
+    """Free the memory of ``variables``, which stay with their names, shapes and types."""
+    for variable in variables:
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        forget(variable)
+        with tf.init_scope(), tf.device(HOST):
+            variable._value = tf.Variable(tf.zeros([0], dtype), shape=tf.TensorShape(None), dtype=dtype,
+                                          trainable=variable.trainable, name=variable.name)
+
+
+def refuse_released(model: keras.Model) -> None:
+    """Raise `UserError` for a model that an earlier run has partitioned over ranks: `release` has taken variables."""
+    if any(v._value is not None and v._value.shape.rank is None for v in model.weights):
+        raise UserError("a model of which an earlier run with a pipeline has left some blocks only on this rank",
+                        "the whole model", "build the model again and load the weights of that run's folder")

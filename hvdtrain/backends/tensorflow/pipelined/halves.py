@@ -1,9 +1,6 @@
-"""Forward and backward of a chunk as two graphs, with what backward needs of forward handed from one to the other.
+"""Forward and backward of a chunk as two graphs, with the tensors that backward needs passed between them.
 
-Owns the cut through a graph. Both are traced as one, so that backward is what it is in a whole model, recomputed
-blocks included (`hvdtrain.backends.tensorflow.recompute`). Then the operations that forward consists of are copied into
-a graph of their own and the others into a second one. Of what backward reads of forward, constants and trainable
-variables are read anew; the rest are results of the first graph and arguments of the second.
+Owns the partition of a traced graph. Recomputed blocks are `hvdtrain.backends.tensorflow.recompute`'s.
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ from tensorflow.python.framework.func_graph import func_graph_from_py_func
 from tensorflow.python.ops.handle_data_util import copy_handle_data
 
 from hvdtrain.backends.tensorflow import recompute
-from hvdtrain.backends.tensorflow.entered import Graph
-from hvdtrain.backends.tensorflow.pipelined.cargo import has_gradient
+from hvdtrain.backends.tensorflow.graphs import Graph
+from hvdtrain.backends.tensorflow.pipelined.crossing import has_gradient
 
 Trace = Callable[..., list[tf.Tensor]]
 
@@ -29,8 +26,11 @@ _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape
 class Halves:
     """Graphs of ``forward(*leaves)`` for tensors like ``specs`` and of its backward.
 
-    ``inputs``: the numbers of the leaves that a gradient is wanted of, besides ``variables``. ``add(grads)``: takes the
-    variables' gradients while backward is traced. ``recomputed``: blocks that backward makes again.
+    Both are traced as one, so that backward is the same as in a whole model, recomputed blocks included. Then the
+    operations of forward are copied into a graph of their own and the others into a second one. Constants and trainable
+    variables that backward reads are read again; the rest are results of the first graph and arguments of the second.
+    ``inputs``: the numbers of the leaves whose gradient is wanted, besides ``variables``. ``add(grads)``: takes the
+    variables' gradients while backward is traced. ``recomputed``: blocks that backward computes again.
     """
 
     def __init__(self, forward: Trace, specs: Sequence[tf.TensorSpec], inputs: Sequence[int],
@@ -74,11 +74,11 @@ class Halves:
         self._trace = trace_backward, [tf.TensorSpec(x.shape, x.dtype) for x in (*kept, *both.given)]
 
     def split(self, results: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Return (outputs, what is kept for backward) of what `forward` gave."""
+        """Return (outputs, tensors kept for backward) of the results of `forward`."""
         return list(results[:self._n]), list(results[self._n:])
 
     def exist(self, absent: Collection[int]) -> list[bool]:
-        """Return which gradients there are, of the inputs and then of the variables.
+        """Return whether there is a gradient, of each input and then of each variable.
 
         ``absent``: the numbers of the outputs with a gradient, among these, on which the loss does not depend. Backward
         takes zeros for them, which would make a gradient where the whole model has none.
@@ -88,14 +88,14 @@ class Halves:
 
     @property
     def backward(self) -> Graph:
-        """Takes what was kept, then the gradients of the outputs with one; gives those of the inputs."""
+        """The graph of backward: takes the kept tensors, then the gradients of outputs; gives those of inputs."""
         if self._backward is None:
             self._backward = Graph(*self._trace)
         return self._backward
 
 
 class _Both:
-    """One graph of forward and backward, which is never run."""
+    """A graph of forward and backward, which is never run."""
 
     def __init__(self, forward: Trace, specs: Sequence[tf.TensorSpec], inputs: Sequence[int],
                  variables: Sequence[tf.Variable], recomputed: Collection[str]) -> None:
@@ -118,7 +118,7 @@ class _Both:
 
 
 class _Copy:
-    """Copies operations of ``source`` into the graph that is being traced. ``known``: what stands for its tensors."""
+    """Copies operations of ``source`` into the graph that is being traced. ``known``: replacements of its tensors."""
 
     def __init__(self, source: Any, captures: dict[str, Any], known: dict[str, tf.Tensor]) -> None:
         self._target: Any = tf.compat.v1.get_default_graph()
@@ -127,7 +127,7 @@ class _Copy:
             self._target._add_function_recursive(function)
 
     def all(self, ops: Iterable[Any]) -> None:
-        """Copy them, each behind those that it needs of them."""
+        """Copy operations, each behind those that it needs of them."""
         left = {op.name: op for op in ops if op.type != "Placeholder"}
         for name in list(left):
             todo = [left[name]] if name in left else []
@@ -158,13 +158,13 @@ class _Copy:
             self._made.setdefault(old.name, new)
 
     def of(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return what stands for a tensor of the source."""
+        """Return the replacement of a tensor of the source."""
         if tensor.name not in self._made:
             self._made[tensor.name] = self._target.capture(self._captures[tensor.name])
         return self._made[tensor.name]
 
     def sparse(self, grad: Any) -> Any:
-        """`of`, also of a gradient that is sparse, or None."""
+        """Return `of`, also of a gradient that is sparse, or None."""
         if isinstance(grad, tf.IndexedSlices):
             parts = (grad.values, grad.indices, grad.dense_shape)
             return tf.IndexedSlices(*(None if part is None else self.of(part) for part in parts))
@@ -180,13 +180,13 @@ def _origins(ops: Iterable[Any], given: Sequence[tf.Tensor]) -> dict[str, int]:
 
 
 def _origin(grad: Any, origins: dict[str, int]) -> int:
-    """Return the bits of a gradient, which may be sparse; all where it is made of none, such as a constant."""
+    """Return the bits of a gradient, which may be sparse; all if it is made of none, such as a constant."""
     tensors = [grad.values, grad.indices] if isinstance(grad, tf.IndexedSlices) else [grad]
     return functools.reduce(int.__or__, (origins[t.op.name] for t in tensors)) or -1
 
 
 def _before(ops: Iterable[Any]) -> set[str]:
-    """The names of ``ops`` and of all that they need, placeholders left out."""
+    """Return the names of ``ops`` and of all that they need, placeholders left out."""
     found: set[str] = set()
     todo = list(ops)
     while todo:
@@ -198,7 +198,7 @@ def _before(ops: Iterable[Any]) -> set[str]:
 
 
 def _lasting(forward: Iterable[Any], graph: Any, variables: Sequence[tf.Variable]) -> list[Any]:
-    """What stands in the graph for those of ``variables`` that ``forward`` does nothing with but read them.
+    """Return the handles, in the graph, of those of ``variables`` that ``forward`` only reads.
 
     A layer may write to its weights while it trains, as `keras.layers.SpectralNormalization` does. Functions that get a
     variable count as writing: it costs nothing to keep what was read.
@@ -209,5 +209,6 @@ def _lasting(forward: Iterable[Any], graph: Any, variables: Sequence[tf.Variable
 
 
 def _read_anew(op: Any, lasting: Sequence[Any]) -> bool:
-    """Whether backward can read what ``op`` gives once more: a constant, or a variable that only updates change."""
+    """Return whether backward can read the result of ``op`` again: a constant, or a variable that only updates change.
+    """
     return op.type == "Const" or op.type == "ReadVariableOp" and any(op.inputs[0] is handle for handle in lasting)

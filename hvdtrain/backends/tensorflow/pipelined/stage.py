@@ -1,35 +1,36 @@
-"""Forward and backward of a rank's chunks of a Keras model that is cut over ranks.
+"""Forward, backward and evaluation of a rank's chunks of a partitioned Keras model.
 
-Owns what is called when, and what is kept between a micro-batch's forward and its backward. Between chunks TensorFlow
-is eager; a chunk's forward and backward are two graphs (`halves`). The model's last chunk is one graph with the loss,
-its gradients and their sum: `Chunks.loss` runs all of it, `Chunks.backward` gives back what came of it.
+Owns which graph is called when, and what is kept between a micro-batch's forward and its backward. A chunk's two graphs
+are made by `halves`; the last chunk is one graph with the loss, its gradients and their sum.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.backends.keras.compiled import setup_of
+from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.tensorflow import recompute
+from hvdtrain.backends.tensorflow.buffers import Kept, holding
 from hvdtrain.backends.tensorflow.collectives import peer_failures
-from hvdtrain.backends.tensorflow.entered import Graph
-from hvdtrain.backends.tensorflow.pipelined.cargo import (
-    Crossing, absent_form, absent_of, crossing_of, flat, has_gradient, tensors_of, to_cargo)
-from hvdtrain.backends.tensorflow.pipelined.ends import First, Last, input_of
-from hvdtrain.backends.tensorflow.pipelined.evaluator import PartEvaluator
+from hvdtrain.backends.tensorflow.graphs import PLAIN, Graph
+from hvdtrain.backends.tensorflow.pipelined.crossing import (
+    CALLS, Crossing, First, Last, Runs, absent_form, absent_of, crossing_of, flat, has_gradient, input_of, tensors_of,
+    to_cargo)
 from hvdtrain.backends.tensorflow.pipelined.halves import Halves
-from hvdtrain.backends.tensorflow.pipelined.runs import Runs
-from hvdtrain.backends.tensorflow.pipelined.sums import Sums
-from hvdtrain.backends.tensorflow.stage import Stage
+from hvdtrain.backends.tensorflow.stage import Stage, pair_of
+from hvdtrain.backends.tensorflow.task import ClassNumbers, Evaluator
 from hvdtrain.core.protocols import Batch, Cargo, GradientSink, Pair
 
 
 class _Forward(NamedTuple):
-    """A chunk's forward of one micro-batch: the graphs, and what the one kept for the other."""
+    """A chunk's forward of one micro-batch: its graphs, and the tensors kept for backward."""
 
     halves: Halves
     kept: list[tf.Tensor]
@@ -51,13 +52,12 @@ class Chunks(Stage):
         self.held = self.most_held = 0
 
     def connect(self, sink: GradientSink) -> None:
-        """Prepare the graph that hands gradients over."""
         if sink is not self._sink or not self._connected:
             self._given = {}
         super().connect(sink)
 
     def begin(self) -> None:
-        """Open a step with sums of zero, and forget what one that broke off has kept."""
+        """Open a step with sums of zero, and forget what an interrupted one has kept."""
         super().begin()
         self.drop()
         for kept in self._kept:
@@ -65,11 +65,9 @@ class Chunks(Stage):
         self.sums.clear()
 
     def drop(self) -> None:
-        """Forget what is kept for backward."""
         self._forwards, self._backs, self.held = {}, {}, 0
 
     def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
-        """Run a chunk's forward, and keep what its backward needs."""
         self._saw(chunk, batch)
         form = "" if came is None else came.form
         leaves = _tensors(batch) if came is None else tensors_of(came)
@@ -91,7 +89,6 @@ class Chunks(Stage):
         return to_cargo(outputs, self._forms[key])
 
     def loss(self, chunk: int, micro: int, came: Cargo | None, batch: Batch, scale: float) -> Pair:
-        """Run the last chunk's graph, forward and backward."""
         self._saw(chunk, batch)
         given, leaves = _tensors(batch), [] if came is None else tensors_of(came)
         n, form = len(given), "" if came is None else came.form
@@ -110,7 +107,7 @@ class Chunks(Stage):
             recompute.rewrite(found, self._gradients.recomputed)
             self.sums.add(chunk, grads[len(inputs):])
             self._exist[tf.compat.v1.get_default_graph()] = [g is not None for g in grads]
-            return _pair(loss_sum, weight), _filled(inputs, grads)
+            return pair_of(loss_sum, weight), _filled(inputs, grads)
 
         with self.class_numbers.checked(tuple(batch)):
             follows = setup_of(self.runs.whole).follow is not None
@@ -122,7 +119,6 @@ class Chunks(Stage):
         return tuple(tf.unstack(pair)) if self.asynchronous else tuple(pair.numpy().tolist())
 
     def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
-        """Run backward of what `forward` has kept, or return what `loss` has found."""
         self.held -= 1
         if came is None:
             back, exist = self._backs.pop(micro)
@@ -137,7 +133,7 @@ class Chunks(Stage):
         return None if self.runs.chunks[chunk].start == 0 else to_cargo(back, absent_form(absent))
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
-        """Compute the whole model, of a copy of one rank."""
+        """Compute the whole model, of a replica on one rank."""
         pair = self.loss(0, 0, None, micro, scale)
         self.backward(0, 0, None)
         if final:
@@ -145,7 +141,7 @@ class Chunks(Stage):
         return pair
 
     def trial(self, batch: Batch) -> None:
-        """Compute a batch's gradient for its time alone, of a copy of one rank, which has the whole model."""
+        """Compute without an exchange, of a replica on one rank, which has the whole model."""
         self.begin()
         self.loss(0, 0, None, batch, 1.0)
         self.backward(0, 0, None)
@@ -155,7 +151,6 @@ class Chunks(Stage):
         self.rewind()
 
     def hand_over(self, sink: GradientSink) -> None:
-        """Hand over the sums, by a graph where the sink can be in one."""
         if sink.variant not in self._given:
             def trace() -> Any:
                 return self._hand_over(sink, tf.zeros([2], tf.float64), tf.zeros([], tf.float64), self.sums.read())
@@ -166,7 +161,6 @@ class Chunks(Stage):
         self._arrived(sink, tensors, report.numpy().tolist()[2:])
 
     def evaluate(self, chunk: int, came: Cargo | None, batch: Batch) -> Cargo | None:
-        """Run a chunk in inference."""
         form = "" if came is None else came.form
         leaves = _tensors(batch) if came is None else tensors_of(came)
         if chunk == self.runs.ending:
@@ -182,7 +176,6 @@ class Chunks(Stage):
         return to_cargo(self._call(key, trace, leaves, 0.0), self._forms[key])
 
     def culprit(self, batch: Batch) -> str:
-        """Return the first variable whose sum in the step at hand is not finite, or ""."""
         return next((name for name, x in zip(self._names, self.sums.read())
                      if not bool(tf.reduce_all(tf.math.is_finite(x)))), "")
 
@@ -191,7 +184,7 @@ class Chunks(Stage):
             return self.calls.call(key, trace, leaves, scale * self._gradients.loss_scale, self._exact)
 
     def _entered(self, batch: Batch, leaves: Sequence[tf.Tensor], training: bool) -> Crossing:
-        """What goes into the model's first chunk."""
+        """Return the input of the model's first chunk."""
         packed = tf.nest.pack_sequence_as(batch, leaves)
         return self.runs.entered(input_of(self.task, self._first, packed, training))
 
@@ -209,9 +202,103 @@ def _tensors(batch: Batch) -> list[tf.Tensor]:
 
 
 def _filled(inputs: Sequence[tf.Tensor], grads: Sequence[Any]) -> list[tf.Tensor]:
-    """The gradients of ``inputs``, the first of ``grads``, zeros where the loss does not depend on one."""
+    """Return the gradients of ``inputs``, the first of ``grads``, with zeros if the loss does not depend on one."""
     return [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(inputs, grads)]
 
 
-def _pair(loss_sum: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    return tf.stack([tf.cast(loss_sum, tf.float64), tf.cast(weight, tf.float64)])
+class Sums:
+    """Gradients of a rank's chunks, summed over a step's micro-batches on the devices of their variables.
+
+    ``variables``: the trainable ones of all chunks; ``chunk_of``: the chunk of each.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable], chunk_of: Sequence[int]) -> None:
+        self._all = [v.value for v in variables]
+        self._numbers = {chunk: [i for i, c in enumerate(chunk_of) if c == chunk] for chunk in set(chunk_of)}
+        self._sums: list[tf.Variable] = []
+        self._clear: Callable[[], None] | None = None
+
+    def variables(self, chunk: int) -> list[tf.Variable]:
+        """Return those of a chunk."""
+        return [self._all[i] for i in self._numbers.get(chunk, ())]
+
+    def clear(self) -> None:
+        """Set the sums to zero; make their memory at the first call."""
+        if not self._sums:
+            for v in self._all:
+                with tf.device(v.device):
+                    self._sums.append(tf.Variable(tf.zeros_like(v), trainable=False))
+
+            def clear() -> None:
+                for total in self._sums:
+                    total.assign(tf.zeros(total.shape, total.dtype), read_value=False)
+
+            self._clear = tf.function(clear, **PLAIN).get_concrete_function()
+            return
+        assert self._clear is not None
+        self._clear()
+
+    def numbers(self, chunk: int, exist: Sequence[bool]) -> frozenset[int]:
+        """Return the indices of a chunk's variables that have a gradient."""
+        return frozenset(i for i, there in zip(self._numbers.get(chunk, ()), exist) if there)
+
+    def add(self, chunk: int, grads: Sequence[Any]) -> None:
+        """Add gradients of a chunk's variables, also while a graph is traced; one that is None is left out."""
+        for i, grad in zip(self._numbers.get(chunk, ()), grads):
+            if isinstance(grad, tf.IndexedSlices):
+                self._sums[i].scatter_add(grad)
+            elif grad is not None:
+                self._sums[i].assign_add(grad, read_value=False)
+
+    def read(self) -> list[tf.Tensor]:
+        """Return the sums by variable."""
+        return [total.read_value() for total in self._sums]
+
+
+class PartEvaluator(Evaluator):
+    """Implements `hvdtrain.core.protocols.Evaluator` on a rank that may have the last chunk. ``evaluation``: of the
+    whole.
+    """
+
+    def __init__(self, spec: Any, evaluation: Evaluation, class_numbers: ClassNumbers, runs: Runs) -> None:
+        super().__init__(evaluation, class_numbers)
+        self._last = Last(runs.whole, runs.last)
+        evaluation._spec = dataclasses.replace(spec, model=self._last)
+        self._form = ""
+        self._functions: dict[str, Any] = {}
+
+    def add(self, batch: Batch) -> None:
+        """Add a batch if this rank has the whole model."""
+        self.add_outputs(batch, [], "")
+
+    def add_outputs(self, batch: Batch, came: Sequence[tf.Tensor], form: str) -> None:
+        """Add a batch with ``came``, the last chunk's input; all of it, or nothing after a failure."""
+        with self._class_numbers.checked(tuple(batch)):
+            tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+            if self._kept is None:
+                self._take(came, form, len(tf.nest.flatten(tensors)[0]))
+                self._evaluation.build(tensors)
+                self._kept = Kept(self._evaluation.variables())
+            try:
+                with holding([self._kept]):
+                    pairs = self._function_of(form)(tensors, list(came))
+                self._evaluation.count(pairs)
+            except BaseException:
+                self._kept.put_back()
+                raise
+
+    def _function_of(self, form: str) -> Any:
+        if form not in self._functions:
+            def measure(batch: Any, came: list[tf.Tensor]) -> Any:
+                self._take(came, form)
+                return self._measure(batch)
+
+            self._functions[form] = tf.function(measure, reduce_retracing=True, **PLAIN)
+        return self._functions[form]
+
+    def _take(self, came: Sequence[tf.Tensor], form: str, samples: int = 0) -> None:
+        """Have the last chunk run on its input; of so many ``samples`` on the first, if its shape says how many."""
+        value, losses = crossing_of(came, form) if came else Crossing(None, [])
+        if samples and came:
+            value = tf.nest.map_structure(lambda x: x[:1] if x.shape.rank and x.shape[0] == samples else x, value)
+        self._last.take(Crossing(value, losses), CALLS)

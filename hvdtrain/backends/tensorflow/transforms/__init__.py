@@ -1,1 +1,1 @@
-"""What changes how a Keras model computes for the time of a run, a file for each."""
+"""Changes of the computation of a Keras model for the time of a run, a file for each."""

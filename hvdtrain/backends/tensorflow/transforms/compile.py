@@ -1,7 +1,7 @@
-"""Computing a Keras model through XLA: forward and backward of a micro-batch as one piece of compiled code.
+"""A Keras model computed through XLA: forward and backward of a micro-batch as one piece of compiled code.
 
-Owns whether that is in use, for which sizes, and where it cannot be. What is compiled is one function in the step's
-graphs (`hvdtrain.backends.tensorflow.gradients`); the sums over ranks stay outside of it, in the graph or after it.
+Owns which sizes are compiled, and where XLA cannot be used. The function that is compiled is
+`hvdtrain.backends.tensorflow.gradients`'; sums over ranks stay outside of it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ XLA = "xla"
 
 
 class XlaCompile:
-    """Implements `hvdtrain.core.protocols.Compile`. ``why``: why this run compiles nothing, in words, or "".
+    """Implements `hvdtrain.core.protocols.Compile`. ``why``: the reason why this run compiles nothing, or "".
 
-    ``remat``: tells what is recomputed, if anything can be.
+    ``remat``: knows what is recomputed, if anything can be.
     """
 
     collective = False
@@ -28,13 +28,12 @@ class XlaCompile:
         self._preparing = False
 
     def install(self, model: Any, blocks: Sequence[Any] = ()) -> None:
-        """Nothing: graphs are traced anew for what `use` says."""
+        """Do nothing: graphs are traced again for what `use` says."""
 
     def remove(self, model: Any) -> None:
-        """Nothing is changed in the model."""
+        """Do nothing: the model is unchanged."""
 
     def refusal(self, option: str) -> str:
-        """Return why XLA is not tried."""
         if self._why:
             return self._why
         if self._remat is not None and self._remat.chosen:
@@ -42,12 +41,10 @@ class XlaCompile:
         return ""
 
     def use(self, options: Collection[str]) -> None:
-        """Compute so from now on."""
         self.chosen = tuple(option for option in self.options if option in options)
 
     def prepare(self, work: Callable[[], None], until: float) -> str:
-        """Compile by ``work``, which nothing can interrupt. Errors: TensorFlow's, where XLA cannot compile the model.
-        """
+        """Compile by ``work``, which nothing can interrupt. Errors: TensorFlow's, if XLA cannot compile the model."""
         self._preparing = bool(self.chosen)
         try:
             work()
@@ -56,16 +53,16 @@ class XlaCompile:
         return ""
 
     def compiles(self, samples: int) -> bool:
-        """Return whether a micro-batch of so many samples is computed by XLA: only sizes that were prepared are, so
-        that no step waits for the compiler."""
+        """Return whether XLA computes a micro-batch of so many samples: only prepared sizes, so that no step waits for
+        the compiler.
+        """
         if self._preparing:
             self._sizes.add(samples)
         return bool(self.chosen) and samples in self._sizes
 
     def describe(self) -> dict[str, str]:
-        """Return what is in use in words, for the summary."""
         return {"compile": " and ".join(self.chosen) or "nothing"}
 
     def caveats(self) -> list[str]:
-        """Return nothing: what is computed is rounded otherwise, as on another device."""
+        """Return nothing: results are rounded as on another device."""
         return []

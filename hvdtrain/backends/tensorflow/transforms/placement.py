@@ -1,4 +1,4 @@
-"""A model that is split over devices: each block computes on its own, wherever the model is called from."""
+"""Calls of a model that is split over devices: each block computes on its own device, wherever it is called from."""
 
 from __future__ import annotations
 
@@ -39,18 +39,15 @@ class Placement:
                     object.__setattr__(layers[i], "call", wrapped)
 
     def remove(self, model: keras.Model) -> None:
-        """Give each block its own ``call`` back."""
         for layer in self._split.chain.layers:
             if hasattr(layer.call, _MARK):
                 users = getattr(layer.call, _MARK)
                 object.__delattr__(layer, "call") if users is None else object.__setattr__(layer, "call", users)
 
     def describe(self) -> dict[str, str]:
-        """Return the cut, and the bubble as predicted and as measured."""
         return self._split.describe()
 
     def caveats(self) -> list[str]:
-        """Return what depends on how a micro-batch is cut into parts."""
         model, found = self._split.chain.model, []
         if norms(model):
             found.append("BatchNorm takes its statistics over each part of a micro-batch (split_micro_batches)")
@@ -60,7 +57,7 @@ class Placement:
 
 
 def _on_device(call: Callable[..., Any], device: str, first: bool) -> Callable[..., Any]:
-    """A layer's ``call`` under ``device``; ``first`` of its stage: its input is copied there."""
+    """Return a layer's ``call`` under ``device``; ``first`` of its stage: its input is copied there."""
     @functools.wraps(call)
     def on_device(*args: Any, **kwargs: Any) -> Any:
         with tf.device(device):

@@ -1,8 +1,7 @@
 """Computing in 16 bits with Keras: the dtype policies of a model's layers, float32 for the loss.
 
-Owns the layers' policies while a run uses the model. Variables stay float32 and so do their gradients: only a layer's
-``compute_dtype`` changes, which Keras reads at each call. Keras' global policy is left alone, so nothing that is built
-later notices; a model built under a policy of the user's keeps it where ``precision`` is fp32.
+Owns the layers' policies while a run uses the model. Variables and gradients stay float32: only a layer's
+``compute_dtype`` changes, which Keras reads at each call. Keras' global policy stays.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ _given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 class MixedPrecision:
     """Implements `hvdtrain.core.protocols.Transform`: the layers compute in this rank's own type.
 
-    ``scale``: the factor of float16 losses, of which it tells in words.
+    A model built under a policy of the user's keeps it with ``precision`` fp32. ``scale``: the factor of float16
+    losses, for the summary.
     """
 
     collective = False
@@ -43,7 +43,6 @@ class MixedPrecision:
         self._vanishing = narrow and self._precision.own != "fp16"
 
     def remove(self, model: keras.Model) -> None:
-        """Give the layers their own policies back."""
         give_back(model)
 
     def as_built(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -51,11 +50,9 @@ class MixedPrecision:
         return own_types(model)
 
     def describe(self) -> dict[str, str]:
-        """Return types, layers that stay in float32 and the loss scale in words."""
         return {**self._precision.describe(), **self._words, **self._scale.describe()}
 
     def caveats(self) -> list[str]:
-        """Return what depends on how a batch is cut, and whether a type is too narrow."""
         found = ["layers compute in float16 and the loss is not scaled: small gradients may vanish"]
         return found * self._vanishing + self._precision.caveats()
 
@@ -85,7 +82,7 @@ def give_back(model: keras.Model) -> None:
 
 
 def remarks(model: keras.Model) -> dict[str, str]:
-    """For the summary: the layers with weights that stay in float32 in a model whose others compute in 16 bits."""
+    """Return, for the summary, layers with weights that stay in float32 in a model whose others compute in 16 bits."""
     given = [layer for layer in model._flatten_layers() if layer in _given]
     stay = [layer.path or layer.name for layer in model._flatten_layers()
             if layer not in _given and layer._trainable_variables and layer.compute_dtype == "float32"]
@@ -94,7 +91,7 @@ def remarks(model: keras.Model) -> dict[str, str]:
 
 @contextlib.contextmanager
 def own_types(model: keras.Model) -> Iterator[None]:
-    """Around what writes the model down: it shall read back as it was built."""
+    """Restore the policies for the body, which writes the model down: it shall read back as it was built."""
     changed = _swap(model)
     try:
         yield
@@ -115,11 +112,11 @@ def _swap(model: keras.Model) -> dict[Any, Any]:
 
 
 def _followers(model: keras.Model) -> list[Any]:
-    """The layers that compute in the run's type.
+    """Return the layers that compute in the run's type.
 
-    Where some are of mixed precision by the user's doing: those. Else the layers that were built without a dtype of
-    their own, which hold the policy object that the model holds; a softmax with ``dtype="float32"`` stays so. In a
-    model that was loaded from a file no layer with weights holds that object: there all follow.
+    If some are of mixed precision by the user's doing: those. Else the layers that were built without a dtype of their
+    own, which hold the policy object that the model holds; a softmax with ``dtype="float32"`` stays so. In a model that
+    was loaded from a file no layer with weights holds that object: there all follow.
     """
     plain = [layer for layer in model._flatten_layers() if type(layer.dtype_policy) is keras.DTypePolicy
              and layer.variable_dtype == "float32"]

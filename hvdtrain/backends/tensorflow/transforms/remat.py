@@ -1,7 +1,7 @@
-"""Exact rematerialisation of a Keras model's named blocks (the key ``remat``).
+"""Exact activation checkpointing of a Keras model's named blocks (the key ``remat``).
 
-Owns which blocks are recomputed and the mark on their calls. How a graph is changed is
-`hvdtrain.backends.tensorflow.recompute`'s.
+Owns which blocks are recomputed and the mark on their calls. Graphs are changed by
+`hvdtrain.backends.tensorflow.recompute`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Remat:
         self._fused: set[str] = set()
 
     def refusal(self, name: str) -> str:
-        """Return why block ``name`` cannot be recomputed: a training forward pass does not call it where it can be."""
         if self._forward is None and self._sample is not None and self.measures is not None:
             with self._all_marked():
                 self._forward = self.measures.forward(self._sample(SAMPLES))
@@ -65,7 +64,6 @@ class Remat:
         return "" if name in called else "the model's forward pass in training does not call it"
 
     def costs(self, batch: Batch) -> list[BlockCost]:
-        """Measure every block on ``batch``."""
         assert self.measures is not None
         with self._all_marked():
             found = self.measures.measure(batch)
@@ -83,13 +81,11 @@ class Remat:
                 self._mark(self.chosen)
 
     def choose(self, names: Collection[str]) -> None:
-        """Recompute these blocks in graphs that are traced from now on."""
         self.chosen = tuple(name for name in self.names if name in names)
         if self._installed:
             self.install(None)
 
     def install(self, model: Any, blocks: Sequence[Any] = ()) -> None:
-        """Mark the calls of the chosen blocks."""
         self._installed = True
         self._unmark()
         self._mark(self.chosen)
@@ -110,16 +106,14 @@ class Remat:
                 object.__delattr__(layer, "call") if before is None else object.__setattr__(layer, "call", before)
 
     def remove(self, model: Any) -> None:
-        """Give the blocks their own calls back."""
         self._installed = False
         self._unmark()
 
     def describe(self) -> dict[str, str]:
-        """Return the recomputed blocks in words."""
         return {"recomputed": ", ".join(self.chosen)} if self.chosen else {}
 
     def caveats(self) -> list[str]:
-        """Nothing: gradients are the ones without it."""
+        """Return nothing: gradients are the ones without it."""
         return []
 
 

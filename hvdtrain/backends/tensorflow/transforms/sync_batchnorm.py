@@ -1,16 +1,7 @@
 """BatchNorm over the samples of all ranks (the key ``sync_batchnorm``): Keras' own layers, with joint moments.
 
 Owns the moments, their gradient and the two collectives of a layer; all else (scale, offset, moving statistics,
-renormalisation, what a layer is written as) stays Keras'. Only a layer's ``_moments`` is its own while a run uses it.
-With n_r, m_r, s_r the number, mean and sum of squared deviations of rank r's values of a channel, and N = sum n_r::
-
-    mean = sum n_r m_r / N        var = sum (s_r + n_r (m_r - mean)^2) / N
-
-(Chan, Golub, LeVeque 1979), so a rank counts by its samples, and one without any counts for nothing. Every rank's loss
-depends on both, so their gradients are summed over ranks before they go on to x, as dmean / N + 2 (x - mean) dvar / N.
-
-The collectives are nodes of the graph of forward and backward, which Horovod pairs by name: every rank runs the same
-graphs the same number of times (`hvdtrain.data.feed`, ``even_micros``).
+renormalisation, serialisation) stays Keras'.
 """
 
 from __future__ import annotations
@@ -29,16 +20,17 @@ from hvdtrain.core.errors import UserError, through_trace
 from hvdtrain.core.protocols import Collectives
 
 _PLAIN = keras.layers.BatchNormalization
+Map = Callable[[tf.Tensor], tf.Tensor]
 
 
 class Across:
-    """Implements `hvdtrain.core.protocols.Transform`: the BatchNorm layers take their moments over the ranks of
-    ``wire``.
+    """Implements `hvdtrain.core.protocols.Transform`: BatchNorm layers take their moments over the ranks of ``wire``.
 
-    Owns what the layers share: the wire, this rank's loss scale, and how long they waited. While this rank is not
-    present, what it computes on counts for nothing (`hvdtrain.data.empty`). ``several``: a step may have several
-    micro-batches. ``active``: there are such layers and ranks. ``local``: graphs that are traced meanwhile take moments
-    over own samples only, without a wire.
+    Its collectives are nodes of the graph of forward and backward, which Horovod pairs by name: every rank runs the
+    same graphs the same number of times (`hvdtrain.data.feed`, ``even_micros``). While this rank has no samples, its
+    dummy batch counts for nothing (`hvdtrain.data.weighting`). ``several``: a step may have several micro-batches.
+    ``active``: there are such layers and ranks. ``local``: graphs that are traced meanwhile take moments over own
+    samples only.
     """
 
     collective = True
@@ -56,7 +48,7 @@ class Across:
     def install(self, model: keras.Model, blocks: Sequence[Any] = ()) -> None:
         """Have every BatchNorm layer of ``model`` take its moments over the ranks; nothing on one rank.
 
-        Errors: `UserError` for a layer with a call of its own, and for a wire that is outside TensorFlow's graphs.
+        Errors: `UserError` for a layer with a call of its own, and for a transport outside TensorFlow's graphs.
         """
         release(model)
         layers = norms(model)
@@ -77,15 +69,12 @@ class Across:
             object.__setattr__(layer, "_moments", partial(self._moments, layer, f"bn.{i}"))
 
     def remove(self, model: keras.Model) -> None:
-        """Give the layers their own moments back."""
         release(model)
 
     def describe(self) -> dict[str, str]:
-        """Nothing: the configuration tells."""
         return {}
 
     def caveats(self) -> list[str]:
-        """Return what depends on how a batch is cut."""
         return ["BatchNorm takes its statistics over each micro-batch of all ranks"] * (self._several and self._trains)
 
     def begin(self, loss_scale: float, present: bool) -> None:
@@ -96,82 +85,89 @@ class Across:
             self._present.assign(present)
 
     def waited_s(self) -> float:
-        """Seconds that the layers waited for other ranks since this was last asked."""
+        """Return the seconds that the layers waited for other ranks since the last call."""
         seconds = float(self._waited_s.numpy())
         if seconds:
             self._waited_s.assign(0.0)
         return seconds
 
     def _moments(self, layer: Any, name: str, x: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        """Mean and biased variance over all ranks, (C,) each, of x (B, ...), B = 0 included, where ``mask`` is true."""
         if self.local:
-            found: tuple[tf.Tensor, tf.Tensor] = type(layer)._moments(layer, x, mask)
-            return found
+            plain: tuple[tf.Tensor, tf.Tensor] = type(layer)._moments(layer, x, mask)
+            return plain
         graph = tf.compat.v1.get_default_graph()
         if hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
             raise through_trace(UserError(
                 f"sync_batchnorm with {layer.name!r} in a loop, a condition or a tf.function of its own",
                 "BatchNorm layers that each step calls a fixed number of times",
                 "call the layer outside of it, or set sync_batchnorm: false"))
-        axes, uses = layer._reduction_axes, self._uses.setdefault(graph, Counter())
+        uses = self._uses.setdefault(graph, Counter())
         uses[name] += 1
         name = f"{name}.{uses[name] - 1}"  # a layer may be called several times in a graph
-        counted = None if mask is None else tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(x)), x.dtype)
 
-        @tf.custom_gradient
-        def joint(x: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
-            mean_C, var_C, n_C = self._joint(x, counted, axes, name)
-            shape = [x.shape[i] if i not in axes else 1 for i in range(x.shape.rank)]
+        def gather(own_K: tf.Tensor) -> tf.Tensor:
+            return self._timed(own_K, lambda: self._wire.allgather(own_K, f"{name}.forward").wait())
 
-            def gradient(dmean_C: tf.Tensor, dvar_C: tf.Tensor) -> tf.Tensor:
-                parts_K = tf.cast(tf.concat([dmean_C, dvar_C], 0), tf.float64)
-                present = self._present.read_value()
-                parts_K = tf.where(present, parts_K, tf.zeros_like(parts_K))  # not 0 * NaN
-                summed_K = self._sum(parts_K * self._unscale.read_value(), f"{name}.backward")
-                dmean_C, dvar_C = (tf.reshape(tf.cast(g / n_C, x.dtype), shape) for g in
-                                   tf.split(summed_K / self._unscale.read_value(), 2))
-                dx = dmean_C + 2 * dvar_C * (x - tf.reshape(tf.cast(mean_C, x.dtype), shape))
-                dx = dx if counted is None else tf.where(counted > 0, dx, tf.zeros_like(dx))
-                return tf.where(self._present.read_value(), dx, tf.zeros_like(dx))
+        def total(own_K: tf.Tensor) -> tf.Tensor:
+            unscaled_K = own_K * self._unscale.read_value()
+            sum_K = self._timed(unscaled_K, lambda: self._wire.allreduce(unscaled_K, f"{name}.backward").wait())
+            return sum_K / self._unscale.read_value()
 
-            return (tf.cast(mean_C, x.dtype), tf.cast(var_C, x.dtype)), gradient
+        def if_present(t: tf.Tensor) -> tf.Tensor:
+            return tf.where(self._present.read_value(), t, tf.zeros_like(t))  # not 0 * NaN
 
-        mean_C, var_C = joint(x)
-        return mean_C, var_C
-
-    def _joint(self, x: tf.Tensor, counted: tf.Tensor | None, axes: list[int],
-               name: str) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Mean, biased variance and number of values over all ranks, float64 (C,) each."""
-        own_K = _own(x, counted, axes)
-        own_K = tf.where(self._present.read_value(), own_K, tf.zeros_like(own_K))
-        rows_PK = self._gather(own_K, f"{name}.forward")
-        n_PC, mean_PC, squares_PC = tf.split(rows_PK, 3, axis=1)
-        n_C = tf.maximum(_sum_rows(n_PC), 1)
-        mean_C = _sum_rows(n_PC * mean_PC) / n_C
-        return mean_C, _sum_rows(squares_PC + n_PC * tf.square(mean_PC - mean_C)) / n_C, n_C
-
-    def _gather(self, x_K: tf.Tensor, name: str) -> tf.Tensor:
-        """Every rank's vector: (K,) -> (P, K)."""
-        rows_PK = self._timed(x_K, lambda: self._wire.allgather(x_K, name).wait())
-        return tf.ensure_shape(rows_PK, [self._wire.size, x_K.shape[0]])
-
-    def _sum(self, x_K: tf.Tensor, name: str) -> tf.Tensor:
-        """Sum over ranks: (K,) -> (K,)."""
-        return self._timed(x_K, lambda: self._wire.allreduce(x_K, name).wait())
+        return joint_moments(x, mask, layer._reduction_axes, self._wire.size, gather, total, if_present)
 
     def _timed(self, x: tf.Tensor, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
         """Count the seconds from x to the collective's result."""
         with tf.control_dependencies([x]):
             begin_s = tf.timestamp()
-        found = collective()
-        with tf.control_dependencies([found]):
+        result = collective()
+        with tf.control_dependencies([result]):
             self._waited_s.assign_add(tf.maximum(tf.timestamp() - begin_s, 0.0))
-        return found
+        return result
+
+
+def joint_moments(x: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int], ranks: int, gather: Map, total: Map,
+                  own: Map = lambda t: t) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return mean and biased variance over all ranks, (C,) each, of x (B, ...), B = 0 included, where ``mask`` is true.
+
+    With n_r, m_r, s_r the number, mean and sum of squared deviations of rank r's values of a channel, N = sum n_r::
+
+        mean = sum n_r m_r / N        var = sum (s_r + n_r (m_r - mean)^2) / N
+
+    (Chan, Golub, LeVeque 1979), so a rank counts by its samples. Every rank's loss depends on both, so their gradients
+    are summed over ranks before they go on to x, as dmean / N + 2 (x - mean) dvar / N.
+    ``gather``: (K,) -> (P, K) over ``ranks``; ``total``: the sum over ranks (K,) -> (K,). ``own``: of what this rank
+    contributes and of its gradient.
+    """
+    counted = None if mask is None else tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(x)), x.dtype)
+
+    @tf.custom_gradient
+    def joint(x: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
+        own_K = own(_moments_of(x, counted, axes))
+        rows_PK = tf.ensure_shape(gather(own_K), [ranks, own_K.shape[0]])
+        n_PC, mean_PC, squares_PC = tf.split(rows_PK, 3, axis=1)
+        n_C = tf.maximum(_sum_rows(n_PC), 1)
+        mean_C = _sum_rows(n_PC * mean_PC) / n_C
+        var_C = _sum_rows(squares_PC + n_PC * tf.square(mean_PC - mean_C)) / n_C
+        shape = [x.shape[i] if i not in axes else 1 for i in range(x.shape.rank)]
+
+        def gradient(dmean_C: tf.Tensor, dvar_C: tf.Tensor) -> tf.Tensor:
+            sum_K = total(own(tf.cast(tf.concat([dmean_C, dvar_C], 0), tf.float64)))
+            dmean_C, dvar_C = (tf.reshape(tf.cast(g / n_C, x.dtype), shape) for g in tf.split(sum_K, 2))
+            dx = dmean_C + 2 * dvar_C * (x - tf.reshape(tf.cast(mean_C, x.dtype), shape))
+            return own(dx if counted is None else tf.where(counted > 0, dx, tf.zeros_like(dx)))
+
+        return (tf.cast(mean_C, x.dtype), tf.cast(var_C, x.dtype)), gradient
+
+    mean_C, var_C = joint(x)
+    return mean_C, var_C
 
 
 @contextlib.contextmanager
 def local_statistics(across: Across | None) -> Iterator[None]:
-    """Graphs traced within it take moments as Keras does: what one rank does without the others (`Stage.trial`)."""
+    """Have graphs that are traced within take moments as Keras does: what one rank does alone (`Stage.trial`)."""
     if across is None:
         yield
         return
@@ -183,7 +179,7 @@ def local_statistics(across: Across | None) -> Iterator[None]:
 
 
 def norms(model: keras.Model) -> list[Any]:
-    """The BatchNorm layers of ``model``, in its own order."""
+    """Return the BatchNorm layers of ``model``, in its own order."""
     return [layer for layer in model._flatten_layers() if isinstance(layer, _PLAIN)]
 
 
@@ -193,8 +189,8 @@ def release(model: keras.Model) -> None:
         layer.__dict__.pop("_moments", None)
 
 
-def _own(x: tf.Tensor, counted: tf.Tensor | None, axes: list[int]) -> tf.Tensor:
-    """This rank's numbers, means and sums of squared deviations, float64 (3 C,); ``counted``: 0 for what is masked."""
+def _moments_of(x: tf.Tensor, counted: tf.Tensor | None, axes: Sequence[int]) -> tf.Tensor:
+    """Return numbers, means and sums of squared deviations, float64 (3 C,); ``counted``: 0 for what is masked."""
     if counted is None:
         total_C = tf.reduce_sum(x, axes, keepdims=True)
         n_C = tf.fill(tf.shape(total_C), tf.cast(tf.size(x, tf.int64) // total_C.shape.num_elements(), tf.float64))
@@ -204,12 +200,12 @@ def _own(x: tf.Tensor, counted: tf.Tensor | None, axes: list[int]) -> tf.Tensor:
         n_C = tf.cast(tf.reduce_sum(counted, axes, keepdims=True), tf.float64)
     mean_C = total_C / tf.cast(tf.maximum(n_C, 1), x.dtype)
     apart = x - mean_C if counted is None else (x - mean_C) * counted
-    found = n_C, mean_C, tf.reduce_sum(tf.square(apart), axes)
-    return tf.concat([tf.reshape(tf.cast(each, tf.float64), [total_C.shape.num_elements()]) for each in found], 0)
+    moments = n_C, mean_C, tf.reduce_sum(tf.square(apart), axes)
+    return tf.concat([tf.reshape(tf.cast(each, tf.float64), [total_C.shape.num_elements()]) for each in moments], 0)
 
 
 def _sum_rows(x_PC: tf.Tensor) -> tf.Tensor:
-    """(P, C) -> (C,), the second half of the rows added to the first until one is left: one order on all ranks."""
+    """Sum (P, C) -> (C,), the second half of the rows added to the first until one is left: one order on all ranks."""
     rows = x_PC.shape[0]
     while rows > 1:
         half = (rows + 1) // 2

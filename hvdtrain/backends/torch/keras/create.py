@@ -1,6 +1,6 @@
-"""The parts of a Keras model on PyTorch: PyTorch's, but for what Keras keeps or says elsewhere.
+"""Parts of a Keras model on PyTorch: names of variables, seeded generators, metrics, checkpoint state, files.
 
-Owns which parts those are: names of variables, seeded generators, metrics, the optimizer of ``model.compile``, files.
+The optimizer of ``model.compile`` is `hvdtrain.backends.torch.keras.optim`'s, all else PyTorch's.
 """
 
 from __future__ import annotations
@@ -10,38 +10,37 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import torch
 
+from hvdtrain.backends.keras import saving
 from hvdtrain.backends.keras.compiled import build, setup_of
-from hvdtrain.backends.keras.evaluation import Evaluation
 from hvdtrain.backends.keras.facts import KerasFacts
-from hvdtrain.backends.keras.names import stable_names
-from hvdtrain.backends.keras.seeds import generator_kept
-from hvdtrain.backends.keras.shapes import check_stateful
+from hvdtrain.backends.keras.losses import check_stateful, generator_kept
+from hvdtrain.backends.keras.metrics import Evaluation
+from hvdtrain.backends.keras.saving import stable_names
 from hvdtrain.backends.keras.task import Task
 from hvdtrain.backends.model_spec import refuse_groups
-from hvdtrain.backends.torch import placement
+from hvdtrain.backends.torch import placement, resuming, state
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.evaluator import TorchEvaluator
-from hvdtrain.backends.torch.generators import Generators
-from hvdtrain.backends.torch.keras.alone import without_tensorflow
-from hvdtrain.backends.torch.keras.module import KerasModule, dropping, normalising, seed_states
-from hvdtrain.backends.torch.keras.optim import compiled_optimizer
-from hvdtrain.backends.torch.keras.state import KerasState
+from hvdtrain.backends.torch.keras import without_tensorflow
+from hvdtrain.backends.torch.keras.optim import CompiledOptimizer, compiled_optimizer
 from hvdtrain.backends.torch.maker import Maker
-from hvdtrain.backends.torch.optimizer import TorchOptimizer
+from hvdtrain.backends.torch.optimizer import Slices, TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
-from hvdtrain.backends.torch.slices import Slices
+from hvdtrain.backends.torch.placement import Generators
+from hvdtrain.backends.torch.task import TorchEvaluator
 from hvdtrain.backends.torch.transforms import precision as widths
 from hvdtrain.backends.torch.transforms.compile import TorchCompile
+from hvdtrain.checkpoint import weights
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Collectives
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.precision.policy import Precision
 
 _STRIDE = 1_000_003
@@ -83,15 +82,13 @@ class KerasMaker(Maker):
             first, counter = (int(n) for n in keras.ops.convert_to_numpy(seed))
             seed.assign([(first + _STRIDE * rank) % 2**31, counter])
 
-    def parts(self) -> Parts:
-        """PyTorch's, with what callbacks may change of Keras' layers."""
+    def parts(self) -> ModelParts:
         made = super().parts()
         facts = KerasFacts(self.keras_model, made.facts)
         made.facts, made.state.facts = facts, facts.saved  # type: ignore[attr-defined]
         return made
 
     def params(self) -> KerasParams:
-        """Tensors that are compared between ranks without Keras' counters."""
         make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale)
 
         def make_for(tensors: Sequence[torch.Tensor], *, names: Sequence[str] = (),
@@ -114,20 +111,17 @@ class KerasMaker(Maker):
         return Buffers(self.model, self.transport, statistics=counted, aliases=paths)
 
     def compile(self) -> TorchCompile:
-        """Nothing: Keras' layers are no modules that could be compiled one by one."""
+        """Return a transform that compiles no block: Keras' layers are no modules to compile one by one."""
         return TorchCompile(self.model, [], self.placement.home.type, why="Keras' layers on PyTorch are computed as "
                             "they are; KERAS_BACKEND=tensorflow compiles them")
 
     def evaluator(self) -> KerasEvaluator:
-        """Keras' metrics."""
         return KerasEvaluator(self.model, self._evaluation, self.placement, self.precision)
 
     def state(self, params: TorchParams, optimizer: TorchOptimizer, buffers: Buffers) -> KerasState:
-        """With Keras' files, and a compiled optimizer's state."""
         return KerasState(self.keras_model, self.model, params.names, optimizer, buffers, self.scale, self.generators)
 
     def caveats(self) -> list[str]:
-        """Layers whose result depends on how a batch is cut (law 2)."""
         found = super().caveats()
         if normalising(self.keras_model):
             found.append("BatchNorm takes its statistics over each rank's own samples")
@@ -140,7 +134,6 @@ class KerasParams(TorchParams):
     """`TorchParams` without Keras' counters in what ranks compare."""
 
     def made_of(self) -> list[str]:
-        """Return a line for each variable."""
         return [_COUNTER.sub("", line) for line in super().made_of()]
 
 
@@ -148,16 +141,13 @@ class KerasEvaluator(TorchEvaluator):
     """`TorchEvaluator` of Keras' metrics, which keep totals of their own shapes."""
 
     def add(self, batch: Batch) -> None:
-        """Add one batch to the metrics' totals."""
         with without_tensorflow():  # metrics are made at the first
             super().add(batch)
 
     def measure(self, batch: Any) -> None:
-        """Add one batch of tensors in the modes of an evaluation."""
         self._metrics.count(self._metrics.measure(batch))
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return metrics by name, from totals that were summed over ranks."""
         return dict(self._metrics.results(totals))
 
 
@@ -169,12 +159,10 @@ class KerasGenerators(Generators):
         self._model = model
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the state of each by name."""
         return {**super().state(), **{f"keras.seed.{i}": np.array(keras.ops.convert_to_numpy(v))
                                       for i, v in enumerate(seed_states(self._model))}}
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
-        """Undo `state`."""
         super().load(arrays)
         for i, variable in enumerate(seed_states(self._model)):
             if f"keras.seed.{i}" in arrays:
@@ -182,6 +170,127 @@ class KerasGenerators(Generators):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """After it, each is as it was before it, Keras' own generator of unseeded calls too."""
+        """Restore all states after the body, Keras' own generator of unseeded calls too."""
         with super().kept(), generator_kept(), without_tensorflow():  # asked for where a model refuses its input
             yield
+
+
+class KerasState(state.TorchState):
+    """`TorchState`, with all state of a compiled optimizer and with Keras' files."""
+
+    def __init__(self, keras_model: keras.Model, *args: Any) -> None:
+        super().__init__(*args)
+        self._keras_model, self.finalized = keras_model, False
+        self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, CompiledOptimizer) else None
+
+    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        resuming.check(self.optimizer, rest)
+        if self._adopted is not None:
+            own = state.optimizer_arrays(self.optimizer, self.names)
+            alone = set(map(_slot, own)) ^ set(map(_slot, groups["optimizer"]))  # by the settings of one of the runs
+            kept = [{name: array for name, array in side.items() if _slot(name) not in alone}
+                    for side in (own, groups["optimizer"])]
+            state.check_names("optimizer", *kept)
+            groups = {**groups, "optimizer": kept[1]}
+        super().load(groups, rest)
+
+    def try_export(self) -> str:
+        with without_tensorflow():
+            return super().try_export() or saving.left_out(self._keras_model)
+
+    def export(self, directory: Path) -> list[str]:
+        """Write model.safetensors and Keras' own file; return their names.
+
+        The latter is model.keras, or model.weights.h5 for a model whose class Keras cannot describe. With use_ema the
+        averaged weights are written, as `keras.Model.fit` leaves them.
+        """
+        use_ema = self._adopted is not None and self._adopted.own.use_ema and not self.finalized
+        averaged = self._adopted if use_ema else None
+        kept = [tensor.detach().clone() for tensor in self.optimizer.tensors] if averaged else []
+        if averaged:
+            averaged.own.finalize_variable_values(averaged.own._trainable_variables)
+        try:
+            return _write(self.model, self._keras_model, Path(directory))
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self.optimizer.tensors, kept):
+                    tensor.copy_(value)
+
+
+def _write(module: torch.nn.Module, model: keras.Model, directory: Path) -> list[str]:
+    state.write_safetensors(module, directory / weights.FILE)
+    with without_tensorflow():
+        return [weights.FILE, *saving.write(model, directory)]
+
+
+def _slot(name: str) -> str:
+    """Return the slot's name in an optimizer's array of a checkpoint, such as momentum."""
+    return name.rpartition("/")[2]
+
+
+class KerasModule(torch.nn.Module):
+    """``keras_model``, which has its variables, as a module of PyTorch with the model's own tensors.
+
+    Keras on PyTorch keeps every variable, BatchNorm's statistics and states of random generators too, as a parameter
+    that its layers hold twice. Here each stands once, under a readable name. Parameters: trainable variables in the
+    model's order, then frozen ones. Buffers: BatchNorm's statistics and the like. In neither: states of random
+    generators (`seed_states`) and of metrics. ``of_layers``: losses that layers add are part of the loss.
+    """
+
+    keras_model: keras.Model
+
+    def __init__(self, keras_model: keras.Model, of_layers: bool = True) -> None:
+        super().__init__()
+        self.of_layers = of_layers
+        self.__dict__["keras_model"] = keras_model  # not a submodule: its parameters would stand here twice
+        weights = keras_model.weights
+        names = dict(zip(map(id, weights), stable_names(weights)))
+        trained = keras_model.trainable_variables
+        meant = _meant_to_train(keras_model) - {id(v) for v in trained}
+        frozen = [v for v in weights if id(v) in meant]
+        rest = [v for v in weights if id(v) not in meant and not any(v is t for t in trained)]
+        for variable in (*trained, *frozen):
+            self.register_parameter(names[id(variable)], variable.value)
+        for variable in rest:
+            self.register_buffer(names[id(variable)], variable.value)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.keras_model(*inputs, training=self.training)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> KerasModule:
+        """Move or cast in place, as the variables are also Keras'; `UserError` where Keras computes elsewhere."""
+        for tensor in (*self._parameters.values(), *self._buffers.values()):
+            assert tensor is not None
+            moved = fn(tensor.data)
+            if moved.device.type != tensor.device.type:
+                raise UserError(f"Keras keeps its tensors on {tensor.device.type} and this rank computes on "
+                                f"{moved.device.type}", "one device for both",
+                                "unset KERAS_TORCH_DEVICE, and build the model in no keras.device(...)")
+            tensor.data = moved
+        return self
+
+
+def _meant_to_train(model: keras.Model) -> set[int]:
+    """Return ids of the variables that layers made to be trained, frozen or not."""
+    return {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
+
+
+def seed_states(model: keras.Model) -> list[Any]:
+    """Return the states of the model's seeded random generators, in its order: neither weights nor metrics."""
+    counted = {id(v) for v in (*model.weights, *model.metrics_variables)}
+    own = [v for v in model.variables if id(v) not in counted]
+    return [v for v in own if v.path.rpartition("/")[2].startswith("seed_generator_state")]
+
+
+def normalising(model: keras.Model) -> list[keras.layers.Layer]:
+    """Return the layers in training mode that take statistics over a batch, and keep them."""
+    return [layer for layer in model._flatten_layers()
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
+
+
+def dropping(model: keras.Model) -> list[keras.layers.Layer]:
+    """Return the layers that draw random numbers while training."""
+    def draws(layer: Any) -> bool:
+        rates = (getattr(layer, name, 0.0) for name in ("rate", "dropout", "recurrent_dropout", "stddev"))
+        return any(isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0 for r in rates)
+    return [layer for layer in model._flatten_layers() if draws(layer)]

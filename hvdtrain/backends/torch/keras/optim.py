@@ -1,7 +1,7 @@
 """The optimizer that a Keras model was compiled with, as an optimizer of PyTorch.
 
-Owns one class between the two: `hvdtrain.backends.torch.optimizer.TorchOptimizer` lays warm-up, scaling and schedules
-over its rate, and checkpoints read its state, as they do with any other; the update itself is Keras' own ``apply``.
+Warm-up, scaling and schedules are `hvdtrain.backends.torch.optimizer.TorchOptimizer`'s; the update is Keras' own
+``apply``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import keras
 import torch
 
 from hvdtrain.backends.keras.facts import apply_gradients
-from hvdtrain.backends.torch.keras.alone import without_tensorflow
+from hvdtrain.backends.torch.keras import without_tensorflow
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 
@@ -25,8 +25,8 @@ ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Ada
 """Those whose update of an element depends on that element's gradient and state alone."""
 
 
-def compiled_optimizer(config: Config, model: keras.Model) -> Adopted | None:
-    """The compiled optimizer of ``model`` if ``config`` leaves it the choice, else None."""
+def compiled_optimizer(config: Config, model: keras.Model) -> CompiledOptimizer | None:
+    """Return the compiled optimizer of ``model`` if ``config`` leaves it the choice, else None."""
     own = model.optimizer if getattr(model, "compiled", False) else None
     if config.optimizer.name != "auto" or own is None:
         return None
@@ -36,15 +36,15 @@ def compiled_optimizer(config: Config, model: keras.Model) -> Adopted | None:
         raise UserError(f"schedule is {config.schedule.name} and the compiled optimizer has a schedule of its own",
                         "one schedule", "set schedule.name to none, or compile with a plain rate")
     base = config.schedule.linear_scaling_base
-    return Adopted(own, model.trainable_variables, config.global_batch / base if base else 1.0)
+    return CompiledOptimizer(own, model.trainable_variables, config.global_batch / base if base else 1.0)
 
 
-class Adopted(torch.optim.Optimizer):
-    """``own``, built for ``variables``, whose update uses the rate of the one parameter group.
+class CompiledOptimizer(torch.optim.Optimizer):
+    """Optimizer ``own`` of Keras, built for ``variables``, with the rate of the one parameter group.
 
-    The group's rate is ``own``'s times ``scale``. It follows what a schedule of Keras says and what the optimizer's
-    owner sets during the run (a callback); ``own``'s rate itself is only read, so that a second run with the same
-    model begins from what its owner gave. State is ``own``'s variables, live.
+    The group's rate is ``own``'s times ``scale``. It follows a schedule of Keras and what the optimizer's owner sets
+    during the run (a callback); ``own``'s rate itself is only read, so that a second run with the same model begins
+    from what its owner gave. State is ``own``'s variables, live.
     """
 
     def __init__(self, own: keras.optimizers.Optimizer, variables: list[Any], scale: float = 1.0) -> None:
@@ -62,26 +62,23 @@ class Adopted(torch.optim.Optimizer):
 
     @property
     def scheduled(self) -> bool:
-        """Whether the rate comes from a schedule of Keras."""
+        """True if the rate comes from a schedule of Keras."""
         return isinstance(self.own._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
 
     def own_schedule(self) -> object | None:
-        """Return Keras' schedule where the rate comes from one."""
         return self.own._learning_rate if self.scheduled else None
 
     @property
     def name(self) -> str:
-        """The class of ``own``."""
         return type(self.own).__name__
 
     @property
     def rate(self) -> float:
-        """The rate of the only group."""
         return float(self.param_groups[0]["lr"])
 
     @property
     def elementwise(self) -> bool:
-        """Whether an element's update depends on that element alone."""
+        """True if an element's update depends on that element alone."""
         own = self.own
         excluded = getattr(own, "_exclude_from_weight_decay", None) or getattr(
             own, "_exclude_from_weight_decay_pattern", None)
@@ -89,23 +86,20 @@ class Adopted(torch.optim.Optimizer):
         kept = type(own).__module__.startswith("keras.src.backend.")  # the same rule, by Keras for this backend
         return not unlike and (isinstance(own, ELEMENTWISE) if kept else type(own) in ELEMENTWISE)
 
-    def over(self, vectors: Sequence[torch.Tensor]) -> Adopted:
+    def over(self, vectors: Sequence[torch.Tensor]) -> CompiledOptimizer:
         """Return an optimizer of the same kind for ``vectors``, parameters (n,) that it updates in place."""
         with without_tensorflow():
             own = type(self.own).from_config(self.own.get_config())
-            return Adopted(own, [keras.Variable(vector) for vector in vectors], self._scale)
+            return CompiledOptimizer(own, [keras.Variable(vector) for vector in vectors], self._scale)
 
     def settings(self) -> dict[str, Any]:
-        """Return the configuration of ``own``."""
         with without_tensorflow():  # which Keras asks for where it describes a schedule
             return dict(self.own.get_config())
 
     def plain_sgd(self) -> bool:
-        """Whether an update is rate x gradient (weight decay aside)."""
         return isinstance(self.own, keras.optimizers.SGD) and not (self.own.momentum or self.own.use_ema)
 
     def describe(self) -> dict[str, str]:
-        """A schedule of Keras, in words."""
         return {"schedule": f"{type(self.own._learning_rate).__name__} per step"} if self.scheduled else {}
 
     def _read(self) -> None:
@@ -115,7 +109,7 @@ class Adopted(torch.optim.Optimizer):
         self._given = _number(self.own.learning_rate)
 
     def follow(self) -> None:
-        """Take over a rate that has moved since the update before; a schedule of PyTorch's goes on from it."""
+        """Take over a rate that has changed since the last update; a schedule of PyTorch's continues from it."""
         if self.scheduled:
             with keras.device("cpu"):
                 self.param_groups[0]["lr"] = _number(self.own._learning_rate(self._updates)) * self._scale
@@ -126,14 +120,14 @@ class Adopted(torch.optim.Optimizer):
                 self.param_groups[0]["lr"] = self._given * self._scale
 
     def resume(self) -> None:
-        """Give ``own`` the rate that a checkpoint holds, which callbacks had set; they read and change it there."""
+        """Give ``own`` the rate of a checkpoint, which callbacks had set; they read and change it there."""
         if not self.scheduled and self._scale and self.rate != self._given * self._scale:
             self.own.learning_rate = self.rate / self._scale
             self._read()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One ``apply`` with the group's rate."""
+        """Make one ``apply`` with the group's rate."""
         assert closure is None
         grads = [variable.value.grad for variable in self._variables]
         kept, rate = self.own._learning_rate, self.rate
@@ -172,7 +166,7 @@ class Adopted(torch.optim.Optimizer):
 
 
 def _number(rate: Any) -> float:
-    """A rate in the short decimal that its float32 stands for."""
+    """Return a rate in the short decimal that its float32 stands for."""
     return float(str(keras.ops.convert_to_numpy(rate).astype("float32")))
 
 
@@ -181,10 +175,10 @@ _COUNTER = re.compile(r"_\d+$")
 
 
 def _slots(own: keras.optimizers.Optimizer, variables: list[Any]) -> list[dict[str, torch.Tensor]]:
-    """For each variable the tensors that ``own`` keeps for it, by name.
+    """Return for each variable the tensors that ``own`` keeps for it, by name.
 
-    Keras names such a tensor by the variable's path and a word: ``mlp_dense_0_linear_kernel_momentum``. Those that are
-    named otherwise (the count of updates) stand with the first variables, in their order.
+    Keras names such a tensor by the variable's path and a word: ``mlp_dense_0_linear_kernel_momentum``. Those with
+    other names (the count of updates) come with the first variables, in their order.
     """
     stems = [variable.path.replace("/", "_") + "_" for variable in variables]
     found: list[dict[str, torch.Tensor]] = [{} for _ in variables]
@@ -205,7 +199,7 @@ def _slots(own: keras.optimizers.Optimizer, variables: list[Any]) -> list[dict[s
 
 
 def _refuse(own: keras.optimizers.Optimizer) -> None:
-    """Raise `UserError` for an optimizer that would do again what the run does, or whose rate cannot be read."""
+    """Raise `UserError` for an optimizer that would repeat the run's own work, or whose rate cannot be read."""
     distributed = sys.modules.get("hvdtrain.keras.exchange")
     if distributed is not None and distributed.exchange_of(own) is not None:
         raise UserError("the optimizer is a DistributedOptimizer, and Trainer.fit exchanges gradients itself",

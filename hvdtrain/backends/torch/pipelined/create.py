@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,43 +11,42 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.misfit import told
-from hvdtrain.backends.torch import generators, keras, placement
+from hvdtrain.backends.torch import keras, placement
 from hvdtrain.backends.torch.blocks import refuse_shared
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.evaluator import TorchEvaluator
 from hvdtrain.backends.torch.maker import Maker, build_lazy
+from hvdtrain.backends.torch.memory import free_cached, out_of_memory
+from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.optimizer import slot_share
 from hvdtrain.backends.torch.params import TorchParams
-from hvdtrain.backends.torch.pipelined import in_parts, measuring
-from hvdtrain.backends.torch.pipelined.buffers import PartBuffers
-from hvdtrain.backends.torch.pipelined.by_block import ByBlock
+from hvdtrain.backends.torch.pipelined import measuring, outline
+from hvdtrain.backends.torch.pipelined.measuring import ByBlock
 from hvdtrain.backends.torch.pipelined.outline import free, source_of, why_whole
-from hvdtrain.backends.torch.pipelined.own import UNDO, Cut, refuse_cut, take_out
-from hvdtrain.backends.torch.pipelined.stage import PipelineStage
+from hvdtrain.backends.torch.pipelined.stage import UNDO, Cut, PipelineStage, refuse_cut, take_out
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape
-from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
+from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
+from hvdtrain.backends.torch.task import TorchEvaluator
 from hvdtrain.backends.torch.transforms.placement import Placement, least_samples
 from hvdtrain.backends.torch.transforms.remat import Remat
-from hvdtrain.backends.torch.trial import free_cached, out_of_memory
-from hvdtrain.cluster import heap
-from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.in_turn import in_turn
+from hvdtrain.cluster.control import agreed, in_turn
+from hvdtrain.cluster.machine import memory as heap
+from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout, Mesh
-from hvdtrain.core.protocols import Batch, Collectives, Control
+from hvdtrain.core.protocols import Batch, Collectives, Control, Writable
 from hvdtrain.core.terminal import say
-from hvdtrain.parallel.parts import Parts, Replicas, replicas_of
-from hvdtrain.parallel.pipeline.plan import Measured, agree, measured_samples
+from hvdtrain.parallel.parts import ModelParts, ReplicaGroup, replicas_of
+from hvdtrain.parallel.pipeline.partition import agree, measured_samples
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.recovery.attempt import attempt_halving
-from hvdtrain.planning.pipeline.blocks import Block, Needs
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 Sample = Callable[[int], Batch]
 Source = Tape | ByBlock
-Found = tuple[Measured, list[Any], Source | None]
+Found = tuple[DeviceProfile, list[Any], Source | None]
 """What a rank's blocks cost, what came into each, and what fills them; None: they are there."""
 
 UNCERTAIN = (UserError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError)
@@ -55,7 +54,7 @@ UNCERTAIN = (UserError, RuntimeError, NotImplementedError, TypeError, ValueError
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
-               precision: Precision, sample: Sample | None, mesh: Mesh) -> Parts:
+               precision: Precision, sample: Sample | None, mesh: Mesh) -> ModelParts:
     """Return the parts of this rank's blocks of ``spec.model``; collective.
 
     All ranks measure at once where none needs the whole model for it: in training, too, those of a host share its
@@ -120,22 +119,22 @@ def built(spec: Any) -> torch.nn.Module:
     """Return the whole model of ``spec`` in host memory, built anew if it is an outline; generators are as before."""
     if spec.again is None:
         return spec.model  # type: ignore[no-any-return]
-    random = generators.random_arrays()
+    random = placement.random_arrays()
     try:
         return spec.again()  # type: ignore[no-any-return]
     finally:
-        generators.load_random(random)
+        placement.load_random(random)
 
 
 def build_lazy_as_alone(model: torch.nn.Module, spec: Any, seed: int, sample: Sample | None) -> None:
     """`build_lazy` with the random numbers of one process, whatever this rank's are; generators are as before."""
-    random = generators.random_arrays()
+    random = placement.random_arrays()
     rng.seed(seed, 0)
     torch.manual_seed(seed)
     try:
         build_lazy(model, spec, sample)
     finally:
-        generators.load_random(random)
+        placement.load_random(random)
 
 
 def refuse(spec: Any, config: Config) -> None:
@@ -160,7 +159,7 @@ class PartMaker(Maker):
 
     whole = False
     layout: Layout
-    replicas: Sequence[Replicas]
+    replicas: Sequence[ReplicaGroup]
 
     def __init__(self, spec: Any, config: Config, mesh: Mesh, wire: Collectives, steps_per_epoch: int,
                  precision: Precision, sample: Sample | None, source: Source | None = None) -> None:
@@ -176,7 +175,7 @@ class PartMaker(Maker):
         """Return all ranks of each copy in which one computes in float16: a loss goes back through all of them."""
         return {rank for copy in self._mesh.copies if set(copy) & set(precision.scaled) for rank in copy}
 
-    def measure(self, control: Control) -> Measured:
+    def measure(self, control: Control) -> DeviceProfile:
         """Check the model and measure its blocks, one at a time on this rank's device."""
         if self.sample is None:
             raise UserError("pipeline without data or example(B) to measure the blocks with", "one of them",
@@ -184,31 +183,32 @@ class PartMaker(Maker):
         samples, least = measured_samples(self.config, self._mesh), least_samples(self.named)
         blocks, n, why = attempt_halving(self._blocks_of, max(samples, least), out_of_memory, free_cached, least)
         blocks = tuple(block.over(max(samples, least) / n) for block in blocks)
-        needs = Needs(gradients=1.0, slots=slot_share(self.config, self.given))
+        needs = Needs(gradients=1.0, slots=slot_share(self.config, self.optimizer_spec))
         capacity = placement.memory_bytes(self.placement.home)
         ranks = max(1, control.local_size) if not self.placement.on_gpu else 1
-        return Measured(blocks, max(samples, least), capacity // ranks, needs, str(self.placement.home), why=why)
+        return DeviceProfile(blocks, max(samples, least), capacity // ranks, needs, str(self.placement.home), why=why)
 
     def _blocks_of(self, samples: int) -> tuple[Block, ...]:
         """Measure the blocks with so many samples."""
         assert self.sample is not None
-        random, host = generators.random_arrays(), torch.device("cpu")
+        random, host = placement.random_arrays(), torch.device("cpu")
         batch = self.sample(samples)
         try:
             with told(self.spec.model, batch), attributes_kept(Modules(self.model)):
                 one, other = (self.placement.tensors(b, host) for b in (batch, _turned(batch)))
                 if self._source is not None:
-                    x = in_parts.check(self.model, self.named, self.task, one)
+                    x = outline.check_outline(self.model, self.named, self.task, one)
                 else:
                     measuring.check(self.spec, self.named, self.task, one, other)
                     x = measuring.input_of(self.model, self.task, one)
                 steps = contextlib.nullcontext() if self.placement.on_gpu else heap.kept_freed()
                 with self.precision.computing(), steps:
-                    blocks, self.came = (measuring.measure(self.named, x, self.placement.home) if self._source is None
-                                         else in_parts.measure(self.named, self._source, x, self.placement.home))
+                    home = self.placement.home
+                    blocks, self.came = (measuring.measure(self.named, x, home) if self._source is None
+                                         else outline.measure_in_parts(self.named, self._source, x, home))
                 return blocks
         finally:
-            generators.load_random(random)
+            placement.load_random(random)
 
     def cut(self, layout: Layout, came: Sequence[Any]) -> None:
         """Keep the blocks that ``layout`` gives to this rank, on its device; ``came``: what each block may get."""
@@ -220,7 +220,7 @@ class PartMaker(Maker):
         self._came = [came[chunk.start] for chunk in layout.mine]
         self._caveats = super().caveats()  # of all blocks, wherever they are
         if self._source is not None:
-            self.named = in_parts.fill(self.model, self.named, layout.blocks, self._source)
+            self.named = outline.fill(self.model, self.named, layout.blocks, self._source)
         take_out(self.model, self.named, layout.blocks)
         self.model.to(self.placement.home)
         self.forward = Cut(self.model, whole=layout.mesh.depth == 1)
@@ -258,7 +258,7 @@ class PartMaker(Maker):
         """Layers of the whole model whose result depends on how a batch is cut."""
         return self._caveats
 
-    def parts(self) -> Parts:
+    def parts(self) -> ModelParts:
         """Make them."""
         parts = super().parts()
         parts.layout, parts.replicas = self.layout, self.replicas
@@ -268,3 +268,76 @@ class PartMaker(Maker):
 def _turned(batch: Batch) -> Batch:
     """Another batch: the samples' values one place further, so that each array stays what it is."""
     return tuple(np.roll(array, 1) for array in batch)
+
+
+Named = Sequence[tuple[str, torch.nn.Module]]
+
+
+class PartBuffers(Buffers):
+    """Implements `hvdtrain.core.protocols.Buffers`: one `Buffers` for the blocks that each group of ranks has in
+    common."""
+
+    def __init__(self, model: torch.nn.Module, blocks: Named, replicas: Sequence[ReplicaGroup]) -> None:
+        paths = {id(module): name for name, module in model.named_modules()}
+        self._parts = [Buffers(torch.nn.ModuleList([blocks[i][1] for i in each.blocks]), Transport(each.wire, Ops()),
+                               paths) for each in replicas]
+
+    def saw(self, samples: int) -> None:
+        """Count the samples of one forward pass."""
+        for part in self._parts:
+            part.saw(samples)
+
+    def loaded(self) -> None:
+        """Note that every rank has been given the same buffers."""
+        for part in self._parts:
+            part.loaded()
+
+    def keep(self) -> None:
+        """Remember the buffers as they are before a step."""
+        for part in self._parts:
+            part.keep()
+
+    def discard(self) -> None:
+        """Give the buffers the values they had at `keep`."""
+        for part in self._parts:
+            part.discard()
+
+    def share(self) -> None:
+        """Give every rank the parameters and buffers of the first that has them; collective."""
+        for part in self._parts:
+            part.share()
+
+    def sync(self) -> list[str]:
+        """Make the buffers equal; return those that are no statistics and differed; collective."""
+        return [name for part in self._parts for name in part.sync()]
+
+    def appeared(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Note what the first samples have filled or registered."""
+        self._parts[0].appeared(buffers)
+
+    def writable(self) -> dict[str, Writable]:
+        """Return what forward passes may write to in this rank's blocks, by name."""
+        return {name: one for part in self._parts for name, one in part.writable().items()}
+
+    def statistics(self) -> list[str]:
+        """Return the names of BatchNorm's statistics."""
+        return [name for part in self._parts for name in part.statistics()]
+
+    def aliases(self) -> dict[str, str]:
+        """Return nothing: PyTorch's names are those of the whole model."""
+        return {}
+
+    def noticed(self) -> list[str]:
+        """Return what was written to since `keep`, without what is tracked."""
+        return [name for part in self._parts for name in part.noticed()]
+
+    def track(self, names: Iterable[str]) -> None:
+        """Have `keep` copy these always."""
+        names = list(names)
+        for part in self._parts:
+            part.track(names)
+
+    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
+        """Reduce those of ``reductions`` that this rank's blocks have; collective over the ranks with a block."""
+        for part in self._parts:
+            part.combine(reductions, samples, force)

@@ -7,18 +7,19 @@ its outputs. Everything is as before afterwards.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import blocks, generators
+from hvdtrain.backends.torch import blocks, placement
 from hvdtrain.backends.torch.blocks import Named
 from hvdtrain.backends.torch.buffers import remember
-from hvdtrain.backends.torch.pipelined.by_block import Blocks
-from hvdtrain.backends.torch.pipelined.own import UNDO
-from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
-from hvdtrain.backends.torch.trees import like, tensors_of
+from hvdtrain.backends.torch.modules import like, tensors_of
+from hvdtrain.backends.torch.pipelined.stage import UNDO
+from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
+from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.pipeline.blocks import Block
 
@@ -80,10 +81,10 @@ def check(spec: Any, named: Named, task: Task, one: Tensors, other: Tensors) -> 
 
 def input_of(model: torch.nn.Module, task: Task, batch: Tensors) -> Any:
     """What the task gives to the model; `UserError` where it draws random numbers before it, or calls it otherwise."""
-    before = generators.random_arrays()
+    before = placement.random_arrays()
     x = blocks.model_input(model, task, batch, UNDO)
-    if not blocks.equal(before, generators.random_arrays()):
-        generators.load_random(before)
+    if not blocks.equal(before, placement.random_arrays()):
+        placement.load_random(before)
         raise UserError("task draws random numbers before it calls the model, which the first and the last rank of a "
                         "pipeline would draw apart", "a task whose x depends on the batch alone",
                         f"draw them in the data's source or in a block, or {UNDO}")
@@ -96,7 +97,7 @@ def _check_task(model: torch.nn.Module, task: Task, one: Tensors, other: Tensors
     The loss is taken twice for the same outputs, with other parameters and after another forward pass the second time.
     Nothing is said where ``task`` cannot run here at all.
     """
-    random, buffers_back = generators.random_arrays(), remember(model)
+    random, buffers_back = placement.random_arrays(), remember(model)
     params: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
     factor = 1.0
     with attributes_kept(Modules(model)):
@@ -120,7 +121,7 @@ def _check_task(model: torch.nn.Module, task: Task, one: Tensors, other: Tensors
                 with torch.no_grad():
                     torch._foreach_mul_(params, 1 / factor)
             buffers_back()
-            generators.load_random(random)
+            placement.load_random(random)
     found = float(first.detach()), float(second)
     if reads or all(map(math.isfinite, found)) and found[0] != found[1]:
         raise UserError(f"task gives the loss {found[0]:.6g} and, with other parameters and the same outputs, "
@@ -141,10 +142,10 @@ def loss_of(model: torch.nn.Module, task: Task, batch: Tensors, outputs: Any) ->
             raise blocks.called_with(args, named, UNDO)
         return like(outputs, [t.clone() for t in tensors_of(outputs)])
 
-    state_of = generators.random_arrays()
+    state_of = placement.random_arrays()
     with blocks.forward_of(model, forward):
         loss_sum = torch.as_tensor(task(model, batch)[0])
-    generators.load_random(state_of)
+    placement.load_random(state_of)
     if calls != 1:
         raise UserError(f"task calls the model {calls} times", "model(x), once", f"mend task, or {UNDO}")
     return loss_sum
@@ -154,3 +155,67 @@ def measure(named: Named, x: Any, device: torch.device) -> tuple[tuple[Block, ..
     """Return what each block costs for ``x``, one at a time on ``device``, and what came into each, on the host."""
     came: list[Any] = []
     return blocks.measure(named, x, device, came), came
+
+
+class Blocks(torch.nn.Module):
+    """A chain of named blocks: each gets what the one before gives."""
+
+    def forward(self, x: Any) -> Any:
+        """Give what the last block gives."""
+        for block in self.children():
+            x = block(x)
+        return x
+
+
+class ByBlock:
+    """Builds the blocks of a model: ``names() -> [name]``, ``build(name) -> block``."""
+
+    def __init__(self, names: Callable[[], Any], build: Callable[[str], Any]) -> None:
+        self.names = [str(name) for name in names()]
+        self._build = build
+        self._prints: dict[str, int] = {}
+        self._built = 0
+        odd = [name for name in self.names if not name or "." in name or self.names.count(name) > 1]
+        if odd or not self.names:
+            raise UserError(f"block_names gives {self.names[:6]}", "the names of the model's blocks, each once and "
+                            "without a dot", "mend block_names in the model file")
+
+    def block(self, name: str) -> torch.nn.Module:
+        """Return a block; generators are as before. Errors: `UserError` for one that has other weights than before.
+
+        The generators are at another place each time.
+        """
+        random = placement.random_arrays()
+        self._built += 1
+        rng.seed(self._built, 0)
+        torch.manual_seed(self._built)
+        try:
+            block = self._build(name)
+        finally:
+            placement.load_random(random)
+        if not isinstance(block, torch.nn.Module):
+            raise UserError(f"build_block gives a {type(block).__name__} for {name!r}", "a torch.nn.Module",
+                            "mend build_block in the model file")
+        found = _print(block)
+        if self._prints.setdefault(name, found) != found:
+            raise UserError(f"build_block gives block {name!r} other weights when random generators are at another "
+                            "place", "weights that depend on the block alone, as build() gives them too",
+                            "begin build_block with a seed made of the block's name")
+        return block
+
+    def outline(self) -> Blocks:
+        """Return all blocks without their values, one built after the other."""
+        model = Blocks()
+        for name in self.names:
+            model.add_module(name, self.block(name).to("meta"))
+        return model
+
+
+def _print(block: torch.nn.Module) -> int:
+    """A checksum of a block's parameters and buffers."""
+    found = 0
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        found = zlib.crc32(bits.numpy().tobytes(), found)
+    return found

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import keras
-from hvdtrain.backends.torch.pipelined.by_block import ByBlock
-from hvdtrain.backends.torch.pipelined.tape import MOST_VALUES_BYTES, Inexact, Tape
-from hvdtrain.cluster import heap
+from hvdtrain.backends.torch import blocks, keras, placement
+from hvdtrain.backends.torch.blocks import Named
+from hvdtrain.backends.torch.modules import like, tensors_of
+from hvdtrain.backends.torch.pipelined import measuring
+from hvdtrain.backends.torch.pipelined.measuring import ByBlock
+from hvdtrain.backends.torch.pipelined.tape import META, MOST_VALUES_BYTES, Inexact, Tape
+from hvdtrain.cluster.machine import memory
+from hvdtrain.core.errors import UserError
 
 
 def outline(make: Callable[[], Any], names: Callable[[], Any] | None = None,
@@ -65,4 +71,143 @@ def source_of(model: torch.nn.Module) -> Tape | ByBlock | None:
 def free() -> None:
     """Give the memory of what nobody holds any more back to the host."""
     gc.collect()
-    heap.give_back()
+    memory.give_back()
+
+
+MADE_UP_STD = 0.02
+
+
+def check_outline(model: torch.nn.Module, named: Named, task: measuring.Task, batch: measuring.Tensors) -> Any:
+    """Raise `Inexact` unless blocks are the model and ``task`` needs its outputs alone; return the model's input.
+
+    The model is run once without values: each block must get the very thing that the one before gave, and the model
+    give the very thing that the last gave; a loss that depends on anything of the model then has no value.
+    """
+    try:
+        x = measuring.input_of(model, task, batch)
+        with _buffers_kept(model):  # some have values (a count of batches), and training would begin with others
+            outputs = _passed(model, named, placement.moved(x, META))
+        draw = torch.Generator().manual_seed(0)
+        some = [torch.rand(t.shape, generator=draw).to(t.dtype) for t in tensors_of(outputs)]
+        loss_sum = measuring.loss_of(model, task, batch, like(outputs, some))
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 a user's code that looks at values
+        raise Inexact(str(error)) from None
+    if loss_sum.is_meta:
+        raise Inexact("a task that reads parameters, or where they are")
+    return x
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """After it, an outline's modules have the buffers that they had before it, with the same values."""
+    before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        for holder, buffers in before:
+            holder.clear()
+            holder.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+def _passed(model: torch.nn.Module, named: Named, x: Any) -> Any:
+    """Run the model and hear what its blocks get and give."""
+    heard: list[tuple[torch.nn.Module, Any, Any]] = []
+
+    def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        heard.append((module, (args, kwargs), output))
+
+    hooks = [block.register_forward_hook(hook, with_kwargs=True) for _, block in named]
+    try:
+        with torch.no_grad():
+            outputs = model(x)
+    finally:
+        for one in hooks:
+            one.remove()
+    value = x
+    if [module for module, _, _ in heard] != [block for _, block in named]:
+        raise Inexact("blocks that are not called once each in their order")
+    for _, (args, kwargs), output in heard:
+        if len(args) != 1 or args[0] is not value or kwargs:
+            raise Inexact("a forward pass that does something between blocks")
+        value = output
+    if outputs is not value:
+        raise Inexact("a forward pass that does something after its last block")
+    return outputs
+
+
+def measure_in_parts(named: Named, source: Tape | ByBlock, x: Any,
+            device: torch.device) -> tuple[tuple[Any, ...], list[Any]]:
+    """As `measuring.measure`, with one block in memory at a time; one from a tape has made-up weights."""
+    came: list[Any] = []
+    made = _made_up(named, source) if isinstance(source, Tape) else ((name, source.block(name)) for name, _ in named)
+    return blocks.measure(made, x, device, came), came
+
+
+def _made_up(named: Named, tape: Tape) -> Iterator[tuple[str, torch.nn.Module]]:
+    draw = torch.Generator().manual_seed(0)
+
+    def values(t: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(t.shape, dtype=t.dtype)
+        return made.normal_(0, MADE_UP_STD, generator=draw) if t.is_floating_point() else made.zero_()
+
+    for name, block in named:
+        found = tape.fill(list(block.buffers()))
+        made = copy.deepcopy(block)
+        for own, other in zip(block.modules(), made.modules()):
+            for key, buffer in own._buffers.items():
+                if buffer is not None:
+                    other._buffers[key] = found[id(buffer)].clone()
+        with torch.no_grad():
+            made._apply(lambda t: values(t) if t.is_meta else t)
+        _refuse_meta(made)
+        yield name, made
+
+
+def fill(model: torch.nn.Module, named: Named, numbers: Sequence[int], source: Tape | ByBlock) -> Named:
+    """Give the blocks ``numbers`` of an outline the values that they have in the model; return its blocks then."""
+    if isinstance(source, Tape):
+        _fill([named[i][1] for i in numbers], source)
+        return named
+    for i in numbers:
+        model._modules[named[i][0]] = source.block(named[i][0])
+    return [(name, getattr(model, name)) for name, _ in named]
+
+
+def _fill(own: Sequence[torch.nn.Module], tape: Tape) -> None:
+    tensors = list({id(t): t for block in own for t in (*block.parameters(), *block.buffers())}.values())
+    found = tape.fill(tensors)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter stays itself, wherever it is held
+    try:
+        for block in own:
+            block._apply(lambda t: found.get(id(t), t) if t.is_meta else t)
+            _refuse_meta(block)
+    except RuntimeError as error:
+        raise Inexact(str(error)) from None
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _refuse_meta(block: torch.nn.Module) -> None:
+    """Raise `Inexact` for a tensor without values that is no parameter or buffer, and for one of those."""
+    for module in block.modules():
+        for value in vars(module).values():
+            if any(t.is_meta for t in _held(value)):
+                raise Inexact("a tensor that is neither parameter nor buffer")
+
+
+def _held(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set)):
+        for child in value:
+            yield from _held(child)
+    elif isinstance(value, dict):
+        for child in value.values():
+            yield from _held(child)

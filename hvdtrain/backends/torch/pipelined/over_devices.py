@@ -3,7 +3,8 @@
 Owns the parts of a micro-batch, the copies at the cuts, and what is measured of it once. The backward pass is
 autograd's: each device has a thread of its own there, which takes the part that came last first, as GPipe does, and
 adds up a parameter's gradients of all parts before it tells that it is made. So each gradient is ready once in a
-backward, as in a model that is not split. Does not choose the cut: `hvdtrain.planning.pipeline.devices` does.
+backward, as in a model that is not split. The partition comes from
+`hvdtrain.parallel.pipeline.partition`.
 
 Graphs that end at the cuts, with backward called part by part, were measured: exact, but each part adds to all
 gradients in a pass of its own. On a CPU as two devices a step took 1.8 % longer (GPT of 3M parameters, 0.46 s), 6 %
@@ -18,11 +19,10 @@ from typing import Any
 
 import torch
 
+from hvdtrain.backends.torch.modules import count_samples, cut, joined, tensors_of
 from hvdtrain.backends.torch.placement import moved, synchronize
-from hvdtrain.backends.torch.trees import count_samples, cut, joined, tensors_of
-from hvdtrain.parallel.pipeline.devices import parts_of
-from hvdtrain.planning.pipeline.devices.schedule import gpipe, measured_bubble
-from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD
+from hvdtrain.planning.pipeline.blocks import parts_of
+from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, gpipe_slots, measured_bubble
 
 Stage = Sequence[torch.nn.Module]
 
@@ -62,7 +62,7 @@ class OverDevices:
         samples = count_samples(x)
         parts = cut(x, parts_of(samples // self.least, self.micros)) if samples else [x]
         watch = self._begin_watch(len(parts))
-        for clock, stage, part, phase in gpipe(len(self.stages), len(parts)):
+        for clock, stage, part, phase in gpipe_slots(len(self.stages), len(parts)):
             if phase == BACKWARD:
                 break
             parts[part] = self._computed(stage, part, parts[part], watch)
@@ -134,7 +134,7 @@ class Watch:
 
     def bubble(self) -> float | None:
         """Part of all stages' time that they did not compute; None before its backward, or where one had none."""
-        slots = [slot[1:] for slot in gpipe(len(self._devices), self._parts)]
+        slots = [slot[1:] for slot in gpipe_slots(len(self._devices), self._parts)]
         if len(self._marks) < len(slots):
             return None
         synchronize(self._devices)

@@ -1,1 +1,1 @@
-"""What changes how a PyTorch model computes, each taken back when a run ends (`hvdtrain.core.protocols.Transform`)."""
+"""Transforms of a PyTorch model, taken back when a run ends (`hvdtrain.core.protocols.Transform`)."""

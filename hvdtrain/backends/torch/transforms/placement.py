@@ -1,7 +1,7 @@
 """Where a PyTorch model's tensors are: on one device, or, of a split model, each on the device of its part.
 
 Owns the places of blocks, batches, parameters, gradient buckets and compressor state. What blocks cost is measured in
-`blocks`, the cut is `hvdtrain.planning.pipeline.devices`'s, the forward pass `pipelined.over_devices`'.
+`blocks`, the partition is `hvdtrain.parallel.pipeline.partition`'s, the forward pass `pipelined.over_devices`'.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import audit, blocks, generators, placement
-from hvdtrain.backends.torch.groups import Given
+from hvdtrain.backends.torch import blocks, modules, placement
+from hvdtrain.backends.torch.memory import free_cached, out_of_memory
+from hvdtrain.backends.torch.modules import count_samples
 from hvdtrain.backends.torch.ops import Ops
+from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.backends.torch.optimizer import slot_share
+from hvdtrain.backends.torch.pinned import Uploads
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision, floating_dtype
-from hvdtrain.backends.torch.trees import count_samples
-from hvdtrain.backends.torch.trial import free_cached, out_of_memory
-from hvdtrain.backends.torch.uploads import Uploads
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Control
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.parallel.pipeline.devices import Measured, Plan, micros_of, part_samples
+from hvdtrain.parallel.pipeline.plan import DevicePlan
 from hvdtrain.parallel.recovery.attempt import attempt_halving
-from hvdtrain.planning.pipeline.blocks import Block, Needs
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, part_samples, split_micros
 
 
 class Placement:
@@ -45,13 +45,13 @@ class Placement:
         self.dtype = floating_dtype(spec.model)
         self.uploads = Uploads(self.of_batch, self.dtype)
         self._split: OverDevices | None = None
-        self._plan: Plan | None = None
+        self._plan: DevicePlan | None = None
         self._changing: list[str] = []
         release(spec.model)
         # Host memory is where blocks wait to be measured, also those that a run before has left on several devices.
         if whole or not any(p.is_meta for p in spec.model.parameters()):  # else an outline, whose blocks come later
             spec.model.to(self.home if len(self.devices) == 1 and whole else "cpu")
-        if len(self.devices) > 1 and config.sync_batchnorm and micros_of(config) > 1:
+        if len(self.devices) > 1 and config.sync_batchnorm and split_micros(config) > 1:
             raise UserError("sync_batchnorm with a model whose micro-batches are computed in parts on several devices, "
                             "which would not meet in one order on all ranks", "one of the two",
                             "set split_micro_batches: 1, or leave sync_batchnorm out")
@@ -59,43 +59,36 @@ class Placement:
     # --- making it ---------------------------------------------------------------------------------------------
 
     def measure(self, task: Callable[..., Any], sample: Callable[[int], Batch] | None, control: Control,
-                precision: MixedPrecision, given: Given | None = None) -> Measured:
-        """Return what this rank finds before anything stays on its devices; `UserError` for what cannot be split."""
+                precision: MixedPrecision, spec: OptimizerSpec | None = None) -> list[DeviceProfile]:
+        """Return a profile of each device. Errors: `UserError` for a model that cannot be split."""
         model, named = self._spec.model, blocks.chain(self._spec)
         source = sample or self._spec.example
         if source is None:
             raise UserError("model_parallel without data or example(B) to measure the blocks with", "one of them",
                             "define example(B) in the model file")
 
-        def blocks_of(samples: int) -> tuple[tuple[Block, ...], tuple[float, ...]]:
+        def blocks_of(samples: int) -> dict[str, tuple[Block, ...]]:
             batch = self.tensors(source(samples), torch.device("cpu"))
             x = blocks.model_input(model, task, batch)
             count_samples(x)
             self._changing = _beside_batchnorm(model, blocks.check_chain(model, named, x))
-            if micros_of(self._config) > 1:
+            if split_micros(self._config) > 1:
                 some = self.tensors(source(2 * least + 1), torch.device("cpu"))
                 blocks.check_parts(model, named, task, some, least)
             with precision.computing():
-                found = blocks.measure(named, x, self.home)
-                return found, self._speeds(named, x, found)
+                return {d.type: blocks.measure(named, x, d) for d in {d.type: d for d in self.devices[::-1]}.values()}
 
-        least, random = least_samples(named), generators.random_arrays()
+        least, random = least_samples(named), placement.random_arrays()
         samples = max(least, part_samples(self._config, control.rank, control.size))
         try:
-            (found, speeds), n, _ = attempt_halving(blocks_of, samples, out_of_memory, free_cached, least)
+            found, n, _ = attempt_halving(blocks_of, samples, out_of_memory, free_cached, least)
         finally:
-            generators.load_random(random)
-        found = tuple(block.over(samples / n) for block in found)
-        needs = Needs(gradients=1.0, slots=slot_share(self._config, given), micros=micros_of(self._config))
+            placement.load_random(random)
+        by_type = {kind: tuple(block.over(samples / n) for block in some) for kind, some in found.items()}
+        needs = Needs(gradients=1.0, slots=slot_share(self._config, spec))
         capacity_bytes, together_bytes = self._memory(control.local_size)
-        return Measured(found, tuple(str(d) for d in self.devices), capacity_bytes, needs, together_bytes, speeds)
-
-    def _speeds(self, named: blocks.Named, x: Any, found: Sequence[Block]) -> tuple[float, ...]:
-        """Speed of each device relative to the first, which ``found`` is of; () where all are of one type."""
-        if len({d.type for d in self.devices}) == 1:
-            return ()
-        cost_s = [found if d == self.home else blocks.measure(named, x, d) for d in self.devices]
-        return tuple(sum(b.cost_s for b in found) / sum(b.cost_s for b in own) for own in cost_s)
+        return [DeviceProfile(by_type[d.type], samples, own, needs, str(d), together_bytes=together_bytes)
+                for d, own in zip(self.devices, capacity_bytes)]
 
     def _memory(self, local_size: int) -> tuple[tuple[int, ...], int]:
         """Bytes that each device has to give, and all together where they are one CPU, which ranks of a host share."""
@@ -103,13 +96,13 @@ class Placement:
         own = tuple(placement.memory_bytes(d) // (ranks if d.type == "cpu" else 1) for d in self.devices)
         return (own, 0) if self.on_gpu else ((0,) * len(own), own[0])
 
-    def split(self, plan: Plan) -> None:
+    def split(self, plan: DevicePlan) -> None:
         """Put the blocks on their devices. Errors: `UserError` where two stages share a parameter or buffer."""
         named = blocks.chain(self._spec)
         stages = [[named[i] for i in stage] for stage in plan.stages]
         blocks.refuse_shared(enumerate(stages), "devices", "set model_parallel lower")
         modules = [[block for _, block in stage] for stage in stages]
-        self._split = OverDevices(modules, self.devices, plan.needs.micros, least_samples(named))
+        self._split = OverDevices(modules, self.devices, plan.micros, least_samples(named))
         self._plan = plan
         self._split.install(self._spec.model)
 
@@ -158,7 +151,7 @@ class Placement:
             return words
         found = self._split.bubble()
         return {**words, "split": f"{self._plan.words()}, a micro-batch in {self._split.micros} parts",
-                "bubble": f"{self._plan.bubble():.1%} predicted, "
+                "bubble": f"{self._plan.step.idle_share:.1%} predicted, "
                           + ("not measured" if found is None else f"{found:.1%} measured")}
 
     def caveats(self) -> list[str]:
@@ -170,7 +163,7 @@ class Placement:
         if self._changing:
             more = ", ..." if len(self._changing) > 3 else ""
             found.append(f"buffers of {', '.join(self._changing[:3])}{more} change with each part of a micro-batch")
-        draws = any(audit._drops(m) for m in self._spec.model.modules())
+        draws = any(modules.drops(m) for m in self._spec.model.modules())
         return found + (["dropout draws differ with the parts of a micro-batch"] if draws else [])
 
 

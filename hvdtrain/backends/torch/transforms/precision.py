@@ -1,7 +1,6 @@
-"""Computing in 16 bits with PyTorch: autocast around what the model does, float32 for the loss.
+"""Computing in 16 bits with PyTorch: autocast around the model, float32 for the loss, the scale of the loss.
 
-Owns where autocast begins and ends, the scale of the loss, and their words. Parameters stay float32, and autograd
-gives them float32 gradients.
+Parameters stay float32, and autograd gives them float32 gradients.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ class MixedPrecision:
         self._kinds = sorted({d.type for d in devices})
 
     def install(self, model: torch.nn.Module, blocks: Sequence[Any] = ()) -> None:
-        """Raise `UserError` unless ``model`` can be computed with in this type; the model itself stays as it is."""
         check(floating_dtype(model), self._precision.own)
 
     def remove(self, model: torch.nn.Module) -> None:
-        """Change nothing: outside `computing` a model computes in its own types."""
+        """Do nothing: outside `computing` a model computes in its own types."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass."""
@@ -47,15 +45,13 @@ class MixedPrecision:
 
     @property
     def factor(self) -> float:
-        """What this rank's loss is multiplied by, and its gradients are divided by before they are handed over."""
+        """Factor of this rank's loss, by which its gradients are divided before they are handed over."""
         return self._scale.of(self._precision.rank)
 
     def describe(self) -> dict[str, str]:
-        """Return types and loss scale in words; {} where all ranks compute in the model's own types."""
         return {**self._precision.describe(), **self._scale.describe()}
 
     def caveats(self) -> list[str]:
-        """Return what depends on how a batch is cut (law 2)."""
         return self._precision.caveats()
 
 
@@ -74,12 +70,12 @@ def check(dtype: torch.dtype | None, own: str) -> None:
 
 
 def full(outputs: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The context of a loss of ``outputs``: without autocast, some of which refuses losses of probabilities."""
+    """Return the context of a loss of ``outputs``: without autocast, which refuses some losses of probabilities."""
     kind = outputs.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def widened(outputs: Any) -> Any:
-    """What autocast made 16 bits wide, in float32; anything else, and all outside autocast, as it is."""
+    """Return in float32 what autocast made 16 bits wide; anything else unchanged."""
     narrow = isinstance(outputs, torch.Tensor) and outputs.dtype in (torch.float16, torch.bfloat16)
     return outputs.float() if narrow and torch.is_autocast_enabled(outputs.device.type) else outputs

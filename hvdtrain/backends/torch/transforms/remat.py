@@ -1,25 +1,27 @@
-"""Blocks that keep only their inputs from forward to backward, and are computed once more there (the key ``remat``).
+"""Activation checkpointing of blocks (the key ``remat``): which blocks, and whether they compute the same again.
 
-Owns which blocks those are, and the forward pass that stands in for theirs. How a block is computed again exactly,
-whether it can be, and what that saves and costs are `hvdtrain.backends.torch.recompute`'s.
+The second pass itself is `hvdtrain.backends.torch.recompute`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdtrain.backends.torch.placement import synchronize
-from hvdtrain.backends.torch.recompute.costs import OUTSIDE, Seconds, Storages, found
-from hvdtrain.backends.torch.recompute.frame import Block, Check, Clock, Frame
-from hvdtrain.backends.torch.recompute.random import Generators
-from hvdtrain.backends.torch.recompute.trial import Trial
+from hvdtrain.backends.torch.recompute import (
+    OUTSIDE, Block, Check, Clock, Frame, Seconds, Storages, block_costs, flat_bytes, same_bits)
+from hvdtrain.backends.torch.snapshot import Generators, Modules, attributes, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
+from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, BlockCost
 
 Named = Sequence[tuple[str, torch.nn.Module]]
@@ -28,11 +30,11 @@ ROUNDS = 3
 """Passes in which blocks are timed, after the one that tells bytes; the shortest counts."""
 
 
-class Recomputed:
-    """Stands in for the forward pass of a block; ``beneath``: what stood there before, None for the class's own.
+class RecomputedForward:
+    """Replacement of a block's forward pass; ``beneath``: the one it replaced, None for the class's own.
 
-    ``storages``: while it is measured what the block saves, which it then keeps. A copy or a pickle of the block has
-    the forward pass beneath.
+    ``storages``: notes what the block saves while it is measured. Copies and pickles of the block have the forward pass
+    beneath.
     """
 
     def __init__(self, module: torch.nn.Module, block: Block) -> None:
@@ -52,7 +54,7 @@ class Recomputed:
         return Frame(self.block, args, named).run(args, named)
 
     def compute(self, *args: Any, **named: Any) -> Any:
-        """The block's own forward pass."""
+        """Compute the block's own forward pass."""
         if self.beneath is not None:
             return self.beneath(*args, **named)
         return type(self.module).forward(self.module, *args, **named)
@@ -70,8 +72,8 @@ def _itself(value: Any) -> Any:
 class Remat:
     """Implements `hvdtrain.core.protocols.Remat` for the blocks ``named`` of ``model``, which ``stage`` computes.
 
-    ``samples``: gives so many samples to try the blocks with; None: they are not tried before they train. ``names``: of
-    all blocks, where other ranks have some; this rank recomputes its own.
+    ``samples``: returns n samples to try the blocks with; None: they are not tried before they train. ``names``: of all
+    blocks, where other ranks have some; this rank recomputes its own.
     """
 
     collective = False
@@ -85,21 +87,19 @@ class Remat:
         tapes = [] if sync is None else sync.tapes
         self._blocks = {name: Block(name, module, generators, kinds, tapes) for name, module in named
                         if isinstance(module, torch.nn.Module)}
-        self._placed: dict[str, Recomputed] = {}
+        self._placed: dict[str, RecomputedForward] = {}
         self._installed = False
         self._refusals: dict[str, str] | None = None
 
     def install(self, model: torch.nn.Module, blocks: Sequence[Any] = ()) -> None:
-        """Have the chosen blocks recomputed, from now on."""
         self._installed = True
         for name in self.chosen:
             module = self._named[name]
-            if not isinstance(vars(module).get("forward"), Recomputed):
-                placed = Recomputed(module, self._blocks[name])
+            if not isinstance(vars(module).get("forward"), RecomputedForward):
+                placed = RecomputedForward(module, self._blocks[name])
                 self._placed[name] = vars(module)["forward"] = placed
 
     def remove(self, model: torch.nn.Module) -> None:
-        """Give every block its own forward pass back."""
         self._installed = False
         self._take_off()
 
@@ -115,19 +115,15 @@ class Remat:
         self._placed = {}
 
     def choose(self, names: Collection[str]) -> None:
-        """Recompute these blocks and no others from the next step on."""
         self._take_off()
         self.chosen = tuple(name for name in self._named if name in names)
         if self._installed:
             self.install(self._model)
 
     def refusal(self, name: str) -> str:
-        """Return why a block cannot be recomputed exactly, in words; "" where it can.
-
-        The first call tries all blocks with a few samples; nothing of that remains.
-        """
+        """Return why a block cannot be recomputed exactly; the first call tries all blocks, and restores everything."""
         if self._refusals is None:
-            self._refusals = told(self._model, self._named)
+            self._refusals = refusals(self._model, self._named)
             left = [n for n in self._named if n not in self._refusals]
             if self._samples is not None and left:
                 batch = self._samples(TRIED)
@@ -141,8 +137,8 @@ class Remat:
         return self._stage.once(batch)
 
     @contextlib.contextmanager
-    def _only(self, names: Collection[str]) -> Iterator[list[Recomputed]]:
-        """Within it, these blocks are recomputed."""
+    def _only(self, names: Collection[str]) -> Iterator[list[RecomputedForward]]:
+        """Recompute these blocks within the body."""
         chosen, installed = self.chosen, self._installed
         self._installed = True
         try:
@@ -154,7 +150,7 @@ class Remat:
 
     @contextlib.contextmanager
     def _recomputing(self, names: Collection[str], check: Check) -> Iterator[None]:
-        """Within it, these blocks are recomputed and looked at."""
+        """Recompute and check these blocks within the body."""
         with self._only(names) as placed:
             for one in placed:
                 one.block.check = check
@@ -165,7 +161,6 @@ class Remat:
                     one.block.check = None
 
     def costs(self, batch: Batch) -> list[BlockCost]:
-        """Measure every block on ``batch``: bytes in one pass, seconds to compute it again in a few more."""
         names = [name for name in self._named if not self.refusal(name)]
         storages = Storages((*self._model.parameters(), *self._model.buffers()))
         with self._only(names) as placed:
@@ -184,14 +179,13 @@ class Remat:
                 rounds.append(clock)
             for one in placed:
                 one.block.clock = Clock()
-        return found(names, storages, rounds[1:])
+        return block_costs(names, storages, rounds[1:])
 
     def describe(self) -> dict[str, str]:
-        """Return the recomputed blocks, for the summary."""
         return {"recomputed": ", ".join(self.chosen)} if self.chosen else {}
 
     def caveats(self) -> list[str]:
-        """Return nothing: it is exact."""
+        """Return []: it is exact."""
         return []
 
 
@@ -199,8 +193,8 @@ TRIED = 2
 """Samples that blocks are tried with: BatchNorm needs two."""
 
 
-def told(model: torch.nn.Module, named: Mapping[str, Any]) -> dict[str, str]:
-    """Return why, by name, for those blocks of ``model``."""
+def refusals(model: torch.nn.Module, named: Mapping[str, Any]) -> dict[str, str]:
+    """Return why blocks of ``model`` cannot be recomputed, as far as their modules show it, by name."""
     if _compiled(model):
         return dict.fromkeys(named, "the model was given to torch.compile, which computes blocks its own way "
                                     "(hvdtrain compiles with compile: auto)")
@@ -225,10 +219,138 @@ def _compiled(module: Any) -> bool:
 
 
 def _hook(module: torch.nn.Module) -> str:
-    """The name of a user's hook; "" without one. Old spectral and weight norms are hooks, and channels_last is."""
+    """Return the name of a user's hook; "" without one. Old spectral and weight norms are hooks, and channels_last is.
+    """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__
         if home.partition(".")[0] not in ("torch", "hvdtrain"):
             return str(getattr(hook, "__qualname__", type(hook).__name__))
     return ""
+
+
+Recomputing = Callable[[Sequence[str], Check], contextlib.AbstractContextManager[None]]
+Computing = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass
+class PassResult:
+    """Results of one pass by kind and name, and observations while blocks were computed again."""
+
+    left: dict[str, dict[str, Any]] = field(default_factory=dict)
+    check: Check = field(default_factory=Check)
+    error: str = ""
+
+    def differs(self, other: PassResult) -> list[str]:
+        """Return what of it is not in ``other`` to the bit."""
+        return [f"{kind} {name}".rstrip() for kind, values in self.left.items() for name, value in values.items()
+                if not equal(value, other.left[kind].get(name))]
+
+
+class Trial:
+    """Computes a batch with and without recomputing the blocks ``names`` of ``model``, and compares to the bit.
+
+    Compares gradients, buffers, parameters that a forward pass writes, attributes, random generators, and the tensors
+    that a block saves for backward, which show a mask even where its gradient is zero so far. Where a device gives
+    other gradients each time, gradients do not count.
+
+    ``computing``: a context that computes a batch's gradients, available within it, and restores buffers and
+    generators. ``recomputing``: a context within which some blocks are recomputed. ``states``: the random generators'
+    by name.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str], computing: Computing, recomputing: Recomputing,
+                 states: Callable[[], dict[str, np.ndarray]]) -> None:
+        self._model, self._names, self._states = model, names, states
+        self._computing, self._recomputing = computing, recomputing
+        self._modules = Modules(model)
+
+    def refusals(self) -> dict[str, str]:
+        """Return why blocks cannot be recomputed exactly, by name."""
+        with self._parameters_kept():
+            plain, twice = self._pass(()), self._pass(())
+            noise = set(twice.differs(plain))
+            every = self._pass(self._names)
+            found = {name: "its forward pass is not called when the model computes a batch"
+                     for name in self._names if name not in every.check.called and not every.error}
+            if not self._why(every, plain, noise) and not every.check.differ:
+                return found
+            for name in self._names:
+                if name not in found and (why := self._why(self._pass([name]), plain, noise, name)):
+                    found[name] = why
+            return found
+
+    @contextlib.contextmanager
+    def _parameters_kept(self) -> Iterator[None]:
+        """Restore parameters after the body: some forward passes write to them."""
+        before = [(p, p.detach().clone()) for p in self._model.parameters()]
+        try:
+            yield
+        finally:
+            for param, copy in before:
+                if not same_bits(param, copy):
+                    param.data.copy_(copy)
+
+    def _why(self, one: PassResult, plain: PassResult, noise: set[str], name: str = "") -> str:
+        """Return what is wrong with a pass, or ""."""
+        if one.error:
+            return one.error
+        wrong = [words for words in one.differs(plain) if words not in noise]
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            return f"with it other values come out: {', '.join(wrong[:3])}{more}"
+        if name in one.check.differ:
+            return "it saves other values for backward when it is computed again"
+        return ""
+
+    def _pass(self, names: Sequence[str]) -> PassResult:
+        found = PassResult()
+        try:
+            with attributes_kept(self._modules), self._recomputing(names, found.check), self._computing():
+                found.left = self._left()
+        except UserError as error:
+            if not names:
+                raise
+            found.error = str(error)
+        except Exception as error:  # noqa: BLE001 a user's code, which ran without remat
+            if not names:
+                raise
+            found.error = f"computing it again raises {type(error).__name__}: {error}"
+        return found
+
+    def _left(self) -> dict[str, dict[str, Any]]:
+        """Return the results of a pass; of tensors of the model a digest, since three passes are compared."""
+        model = self._model
+        return {
+            "the gradient of": {n: p.grad if p.grad is None else digest(p.grad) for n, p in model.named_parameters()},
+            "parameter": {n: digest(p) for n, p in model.named_parameters()},
+            "buffer": {n: digest(b) for n, b in model.named_buffers()},
+            "attribute": attributes(self._modules),
+            "random generator": self._states(),
+        }
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    own = tensor.detach()
+    own = (own if own.layout == torch.strided else own.to_dense()).cpu()
+    return hashlib.blake2b(flat_bytes(own).numpy().data, digest_size=16).digest()
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal: tensors and arrays to the bit, numbers, words and containers of such.
+
+    Anything else counts as equal where it is of one type.
+    """
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return same_bits(one, other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.tobytes() == other.tobytes()
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, (int, float, complex, str, bytes, set, frozenset)):
+        return bool(one == other) or one != one
+    return True

@@ -1,18 +1,16 @@
 """BatchNorm over the samples of all ranks (the key ``sync_batchnorm``): the model's own layers, with joint statistics.
 
-Owns the statistics, their gradient and the two collectives of a layer. Parameters, buffers, names in the state_dict,
-and what a layer does in evaluation mode stay torch's. With n_r, m_r, s_r the number, mean and sum of squared deviations
-of rank r's values of a channel, and N = sum n_r::
+With n_r, m_r, s_r the number, mean and sum of squared deviations of rank r's values of a channel, and N = sum n_r
+(Chan, Golub, LeVeque 1979)::
 
     mean = sum n_r m_r / N        var = sum (s_r + n_r (m_r - mean)^2) / N
 
-(Chan, Golub, LeVeque 1979), so a rank counts by its samples, and one without any counts for nothing. With
-x^ = (x - mean) / sqrt(var + eps), and both sums over the values of all ranks::
+With x^ = (x - mean) / sqrt(var + eps), and both sums over the values of all ranks::
 
     dx = weight / sqrt(var + eps) * (dy - sum(dy) / N - x^ sum(dy x^) / N)
 
 Gradients of weight and bias stay this rank's: the exchange of gradients sums them (law 1). Every rank runs every layer
-the same number of times in the same order (`hvdtrain.data.feed`, ``even_micros``), so each can wait where it stands.
+equally often in the same order (`hvdtrain.data.feed`, ``even_micros``), so each can wait in it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.backends.torch.recompute.frame import Tape
+from hvdtrain.backends.torch.recompute import Tape
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError
 
@@ -36,13 +34,13 @@ _PLAIN = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class SyncBatchNorm:
-    """Implements `hvdtrain.core.protocols.Transform`; what the layers of one model share.
+    """Implements `hvdtrain.core.protocols.Transform`; shared by the layers of one model.
 
     ``waited_s``: seconds that they waited for other ranks since `begin`. ``local``: statistics over own samples only,
-    without a wire. ``factor``: what this rank multiplies its loss by (a loss scale): ranks sum the gradient of the
-    loss as it is. ``present``: whether this rank has samples; else what it computes on counts for nothing
-    (`hvdtrain.data.empty`). ``in_parts``: a rank may cut its samples of a step into several micro-batches. ``tapes``:
-    where statistics are recorded for blocks that are computed again (`hvdtrain.backends.torch.recompute`).
+    without a wire. ``factor``: of this rank's loss (a loss scale): ranks sum the gradient of the loss as it is.
+    ``present``: this rank has samples; else its values count for nothing (`hvdtrain.data.weighting`). ``in_parts``: a
+    rank may divide its samples of a step into several micro-batches. ``tapes``: records of statistics for blocks that
+    are computed again (`hvdtrain.backends.torch.recompute`).
     """
 
     collective = True
@@ -59,10 +57,6 @@ class SyncBatchNorm:
             layers(model)  # refused before anything is trained
 
     def install(self, model: torch.nn.Module, blocks: Sequence[Any] = ()) -> None:
-        """Have every BatchNorm layer of ``model`` take its statistics over all ranks; nothing on one rank.
-
-        Errors: `UserError` for a layer with a forward of its own.
-        """
         release(model)
         if self._transport.size == 1:
             return
@@ -71,15 +65,13 @@ class SyncBatchNorm:
             module.__class__ = type(type(module).__name__, (Synchronised, type(module)), own)
 
     def remove(self, model: torch.nn.Module) -> None:
-        """Give every layer its own class back."""
         release(model)
 
     def describe(self) -> dict[str, str]:
-        """Return nothing: the key says it."""
+        """Return {}: the key says it."""
         return {}
 
     def caveats(self) -> list[str]:
-        """Return what depends on how a batch is cut (law 2)."""
         cut = self._in_parts and any(isinstance(m, _BatchNorm) and m.training for m in self._model.modules())
         return ["BatchNorm takes its statistics over each micro-batch of all ranks"] if cut else []
 
@@ -89,7 +81,7 @@ class SyncBatchNorm:
 
     @contextlib.contextmanager
     def local_statistics(self) -> Iterator[None]:
-        """Within it, layers behave as torch's own: what one rank does without the others (`Stage.trial`)."""
+        """Use torch's own statistics within the body, for what one rank does without the others (`Stage.trial`)."""
         before, self.local = self.local, True
         try:
             yield
@@ -97,7 +89,7 @@ class SyncBatchNorm:
             self.local = before
 
     def moments(self, take: Callable[[], Moments]) -> Moments:
-        """Return what ``take`` asks the other ranks for, or, in a block that is computed again, what it got before."""
+        """Return ``take()``, or, in a block that is computed again, the moments of the first pass."""
         again = next((i for i in reversed(range(len(self.tapes))) if self.tapes[i].replays), -1)
         found: Moments = take() if again < 0 else self.tapes[again].next()
         for tape in self.tapes[again + 1:]:
@@ -147,7 +139,8 @@ def layers(model: torch.nn.Module) -> list[tuple[str, _BatchNorm]]:
 
 
 class Synchronised(_BatchNorm):
-    """What `SyncBatchNorm.install` puts before a BatchNorm layer's own class; a copy or a pickle is a plain one."""
+    """Base that `SyncBatchNorm.install` puts before a BatchNorm layer's own class; a copy or a pickle is a plain one.
+    """
 
     plain: type
     wire_name: str
@@ -166,7 +159,7 @@ class Synchronised(_BatchNorm):
             return _Normalise.apply(x, self.weight, self.bias, mean_C.to(wide), invstd_C, n, self)
 
     def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Mean and biased variance, float64 (C,), and the number of values per channel, float64 (), over all ranks."""
+        """Return mean and biased variance, float64 (C,), and values per channel, float64 (), over all ranks."""
         own = x.numel() // max(1, x.shape[1]) if self.across.present else 0
         own_K = torch.zeros(2 * x.shape[1] + 1, dtype=torch.float64, device=x.device)
         if own:
@@ -184,7 +177,7 @@ class Synchronised(_BatchNorm):
         return mean_C, _sum_rows(squares_PC + n_P1 * (apart_PC * apart_PC)) / n, n[0]
 
     def _track(self, mean_C: torch.Tensor, var_C: torch.Tensor, n: torch.Tensor) -> None:
-        """Let the running statistics move as torch's do: by the mean and the unbiased variance."""
+        """Update the running statistics as torch does: by the mean and the unbiased variance."""
         if not self.track_running_stats or self.running_mean is None:
             return
         factor = self.momentum
@@ -237,32 +230,31 @@ class _Normalise(torch.autograd.Function):
 
 
 def _plain_copy(plain: Any) -> torch.nn.Module:
-    """An empty layer of torch's own class, whose state follows."""
+    """Return an empty layer of torch's own class, whose state follows."""
     module: torch.nn.Module = plain.__new__(plain)
     return module
 
 
 def _settle(x: torch.Tensor) -> None:
-    """Wait for the device, as the wire would, so that this rank's own computing does not count as waiting for others.
-    """
+    """Wait for the device, so that this rank's own computing does not count as waiting for others."""
     if x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()
 
 
 def _dims(x: torch.Tensor) -> list[int]:
-    """All dimensions but the channels'."""
+    """Return all dimensions but the channels'."""
     return [0, *range(2, x.dim())]
 
 
 def _along(x_C: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(C,) -> (1, C, 1, ...), which spreads over ``like``."""
+    """Reshape (C,) -> (1, C, 1, ...), which broadcasts over ``like``."""
     return x_C.view(1, -1, *[1] * (like.dim() - 2))
 
 
 def _sum_rows(x_PC: torch.Tensor) -> torch.Tensor:
-    """(P, C) -> (C,), the second half of the rows added to the first until one is left.
+    """Sum (P, C) -> (C,): the second half of the rows is added to the first until one is left.
 
-    The order is written down, and each addition stands alone, so that ranks on unlike devices get the same bits.
+    Each addition stands alone, so that ranks on different devices get the same bits.
     """
     while len(x_PC) > 1:
         half = (len(x_PC) + 1) // 2

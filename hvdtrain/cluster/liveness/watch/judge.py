@@ -1,13 +1,6 @@
-"""The verdict on ranks that stand still, hang or are gone, from what is seen of them at each look. Pure.
+"""Verdict of the watchdog on ranks that stand still, hang or are gone, from what is seen of them at each look.
 
-Owns the rules; the clock and all that is seen are handed in. Three rules keep it from judging falsely:
-
-- A look counts for two usual pauses at most. Where the watcher itself was stopped, or had no processor, the time that
-  it did not see accuses nobody.
-- Ranks that are all stopped at once were stopped on purpose: with Ctrl-Z, or by who suspends jobs.
-- A rank that runs is judged only where every other rank of the job waits for it, in a phase that takes about as long at
-  each step, by the steps that it took before. It is given processor time, not time, while it wants to run: a rank whose
-  processor is rationed, or shared by many, is slow and not hung.
+Pure: the clock and all that is seen are handed in.
 """
 
 from __future__ import annotations
@@ -32,7 +25,8 @@ IDLE = 0.1
 
 @dataclass(frozen=True)
 class Sight:
-    """What is seen of a rank. ``state``: letter of the system, "" once its process is gone; ``cpu_s``: computed so far.
+    """A rank as seen at a look. ``state``: letter of the system, "" once its process is gone; ``cpu_s``: computed so
+    far.
 
     The rest is its page's: step, phase, ``since`` (changes when a phase begins), whether it waits for others, whether
     it is leaving, how many steps it has finished, and how long the first and the longest of the others took.
@@ -52,18 +46,17 @@ class Sight:
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended."""
         return self.state in ("", "Z", "X")
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped it; a debugger's stop ("t") is wanted."""
+        """Stopped by a signal; a debugger's stop ("t") is wanted."""
         return self.state == "T"
 
 
 @dataclass(frozen=True)
 class Others:
-    """How many ranks the other hosts have, and how many of those wait and are stopped. ``known``: all were heard of."""
+    """Numbers of the other hosts' ranks: all, waiting, stopped. ``known``: all were heard of."""
 
     ranks: int = 0
     waiting: int = 0
@@ -72,8 +65,8 @@ class Others:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why the job has to end: "hang", "lost" or "unreachable"; which ranks of this host; how many seconds long."""
+class WatchdogVerdict:
+    """Reason for ending the job: "hang", "lost" or "unreachable"; the ranks of this host; the seconds."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -102,11 +95,11 @@ class Judge:
     bound_s: float
     pause_s: float
     moment_s: float = TOGETHER_S
-    """How long a rank is gone before it counts as lost: more where another host's word may be due."""
+    """Time for which a rank is gone before it counts as lost: more where a message of another host may be due."""
     _last: float | None = None
     _clocks: dict[int, _Clock] = field(default_factory=dict)
 
-    def look(self, now: float, sights: Sequence[Sight], others: Others = Others()) -> Verdict | None:
+    def look(self, now: float, sights: Sequence[Sight], others: Others = Others()) -> WatchdogVerdict | None:
         """Return the verdict, if there is one. ``now``: seconds of a clock that does not go back."""
         passed_s = self.passed(now)
         self._last = now
@@ -116,15 +109,16 @@ class Judge:
                 or self._hung(passed_s, sights, others))
 
     def passed(self, now: float) -> float:
-        """Return the seconds since the last look, as far as they count."""
+        """Return the seconds since the last look, at most two pauses: time that the watchdog itself did not see accuses
+        nobody."""
         return 0.0 if self._last is None else min(max(now - self._last, 0.0), 2 * self.pause_s)
 
     def pending(self, now: float) -> bool:
-        """Whether a rank is gone that is not yet judged."""
+        """Return whether a rank is gone that is not yet judged."""
         return any(c.gone_at is not None and now - c.gone_at < self.moment_s for c in self._clocks.values())
 
-    def _lost(self, now: float, sights: Sequence[Sight]) -> Verdict | None:
-        """Ranks that are gone without a word while others go on."""
+    def _lost(self, now: float, sights: Sequence[Sight]) -> WatchdogVerdict | None:
+        """Judge ranks that are gone without a message while others run."""
         if any(sight.leaving for sight in sights):
             return None
         gone = [sight.rank for sight in sights if sight.gone]
@@ -137,10 +131,13 @@ class Judge:
         if len(gone) == len(sights) > 1 and max(times) - min(times) <= TOGETHER_S:
             return None
         first = tuple(r for r in gone if (self._clocks[r].gone_at or 0.0) - min(times) <= TOGETHER_S)
-        return Verdict("lost", first, 0.0)
+        return WatchdogVerdict("lost", first, 0.0)
 
-    def _frozen(self, passed_s: float, sights: Sequence[Sight], others: Others) -> Verdict | None:
-        """Ranks that a signal has stopped for longer than the bound."""
+    def _frozen(self, passed_s: float, sights: Sequence[Sight], others: Others) -> WatchdogVerdict | None:
+        """Judge ranks that a signal has stopped for longer than the bound.
+
+        All ranks stopped at once were stopped on purpose: with Ctrl-Z, or by a scheduler that suspends jobs.
+        """
         stopped = [sight for sight in sights if sight.stopped]
         alive = [sight for sight in sights if not sight.gone]
         everyone = len(stopped) == len(alive) and (
@@ -152,10 +149,14 @@ class Judge:
         if worst < self.bound_s:
             return None
         late = tuple(s.rank for s in sights if self._clocks[s.rank].stopped_s >= self.bound_s / 2)
-        return Verdict("hang", late, worst, stopped=True)
+        return WatchdogVerdict("hang", late, worst, stopped=True)
 
-    def _hung(self, passed_s: float, sights: Sequence[Sight], others: Others) -> Verdict | None:
-        """The one rank for which all others wait, in a step that takes far longer than those before."""
+    def _hung(self, passed_s: float, sights: Sequence[Sight], others: Others) -> WatchdogVerdict | None:
+        """Judge the one rank for which all others wait, in a step that takes far longer than those before.
+
+        It is given processor time, not time, while it wants to run: a rank whose processor is rationed, or shared by
+        many, is slow and not hung.
+        """
         awaited = [sight for sight in sights if not sight.waits]
         all_wait = others.known and others.waiting == others.ranks and len(awaited) == 1
         if not all_wait or len(sights) + others.ranks < 2 or not _judged(awaited[0]):
@@ -173,10 +174,10 @@ class Judge:
         idle = sight.state != "R" and computed_s < IDLE * passed_s
         clock.stuck_s += passed_s if idle else min(computed_s, passed_s)
         bound_s = max(self.bound_s, LONGER * sight.longest_s, FIRST_LONGER * sight.first_s)
-        return Verdict("hang", (sight.rank,), clock.stuck_s) if clock.stuck_s >= bound_s else None
+        return WatchdogVerdict("hang", (sight.rank,), clock.stuck_s) if clock.stuck_s >= bound_s else None
 
 
 def _judged(sight: Sight) -> bool:
-    """Whether a rank that runs is in a place where it can be judged."""
+    """Return whether a rank that runs is in a place where it can be judged."""
     return (sight.phase in COMPUTING and sight.steps >= SETTLED and not sight.leaving
             and sight.state in ("R", "S", "D"))

@@ -1,8 +1,7 @@
-"""The small process beside the ranks of a host: looks at them, gives the verdict, ends the job. A program of its own.
+"""The watchdog's process on a host: ``python -I -S process.py FD ROOT``, with the socket at which the ranks come, and
+the directory that holds the package.
 
-``python -I -S process.py FD ROOT``: FD is the listening socket at which the ranks come, ROOT the directory that holds
-the package. Standard library only. What holds for all of it: it ends soon after the last rank, it holds nothing up (its
-copies of the ranks' stderr go with it), and what it does not understand it leaves alone.
+It looks at the ranks, gives the verdict, ends the job, and ends soon after the last rank. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ if __name__ == "__main__":
 
 from hvdtrain.cluster.liveness.pulse import Page
 from hvdtrain.cluster.liveness.watch import system
-from hvdtrain.cluster.liveness.watch.act import GRACE_S, end, leave_cause, report, say, why
-from hvdtrain.cluster.liveness.watch.beats import BEAT, BYE, END, Beats, Counts, Host
-from hvdtrain.cluster.liveness.watch.judge import TOGETHER_S, Judge, Others, Sight, Verdict
-from hvdtrain.cluster.liveness.watch.messages import BOUND, HELLO, HOST, READY, SECRET, SIZE, Message, marks
+from hvdtrain.cluster.liveness.watch.judge import TOGETHER_S, Judge, Others, Sight, WatchdogVerdict
+from hvdtrain.cluster.liveness.watch.messages import (
+    BEAT, BOUND, BYE, END, HELLO, HOST, READY, SECRET, SIZE, Beats, Counts, Message, PeerHost, marks)
+from hvdtrain.cluster.liveness.watch.system import GRACE_S, end, leave_cause, report, say, why
 from hvdtrain.core.launcher import launch_facts
 
 LOOKS, LEAST_PAUSE_S, LONGEST_PAUSE_S = 20, 0.05, 0.5
@@ -33,7 +32,7 @@ LOOKS, LEAST_PAUSE_S, LONGEST_PAUSE_S = 20, 0.05, 0.5
 SCAN_S = 2.0
 """Pause between two looks through all processes for ranks that have not come yet."""
 EMPTY_S = 10.0
-"""How long a watcher without ranks waits for the first."""
+"""How long a watchdog without ranks waits for the first."""
 OUTSIDE_S = 0.7
 """How long a host's only rank is gone before it counts as lost: another host may have ended the job."""
 FAREWELLS, FAREWELL_S = 3, 0.01
@@ -43,7 +42,7 @@ LAST_S = 10.0
 
 
 @dataclass
-class Rank:
+class WatchedRank:
     """A rank of this host: its number, process, page (None: it has not come yet), and its launcher's processes."""
 
     rank: int
@@ -65,7 +64,6 @@ class Rank:
             self.stderr = -1
 
     def sight(self) -> Sight:
-        """Look at it."""
         stat = None if self.gone else system.stat(self.pid)
         state = stat.state if stat else ""
         if self.page is None:
@@ -78,13 +76,13 @@ class Rank:
 
 @dataclass
 class Watcher:
-    """The ranks of this host, and what is to be done about them."""
+    """Watchdog of this host's ranks."""
 
     listener: socket.socket
     bound_s: float = 30.0
     node: str = field(default_factory=socket.gethostname)
-    ranks: dict[int, Rank] = field(default_factory=dict)
-    strangers: dict[int, Rank] = field(default_factory=dict)
+    ranks: dict[int, WatchedRank] = field(default_factory=dict)
+    strangers: dict[int, WatchedRank] = field(default_factory=dict)
     """Ranks that have not come yet, by number."""
     size: int = 0
     local_size: int = 0
@@ -105,7 +103,7 @@ class Watcher:
         self.began = self.scanned = time.monotonic()
         self.beats: Beats | None = None
         self.secret, self.number = b"", 0
-        self.hosts: dict[int, Host] = {}
+        self.hosts: dict[int, PeerHost] = {}
         self.counts = Counts()
 
     @property
@@ -123,7 +121,7 @@ class Watcher:
                 time.sleep(FAREWELL_S)
 
     def _turn(self) -> bool:
-        """Wait for news or a pause, look once; return whether nothing is left to be done."""
+        """Wait for an event or a pause, look once; return whether nothing is left to be done."""
         events = self.poll.poll((TOGETHER_S if self.judge.pending(time.monotonic()) else self.pause_s) * 1000)
         self._hear([fd for fd, _ in events])
         now = time.monotonic()
@@ -137,7 +135,6 @@ class Watcher:
         return not alive and self.ends_at is None and not self.judge.pending(now) and self._over(now)
 
     def _over(self, now: float) -> bool:
-        """Whether no rank is left to be watched."""
         return self.came or now - self.began > EMPTY_S
 
     # --- what comes in --------------------------------------------------------------------------------------------
@@ -170,7 +167,6 @@ class Watcher:
         os.close(fd)
 
     def _read(self, connection: socket.socket) -> None:
-        """Read a rank's message."""
         try:
             data, fds, _, _ = socket.recv_fds(connection, SIZE, 3, socket.MSG_CMSG_CLOEXEC)
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -192,7 +188,7 @@ class Watcher:
         elif message.kind == HOST:
             number, port, _, rank = message.numbers
             name = message.blob.rstrip(b"\0").decode(errors="replace")
-            self.hosts[number] = Host(name, rank, [(address, port) for address in message.text.split(",")])
+            self.hosts[number] = PeerHost(name, rank, [(address, port) for address in message.text.split(",")])
         elif message.kind == READY and len(fds) == 1 and self.secret:
             self.beats = Beats(socket.socket(fileno=fds[0]), self.secret, self.number, self.hosts)
             self.judge.moment_s = OUTSIDE_S
@@ -217,7 +213,8 @@ class Watcher:
         finally:
             os.close(page)
         chain = tuple(system.launchers(pid))
-        rank = self.ranks[number] = Rank(number, pid, Page(number, self.node, memory), stacks, stderr, pidfd, chain)
+        rank = WatchedRank(number, pid, Page(number, self.node, memory), stacks, stderr, pidfd, chain)
+        self.ranks[number] = rank
         self.strangers.pop(number, None)
         self.poll.register(rank.pidfd, select.POLLIN)
         known = set(self.launchers.values())
@@ -240,10 +237,9 @@ class Watcher:
             stat = system.stat(pid)
             if number in self.ranks or stat is None or number in self.strangers and stat.state != "T":
                 continue
-            self.strangers[number] = Rank(number, pid, was=f"rank {number} on host {self.node}, starting")
+            self.strangers[number] = WatchedRank(number, pid, was=f"rank {number} on host {self.node}, starting")
 
     def _look(self, now: float) -> None:
-        """Look at all ranks, and act on what is found."""
         self._scan(now)
         strangers = [rank.sight() for rank in self.strangers.values()]
         sights = [rank.sight() for rank in self.ranks.values()] + [sight for sight in strangers if not sight.gone]
@@ -255,7 +251,7 @@ class Watcher:
             self._act(found)
 
     def _tell_hosts(self, now: float, sights: list[Sight]) -> Others:
-        """Tell the other hosts what is seen here, and return what they see; act if one is silent, or ends the job."""
+        """Report to the other hosts, and return what they see; act if one is silent, or ends the job."""
         if self.beats is None:
             return Others(known=len(sights) >= self.size)
         counts = Counts(len(sights), sum(s.waits for s in sights), sum(s.stopped for s in sights),
@@ -277,8 +273,8 @@ class Watcher:
             self.ends_at = now + GRACE_S
         return self.beats.others()
 
-    def _act(self, verdict: Verdict) -> None:
-        """Say it, leave the cause, and end the job."""
+    def _act(self, verdict: WatchdogVerdict) -> None:
+        """Report it, leave the cause, and end the job."""
         everyone = {**self.strangers, **self.ranks}
         report(verdict, [everyone[r] for r in verdict.ranks], list(self.ranks.values()), self.bound_s)
         for number in verdict.ranks:
@@ -291,7 +287,7 @@ class Watcher:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def _orphaned(self, now: float, alive: list[Rank]) -> bool:
+    def _orphaned(self, now: float, alive: list[WatchedRank]) -> bool:
         """After the launcher's end: kill the ranks; those that leave in order have a moment for it."""
         assert self.orphaned_at is not None
         leaving = any(rank.page and rank.page.pace().leaving for rank in alive)
@@ -302,7 +298,7 @@ class Watcher:
         self.ends_at = now
         return True
 
-    def _ended(self, now: float, alive: list[Rank]) -> bool:
+    def _ended(self, now: float, alive: list[WatchedRank]) -> bool:
         """Kill what is left when the time is over; return whether nothing is left to be done."""
         assert self.ends_at is not None
         if not alive and now < self.ends_at:

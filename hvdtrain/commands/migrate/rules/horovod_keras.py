@@ -1,18 +1,17 @@
 """Scripts of Horovod's Keras and TensorFlow APIs: the imports move, names and arguments stay.
 
-Owns the map of modules; which names hvdtrain has is asked of it. Beside imports it takes out or renames arguments that
-Keras 3 refuses outright. Where a used name is missing in hvdtrain, the whole script stays as it was.
+Where hvdtrain lacks a name that the script uses, the whole script stays as it was.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import libcst as cst
 
 from hvdtrain.commands.migrate.edit import Change, Edits, expression
-from hvdtrain.commands.migrate.rules import Plan, keras2
+from hvdtrain.commands.migrate.finding import MigrateOptions, Rewrite
+from hvdtrain.commands.migrate.rules import keras2
 from hvdtrain.commands.migrate.scan import Scan, argument, local_name, name_of
 
 TITLE = "a script of Horovod's Keras or TensorFlow API"
@@ -32,13 +31,11 @@ ELASTIC = ("Horovod's elastic rendezvous runs what anybody on its port sends it 
 
 
 def recognise(scan: Scan) -> bool:
-    """Whether one of Horovod's Keras or TensorFlow modules is imported."""
     return scan.imports_any("horovod.keras", "horovod.tensorflow", "horovod._keras")
 
 
-def plan(scan: Scan, wish: Any) -> Plan:
-    """Move what can be moved, module by module."""
-    made = Plan()
+def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
+    made = Rewrite()
     moved = False
     for node in scan.nodes:
         if isinstance(node, cst.Import):
@@ -58,7 +55,7 @@ def plan(scan: Scan, wish: Any) -> Plan:
 
 
 def home(scan: Scan, module: str, names: set[str]) -> tuple[str, set[str]]:
-    """(hvdtrain's module for one of Horovod's, used names that it lacks); ("", names) where there is none."""
+    """Return (hvdtrain's module for one of Horovod's, used names that it lacks); ("", names) where there is none."""
     base, _, tail = module.partition(".callbacks")
     if module.endswith(".callbacks") and base in HOMES and not tail:
         return "hvdtrain.keras.callbacks", names - CALLBACKS
@@ -71,17 +68,16 @@ def home(scan: Scan, module: str, names: set[str]) -> tuple[str, set[str]]:
 
 
 def _has(module: str) -> set[str]:
-    """Names of Horovod's API that hvdtrain's module of this name answers to; its import loads no framework."""
+    """Return the names of Horovod's API that hvdtrain's module has; its import loads no framework."""
     return set(importlib.import_module(module).__all__) - {"elastic"}
 
 
 def _fits(scan: Scan) -> bool:
-    """Whether Keras' own loop is used."""
     return any(True for _ in scan.methods("fit", "compile")) and scan.imports_any("keras", "tensorflow")
 
 
 def _used(scan: Scan, local: str) -> set[str]:
-    """Attributes that are read of a local name, however it is chained (``hvd`` of ``hvd.callbacks.X``: callbacks)."""
+    """Return the attributes that are read of a local name (``hvd`` of ``hvd.callbacks.X``: callbacks)."""
     depth = local.count(".") + 1
     found = set()
     for node in scan.all(cst.Attribute):
@@ -92,8 +88,7 @@ def _used(scan: Scan, local: str) -> set[str]:
     return found
 
 
-def _import(scan: Scan, node: cst.Import, made: Plan) -> bool:
-    """``import horovod.x [as y]``, each of the names apart; whether any moved."""
+def _import(scan: Scan, node: cst.Import, made: Rewrite) -> bool:
     moved = False
     for alias in node.names:
         module = name_of(alias.name) or ""
@@ -119,7 +114,7 @@ def _renamed(module: str) -> Change:
 
 
 def _other_chains(scan: Scan, module: str) -> set[str]:
-    """Uses of ``horovod`` that are not of ``module``, which the moved import would no longer serve."""
+    """Return uses of ``horovod`` that are not of ``module``, which the moved import would no longer serve."""
     modules = {name_of(a.name) or "" for n in scan.all(cst.Import) for a in n.names if not a.asname}
     found = set()
     for node in scan.uses("horovod"):
@@ -135,8 +130,7 @@ def _other_chains(scan: Scan, module: str) -> set[str]:
     return found
 
 
-def _chains(scan: Scan, made: Plan, module: str, to: str) -> None:
-    """Rename ``horovod.keras.x`` to ``hvdtrain.keras.x`` wherever it is used."""
+def _chains(scan: Scan, made: Rewrite, module: str, to: str) -> None:
     for node in scan.all(cst.Attribute):
         is_import = any(isinstance(up, (cst.Import, cst.ImportFrom)) for up in scan.above(node))
         if name_of(node) == module and not is_import and not (
@@ -149,8 +143,7 @@ def _next(scan: Scan, node: cst.CSTNode) -> str:
     return up.attr.value if isinstance(up, cst.Attribute) else ""
 
 
-def _import_from(scan: Scan, node: cst.ImportFrom, made: Plan) -> bool:
-    """``from horovod.x import a, b``; whether it moved."""
+def _import_from(scan: Scan, node: cst.ImportFrom, made: Rewrite) -> bool:
     module = name_of(node.module) or ""
     if node.relative or module.split(".")[0] != "horovod":
         return False
@@ -189,20 +182,20 @@ def _import_from(scan: Scan, node: cst.ImportFrom, made: Plan) -> bool:
 
 
 def _public(module: str, name: str) -> str:
-    """The public module that has ``name``, for one of Horovod's private ones (``horovod.tensorflow.mpi_ops``)."""
+    """Return the public module that has ``name``, for one of Horovod's private ones (``horovod.tensorflow.mpi_ops``).
+    """
     inner = ("horovod.tensorflow.mpi_ops", "horovod.tensorflow.compression", "horovod.tensorflow.functions")
     return "horovod.tensorflow" if module in inner else module
 
 
-def _rename(scan: Scan, made: Plan, alias: cst.ImportAlias, name: str) -> None:
-    """``from horovod import tensorflow`` where hvdtrain's module has another name: keep the local name by ``as``."""
+def _rename(scan: Scan, made: Rewrite, alias: cst.ImportAlias, name: str) -> None:
+    """Keep the local name by ``as`` where hvdtrain's module has another name."""
     local = local_name(alias)
     made.edits.put(alias, lambda new: new.with_changes(
         name=cst.Name(name), asname=new.asname or cst.AsName(cst.Name(local))))
 
 
-def _stays(scan: Scan, node: cst.CSTNode, made: Plan, module: str, missing: set[str]) -> None:
-    """Say why nothing is moved: what stands against it in this import."""
+def _stays(scan: Scan, node: cst.CSTNode, made: Rewrite, module: str, missing: set[str]) -> None:
     line = scan.line(node)
     if "elastic" in module or "elastic" in missing:
         made.tell(line, "by hand", f"{module} is used for elastic training; the script was left as it was", *ELASTIC)
@@ -217,8 +210,7 @@ def _stays(scan: Scan, node: cst.CSTNode, made: Plan, module: str, missing: set[
                   "use hvdtrain.keras, or hvdtrain.tensorflow with a tape, then run migrate again")
 
 
-def _passes(scan: Scan, made: Plan) -> None:
-    """Tell what ``iterations`` counts where gradients are summed over several passes."""
+def _passes(scan: Scan, made: Rewrite) -> None:
     for call in scan.calls("DistributedOptimizer", "PartialDistributedOptimizer"):
         passes = argument(call, "backward_passes_per_step")
         if passes is not None and scan.code(passes.value) != "1":
@@ -229,7 +221,7 @@ def _passes(scan: Scan, made: Plan) -> None:
 
 
 def _launcher(scan: Scan, alias: cst.ImportAlias, module: str) -> bool:
-    """Whether an import is Horovod's package itself, for its ``run`` alone: that import loads no framework's part."""
+    """Return whether an import is Horovod's package itself, for its ``run`` alone."""
     if module not in LAUNCHERS:
         return False
     served = {(name_of(a.name) or "").split(".")[1] for n in scan.all(cst.Import) for a in n.names
@@ -238,5 +230,4 @@ def _launcher(scan: Scan, alias: cst.ImportAlias, module: str) -> bool:
 
 
 def _first(scan: Scan) -> int:
-    """Line of the first import of Horovod."""
     return min(scan.line(n) for n in [*scan.all(cst.Import), *scan.all(cst.ImportFrom)] if "horovod" in scan.code(n))

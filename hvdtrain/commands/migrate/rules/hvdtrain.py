@@ -1,10 +1,10 @@
-"""A script that uses hvdtrain already: words of Keras 2 at most. Asked before plain Keras, as it may call ``fit``."""
+"""Scripts of hvdtrain: calls of Keras 2 that an import changed by hand has left behind."""
 
 from __future__ import annotations
 
-from typing import Any
 
-from hvdtrain.commands.migrate.rules import Plan, keras2
+from hvdtrain.commands.migrate.finding import MigrateOptions, Rewrite
+from hvdtrain.commands.migrate.rules import keras2
 from hvdtrain.commands.migrate.scan import Scan
 
 TITLE = "a script of hvdtrain already"
@@ -12,13 +12,11 @@ TARGETS = ("hvdtrain.keras", "trainer")
 
 
 def recognise(scan: Scan) -> bool:
-    """Whether hvdtrain is imported."""
     return scan.imports_any("hvdtrain")
 
 
-def plan(scan: Scan, wish: Any) -> Plan:
-    """What an import that was changed by hand has left behind."""
-    made = Plan()
+def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
+    made = Rewrite()
     if scan.imports_any("hvdtrain.keras", "hvdtrain.tensorflow"):
         keras2.rewrite(scan, made)
     return made

@@ -1,16 +1,16 @@
-"""Keras' ``compile`` and ``fit`` in a script: which calls they are, and what is given to them.
-
-Owns finding and reading. Rewrites nothing.
-"""
+"""Keras' ``compile``, ``fit`` and steps in a script: finds and reads them, and refuses models it cannot follow."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import libcst as cst
 
-from hvdtrain.commands.migrate.finding import Refused
+from hvdtrain.commands.migrate.edit import arg, in_a_row, with_args
+from hvdtrain.commands.migrate.finding import Refused, Rewrite
 from hvdtrain.commands.migrate.scan import Scan, argument, is_false, is_true, name_of, starred
+from hvdtrain.keras.custom_steps import STEPS, UNPACK, taken
 
 FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data", "shuffle",
        "class_weight", "sample_weight", "initial_epoch", "steps_per_epoch", "validation_steps",
@@ -28,8 +28,9 @@ DATASET = ("a tf.data.Dataset that is more than from_tensor_slices, shuffle, bat
 
 @dataclass(frozen=True)
 class Chain:
-    """``Dataset.from_tensor_slices((x, y)).shuffle(n).batch(b)``: whether it is shuffled, with a seed of its own, and
-    drops a short last batch."""
+    """``Dataset.from_tensor_slices((x, y)).shuffle(n).batch(b)``. ``seeded``: by a seed of its own; ``drops``: a short
+    last batch.
+    """
 
     shuffled: bool
     seeded: bool
@@ -37,7 +38,7 @@ class Chain:
 
 
 def compiles(scan: Scan) -> list[cst.Call]:
-    """Calls of a Keras model's ``compile``, not of a module's (``re.compile``)."""
+    """Return calls of a Keras model's ``compile``, not of a module's (``re.compile``)."""
     fitted = {scan.code(call.func.value) for call in scan.methods("fit") if isinstance(call.func, cst.Attribute)}
     return [call for call in scan.methods("compile") if isinstance(call.func, cst.Attribute)
             and not scan.dotted(call.func) and (
@@ -47,7 +48,9 @@ def compiles(scan: Scan) -> list[cst.Call]:
 
 
 def models(scan: Scan) -> set[str]:
-    """Texts that stand for a compiled model: ``model``, ``self.net``, and names made by functions that compile one."""
+    """Return texts that stand for a compiled model: ``model``, ``self.net``, and names made by functions that compile
+    one.
+    """
     assert isinstance(scan, Scan)
     found: set[str] = set()
     makers: set[str] = set()
@@ -66,14 +69,13 @@ def models(scan: Scan) -> set[str]:
 
 
 def fits(scan: Scan) -> list[cst.Call]:
-    """Calls of a compiled model's ``fit``."""
     known = models(scan)
     return [call for call in scan.methods("fit")
             if isinstance(call.func, cst.Attribute) and scan.code(call.func.value) in known]
 
 
 def given(scan: Scan, call: cst.Call, order: tuple[str, ...]) -> dict[str, int]:
-    """Index of each given argument by its parameter's name; `Refused` for ``*args`` and ``**kwargs``."""
+    """Return the index of each given argument by its parameter's name; `Refused` for ``*args`` and ``**kwargs``."""
     if starred(call):
         raise Refused(scan.line(call), f"{scan.short(call.func)} gets *args or **kwargs",
                       "what is in them cannot be read here", "write the arguments out, then run migrate again")
@@ -82,7 +84,7 @@ def given(scan: Scan, call: cst.Call, order: tuple[str, ...]) -> dict[str, int]:
 
 
 def chain(scan: Scan, node: cst.BaseExpression) -> Chain | None:
-    """``node`` as a `Chain`; None where it is anything else."""
+    """Return ``node`` as a `Chain`; None where it is anything else."""
     links: list[tuple[str, cst.Call]] = []
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and not scan.means(
             node.func, "from_tensor_slices"):
@@ -108,14 +110,12 @@ def chain(scan: Scan, node: cst.BaseExpression) -> Chain | None:
 
 
 def saves(scan: Scan) -> list[cst.Call]:
-    """Calls that write a compiled model to a file."""
     known = models(scan)
     return [call for call in scan.methods("save", "save_weights", "export")
             if isinstance(call.func, cst.Attribute) and scan.code(call.func.value) in known]
 
 
 def is_generator(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Whether an expression is, or calls, a generator of this file."""
     value = scan.value(node)
     if isinstance(value, cst.GeneratorExp):
         return True
@@ -124,9 +124,113 @@ def is_generator(scan: Scan, node: cst.BaseExpression) -> bool:
 
 
 def sole(scan: Scan, node: cst.CSTNode) -> cst.SimpleStatementLine:
-    """The line of which ``node`` is (in) the only statement; `Refused` where there are others on it."""
+    """Return the line of which ``node`` is (in) the only statement; `Refused` where there are others on it."""
     line = scan.statement(node)
     if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
         raise Refused(scan.line(node), f"{scan.short(node)} shares its line with other statements",
                       "one of them cannot be moved alone", "put it on a line of its own, then run migrate again")
     return line
+
+
+UNDISTRIBUTED = "a model that is trained without the distributed optimizer becomes another on every rank"
+
+
+def check(scan: Scan) -> None:
+    """Raise `Refused` at the first model that may be trained with an optimizer that was not wrapped."""
+    known = models(scan)
+    fitted = {scan.code(call.func.value) for call in fits(scan) if isinstance(call.func, cst.Attribute)}
+    for load in _loads(scan):
+        up = scan.parent[load]
+        owner = scan.code(up.targets[0].target) if isinstance(up, cst.Assign) else ""
+        if owner in fitted and not _compiled_behind(scan, owner, load):
+            raise Refused(scan.line(load), f"{owner} can come from a file: {scan.short(load)}",
+                          "it brings the plain optimizer that it was saved with; " + UNDISTRIBUTED,
+                          f"load it by hvd.load_model of hvdtrain.keras, or compile {owner} anew right behind")
+    for node in scan.all(cst.Attribute):
+        word, owner, up = node.attr.value, scan.code(node.value), scan.parent[node]
+        called = isinstance(up, cst.Call) and up.func is node
+        if owner in known and word in ("train_on_batch", "fit_generator", "train_step") or (
+                owner in known and word == "fit" and not called):
+            raise Refused(scan.line(node), f"{scan.short(scan.statement(node))} trains beside fit",
+                          "which part of the data is whose cannot be read there", "call fit itself there")
+        if word == "fit" and called and owner not in known and _unknown(scan, node.value):
+            raise Refused(scan.line(node), f"{scan.short(node)} is called, of something that no compile is seen of",
+                          "if it is a model of Keras: " + UNDISTRIBUTED,
+                          "write model.compile(...) and model.fit(...) of one name, then run migrate again")
+
+
+def _loads(scan: Scan) -> list[cst.Call]:
+    loads = [call for call in scan.all(cst.Call) if (name_of(call.func) or "").rpartition(".")[2] == "load_model"]
+    makers = {scope.name.value for call in loads for scope in [scan.scope(call)] if isinstance(scope, cst.FunctionDef)
+              and any(True for _ in scan.all(cst.Return, scope))}
+    return loads + [call for call in scan.all(cst.Call) if name_of(call.func) in makers]
+
+
+def _compiled_behind(scan: Scan, owner: str, load: cst.Call) -> bool:
+    """Return whether every way from ``load`` comes by a compile of the model."""
+    blocks = [up for up in scan.above(load) if isinstance(up, (cst.IndentedBlock, cst.Module))]
+    return any(isinstance(call.func, cst.Attribute) and scan.code(call.func.value) == owner
+               and scan.line(call) > scan.line(load) and scan.parent[scan.statement(call)] in blocks
+               for call in compiles(scan))
+
+
+def _unknown(scan: Scan, owner: cst.BaseExpression) -> bool:
+    value = scan.value(owner)
+    dotted = scan.dotted(value.func) if isinstance(value, cst.Call) else scan.dotted(value)
+    return not dotted or dotted.startswith(("keras.", "tensorflow.", "tf_keras."))
+
+
+WEIGHT = "sample_weight"
+TAKERS = {"compute_loss": 3, "compiled_loss": 2, "compute_metrics": 3}
+"""Methods of a Keras model that take the weights, and how many arguments come before those."""
+WEIGHTS = ("hvd.shard gives x, y and sample_weight, whose scaling makes the mean over ranks that of the global batch: "
+       "without it ranks with unequal shares train on a wrong mean")
+DO = (f"write x, y, {WEIGHT} = keras.utils.{UNPACK}(data), and take the loss by "
+      f"self.compute_loss(x, y, y_pred, {WEIGHT})")
+
+
+def methods(scan: Scan, *names: str) -> Iterator[cst.FunctionDef]:
+    """Yield the methods of these names that classes of a script with a base define, such as models."""
+    return (node for node in scan.all(cst.FunctionDef) if node.name.value in names
+            and isinstance(owner := scan.parent.get(scan.parent[node]), cst.ClassDef) and owner.bases)
+
+
+def weigh_steps(scan: Scan, made: Rewrite) -> None:
+    """Plan the weights of every ``train_step``; `Refused` where a step does not leave its loss to Keras."""
+    for step in methods(scan, *STEPS):
+        how = taken(cst.Module([]).code_for_node(step))
+        if how in ("pairs", "unweighted"):
+            _weigh(scan, made, step)
+
+
+def _weigh(scan: Scan, made: Rewrite, step: cst.FunctionDef) -> None:
+    """Plan ``x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)``, and the weights of the calls."""
+    name, data = step.name.value, step.params.params[1].name.value
+    pairs = [node for node in scan.all(cst.Assign, step) if name_of(node.value) == data
+             and isinstance(node.targets[0].target, cst.Tuple) and len(node.targets[0].target.elements) == 2]
+    takers = [call for call in scan.methods(*TAKERS, within=step) if isinstance(call.func, cst.Attribute)
+              and name_of(call.func.value) == step.params.params[0].name.value]
+    losses = [call for call in takers if not (name_of(call.func) or "").endswith("_metrics")]
+    own = {node.value for node in scan.all(cst.Name, step)}
+    if len(pairs) != 1 or not losses or WEIGHT in own or any(starred(call) for call in takers):
+        raise Refused(scan.line(step), f"{name} of a model of your own takes no sample weights", WEIGHTS, DO)
+    made.edits.swap(pairs[0].value, f"{_keras(scan, made)}.utils.{UNPACK}({data})")
+    made.edits.put(pairs[0].targets[0].target, lambda new: new.with_changes(
+        elements=in_a_row([*new.elements, cst.Element(cst.Name(WEIGHT))])))
+    for call in takers:
+        assert isinstance(call.func, cst.Attribute)
+        if argument(call, WEIGHT, TAKERS[call.func.attr.value]) is None:
+            made.edits.put(call, lambda new: with_args(new, [*new.args, arg(WEIGHT, WEIGHT)]))
+    made.tell(scan.line(pairs[0]), "changed", f"{name} takes the sample weights and gives them to the loss", WEIGHTS,
+              "look at the diff: what else the step computes as a mean over the batch needs the weights, too")
+
+
+def _keras(scan: Scan, made: Rewrite) -> str:
+    for name, means in scan.imports.items():
+        if means in ("keras", "tensorflow.keras"):
+            return name
+    tf = next((name for name, means in scan.imports.items() if means == "tensorflow"), "")
+    if tf:
+        return f"{tf}.keras"
+    made.edits.imports.append("import keras")
+    return "keras"

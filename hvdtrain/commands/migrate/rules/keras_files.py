@@ -1,7 +1,4 @@
-"""Name the files of a Keras script as Keras 3 takes them: models in .keras or .h5, weights in .weights.h5.
-
-Owns the endings, and finding the literal that holds one. Where a name is saved and loaded in one script, both change.
-"""
+"""Names of a Keras script's files as Keras 3 takes them: models in .keras or .h5, weights in .weights.h5."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from functools import partial
 import libcst as cst
 
 from hvdtrain.commands.migrate.edit import Edits, with_args
-from hvdtrain.commands.migrate.rules import Word
+from hvdtrain.commands.migrate.finding import OldCall
 from hvdtrain.commands.migrate.rules.keras_calls import models
 from hvdtrain.commands.migrate.scan import Scan, argument, is_true, name_of
 
@@ -31,7 +28,7 @@ GONE = ("save_format", "options")
 """Arguments that chose the format; Keras 3 reads it from the name."""
 
 
-def words(scan: Scan, call: cst.Call, last: str) -> Iterator[Word]:
+def replacements(scan: Scan, call: cst.Call, last: str) -> Iterator[OldCall]:
     """Yield what Keras 3 refuses in a call that saves or loads a model; ``last``: the name of what is called."""
     if last in ("save", "save_model") and (at := _of_model(scan, call, last)) is not None:
         new = ".h5" if _format(call) == "h5" else ".keras"
@@ -45,17 +42,18 @@ def words(scan: Scan, call: cst.Call, last: str) -> Iterator[Word]:
         ends = WEIGHTS if weights else MODELS[:2]
         yield from _renamed(scan, call, 0, ends, ends[0], "ModelCheckpoint to", "")
         if argument(call, "period") is not None:
-            yield Word(call, "ModelCheckpoint gets period, which Keras 3 does not know",
-                       "write save_freq, a number of batches (or leave it out: once each epoch)")
+            yield OldCall(call, "ModelCheckpoint gets period, which Keras 3 does not know",
+                          "write save_freq, a number of batches (or leave it out: once each epoch)")
     if last in ("save", "save_model", "save_weights") and _is_keras(scan, call, last) and any(
             argument(call, word) for word in GONE):
-        yield Word(call, f"{last} gets {', '.join(w for w in GONE if argument(call, w))}, which Keras 3 does not know",
-                   "take it out: the ending of the name is the format", _without_format(call))
+        gone = ", ".join(word for word in GONE if argument(call, word))
+        yield OldCall(call, f"{last} gets {gone}, which Keras 3 does not know",
+                      "take it out: the ending of the name is the format", _without_format(call))
 
 
 def _renamed(scan: Scan, call: cst.Call, at: int, ends: tuple[str, ...], new: str, what: str,
-             more: str) -> Iterator[Word]:
-    """Yield the word of a path whose ending is none of ``ends``, with the edit that makes it ``new``."""
+             more: str) -> Iterator[OldCall]:
+    """Yield a path whose ending is none of ``ends``, with the edit that makes it ``new``."""
     path = argument(call, "filepath", at)
     literal = tail(scan, path.value) if path is not None else None
     text = _text(literal)
@@ -67,20 +65,20 @@ def _renamed(scan: Scan, call: cst.Call, at: int, ends: tuple[str, ...], new: st
     owner, _, method = (name_of(call.func) or "").rpartition(".")
     if method == "save" and owner not in models(scan):  # its name says that it is a model, but not that it is Keras'
         sure = sure and not text.endswith(FOREIGN)
-    yield Word(call, f"{what} {whole!r}" if whole else f"{what} {scan.short(path.value)}",
-               f"name it {' or '.join(ends)}{more}",
-               partial(_rename, scan, literal, new) if sure else None)
+    yield OldCall(call, f"{what} {whole!r}" if whole else f"{what} {scan.short(path.value)}",
+                  f"name it {' or '.join(ends)}{more}",
+                  partial(_rename, scan, literal, new) if sure else None)
 
 
-def _checkpoint(scan: Scan, call: cst.Call) -> Iterator[Word]:
-    """Yield the word of weights that are loaded from a checkpoint of TensorFlow, unless this script saves them too."""
+def _checkpoint(scan: Scan, call: cst.Call) -> Iterator[OldCall]:
+    """Yield weights that are loaded from a checkpoint of TensorFlow, unless this script saves them too."""
     path = argument(call, "filepath", 0)
     literal = tail(scan, path.value) if path is not None else None
     text = _text(literal)
     if text and not text.endswith(MODELS) and not any(
             _text(one) == text for other in scan.methods("save_weights") for one in _literals(scan, other)):
-        yield Word(call, f"weights are loaded from {text!r}",
-                   "load that checkpoint of TensorFlow with Keras 2 (package tf_keras), and save it as .weights.h5")
+        yield OldCall(call, f"weights are loaded from {text!r}",
+                      "load that checkpoint of TensorFlow with Keras 2 (package tf_keras), and save it as .weights.h5")
 
 
 def tail(scan: Scan, node: cst.BaseExpression) -> Literal | None:
@@ -110,7 +108,6 @@ def _text(literal: cst.CSTNode | None) -> str | None:
 
 
 def _literals(scan: Scan, call: cst.Call) -> list[Literal]:
-    """Return the literal that ends the path given to one of `READERS`, if there is one."""
     at = READERS.get((name_of(call.func) or scan.code(call.func)).rpartition(".")[2])
     path = argument(call, "filepath", at) if at is not None else None
     found = tail(scan, path.value) if path is not None else None
@@ -145,7 +142,6 @@ def _of_model(scan: Scan, call: cst.Call, last: str) -> int | None:
 
 
 def _is_method(scan: Scan, call: cst.Call) -> bool:
-    """Return whether a call is of a method that this script does not define itself."""
     return isinstance(call.func, cst.Attribute) and not scan.dotted(call.func) and not any(
         function.name.value == call.func.attr.value for function in scan.all(cst.FunctionDef))
 

@@ -1,4 +1,4 @@
-"""Keras' ``fit`` rewritten to hvdtrain's Trainer. Owns that edit; reading is ``keras_calls``'."""
+"""Keras' ``fit`` rewritten to hvdtrain's Trainer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.commands.migrate.edit import arg, comments, expression, guarded, in_a_row, keyword, with_args
-from hvdtrain.commands.migrate.finding import Refused
-from hvdtrain.commands.migrate.rules import Plan, keras_steps
+from hvdtrain.commands.migrate.edit import Names, arg, comments, expression, guarded, in_a_row, keyword, with_args
+from hvdtrain.commands.migrate.finding import Refused, Rewrite
+from hvdtrain.commands.migrate.rules import keras_calls
 from hvdtrain.commands.migrate.rules.keras_calls import FIT, fits, given, saves, sole
-from hvdtrain.commands.migrate.rules.own import Names
 from hvdtrain.commands.migrate.scan import Scan, argument, name_of, text_of
 
 NEITHER = ("validation_split", "steps_per_epoch", "initial_epoch", "validation_steps")
@@ -21,7 +20,7 @@ HANDED = ("callbacks", "class_weight")
 """Arguments that Trainer.fit takes by the same names."""
 
 
-def rewrite(scan: Scan, made: Plan) -> None:
+def rewrite(scan: Scan, made: Rewrite) -> None:
     """Plan ``trainer = Trainer(Config(...))`` and ``trainer.fit(model, data)`` for the one ``fit`` of a script."""
     calls = fits(scan)
     if len(calls) != 1:
@@ -50,7 +49,7 @@ def rewrite(scan: Scan, made: Plan) -> None:
 
 
 def snippet(scan: Scan) -> str:
-    """Each fit as a Trainer's, to go on from by hand."""
+    """Return each fit as a Trainer's, to continue from by hand."""
     names, lines = Names(scan), []
     for call in fits(scan):
         try:
@@ -64,7 +63,7 @@ def snippet(scan: Scan) -> str:
 
 
 def _result(scan: Scan, call: cst.Call, small: cst.BaseSmallStatement) -> None:
-    """`Refused` where more of what fit returns is read than ``.history``, which a Result has, too."""
+    """Raise `Refused` where more of what fit returns is read than ``.history``, which a Result has, too."""
     if isinstance(small, cst.Expr):
         return
     target = small.targets[0].target if isinstance(small, cst.Assign) and len(small.targets) == 1 else None
@@ -78,7 +77,7 @@ def _result(scan: Scan, call: cst.Call, small: cst.BaseSmallStatement) -> None:
 
 def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
     line = scan.line(call)
-    for step in keras_steps.methods(scan, "train_step", "compute_loss"):
+    for step in keras_calls.methods(scan, "train_step", "compute_loss"):
         raise Refused(scan.line(step), f"a model of your own has {step.name.value}", "Trainer does not call it",
                       "give the model's file a task(model, batch) -> (loss_sum, weight), or run migrate with --to "
                       "hvdtrain.keras, whose fit calls it")
@@ -94,7 +93,8 @@ def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
 
 
 def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> str:
-    """Code of the batch size, of ``fit`` or of the dataset's own ``batch``; "" where it is not to be seen."""
+    """Return the code of the batch size, of ``fit`` or of the dataset's own ``batch``; "" where it is not to be seen.
+    """
     size = call.args[where["batch_size"]].value if "batch_size" in where else None
     if size is not None and not (isinstance(size, cst.Name) and size.value == "None"):
         return scan.code(size)
@@ -108,14 +108,13 @@ def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> str:
 
 
 def _links(scan: Scan, node: cst.BaseExpression) -> Iterator[tuple[str, cst.Call]]:
-    """The methods that make a dataset, the last first, as far as they are to be seen."""
     node = returned(scan, node)
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
         yield node.func.attr.value, node
         node = returned(scan, node.func.value)
 
 
-def _endless(scan: Scan, made: Plan, data: cst.BaseExpression) -> None:
+def _endless(scan: Scan, made: Rewrite, data: cst.BaseExpression) -> None:
     """Give a dataset's shuffle a seed, which all ranks have to share; `Refused` for a dataset that has no end."""
     for name, link in _links(scan, data):
         if name == "repeat" and not link.args:
@@ -128,7 +127,9 @@ def _endless(scan: Scan, made: Plan, data: cst.BaseExpression) -> None:
 
 
 def _legible(scan: Scan, size: cst.BaseExpression, at: cst.CSTNode) -> str:
-    """Code of ``size`` that means the same at ``at``: a number, or names of the module; "" for anything else."""
+    """Return the code of ``size`` that means the same at ``at``: a number, or names of the module; "" for anything
+    else.
+    """
     if isinstance(scan.value(size), cst.Integer):
         return scan.code(size if scan.scope(size) is scan.scope(at) else scan.value(size))
     names = [node for node in scan.inner(size) if isinstance(node, cst.Name)]
@@ -137,7 +138,7 @@ def _legible(scan: Scan, size: cst.BaseExpression, at: cst.CSTNode) -> str:
 
 
 def returned(scan: Scan, node: cst.BaseExpression) -> cst.BaseExpression:
-    """What a name stands for; through ``a, b = f()``, what the one ``return`` of a function of this file gives."""
+    """Return what a name stands for; through ``a, b = f()``, the one ``return`` of a function of this file."""
     found = scan.value(node)
     if isinstance(found, cst.Call) and (inner := _result_of(scan, found)) is not None:
         return inner
@@ -154,18 +155,16 @@ def returned(scan: Scan, node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def _result_of(scan: Scan, call: cst.Call) -> cst.BaseExpression | None:
-    """What the one ``return`` of the function of this file that is called gives."""
     made = [f for f in scan.module.body if isinstance(f, cst.FunctionDef) and f.name.value == name_of(call.func)]
     gives = [r for r in scan.all(cst.Return, made[0]) if scan.scope(r) is made[0]] if len(made) == 1 else []
     return scan.value(gives[0].value) if len(gives) == 1 and gives[0].value is not None else None
 
 
 def _config(scan: Scan, call: cst.Call, where: dict[str, int], batch: str, names: Names) -> str:
-    """``trainer = Trainer(Config(...))``."""
     epochs = scan.code(call.args[where["epochs"]].value) if "epochs" in where else "1"
     keys = [f"epochs={epochs}", f"global_batch={batch}"]
     if "shuffle" in where:
-        keys.append(f"data={names['Data']}(shuffle={scan.code(call.args[where['shuffle']].value)})")
+        keys.append(f"data={names['DataConfig']}(shuffle={scan.code(call.args[where['shuffle']].value)})")
     if "verbose" in where:
         value = call.args[where["verbose"]].value
         if text_of(value) is None and scan.code(value) == "0":
@@ -174,14 +173,14 @@ def _config(scan: Scan, call: cst.Call, where: dict[str, int], batch: str, names
 
 
 def _with_trainer(line: Any, text: str, said: list[cst.EmptyLine]) -> Any:
-    """The line that makes the trainer, before the line that fits; ``said``: comments from among fit's arguments."""
+    """Return the line that makes the trainer, then the line that fits; ``said``: comments among fit's arguments."""
     made: Any = cst.parse_statement(text)
     return cst.FlattenSentinel([made.with_changes(leading_lines=[*line.leading_lines, *said]),
                                 line.with_changes(leading_lines=[])])
 
 
 def _fit(new: cst.Call, where: dict[str, int], trainer: str) -> cst.Call:
-    """``trainer.fit(model, ((x, y), (x_test, y_test)))``."""
+    """Return ``trainer.fit(model, ((x, y), (x_test, y_test)))``."""
     assert isinstance(new.func, cst.Attribute)
     value = {name: new.args[index].value for name, index in where.items()}
     names = [n for n in ("x", "y", "sample_weight") if n in value]
@@ -198,8 +197,8 @@ def _tuple(values: list[cst.BaseExpression]) -> cst.Tuple:
     return cst.Tuple(in_a_row([cst.Element(value) for value in values]))
 
 
-def _saves(scan: Scan, made: Plan, fit: cst.Call, root: str) -> None:
-    """``model.save(...)`` behind the fit, on rank 0."""
+def _saves(scan: Scan, made: Rewrite, fit: cst.Call, root: str) -> None:
+    """Plan ``model.save(...)`` behind the fit, on rank 0."""
     for call in saves(scan):
         if scan.scope(call) is not scan.scope(fit) or scan.line(call) < scan.line(fit):
             raise Refused(scan.line(call), f"{scan.short(call)} is not right behind fit",

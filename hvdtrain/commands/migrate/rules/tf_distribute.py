@@ -1,19 +1,17 @@
-"""tf.distribute's MirroredStrategy and MultiWorkerMirroredStrategy with ``fit``.
+"""Scripts of tf.distribute's MirroredStrategy and MultiWorkerMirroredStrategy with ``fit``.
 
-Owns what is the strategy's: its making, its scope, its size, TF_CONFIG. ``fit`` itself is ``keras_hvd``'s. A loop of
-the script's own (``strategy.run``) is left as it is.
+A loop of the script's own (``strategy.run``) stays as it is.
 """
 
 from __future__ import annotations
 
-from typing import Any
 
 import libcst as cst
 
 from hvdtrain.commands.migrate.edit import dedent, statement
-from hvdtrain.commands.migrate.finding import Refused
-from hvdtrain.commands.migrate.names import environment
-from hvdtrain.commands.migrate.rules import Plan, keras2, keras_hvd, keras_trainer
+from hvdtrain.commands.migrate.finding import MigrateOptions, Refused, Rewrite
+from hvdtrain.commands.migrate.ranks import environment
+from hvdtrain.commands.migrate.rules import keras2, keras_fit, keras_trainer
 from hvdtrain.commands.migrate.rules.keras_calls import fits, sole
 from hvdtrain.commands.migrate.scan import Scan, name_of, text_of
 
@@ -33,17 +31,15 @@ snippet = keras_trainer.snippet
 
 
 def recognise(scan: Scan) -> bool:
-    """Whether a strategy is made."""
     return any(True for _ in scan.calls(*STRATEGIES, *OTHERS))
 
 
-def plan(scan: Scan, wish: Any) -> Plan:
-    """The rewrite, or what stands against it."""
-    made = Plan()
+def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
+    made = Rewrite()
     assign = _strategy(scan)
     target = assign.targets[0].target
     assert isinstance(target, cst.Name)
-    name, to_trainer = target.value, wish.target == "trainer"
+    name, to_trainer = target.value, options.target == "trainer"
     for use in scan.uses(name):
         _use(scan, made, use, to_trainer)
     if not fits(scan):
@@ -54,7 +50,7 @@ def plan(scan: Scan, wish: Any) -> Plan:
         keras_trainer.rewrite(scan, made)
         keras2.rewrite(scan, made)
         return made
-    line, texts = sole(scan, assign), keras_hvd.rewrite(scan, made)
+    line, texts = sole(scan, assign), keras_fit.rewrite(scan, made)
     keras2.rewrite(scan, made)
     made.edits.put(line, lambda old: cst.FlattenSentinel(
         [old.with_changes(body=cst.ensure_type(statement(texts[0]), cst.SimpleStatementLine).body),
@@ -62,12 +58,12 @@ def plan(scan: Scan, wish: Any) -> Plan:
     made.tell(scan.line(assign), "changed",
               "the strategy is gone: ranks are processes, one for each GPU, each runs the whole script",
               "one process of tf.distribute had several replicas, which Horovod's API does not know",
-              keras_hvd.START)
+              keras_fit.START)
     return made
 
 
 def _strategy(scan: Scan) -> cst.Assign:
-    """The one assignment that makes the strategy; `Refused` for anything else."""
+    """Return the one assignment that makes the strategy; `Refused` for anything else."""
     calls = list(scan.calls(*STRATEGIES, *OTHERS))
     for call in calls:
         if scan.means(call.func, *OTHERS):
@@ -85,8 +81,7 @@ def _strategy(scan: Scan) -> cst.Assign:
     return up
 
 
-def _use(scan: Scan, made: Plan, use: cst.Name, to_trainer: bool) -> None:
-    """One use of the strategy's name: its scope goes, its size becomes the ranks'."""
+def _use(scan: Scan, made: Rewrite, use: cst.Name, to_trainer: bool) -> None:
     up = scan.parent[use]
     attribute = up.attr.value if isinstance(up, cst.Attribute) else ""
     if attribute == "num_replicas_in_sync":
@@ -109,8 +104,9 @@ def _use(scan: Scan, made: Plan, use: cst.Name, to_trainer: bool) -> None:
 # --- TF_CONFIG -------------------------------------------------------------------------------------------------
 
 
-def _tf_config(scan: Scan, made: Plan, to_trainer: bool) -> None:
-    """Lines that write TF_CONFIG go; ``len(config["cluster"]["worker"])`` of one that was read is the size."""
+def _tf_config(scan: Scan, made: Rewrite, to_trainer: bool) -> None:
+    """Plan to remove lines that write TF_CONFIG; ``len(config["cluster"]["worker"])`` of one that was read is the size.
+    """
     for node in scan.all(cst.Assign):
         if len(node.targets) == 1 and _is_tf_config(scan, node.targets[0].target):
             made.edits.remove(sole(scan, node))
@@ -133,14 +129,12 @@ def _is_tf_config(scan: Scan, node: cst.CSTNode) -> bool:
 
 
 def _reads(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Whether it is ``json.loads(os.environ["TF_CONFIG"])``."""
     return isinstance(node,
                       cst.Call) and scan.dotted(node.func) == "json.loads" and bool(node.args) and _is_tf_config(
         scan, node.args[0].value)
 
 
-def _read(scan: Scan, made: Plan, node: cst.Assign) -> None:
-    """A name that holds what TF_CONFIG says, all of whose uses are the number of workers."""
+def _read(scan: Scan, made: Rewrite, node: cst.Assign) -> None:
     target = node.targets[0].target
     name = name_of(target)
     if len(node.targets) != 1 or not isinstance(target, cst.Name) or scan.bindings(target.value) != 1:
@@ -161,6 +155,5 @@ def _read(scan: Scan, made: Plan, node: cst.Assign) -> None:
     made.edits.remove(sole(scan, node))
 
 
-def _covered(scan: Scan, made: Plan, node: cst.CSTNode) -> bool:
-    """Whether the statement of ``node`` is taken out anyway."""
+def _covered(scan: Scan, made: Rewrite, node: cst.CSTNode) -> bool:
     return scan.statement(node) in made.edits.changes

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.reports.html.blocks import Section, Table
-from hvdtrain.reports.html.facts import Facts
+from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.words import count, duration, moment, number, size, whole
 
 MOST = 40
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """List attempts, where there were several or one failed, and checkpoints."""
     blocks: list[Any] = []
     bad = any(not one.ended_well for one in facts.attempts) and not facts.alive
@@ -29,7 +29,7 @@ def make(facts: Facts) -> Section | None:
     return Section("attempts", "Checkpoints and restarts", lead, blocks)
 
 
-def _attempts(facts: Facts) -> Table:
+def _attempts(facts: RunFacts) -> Table:
     rows, marked = [], set()
     shown = facts.attempts[-MOST:]
     for i, one in enumerate(shown):
@@ -57,7 +57,7 @@ def _attempts(facts: Facts) -> Table:
     )
 
 
-def _saves(facts: Facts) -> Table | None:
+def _saves(facts: RunFacts) -> Table | None:
     """Saves as recorded; in older logs what lies on the disk."""
     events = facts.log.all("saved")
     on_disk = {step for step, _, _ in facts.checkpoints}

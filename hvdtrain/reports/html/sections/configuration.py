@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hvdtrain.reports.html.blocks import Section, Table
-from hvdtrain.reports.html.facts import Facts, differing, flat, words_of
+from hvdtrain.reports.html.facts import RunFacts, differing, flat, words_of
 from hvdtrain.reports.html.words import count
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """List what differs, and fold the whole away."""
     if not facts.config:
         return None

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.reports.html.attempts import Attempt
 from hvdtrain.reports.html.blocks import Lanes, Section
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.timeline import Lane, Span, TimeAxis, near_joined
+from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.log import RunAttempt
+from hvdtrain.reports.html.shapes import Lane, TimeAxis, TimelineSpan, near_joined
 from hvdtrain.reports.html.words import count, cut, duration, listed, metric, number, size
 
 LEGEND = (("starting", "starting"), ("training", "training"), ("ending", "ending"), ("failed", "ended badly"),
@@ -24,13 +24,13 @@ DECIDED = {"balance": "shares", "wire": "wire", "compression": "compression", "c
            "memory_fit": "micro-batch"}
 
 
-def axis_of(facts: Facts) -> TimeAxis:
+def axis_of(facts: RunFacts) -> TimeAxis:
     """Return the time axis that all figures over time of a run share."""
     return TimeAxis([(one.begin_s, facts.end_s if facts.alive and one is facts.attempts[-1] else one.end_s)
                      for one in facts.attempts])
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Draw the time line."""
     if not facts.attempts:
         return None
@@ -43,7 +43,7 @@ def make(facts: Facts) -> Section | None:
     return Section("course", "The course of it", lead, [block])
 
 
-def _attempts(facts: Facts, axis: TimeAxis) -> Lane:
+def _attempts(facts: RunFacts, axis: TimeAxis) -> Lane:
     """Bars: starting, training, and, where it ended badly, what had to be computed again."""
     lane = Lane("attempts")
     for one in facts.attempts:
@@ -72,11 +72,12 @@ def _attempts(facts: Facts, axis: TimeAxis) -> Lane:
             )
         if not one.ended_well and not going:
             words = f"{one.fault}: {one.words}" if one.cause else "ended without a message"
-            lane.ticks.append(Span(axis.at(one.fault_s), 0.0, "failed", f"attempt {one.number}: {cut(words, 200)}"))
+            lane.ticks.append(TimelineSpan(axis.at(one.fault_s), 0.0, "failed",
+                                           f"attempt {one.number}: {cut(words, 200)}"))
     return lane
 
 
-def _stop(one: Attempt, end_s: float, going: bool) -> float:
+def _stop(one: RunAttempt, end_s: float, going: bool) -> float:
     """When an attempt did not train any more: what comes then is its end (last save, export, ends of processes)."""
     if going:
         return end_s
@@ -93,10 +94,10 @@ def _legend(lanes: Sequence[Lane]) -> list[tuple[str, str]]:
 def _span(lane: Lane, axis: TimeAxis, begin_s: float, end_s: float, kind: str, words: str, label: str = "") -> None:
     left, right = axis.at(begin_s), axis.at(end_s)
     if right > left:
-        lane.spans.append(Span(left, right - left, kind, words, label if right - left > 2.5 else ""))
+        lane.spans.append(TimelineSpan(left, right - left, kind, words, label if right - left > 2.5 else ""))
 
 
-def _time_at(facts: Facts, order: int, step: int) -> float:
+def _time_at(facts: RunFacts, order: int, step: int) -> float:
     """When an attempt had come to ``step``, as near as its records tell; NaN where they do not."""
     own = facts.log.steps["order"] == order
     times, steps = facts.log.steps["time"][own], facts.log.steps["step"][own]
@@ -104,7 +105,7 @@ def _time_at(facts: Facts, order: int, step: int) -> float:
     return float(times[max(0, after - 1)]) if len(times) else math.nan
 
 
-def _trouble(facts: Facts, axis: TimeAxis) -> Lane:
+def _trouble(facts: RunFacts, axis: TimeAxis) -> Lane:
     """Steps without update, memory that ran out, and times without any record."""
     ticks = []
     ends = {one.order: one.fault_s for one in facts.attempts if one.order and not one.ended_well}
@@ -118,12 +119,12 @@ def _trouble(facts: Facts, axis: TimeAxis) -> Lane:
         elif event.name == "saved" and event.values.get("error"):
             ticks.append((axis.at(event.time_s), "trouble", f"step {event.step:,}: not saved: "
                           f"{cut(event.values['error'], 120)}"))
-    spans = [Span(axis.at(a), max(0.3, axis.at(b) - axis.at(a)), "quiet", f"no record for {duration(b - a)}")
+    spans = [TimelineSpan(axis.at(a), max(0.3, axis.at(b) - axis.at(a)), "quiet", f"no record for {duration(b - a)}")
              for a, b in quiet(facts)]
     return Lane("trouble", spans, near_joined(ticks, "times"))
 
 
-def quiet(facts: Facts) -> list[tuple[float, float]]:
+def quiet(facts: RunFacts) -> list[tuple[float, float]]:
     """Return the stretches of training without a record that last much longer than usual: (begin, end), unix s."""
     found: list[tuple[float, float]] = []
     for one in facts.attempts:
@@ -144,7 +145,7 @@ def quiet(facts: Facts) -> list[tuple[float, float]]:
     return sorted(found, key=lambda one: one[0] - one[1])[:20]
 
 
-def _evaluations(facts: Facts, axis: TimeAxis) -> Lane:
+def _evaluations(facts: RunFacts, axis: TimeAxis) -> Lane:
     rows = []
     for event in facts.log.all("eval"):
         found = event.values.get("metrics")
@@ -153,7 +154,7 @@ def _evaluations(facts: Facts, axis: TimeAxis) -> Lane:
     return Lane("evaluations", [], near_joined(rows, "evaluations"))
 
 
-def _checkpoints(facts: Facts, axis: TimeAxis) -> Lane:
+def _checkpoints(facts: RunFacts, axis: TimeAxis) -> Lane:
     """Checkpoints as they came to the disk; in older logs as they were due."""
     saved = [e for e in facts.log.all("saved") if not e.values.get("error")]
     rows = [(axis.at(e.time_s), "checkpoint", f"step {e.values.get('at_step', e.step)}: saved, "
@@ -164,7 +165,7 @@ def _checkpoints(facts: Facts, axis: TimeAxis) -> Lane:
     return Lane("checkpoints", [], near_joined(rows, "checkpoints"))
 
 
-def _decisions(facts: Facts, axis: TimeAxis) -> Lane:
+def _decisions(facts: RunFacts, axis: TimeAxis) -> Lane:
     rows: list[tuple[float, str, str]] = []
     for event in facts.log.events:
         if event.name in DECIDED:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.reports.html.blocks import Section, Table
-from hvdtrain.reports.html.facts import Facts, environment
+from hvdtrain.reports.html.facts import RunFacts, environment
 from hvdtrain.reports.html.words import cut, duration, number, size
 
 MOST = 32
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Show where the run ran."""
     found = environment(facts)
     blocks: list[Any] = []
@@ -52,7 +52,7 @@ def make(facts: Facts) -> Section | None:
     return Section("environment", "Environment", "", blocks) if blocks else None
 
 
-def _pipeline(facts: Facts) -> Table | None:
+def _pipeline(facts: RunFacts) -> Table | None:
     """Which rank has which blocks of a model that is cut over ranks."""
     told = facts.start.get("pipeline")
     named = told.get("blocks") if isinstance(told, dict) else None
@@ -79,7 +79,7 @@ def _ranks(ranks: Any) -> str:
     return ", ".join(str(a) if a == b else f"{a}\N{EN DASH}{b}" for a, b in spans)
 
 
-def _per_rank(facts: Facts, devices: list[Any], clocks: list[Any]) -> Table | None:
+def _per_rank(facts: RunFacts, devices: list[Any], clocks: list[Any]) -> Table | None:
     """Devices and clocks of ranks; ranks that are alike are one row."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank in range(max(len(devices), len(clocks))):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.reports.html.blocks import Lines, Section, Table
-from hvdtrain.reports.html.facts import Facts
+from hvdtrain.reports.html.blocks import Prose, Section, Table
+from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.words import cut, duration, number, short, size
 
 WIRES = {"null": "nothing: there was one rank", "shared": "memory that the ranks of a host share",
@@ -14,7 +14,7 @@ _STAGES = {"rule": "taken by rule", "decided": "decided", "tried": "tried", "che
            "changed": "given up, to decide anew"}
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Show wire, compression and compile."""
     lines, blocks = [], []
     wire = str(facts.start.get("wire") or "")
@@ -40,7 +40,7 @@ def make(facts: Facts) -> Section | None:
         lines.append(f"Step {event.step:,}: compile {event.values.get('option')}: {_kinds(event.values.get('kinds'))}.")
     if not lines and not blocks:
         return None
-    return Section("exchange", "Exchange and compilation", "", [Lines(lines[-30:]), *blocks])
+    return Section("exchange", "Exchange and compilation", "", [Prose(lines[-30:]), *blocks])
 
 
 def _tables(decided: dict[str, Any], title: str, what: str) -> list[Table]:

@@ -8,29 +8,28 @@ from collections.abc import Callable
 import numpy as np
 
 from hvdtrain.reports.html.blocks import Charts, Section
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.curve import Chart, Line, chart
-from hvdtrain.reports.html.figures.scale import along, steps_in_short
+from hvdtrain.reports.html.curves import Chart, Series, along, chart, steps_in_short
+from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.words import metric, number, short
 
 MOST_FAINT = 12
 """Stretches that were computed again and are still drawn, faintly."""
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Draw loss, metrics, rate, gradient norm and speed."""
     tests = evaluations(facts)
     train = standing(facts, "loss")
-    both = [Line("train", *train, "k0"), *superseded(facts, "loss")]
+    both = [Series("train", *train, "k0"), *superseded(facts, "loss")]
     if "loss" in tests:
-        both.append(Line("test", *tests["loss"], "k1", dots=True))
+        both.append(Series("test", *tests["loss"], "k1", dots=True))
     restarts = marks(facts)
     last = _last(facts)
     axis = along(0.0, last, words=steps_in_short) if last > 0 else None
     charts = [chart("Loss", "", both, marks=restarts, x_axis=axis, last=_latest(train[1]))]
     for i, (name, points) in enumerate(tests.items()):
         if name != "loss":
-            charts.append(chart(f"Test {name}", "", [Line(name, *points, f"k{i % 4 + 1}", dots=True)], marks=restarts,
+            charts.append(chart(f"Test {name}", "", [Series(name, *points, f"k{i % 4 + 1}", dots=True)], marks=restarts,
                                 x_axis=axis, last=_latest(points[1])))
     for name, title, unit, zero in (("samples_per_s", "Speed", "samples/s", True),
                                     ("percent_of_solo", "Of the sum of solo speeds", "%", True),
@@ -38,7 +37,7 @@ def make(facts: Facts) -> Section | None:
                                     ("lr", "Learning rate", "", True)):
         x, y = standing(facts, name)
         color = {"samples_per_s": "k2", "percent_of_solo": "k2"}.get(name, "k3")
-        charts.append(chart(title, unit, [Line(title, x, y, color)], zero=zero, marks=restarts, x_axis=axis,
+        charts.append(chart(title, unit, [Series(title, x, y, color)], zero=zero, marks=restarts, x_axis=axis,
                             words=short, last=_latest(y, short)))
     drawn: list[Chart] = [one for one in charts if one is not None]
     if not drawn:
@@ -51,7 +50,7 @@ def make(facts: Facts) -> Section | None:
     return Section("learning", "Learning", lead, [Charts(drawn)])
 
 
-def standing(facts: Facts, name: str) -> tuple[np.ndarray, np.ndarray]:
+def standing(facts: RunFacts, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (steps, values) of a column without what a later attempt computed again, in order of steps."""
     parts = _parts(facts)
     steps, values = facts.log.steps["step"], facts.log.steps[name]
@@ -60,18 +59,18 @@ def standing(facts: Facts, name: str) -> tuple[np.ndarray, np.ndarray]:
     return steps[chosen], values[chosen]
 
 
-def superseded(facts: Facts, name: str) -> list[Line]:
+def superseded(facts: RunFacts, name: str) -> list[Series]:
     """Return what was computed again, as faint lines."""
     steps, values = facts.log.steps["step"], facts.log.steps[name]
     lines = []
     for own, limit in _parts(facts):
         gone = own[steps[own] > limit]
         if len(gone):
-            lines.append(Line("", steps[gone], values[gone], "k0", faint=True))
+            lines.append(Series("", steps[gone], values[gone], "k0", faint=True))
     return lines[-MOST_FAINT:]
 
 
-def _parts(facts: Facts) -> list[tuple[np.ndarray, float]]:
+def _parts(facts: RunFacts) -> list[tuple[np.ndarray, float]]:
     """(rows of an attempt, the last step of it that stands), in order."""
     order, parts, limit = facts.log.steps["order"], [], math.inf
     for one in reversed([one for one in facts.attempts if one.order]):
@@ -82,14 +81,14 @@ def _parts(facts: Facts) -> list[tuple[np.ndarray, float]]:
     return [*([(first, limit)] if len(first) else []), *reversed(parts)]
 
 
-def marks(facts: Facts) -> list[tuple[float, str]]:
+def marks(facts: RunFacts) -> list[tuple[float, str]]:
     """Return the steps at which an attempt went on."""
     found = {one.step_begin: f"attempt {one.number} went on from step {one.step_begin:,}"
              for one in facts.attempts[1:] if one.order and one.step_begin > 0}
     return [(float(step), words) for step, words in sorted(found.items())][-40:]
 
 
-def evaluations(facts: Facts) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def evaluations(facts: RunFacts) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return metric -> (steps, values), the latest of each step."""
     rows: dict[str, dict[int, float]] = {}
     for event in facts.log.all("eval"):
@@ -100,7 +99,7 @@ def evaluations(facts: Facts) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             for name, points in rows.items()}
 
 
-def _last(facts: Facts) -> float:
+def _last(facts: RunFacts) -> float:
     steps = [float(event.step) for event in facts.log.all("eval")[-1:]]
     return max([*steps, *facts.log.steps["step"][-1:]], default=0.0)
 

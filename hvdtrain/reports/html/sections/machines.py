@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.reports.html.blocks import Charts, Section, Table
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.curve import Chart, Line, chart
-from hvdtrain.reports.html.figures.scale import Axis, along, clock_words
+from hvdtrain.reports.html.curves import Axis, Chart, Series, along, chart, clock_words
+from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.sections.course import axis_of
 from hvdtrain.reports.html.words import cut, number, percent, short, size
 
@@ -22,7 +21,7 @@ SHOWN: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 )
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Draw the curves of the "system" records, a line for each rank."""
     events = [e for e in facts.log.all("system") if isinstance(e.values.get("ranks"), list)]
     charts: list[Chart] = []
@@ -44,7 +43,7 @@ def make(facts: Facts) -> Section | None:
                    [*([Charts(charts)] if charts else []), *([utilised] if utilised else [])])
 
 
-def _axis(facts: Facts) -> Axis | None:
+def _axis(facts: RunFacts) -> Axis | None:
     """The time line's own axis, in seconds since the begin; from 0 without its breaks where it has some."""
     last_s = facts.end_s - facts.begin_s
     if not last_s > 0:
@@ -53,7 +52,7 @@ def _axis(facts: Facts) -> Axis | None:
     return along(0.0, last_s, words=clock_words) if shared.breaks() else Axis(0.0, last_s, tuple(shared.ticks()))
 
 
-def _lines(events: list[Any], key: str, begin: float) -> list[Line]:
+def _lines(events: list[Any], key: str, begin: float) -> list[Series]:
     ranks = min(MOST, max((len(e.values["ranks"]) for e in events), default=0))
     lines = []
     for rank in range(ranks):
@@ -65,7 +64,7 @@ def _lines(events: list[Any], key: str, begin: float) -> list[Line]:
             if orders[i] != orders[i - 1]:  # no line across an attempt's end
                 points.insert(i, (points[i][0], math.nan))
         if any(value == value for _, value in points):
-            lines.append(Line(f"rank {rank}", [x for x, _ in points], [y for _, y in points], f"k{rank % 8}"))
+            lines.append(Series(f"rank {rank}", [x for x, _ in points], [y for _, y in points], f"k{rank % 8}"))
     return lines
 
 
@@ -77,7 +76,7 @@ def _in_bytes(drawn: Chart) -> Any:
     return replace(axis, ticks=tuple((at, size(axis.low + (axis.high - axis.low) * at / 100)) for at, _ in axis.ticks))
 
 
-def _mfu(facts: Facts) -> Table | None:
+def _mfu(facts: RunFacts) -> Table | None:
     """Model FLOPs utilisation, where peak and FLOPs are known, with both; where not, why."""
     found = facts.log.last("system")
     mfu = found.get("mfu")

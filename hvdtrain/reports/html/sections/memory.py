@@ -6,8 +6,8 @@ from typing import Any
 
 from hvdtrain.core.units import KINDS
 from hvdtrain.reports.html.blocks import Bars, Section, Table
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.stack import Bar, bar
+from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.shapes import StackedBar, bar
 from hvdtrain.reports.html.words import number, percent, size
 
 MOST = 16
@@ -15,7 +15,7 @@ NAMES = {"state": "optimizer state", "buckets": "exchange"}
 COLORS = {kind: f"m{i}" for i, kind in enumerate(KINDS)}
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Draw kinds by rank and the table of plan and measurement."""
     memory = facts.log.last("end").get("memory") or facts.start.get("memory") or (facts.completed or {}).get("memory")
     memory = memory if isinstance(memory, dict) else {}
@@ -59,7 +59,7 @@ def _kinds(rows: Any) -> list[dict[str, float]]:
             for row in rows] if isinstance(rows, list) else []
 
 
-def _by_kind(facts: Facts, reckoned: list[dict[str, float]], measured: list[dict[str, float]],
+def _by_kind(facts: RunFacts, reckoned: list[dict[str, float]], measured: list[dict[str, float]],
              memory: dict[str, Any]) -> Bars:
     """Two bars a rank, as far as both are known: what was reckoned above what was measured."""
     ranks = max(len(reckoned), len(measured))
@@ -70,7 +70,7 @@ def _by_kind(facts: Facts, reckoned: list[dict[str, float]], measured: list[dict
     colors = {name: COLORS.get(name, f"m{i % 8}") for i, name in enumerate(names)}
     peaks = [_at(memory.get("peak"), r) for r in range(ranks)]
     full = max([sum(row.values()) for row in found] + [p for p in peaks if p == p] + [1.0])
-    rows: list[Bar] = []
+    rows: list[StackedBar] = []
     for rank in range(min(ranks, MOST)):
         for kinds, what in ((reckoned, "reckoned"), (measured, "measured")):
             row = kinds[rank] if rank < len(kinds) else {}
@@ -87,7 +87,7 @@ def _by_kind(facts: Facts, reckoned: list[dict[str, float]], measured: list[dict
     return Bars("By kind", rows, legend, note)
 
 
-def _planned(facts: Facts, memory: dict[str, Any], rows: list[dict[str, Any]]) -> Table | None:
+def _planned(facts: RunFacts, memory: dict[str, Any], rows: list[dict[str, Any]]) -> Table | None:
     """State as reckoned, the peak as measured, what was free, and what allocators hold in vain."""
     ranks = max([len(v) for v in memory.values() if isinstance(v, list)] + [len(rows)], default=0)
     heads = ["", "reckoned: parameters, gradients, optimizer", "measured: peak", "free at the start", "process (RSS)",
@@ -106,7 +106,7 @@ def _planned(facts: Facts, memory: dict[str, Any], rows: list[dict[str, Any]]) -
     return Table("Plan and measurement", [heads[i] for i in used], [[row[i] for i in used] for row in table])
 
 
-def _fit(facts: Facts) -> Table | None:
+def _fit(facts: RunFacts) -> Table | None:
     """What micro_batch auto and remat auto chose."""
     found = facts.log.last("memory_fit").get("ranks")
     rows = []

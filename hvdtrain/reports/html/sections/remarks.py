@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from hvdtrain.reports.html.blocks import Section, Table
-from hvdtrain.reports.html.facts import Facts
+from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.words import clock, count, cut
 
 MOST = 60
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """List each remark once, with when it came first and how often."""
     found: dict[str, list[float]] = {}
     for event in facts.log.events:

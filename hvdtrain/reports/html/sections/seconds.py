@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from hvdtrain.core.timeline.clock import CAUSES
+from hvdtrain.core.timeline import CAUSES
 from hvdtrain.reports.html.blocks import Bars, Section, Stacked
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.stack import Areas, Bar, areas, bar, gather
+from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.log import UNRECORDED, USEFUL
 from hvdtrain.reports.html.sections.course import axis_of
-from hvdtrain.reports.html.spent import UNRECORDED, USEFUL
+from hvdtrain.reports.html.shapes import Areas, StackedBar, areas, bar, gather
 from hvdtrain.reports.html.words import duration, percent
 
 MOST = 24
@@ -33,7 +33,7 @@ BASES = {
 }
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Draw bars by rank, and all ranks' time over the clock."""
     spent = facts.spent
     if not spent.ranks or spent.all_s <= 0:
@@ -54,7 +54,7 @@ def make(facts: Facts) -> Section | None:
     return Section("seconds", "Where the time went", lead, blocks)
 
 
-def _bars(facts: Facts) -> Bars:
+def _bars(facts: RunFacts) -> Bars:
     """A bar for each rank; where there are many, those that differ most and the mean of the others."""
     spent = facts.spent
     whole = {rank: math.fsum(row.values()) for rank, row in spent.ranks.items()}
@@ -80,19 +80,19 @@ def _bars(facts: Facts) -> Bars:
     return Bars(title, rows, legend)
 
 
-def _label(facts: Facts, rank: int) -> str:
+def _label(facts: RunFacts, rank: int) -> str:
     host = facts.hosts[rank] if rank < len(facts.hosts) else ""
     return " \N{MIDDLE DOT} ".join(filter(None, (f"rank {rank}", facts.stage(rank), host)))
 
 
-def _bar(label: str, row: dict[str, float], full: float) -> Bar:
+def _bar(label: str, row: dict[str, float], full: float) -> StackedBar:
     total = math.fsum(row.values())
     words = {c: f"{label}: {c} {duration(row.get(c, 0.0))}, {percent(100 * row.get(c, 0.0) / total if total else 0, 1)}"
              for c in DRAWN}
     return bar(label, {cause: row.get(cause, 0.0) for cause in DRAWN}, full, words, duration(total))
 
 
-def _over_time(facts: Facts) -> Stacked:
+def _over_time(facts: RunFacts) -> Stacked:
     """All ranks' time by cause, each window as one column of 100 percent."""
     axis, rows = axis_of(facts), []
     for end_s, window_s, total, _ in facts.spent.windows:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.reports.html.blocks import Bars, Section, Stacked, Table
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.scale import along, steps_in_short
-from hvdtrain.reports.html.figures.stack import Areas, areas, bar
+from hvdtrain.reports.html.curves import along, steps_in_short
+from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.shapes import Areas, areas, bar
 from hvdtrain.reports.html.words import count, duration, number, percent, short, times
 
 MOST = 24
@@ -15,7 +15,7 @@ COLORS = 8
 """Ranks' colours, after which they begin again."""
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Draw the shares and the tables."""
     plans = [
         (event, samples) for event in facts.log.all("balance") if (samples := _numbers(event.values.get("samples")))
@@ -57,7 +57,7 @@ def _gain(planned: dict[str, Any]) -> str:
             f"({percent(100 * (1 - plan / equal))} less).")
 
 
-def _over_steps(facts: Facts, plans: list[tuple[Any, list[float]]]) -> Stacked:
+def _over_steps(facts: RunFacts, plans: list[tuple[Any, list[float]]]) -> Stacked:
     """Each rank's part of a step as layers over steps; attempts follow each other, as their steps do."""
     steps = [float(number(event.values.get("from_step")) if event.values.get("from_step") is not None else event.step)
              for event, _ in plans]
@@ -77,7 +77,7 @@ def _over_steps(facts: Facts, plans: list[tuple[Any, list[float]]]) -> Stacked:
                                                                                       (100.0, "100 %")]), legend)
 
 
-def _latest(facts: Facts, samples: list[float]) -> Bars:
+def _latest(facts: RunFacts, samples: list[float]) -> Bars:
     full = max(samples) or 1.0
     total = sum(samples) or 1.0
     order = (
@@ -93,7 +93,7 @@ def _latest(facts: Facts, samples: list[float]) -> Bars:
     )
 
 
-def _without(facts: Facts) -> Table | None:
+def _without(facts: RunFacts) -> Table | None:
     """The table "without rank 3: +7 %"."""
     found = facts.log.last("whatif")
     gains, without = found.get("ranks"), found.get("without_s")

@@ -6,10 +6,10 @@ import math
 import re
 from typing import Any
 
-from hvdtrain.reports.html.blocks import Bars, Lines, Section
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.stack import Bar, Segment, bar
-from hvdtrain.reports.html.reading import Event
+from hvdtrain.reports.html.blocks import Bars, Prose, Section
+from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.log import LogRecord
+from hvdtrain.reports.html.shapes import Segment, StackedBar, bar
 from hvdtrain.reports.html.words import count, duration, number, percent, size
 
 MOST = 24
@@ -20,7 +20,7 @@ WORDS = {"data": "waiting for data", "sum": "exchange of the vote", "exchange su
          "vote": "the vote on a step", "other": "other work", "gradients": "gradients, beside the passes"}
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Show the summary of the latest trace."""
     events = facts.log.all("trace")
     if not events:
@@ -33,7 +33,7 @@ def make(facts: Facts) -> Section | None:
              f"The ranks' clocks in it agree within {duration(number(found.get('within_s')))}."]
     if dropped:
         lines.append(f"{count(dropped, 'event')} did not fit its size and are missing.")
-    blocks: list[Any] = [Lines(lines)]
+    blocks: list[Any] = [Prose(lines)]
     overlap = found.get("overlap_percent")
     if isinstance(overlap, list) and any(number(one) == number(one) for one in overlap):
         rows = [bar(facts.who(r), {"c-wire": max(0.0, number(v))}, 100.0,
@@ -44,7 +44,7 @@ def make(facts: Facts) -> Section | None:
     return Section("trace", "Trace", _lead(facts, events[-1]), blocks)
 
 
-def _lead(facts: Facts, event: Event) -> str:
+def _lead(facts: RunFacts, event: LogRecord) -> str:
     """Which steps the trace covers, when in the run they were, and how long a mean step was then."""
     found = event.values
     steps, at = found.get("steps"), math.nan
@@ -79,7 +79,7 @@ def plainly(what: str) -> str:
     return f"callback {name} ({moment})" if of and moment.startswith(("step_", "epoch_")) else WORDS.get(what, what)
 
 
-def _critical(facts: Facts, found: Any) -> list[Bars]:
+def _critical(facts: RunFacts, found: Any) -> list[Bars]:
     """The longest chain of a mean step: a row a link in its order, each where the one before it ends."""
     chain = _chain(found)
     if not chain:
@@ -90,13 +90,15 @@ def _critical(facts: Facts, found: Any) -> list[Bars]:
     for i, (rank, what, seconds) in enumerate(big):
         width = 100.0 * seconds / full
         words = f"{facts.who(rank)}: {plainly(what)}, {duration(seconds)}"
-        rows.append(Bar(f"{i + 1}. {plainly(what)}", (Segment(f"k{rank % 8}", at, width, words),), duration(seconds),
+        rows.append(StackedBar(f"{i + 1}. {plainly(what)}", (Segment(f"k{rank % 8}", at, width, words),),
+                               duration(seconds),
                         percent(width)))
         at += width
     small_s = full - math.fsum(seconds for _, _, seconds in big)
     if len(big) < len(chain):
         all_small = len(big) == sum(seconds >= LEAST * full for _, _, seconds in chain)
-        rows.append(Bar(count(len(chain) - len(big), "link") + (" under 1 %" if all_small else ", not drawn singly"),
+        rows.append(StackedBar(count(len(chain) - len(big),
+                                     "link") + (" under 1 %" if all_small else ", not drawn singly"),
                         (Segment("c-other", at, 100.0 * small_s / full, "the other links together"),),
                         duration(small_s), percent(100.0 * small_s / full)))
     legend = [(f"k{rank % 8}", facts.who(rank),

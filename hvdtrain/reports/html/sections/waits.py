@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hvdtrain.reports.html.blocks import Section, Shades
-from hvdtrain.reports.html.facts import Facts
-from hvdtrain.reports.html.figures.matrix import matrix
+from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.shapes import matrix
 from hvdtrain.reports.html.words import duration, percent
 
 
-def make(facts: Facts) -> Section | None:
+def make(facts: RunFacts) -> Section | None:
     """Draw the matrix, where the log names who was waited for."""
     spent = facts.spent
     if not spent.waits:

@@ -1,1 +1,0 @@
-"""Unlike devices in one job: how fast each rank is, how many samples it gets, and what that leaves on the table."""

@@ -1,1 +1,0 @@
-"""The report of a run that ends, written by the run itself."""

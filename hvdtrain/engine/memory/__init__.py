@@ -1,1 +1,0 @@
-"""Memory of training on a rank: estimated before it starts, and fitted by the micro-batch and recomputed blocks."""

@@ -1,0 +1,247 @@
+"""Agreement of all ranks on one partition of a model, over ranks or over the devices of each.
+
+Profiles come from the backends, the partition from `hvdtrain.planning.pipeline.search`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hvdtrain.cluster.control import agreed
+from hvdtrain.config import Config, cut_over_ranks, micro_batches
+from hvdtrain.core.errors import UserError, count, nearest
+from hvdtrain.core.mesh import Layout, Mesh
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.terminal import say
+from hvdtrain.core.units import format_bytes
+from hvdtrain.parallel.pipeline import link
+from hvdtrain.parallel.pipeline.link import MessageTime
+from hvdtrain.parallel.pipeline.plan import CopyPlan, DevicePlan, Planned, span, text
+from hvdtrain.planning.batch.sampler import cut
+from hvdtrain.planning.batch.sampler import micro_batches as bounds_of
+from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, evened, micro_samples, slowest, split_micros
+from hvdtrain.planning.pipeline.search import Partition, Task, fullness, search, spread
+
+MORE_STAGES = 8
+"""Further stages that are tried if a model does not fit."""
+
+
+def agree(measured: DeviceProfile, config: Config, control: Control, mesh: Mesh,
+          links: Sequence[MessageTime] | None = None) -> Planned:
+    """Return the one layout of all ranks, from what each found; collective. Rank 0 prints its table.
+
+    So it is told what will be where before a rank drops what it does not keep. ``links``: what messages take within
+    each copy, () for nothing; None: they are measured.
+    Errors: `UserError` on every rank for unlike blocks, too few of them, too little memory.
+    """
+    if config.emulate_speed:
+        measured = measured.slowed(config.emulate_speed[control.rank])
+    rows = control.gather((measured, control.node))
+    hosts = [node for _, node in rows]
+    if links is None:
+        cargo_bytes = max(b.cargo_bytes for row, _ in rows for b in row.blocks[:-1] or row.blocks)
+        links = link.measured(control, mesh, cargo_bytes, hosts)
+    layout = agreed(control, lambda: planned([row for row, _ in rows], config, mesh, hosts, links), "pipeline")
+    # Heterogeneous processors may round a sum differently: rank 0's choice is valid for all.
+    copies, starts = control.bcast((layout.mesh.copies, layout.starts))
+    layout = replace(layout, mesh=mesh.ordered(copies), starts=starts)
+    if control.rank == 0 and config.progress != "off":
+        say(text(layout))
+        for rank, (row, _) in enumerate(rows):
+            if row.why:
+                say(f"note: rank {rank} measured its blocks with fewer samples than a micro-batch has: {row.why}")
+    return layout
+
+
+def planned(rows: Sequence[DeviceProfile], config: Config, mesh: Mesh, hosts: Sequence[str] = (),
+            links: Sequence[MessageTime] = ()) -> Planned:
+    """Return the layout for what the ranks have found; ``links``: of each copy. Pure."""
+    names = rows[0].names
+    _check_same(rows)
+    kind_of, kinds = evened(rows)
+    plans, copies = [], []
+    known: dict[Task, CopyPlan] = {}
+    for number, copy in enumerate(mesh.copies):
+        ranks = sorted(copy)
+        task = _task(config, number, len(mesh.copies), kinds, [kind_of[r] for r in ranks], names,
+                     links[number] if links else MessageTime(0.0, 0.0))
+        again = _as_before(mesh, number, task, kind_of, names)
+        if again is not None:
+            plans.append(again)
+            copies.append(list(mesh.before.copies[number]) if mesh.before else ranks)
+            continue
+        if task not in known:
+            found = search(task)
+            if found is None:
+                raise _too_large(task, config)
+            known[task] = CopyPlan(task, *found)
+        plans.append(known[task])
+        copies.append(_seated(ranks, [kind_of[r] for r in ranks], known[task].choice.places))
+    layout = Planned(mesh.ordered(copies), names, tuple(plan.choice.starts for plan in plans), tuple(plans),
+                     tuple(hosts) or ("?",) * len(rows))
+    assert isinstance(config.shares, (list, tuple))
+    samples = np.diff(cut(config.global_batch, config.shares or [1.0] * len(copies))).tolist()
+    return layout.foreseen(samples, [_parts(config, plan.task.depth, n) for plan, n in zip(plans, samples)])
+
+
+def agree_devices(profiles: Sequence[DeviceProfile], config: Config, control: Control) -> DevicePlan:
+    """Return the one partition over each rank's devices, from profiles by device; collective. Rank 0 prints its table.
+
+    A block costs what it costs the slowest rank. Errors: `UserError` on every rank for different models, too few
+    blocks, too little memory.
+    """
+    rows = control.gather(tuple(profiles))
+
+    def made() -> DevicePlan:
+        _check_same([row[0] for row in rows])
+        kinds = tuple(map(slowest, zip(*rows)))
+        n, names = len(kinds), kinds[0].names
+        if n > len(names):
+            raise UserError(f"model_parallel is {n} and the model has {count(len(names), 'block')} "
+                            f"({', '.join(names[:6])})", f"{count(len(names), 'device')} at most: each holds a block "
+                            "at least", f"set model_parallel: {len(names)}")
+        task = Task(kinds, tuple(range(n)), "gpipe", split_micros(config), ordered=True)
+        found = search(task)
+        if found is None:
+            raise _too_large(task, config)
+        plan = DevicePlan(task, *found, devices=tuple(profile.device for profile in profiles))
+        held = [plan.choice.holds(task, stage) for stage in range(n)]
+        total, most = math.fsum(h.total for h in held), kinds[0].together_bytes
+        if most and total > most:
+            raise UserError(f"training needs {format_bytes(total)} and the devices share {format_bytes(most)}",
+                            "a model that fits the memory they share",
+                            "use a smaller model or micro_batch, or fewer ranks on each host")
+        return plan
+
+    plan = agreed(control, made, "split")
+    plan = replace(plan, choice=control.bcast(plan.choice))  # heterogeneous processors may round a sum differently
+    if control.rank == 0 and config.progress != "off":
+        say(plan.table())
+    return plan
+
+
+def _check_same(rows: Sequence[DeviceProfile]) -> None:
+    """Raise `UserError` unless all ranks have the same blocks."""
+    for rank, row in enumerate(rows):
+        if [(b.name, b.param_bytes) for b in row.blocks] != [(b.name, b.param_bytes) for b in rows[0].blocks]:
+            raise UserError(f"rank {rank} has other blocks than rank 0", "the same model on every rank",
+                            "build the model on every rank in the same way")
+
+
+def measured_samples(config: Config, mesh: Mesh) -> int:
+    """Return the samples of a micro-batch of this rank's copy."""
+    return micro_samples(config, mesh.copy, len(mesh.copies), micro_batches(config, mesh.depth))
+
+
+def _parts(config: Config, depth: int, samples: int) -> int:
+    """The micro-batches of a step in which a copy takes ``samples``."""
+    return len(bounds_of(samples, micro_batches(config, depth), config.micro_batch_limit))
+
+
+def _as_before(mesh: Mesh, copy: int, task: Task, kind_of: Sequence[int], names: Sequence[str]) -> CopyPlan | None:
+    """The plan of the run that is gone on with; None without one, and where it does not fit the ranks or the keys."""
+    before = mesh.before
+    if before is None or before.names != tuple(names) or copy >= len(before.copies):
+        return None
+    ranks, starts = before.copies[copy], before.starts[copy]
+    chunks = task.depth * (task.chunks if task.depth > 1 else 1)
+    if sorted(ranks) != sorted(mesh.copies[copy]) or len(starts) != chunks or task.fixed not in ((), starts):
+        return None
+    choice = Partition(tuple(kind_of[rank] for rank in ranks), starts)
+    return CopyPlan(task, choice, choice.played(task)) if choice.fits(task) else None
+
+
+def _task(config: Config, copy: int, copies: int, kinds: Sequence[DeviceProfile], kind_of: Sequence[int],
+          names: Sequence[str], between: MessageTime) -> Task:
+    depth = len(kind_of)
+    chunks = config.pipeline.chunks if config.pipeline.order == "interleaved" and depth > 1 else 1
+    if depth * chunks > len(names):
+        what = f"{depth} stages" + (f" of {chunks} chunks each" if chunks > 1 else "")
+        counted = count(len(names), "block")
+        most = len(names) // chunks
+        do = "leave pipeline out" if len(names) == 1 else "set fewer pipeline.chunks" if most < 2 else \
+            f"cut it over {count(most, 'rank')} at most"
+        raise UserError(f"the model has {counted} ({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
+                        f" for {what}", "a block for each part", f"{do}, or give the model more blocks")
+    fixed = _fixed(config.pipeline.cut, names, depth * chunks) if depth > 1 else ()
+    assert isinstance(config.shares, (list, tuple))
+    shares = config.shares or [1.0] * copies
+    samples = max(1, math.ceil(config.global_batch * shares[copy] / sum(shares)))
+    micros = _parts(config, depth, samples)
+    return Task(tuple(kinds), tuple(sorted(kind_of)), config.pipeline.order, micros, chunks, fixed,
+                between.latency_s, between.byte_s)
+
+
+def _fixed(cut: Sequence[str], names: Sequence[str], parts: int) -> tuple[int, ...]:
+    """The first block of each part as ``pipeline.cut`` names them; () where it names none."""
+    if not cut:
+        return ()
+    for name in cut:
+        if name not in names:
+            raise UserError(f"pipeline.cut has {name!r}, which is no block of the model", nearest(name, list(names)),
+                            "name blocks that stages begin with")
+    starts = (0, *(list(names).index(name) for name in cut))
+    if len(starts) != parts:
+        raise UserError(f"pipeline.cut names {count(len(cut), 'block')} for a copy in {parts} parts",
+                        f"{count(parts - 1, 'name')}: of "
+                        "the block that each part but the first begins with", "correct pipeline.cut, or leave it out")
+    if any(a >= b for a, b in zip(starts, starts[1:])):
+        raise UserError(f"pipeline.cut is {list(cut)}", "blocks in the order of the model, none twice and not its "
+                        f"first, {names[0]!r}", "correct pipeline.cut")
+    return starts
+
+
+def _seated(ranks: Sequence[int], kind_of: Sequence[int], places: Sequence[int]) -> list[int]:
+    """The rank at each place: those of one kind in their own order."""
+    waiting = {kind: [r for r, own in zip(ranks, kind_of) if own == kind] for kind in set(kind_of)}
+    return [waiting[kind].pop(0) for kind in places]
+
+
+def _too_large(task: Task, config: Config) -> UserError:
+    """The error that names the fullest stage of the cut that spreads memory best."""
+    choice = Partition(spread(task).places, task.fixed) if task.fixed else spread(task)
+    full = fullness(task, choice)
+    place = max(range(task.depth), key=lambda i: full[i])
+    kind, held = task.kinds[choice.places[place]], choice.holds(task, place)
+    blocks = ", ".join(span(kind.names, chunk) for chunk in choice.chunks(task, place))
+    return UserError(f"stage {place} of {task.depth} ({blocks}) needs {format_bytes(held.total)} and {kind.device} has "
+                     f"{format_bytes(kind.capacity_bytes)} ({held.words()}), in the cut that spreads memory best",
+                     "a cut that fits the memory of the ranks", _remedy(task, config))
+
+
+def _remedy(task: Task, config: Config) -> str:
+    """What would help, of what is known to."""
+    helps = []
+    if task.order == "gpipe" and not task.ordered and search(replace(task, order="1f1b")) is not None:
+        helps.append("pipeline.order: 1f1b, which holds fewer activations")
+    if not task.fixed:
+        small = min(set(task.kind_of), key=lambda k: task.kinds[k].capacity_bytes or math.inf)
+        for more in range(1, MORE_STAGES + 1):
+            deeper = replace(task, kind_of=(*task.kind_of, *(small,) * more))
+            if deeper.depth * deeper.chunks <= deeper.n and search(deeper) is not None:
+                helps.append(f"model_parallel: {deeper.depth}" if task.ordered else
+                             f"{deeper.depth} stages (pipeline.stages, or pipeline.depths of this copy)")
+                break
+    elif search(replace(task, fixed=())) is not None:
+        helps.append("no pipeline.cut, for a cut that fits")
+    bare = replace(task, kinds=tuple(_without_activations(kind) for kind in task.kinds))
+    if search(bare) is not None:
+        helps.append("a smaller micro_batch" + ("" if task.ordered else " (more pipeline.micro_batches)"))
+        helps.append("remat, which keeps fewer activations" if config.remat == "off" else "a smaller model")
+    return "set " + ", or ".join(helps) if helps else "use a smaller model, or an optimizer with less state"
+
+
+def _without_activations(kind: DeviceProfile) -> DeviceProfile:
+    return replace(kind, blocks=tuple(replace(block, activation_bytes=0) for block in kind.blocks))
+
+
+def even_layout(config: Config, mesh: Mesh, names: Sequence[str]) -> Layout:
+    """Return the layout that ``pipeline.cut`` names, else one with about as many blocks in each chunk."""
+    assert cut_over_ranks(config)
+    row = DeviceProfile(tuple(Block(name, 1.0, 0, 0) for name in names), 1, 0, Needs(), "")
+    layout = planned([row] * sum(map(len, mesh.copies)), config, mesh)
+    return Layout(layout.mesh, layout.names, layout.starts)

@@ -1,1 +1,0 @@
-"""Figures as plain data: places in percent of the width and height of a box, so that they fit any screen."""

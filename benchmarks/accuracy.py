@@ -39,7 +39,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "moving_mean
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained and what counts.
+    """A task: what is trained and which metric counts.
 
     ``metric``: of the test split, as the run calls it; ``bar``: by how much it may be worse, in points (of 100) for
     an accuracy and in per cent of the base for a loss. ``steps`` 0: as many as the recipe's epochs make. ``special``:
@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def unit(self) -> str:
-        """What a difference is measured in."""
+        """Return the unit of a difference."""
         return "points" if self.metric == "accuracy" else "%"
 
     def worse(self, value: float, base: float) -> float:
@@ -91,7 +91,7 @@ MODELS = {"torch": "torch_models", "tensorflow": "tf_models"}
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: ``value`` of the workload's metric on the test split, ``wire_bytes`` a rank sends in one step.
+    """A run: ``value`` of the workload's metric on the test split, ``wire_bytes`` a rank sends in one step.
 
     ``about``: the run's own record (`hvdtrain.engine.summary.record`).
     """
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
 
 def train_options(workload: Workload, framework: str, max_steps: int, compression: str, seed: int,
                   rest: Sequence[str]) -> list[str]:
-    """What the trainer is told, but for where it writes. Pure.
+    """Return the trainer's settings without its output directory. Pure.
 
     The workload's recipe, what it has for this compression, ``rest`` (the later wins), and what is ours. ``max_steps``
     0: the recipe's own number.
@@ -149,7 +149,7 @@ def train_options(workload: Workload, framework: str, max_steps: int, compressio
 
 
 def parsed(options: Sequence[str]) -> Config:
-    """The configuration that a run with these options will have; `UserError` for a mistake in them."""
+    """Return the configuration that a run with these options will have; `UserError` for a mistake in them."""
     config = train.parse(list(options))
     if config is None:
         raise UserError("--print_config among the options", "options of a run", "leave it out")
@@ -219,7 +219,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def _extra(given: Sequence[Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
-    """The options of single compressions, as words of a command line."""
+    """Return the options of single compressions, as words of a command line."""
     found: dict[str, list[str]] = {name: [] for name in (BASE, *names)}
     for name, setting in given:
         key, equals, value = setting.partition("=")
@@ -242,12 +242,12 @@ def _check(options: Sequence[str]) -> None:
 
 
 def _run(ranks: int, options: Sequence[str], out: Path, timeout_s: float) -> None:
-    """One job; its output is shown only if it fails."""
+    """Run a job; its output is shown only if it fails."""
     completed(f"the run {out.name}", ranks, options, out, timeout_s, "--timeout and --max_steps bound it")
 
 
 def _trial(workload: Workload, name: str, seed: int, config: Config, ranks: int, out: Path) -> Trial:
-    """What a completed run left in its directory."""
+    """Read the result of a completed run from its directory."""
     about = RunDirectory(out).completed or {}
     value = about["metrics"].get(workload.metric)
     if workload.metric not in about["metrics"]:
@@ -259,7 +259,7 @@ def _trial(workload: Workload, name: str, seed: int, config: Config, ranks: int,
 
 
 def _params(path: Path) -> list[ParamSpec]:
-    """The trained tensors of an exported model; all of them are float32 here."""
+    """Return the trained tensors of an exported model; all of them are float32 here."""
     from safetensors import safe_open
 
     with safe_open(str(path), "numpy") as file:

@@ -130,7 +130,7 @@ def turned(jobs: Sequence[Key], number: int) -> list[Key]:
 
 
 def _keys(args: argparse.Namespace) -> list[str]:
-    """The recipe's keys that are set otherwise, as options of train."""
+    """Return the recipe's keys that are set otherwise, as options of train."""
     words: list[str] = []
     for pair in args.key:
         name, equals, value = pair.partition("=")
@@ -161,7 +161,7 @@ def _quota(args: argparse.Namespace) -> tuple[float, str]:
 
 
 def _words(args: argparse.Namespace, ranks: int, way: str, batch: int, out: str) -> list[str]:
-    """The command line of one job, without its control groups."""
+    """Return the command line of one job, without its control groups."""
     env = race.environment(ranks, args.threads, os.environ)
     return [*race.launcher(args, ranks, env), sys.executable, "-m", "benchmarks.case_rank",
             "--steps", str(args.steps), "--warmup", str(args.warmup), "--config", args.recipe, *_keys(args),
@@ -191,7 +191,7 @@ def _record(args: argparse.Namespace, way: str, quota: float, about: Mapping[str
 
 
 def rows(found: Mapping[Key, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
-    """A row for each number of ranks and way, medians over the rounds. Pure.
+    """Return a row for each number of ranks and way, medians over the rounds. Pure.
 
     Speed-up: samples a second against replicate on the fewest ranks; without any replicate there is none. What ZeRO
     saves: of the memory of the rank that holds most, against replicate on as many ranks.

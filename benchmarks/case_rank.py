@@ -1,4 +1,4 @@
-"""One rank of ``benchmarks case``: trains as a recipe says for some steps, and tells what the timed ones took."""
+"""A rank of ``benchmarks case``: train a recipe for some steps and report the timed ones."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def measure(session: Session, ours: Callable[[], Any], bare: Callable[[], Any], 
 
 
 def cells(row: dict[str, Any]) -> Sequence[str]:
-    """A record as a row of the table."""
+    """Return a record as a row of the table."""
     told = [row["call"]]
     for key in ("hvdtrain_ms", "horovod_ms", "ratio"):
         middle, low, high = (format_number(row[key][part]) for part in ("median", "p25", "p75"))

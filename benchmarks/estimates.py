@@ -32,12 +32,12 @@ class StepWork:
 
     @property
     def sums_bytes(self) -> float:
-        """What each host sends in a step to sum the gradients: a ring's 2 (p - 1) / p of them."""
+        """Bytes that each host sends in a step to sum the gradients: a ring's 2 (p - 1) / p of them."""
         return 2 * (self.ranks - 1) / self.ranks * self.gradient_bytes
 
     @property
     def cut_bytes(self) -> float:
-        """What crosses one cut in a step, forth and back."""
+        """Bytes across one cut in a step, both ways."""
         return 2 * self.cargo_bytes * self.micro_batches
 
 

@@ -47,7 +47,7 @@ def _parser() -> Parser:
 
 
 def _turns(args: Any, control: Any, scratch: str) -> tuple[np.ndarray, np.ndarray]:
-    """(rounds,) CPU seconds of a step over all ranks: with a look and without, in rotated order."""
+    """Return (rounds,) CPU seconds of a step over all ranks: with a look and without, in rotated order."""
     steps = [_run(args, control, os.path.join(scratch, name), name == "with") for name in ("with", "without")]
     for step in steps:
         _cpu_s(step, 5)
@@ -60,7 +60,7 @@ def _turns(args: Any, control: Any, scratch: str) -> tuple[np.ndarray, np.ndarra
 
 
 def _run(args: Any, control: Any, scratch: str, looks: bool) -> Callable[[int], Any]:
-    """The step of one assembled run."""
+    """Return the step of one assembled run."""
     from benchmarks.peers import Setup, ours
 
     workload = WORKLOADS[args.workload]
@@ -80,7 +80,7 @@ def _cpu_s(step: Callable[[int], Any], steps: int) -> float:
 
 
 def _told(args: Any, size: int, looking: np.ndarray, not_looking: np.ndarray) -> str:
-    """The row: CPU ms of a step without, and what looking adds in per cent, as median and quartiles over rounds."""
+    """Return the row: CPU ms of a step without, and what looking adds in per cent, as median and quartiles."""
     plain, more = spread(not_looking * 1e3 / size), spread((looking / not_looking - 1) * 100)
     return (f"{args.framework} {args.workload}, {size} rank(s), {args.rounds} rounds of {args.steps} steps: "
             f"{plain['median']:.1f} CPU ms a step and rank without a look at the gradients; looking adds "

@@ -43,12 +43,12 @@ class Floor:
     hosts: int
 
     def seconds(self, share: float = 1.0) -> float:
-        """The floor where ``share`` of the bytes travels."""
+        """Return the floor where ``share`` of the bytes travels."""
         return max(self.compute_s, (self.first_s or 0.0) + share * self.sent_bytes / self.rate_Bps + self.update_s)
 
 
 def counts(contender: Contender) -> bool:
-    """Whether the floor is for this contender: hvdtrain's, plain data parallelism with SGD, uncompressed or halved."""
+    """Return whether the floor is for this contender: hvdtrain's plain data parallelism, uncompressed or halved."""
     return (contender.file == "ours" and contender.compression in SHARES
             and set(contender.options) <= {"wire", "compression"})
 
@@ -62,7 +62,7 @@ def sent_bytes(gradient_bytes: int, hosts: int) -> float:
 
 
 def find(times: Times, contenders: Sequence[Contender], about: Mapping[str, Mapping[str, Any]]) -> Floor | None:
-    """The floor from what the jobs told (``about``: link, gradient_bytes, marks of each round); None on one host.
+    """Return the floor from the jobs' reports (``about``: link, gradient_bytes, marks of each round); None on one host.
 
     Of several contenders the least first bucket and update count, and the median rate: their jobs do the same until the
     gradients travel. ``times``: of the complete rounds.
@@ -100,7 +100,7 @@ def over(floor: Floor, times: Times, contenders: Sequence[Contender]) -> dict[st
 
 
 def record(floor: Floor | None, times: Times, contenders: Sequence[Contender]) -> dict[str, Any] | None:
-    """What the summary keeps of it; None without one."""
+    """Return the floor for the summary; None without one."""
     if floor is None:
         return None
     return {**asdict(floor), "uncompressed_ms": 1e3 * floor.seconds(), "fp16_ms": 1e3 * floor.seconds(SHARES["fp16"]),
@@ -108,7 +108,7 @@ def record(floor: Floor | None, times: Times, contenders: Sequence[Contender]) -
 
 
 def lines(floor: Floor, times: Times, contenders: Sequence[Contender]) -> list[str]:
-    """The parts, the floor, and each contender's step over it."""
+    """Return the parts, the floor, and each contender's step over it."""
     first = ("the first bucket is ready inside a graph, not seen: 0" if floor.first_s is None else
              f"first bucket ready {1e3 * floor.first_s:.2f} ms after a step's begin")
     told = [f"floor of a step over {floor.hosts} hosts: max(compute, first bucket ready + bytes / rate + update)",

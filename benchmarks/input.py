@@ -96,7 +96,7 @@ def _parser() -> options.Parser:
 
 
 def _is_here(name: str) -> bool:
-    """Whether the contender's package is installed; a note says so where not."""
+    """Return whether the contender's package is installed; a note says so where not."""
     if importlib.util.find_spec(CONTENDERS[name]) is not None:
         return True
     if name == OWN:
@@ -147,7 +147,7 @@ def _record(args: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any
 
 
 def rows(found: Mapping[Key, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
-    """A row for each number of ranks and reader: median and quartiles of samples a second, and decodes. Pure."""
+    """Return a row for each number of ranks and reader: median and quartiles of samples a second, and decodes. Pure."""
     rates = {key: [about["samples"] * about["epochs"] / about["seconds"] for about in told]
              for key, told in found.items()}
     made = []

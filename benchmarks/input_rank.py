@@ -1,4 +1,4 @@
-"""One rank of ``benchmarks input``: reads whole epochs of a folder of pictures in one of three ways.
+"""A rank of ``benchmarks input``: read whole epochs of a folder of pictures in one of three ways.
 
 The ways of others are in `benchmarks.peers`: `dataloader` and `tfdata`. All give float32 (B, H, W, 3) in [0, 1] and
 class numbers. A decode is counted where it is done: one byte more in a file that all processes of the job append to;
@@ -113,7 +113,7 @@ def own(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, 
 
 
 def _reader(name: str) -> Callable[..., tuple[int, Epoch]]:
-    """What makes (samples, epoch) of a contender."""
+    """Return the factory of (samples, epoch) of a contender."""
     return own if name == OWN else importlib.import_module(f"benchmarks.peers.{name}").read
 
 

@@ -33,7 +33,7 @@ class JobFailed(Exception):
 
 
 class Job:
-    """One running job; ends with `end`, which may be called at any time and more than once."""
+    """A running job; ends with `end`, which may be called at any time and more than once."""
 
     def __init__(self, name: str, argv: list[str], env: dict[str, str]) -> None:
         self.name = name
@@ -60,7 +60,7 @@ class Job:
         self._messages.put(None)
 
     def wait(self, event: str, timeout_s: float) -> dict[str, Any]:
-        """The next message, which must be ``event``; `JobFailed` where it does not come within ``timeout_s``."""
+        """Return the next message, which must be ``event``; `JobFailed` where it does not come within ``timeout_s``."""
         try:
             message = self._messages.get(timeout=timeout_s)
         except queue.Empty:

@@ -106,7 +106,7 @@ def _parser() -> options.Parser:
 
 
 def _rank(args: argparse.Namespace, way: str, out: str) -> list[str]:
-    """The command line of one rank, without what launches it. Pure."""
+    """Return the command line of one rank, without what launches it. Pure."""
     words = [sys.executable, "-m", "benchmarks.memory_rank", "--framework", args.framework, "--out", out,
              "--workload", args.workload, "--parameters", str(args.parameters), "--layer", str(args.layer),
              "--batch", str(args.batch or (WORKLOADS[args.workload].batch if args.workload else 8)),
@@ -118,7 +118,7 @@ def _rank(args: argparse.Namespace, way: str, out: str) -> list[str]:
 
 
 def _rows(found: dict[str, dict[str, Any]], ranks: int) -> list[list[str]]:
-    """A row for the rank of each way that held the most, by PSS. Pure."""
+    """Return a row for the rank of each way that held the most, by PSS. Pure."""
     rows = []
     whole = max(found["replicate"]["pss_bytes"]) if "replicate" in found else 0
     for way, about in found.items():

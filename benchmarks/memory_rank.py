@@ -1,4 +1,4 @@
-"""One rank of ``benchmarks memory``: trains a perceptron for a few steps and tells the most memory that it held.
+"""A rank of ``benchmarks memory``: train a perceptron for a few steps and report the peak memory.
 
 What counts begins after a step of a tiny model: frameworks import parts of themselves when a first optimizer is made,
 and threads, wires and libraries take some MiB at their first use, of whatever size the model is.
@@ -98,12 +98,12 @@ def layers(parameters: int, layer: int) -> list[int]:
 
 
 def status(name: str) -> int:
-    """A field of /proc/self/status in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     return _field(Path("/proc/self/status"), name)
 
 
 def smaps(name: str) -> int:
-    """A field of /proc/self/smaps_rollup in bytes, such as Pss."""
+    """Return a field of /proc/self/smaps_rollup in bytes, such as Pss."""
     return _field(Path("/proc/self/smaps_rollup"), name)
 
 

@@ -97,7 +97,7 @@ def _parser() -> options.Parser:
 
 
 def speeds_of_ranks(text: str) -> tuple[float, ...]:
-    """A type: the speeds of two ranks or more."""
+    """Return a type: the speeds of two ranks or more."""
     one = options.number("--speeds", 0, 1)
     speeds = tuple(one(part) for part in text.split(","))
     if len(speeds) < 2:
@@ -108,7 +108,7 @@ def speeds_of_ranks(text: str) -> tuple[float, ...]:
 # --- what is run -----------------------------------------------------------------------------------------------------
 
 def course_of(args: argparse.Namespace) -> tuple[Course, str]:
-    """(the speeds, why ranks cannot be throttled here or ""); `UserError` where the options ask for what cannot be."""
+    """Return (speeds, why ranks cannot be throttled here or ""); `UserError` for options that exclude each other."""
     speeds = (1.0,) * len(args.speeds) if args.equal else args.speeds
     if 0 < args.move < parts.WINDOW:
         raise UserError(f"--move is {args.move}", f"{parts.WINDOW} steps or more, or 0", "correct --move")
@@ -124,7 +124,7 @@ def course_of(args: argparse.Namespace) -> tuple[Course, str]:
 
 
 def _plan(args: argparse.Namespace, course: Course, refused: str, env: Mapping[str, str]) -> Plan:
-    """Who takes part; with emulated speeds only hvdtrain can, and the others are left out in words."""
+    """Return the contenders; with emulated speeds hvdtrain alone, and a note for each of the others."""
     names = race.named(args.contenders) or list(EQUAL if args.equal else MOVED if args.move
                                                 else CONTENDERS[args.framework])
     found = [peers.contender(name, args.framework) for name in names]
@@ -140,7 +140,7 @@ def _plan(args: argparse.Namespace, course: Course, refused: str, env: Mapping[s
 
 
 def command(args: argparse.Namespace, plan: Plan, course: Course, contender: str, scratch: str) -> list[str]:
-    """The whole command line of one contender's job. Pure."""
+    """Return the whole command line of one contender's job. Pure."""
     words = [*plan.launch[contender], *race.worker(args, plan, contender, scratch)]
     for key in args.rebalance:
         words += ["--rebalance", key]
@@ -152,7 +152,7 @@ def command(args: argparse.Namespace, plan: Plan, course: Course, contender: str
 
 
 def solo_command(args: argparse.Namespace, plan: Plan, course: Course, at: int, scratch: str) -> list[str]:
-    """The whole command line of the solo job of speed number ``at``. Pure."""
+    """Return the whole command line of the solo job of speed number ``at``. Pure."""
     words = race.worker(args, plan, "plain", scratch)
     return [*words, "--cgroup", str(course.groups.paths[len(course.speeds) + at])] if course.groups else words
 
@@ -196,7 +196,7 @@ def _take_turns(args: argparse.Namespace, plan: Plan, course: Course, found: Rac
 
 
 def _turn(args: argparse.Namespace, course: Course, found: Race, name: str, first: bool) -> None:
-    """One turn of one job; where speeds are to change, a contender's second half is after the change."""
+    """Run one turn of a job; where speeds are to change, a contender's second half is after the change."""
     moves = args.move and name not in map(parts.solo, course.alone)
     if moves:
         course.set(course.speeds)
@@ -212,7 +212,7 @@ def _turn(args: argparse.Namespace, course: Course, found: Race, name: str, firs
 
 
 def _measured(plan: Plan, course: Course, found: Race) -> Measured:
-    """The complete rounds of those that are still there."""
+    """Return the complete rounds of those that are still there."""
     n = found.rounds
     times = {name: ms[:n] for name, ms in found.times.items()} if n else {}
     return Measured(course.speeds, plan.batch, times, {name: course.samples[name][:n] for name in times},
@@ -222,7 +222,7 @@ def _measured(plan: Plan, course: Course, found: Race) -> Measured:
 # --- what is told ----------------------------------------------------------------------------------------------------
 
 def _record_round(args: argparse.Namespace, plan: Plan, course: Course, found: Race, measured: Measured) -> None:
-    """A record of each job's last turn."""
+    """Return a record of each job's last turn."""
     for name in measured.times if args.jsonl else ():
         percents = measured.percents(name) if name in measured.contenders else None
         moved = measured.moved.get(name)
@@ -272,6 +272,6 @@ def how(course: Course) -> str:
 
 
 def _facts(args: argparse.Namespace, plan: Plan, course: Course, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record begins with."""
+    """Return the first fields of a record."""
     return race.facts(args, "mixed", plan, about) | {
         "speeds": list(course.speeds), "slowed": how(course), "move": args.move, "rebalance": args.rebalance}

@@ -49,7 +49,7 @@ class Measured:
         return [name for name in self.times if name not in alone]
 
     def solo_sums(self) -> list[float] | None:
-        """Samples a second of all ranks alone, added up; by round. None where one was not measured."""
+        """Return samples a second of all ranks alone, added up; by round. None where one was not measured."""
         found = [self._solo_rates(speed) for speed in self.speeds]
         return None if None in found else [sum(rates) for rates in zip(*found)]  # type: ignore[arg-type]
 
@@ -58,17 +58,17 @@ class Measured:
         return None if ms is None else [1e3 * self.batch / t * (speed if self.emulated else 1.0) for t in ms]
 
     def rates(self, name: str) -> list[float]:
-        """Samples a second of a contender or a solo job, by round."""
+        """Return samples a second of a contender or a solo job, by round."""
         step = self.batch * (len(self.speeds) if name in self.contenders else 1)
         return [1e3 * step / ms for ms in self.times[name]]
 
     def percents(self, name: str) -> list[float] | None:
-        """A contender's speed as part of the sum of solo speeds, by round."""
+        """Return a contender's speed as part of the sum of solo speeds, by round."""
         sums = self.solo_sums()
         return None if sums is None else [100 * rate / total for rate, total in zip(self.rates(name), sums)]
 
     def windows(self, name: str) -> list[list[float]] | None:
-        """The same of each whole window of `WINDOW` steps after the change: [round][window]."""
+        """Return the same of each whole window of `WINDOW` steps after the change: [round][window]."""
         sums = self.solo_sums()
         if sums is None or name not in self.moved:
             return None
@@ -105,7 +105,7 @@ def summary(measured: Measured) -> dict[str, dict[str, Any]]:
 
 
 def rows(found: Mapping[str, Mapping[str, Any]], wires: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """The table's rows, under `HEADERS`."""
+    """Return the table's rows, under `HEADERS`."""
     return [(name, wires[name], f"{s['median_ms']:.1f}", f"{s['samples_per_s']:.1f}",
              *(shown(s[key], 1) for key in ("percent", "percent_min", "percent_max")), shown(s["to_hvdtrain"]),
              ":".join(map(str, s["samples"] or ["-"]))) for name, s in found.items()]
@@ -119,7 +119,7 @@ def change_headers(found: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def change_rows(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows under `change_headers`, of those that were there when the speeds changed."""
+    """Return the rows under `change_headers`, of those that were there when the speeds changed."""
     return [(name, shown(s["percent"], 1), *(f"{p:.1f}" for p in s["windows_percent"]),
              "not reached" if s["steps_to_target"] is None else str(s["steps_to_target"]))
             for name, s in found.items() if s["windows_percent"]]

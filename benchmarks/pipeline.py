@@ -46,7 +46,7 @@ LINK_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 @dataclass
 class Course:
-    """What is measured beside the times of `Race`.
+    """Measurements besides the times of `Race`.
 
     ``quota``: of a core, for each rank; 1: no limit. ``unlimited``: why there is none, where one was asked for.
     ``spent``: of each contender by round and rank. ``pipelines``: how each job that cuts has cut.
@@ -107,7 +107,7 @@ def _parser() -> options.Parser:
 
 
 def link(text: str) -> float:
-    """A type: bytes a second of a rate such as 1gbit; 0 of none."""
+    """Return a type: bytes a second of a rate such as 1gbit; 0 of none."""
     number, unit = text[:-4], text[-4:-3]
     if text == "none":
         return 0.0
@@ -119,7 +119,7 @@ def link(text: str) -> float:
 # --- what is run -----------------------------------------------------------------------------------------------------
 
 def course_of(args: argparse.Namespace) -> Course:
-    """The quota; `UserError` where the options do not fit each other or this machine."""
+    """Return the quota; `UserError` where the options do not fit each other or this machine."""
     from hvdtrain.cluster.topology import affinity
 
     args.batch = args.batch or BATCHES.get(args.workload, WORKLOADS[args.workload].batch)
@@ -152,7 +152,7 @@ def _plan(args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
 
 
 def command(args: argparse.Namespace, plan: Plan, course: Course, contender: Contender, scratch: str) -> list[str]:
-    """The whole command line of one contender's job: cut as the first job of ours has cut, or as the options say."""
+    """Return the command line of a contender's job: partitioned as our first job, or as the options say."""
     words = [*plan.launch[contender.name], *race.worker(args, plan, contender.name, scratch)]
     if contender.cuts:
         first = next(iter(course.pipelines.values()), {})
@@ -186,7 +186,7 @@ def _measure(args: argparse.Namespace, plan: Plan, course: Course, scratch: str)
 
 
 def _take_down(course: Course, name: str, about: Mapping[str, Any]) -> None:
-    """How a job of ours has cut, which the ones after it are told."""
+    """Return the partition of one of our jobs, which the later ones get."""
     if about.get("pipeline"):
         course.pipelines[name] = about["pipeline"]
         blocks = about["pipeline"]["blocks"]
@@ -277,12 +277,12 @@ def _compare(plan: Plan, found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def how(course: Course) -> str:
-    """What each rank has, in words."""
+    """Describe the blocks of each rank."""
     return f"{course.quota:g} of a core for each rank" if course.groups else "no quota"
 
 
 def _facts(args: argparse.Namespace, plan: Plan, course: Course, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record begins with."""
+    """Return the first fields of a record."""
     return race.facts(args, "pipeline", plan, about) | {
         "order": args.order, "micro_batches": args.micro_batches, "quota": course.quota, "slowed": how(course),
         "link_bytes_s": args.link, "pipeline": about.get("pipeline")}

@@ -32,7 +32,7 @@ EXPORTED = ("OMP_NUM_THREADS", "PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL", "TORCH_NCCL
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: the contenders, how each is launched, and the facts for the records.
+    """Plan of a race: the contenders, how each is launched, and the facts for the records.
 
     ``left_out``: why, by contender. ``notes``: what was set for all jobs.
     """
@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass
 class Race:
-    """What the rounds have come to; ``rounds`` of them are complete, ``times`` may have one more."""
+    """Results of the rounds; ``rounds`` of them are complete, ``times`` may have one more."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     about: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Race:
 
 
 def add_options(parser: options.Parser, rounds: int, warmup: int, warmup_help: str, threads_help: str) -> None:
-    """What every race can be told; ``rounds``, ``warmup``: the defaults."""
+    """Add the options of every race; ``rounds``, ``warmup``: the defaults."""
     add, whole = parser.add_argument, options.whole
     add("--workload", type=options.one_of("--workload", WORKLOADS), default="mlp", metavar="NAME",
         help="; ".join(f"{w.name}: {w.doc}, batch {w.batch}" for w in WORKLOADS.values()))
@@ -118,7 +118,7 @@ def plan(args: argparse.Namespace, bench: str, names: Iterable[str], ranks: int,
 
 
 def named(text: str) -> list[str]:
-    """The names of a comma-separated list, each once, in order. Pure."""
+    """Return the names of a comma-separated list, each once, in order. Pure."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
@@ -134,7 +134,7 @@ def _check_settings(args: argparse.Namespace, contenders: Sequence[Contender]) -
 
 
 def environment(ranks: int, threads: int, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of every job; what hvdtrain's boot would set for itself is set for all."""
+    """Return the environment of every job; what hvdtrain's boot would set for itself is set for all."""
     from hvdtrain.cluster.boot import YIELD, should_yield
     from hvdtrain.cluster.machine.cgroup import cpu_quota
     from hvdtrain.cluster.topology import affinity
@@ -150,7 +150,7 @@ def environment(ranks: int, threads: int, env: Mapping[str, str]) -> dict[str, s
 
 
 def set_for_all(settings: Mapping[str, str], env: Mapping[str, str]) -> tuple[str, ...]:
-    """What `environment` did that boot, in each job, then finds done and does not tell."""
+    """Note the settings of `environment` that boot, in each job, finds made and does not report."""
     from hvdtrain.cluster.boot import YIELD
 
     if settings.get(YIELD) == env.get(YIELD):
@@ -159,7 +159,7 @@ def set_for_all(settings: Mapping[str, str], env: Mapping[str, str]) -> tuple[st
 
 
 def launcher(args: argparse.Namespace, ranks: int, env: Mapping[str, str]) -> tuple[str, ...]:
-    """The words before ``python``; nothing where there is one rank."""
+    """Return the words before ``python``; nothing where there is one rank."""
     if ranks == 1:
         return ()
     from hvdtrain.commands import verify
@@ -178,7 +178,7 @@ def launcher(args: argparse.Namespace, ranks: int, env: Mapping[str, str]) -> tu
 
 
 def worker(args: argparse.Namespace, plan: Plan, contender: str, scratch: str) -> list[str]:
-    """The command line of one rank of a contender's job, without what launches it. Pure."""
+    """Return the command line of one rank of a contender's job, without what launches it. Pure."""
     words = [sys.executable, "-m", "benchmarks.worker",
              "--contender", contender, "--framework", args.framework, "--workload", args.workload,
              "--batch", str(plan.batch), "--seed", str(args.seed), "--threads", str(plan.threads),
@@ -204,7 +204,7 @@ def start(race: Race, name: str, argv: list[str], env: dict[str, str], timeout_s
 
 
 def turn(job: Job, orders: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
-    """One turn of one job: resumed, told each of ``orders`` after the other, suspended; its answers."""
+    """Run one turn of a job: resume, send each of ``orders``, suspend; return its answers."""
     job.resume()
     done = [job.ask(order, "done", timeout_s) for order in orders]
     job.suspend()
@@ -250,17 +250,17 @@ def report(failed: Mapping[str, JobFailed]) -> int:
 # --- facts -----------------------------------------------------------------------------------------------------------
 
 def whole_job(about: Mapping[str, dict[str, Any]], times: Times, ranks: int) -> dict[str, Any]:
-    """The facts of a job with as many ranks as were asked for; of another where there is none."""
+    """Return the facts of a job with as many ranks as were asked for; of another where there is none."""
     return min((about[name] for name in times), key=lambda facts: facts["ranks"] != ranks)
 
 
 def notes_of(plan: Plan, about: Mapping[str, Any]) -> list[str]:
-    """What was set for all jobs, then what this one told."""
+    """Return the notes on all jobs, then those of this one."""
     return list(dict.fromkeys([*plan.notes, *about["notes"]]))
 
 
 def facts(args: argparse.Namespace, bench: str, plan: Plan, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record begins with: the environment as the job saw it, and what was asked for."""
+    """Return the first fields of a record: the environment as the job saw it, and what was asked for."""
     known = record.environment(about["hosts"], about["ranks"], about["wire"], args.seed, plan.threads, args.framework)
     return {**known, "mpi": about["mpi"] or known["mpi"], "omp_num_threads": plan.env["OMP_NUM_THREADS"],
             "settings": about["settings"], "notes": notes_of(plan, about), "bench": bench, "workload": args.workload,

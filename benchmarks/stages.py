@@ -1,4 +1,4 @@
-"""What is made of what `benchmarks pipeline` measures: steps against each other, and the stages' idle shares.
+"""Evaluation of `benchmarks pipeline`: steps against each other, and the stages' idle shares.
 
 Owns these numbers and their tables. Pure: measures and prints nothing. Idle shares are, as a run tells them at its
 end, of a step's forwards and backwards: what a rank waits in them for other stages and what they send, and after its
@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import standings
-from benchmarks.standings import Times
 from benchmarks.estimates import StepWork
+from benchmarks.standings import Times
 
 HEADERS = ("contender", "wire", "ms a step", "quartiles", "ours to it", "quartiles", "processor ms a step")
 STAGE_HEADERS = ("stage", "rank", "blocks", "busy ms a step", "predicted", "idle %", "predicted", "off by points",
@@ -46,14 +46,14 @@ def summary(times: Times, own: str, spent: Mapping[str, Sequence[Sequence[Spent]
 
 
 def rows(found: Mapping[str, Mapping[str, Any]], wires: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """The rows under `HEADERS`."""
+    """Return the rows under `HEADERS`."""
     return [(name, wires[name], f"{s['median_ms']:.1f}", standings.between(s["quartiles_ms"], 1),
              standings.shown(s["ours_to_it"]), standings.between(s["ours_to_it_quartiles"]), f"{s['cpu_ms']:.1f}")
             for name, s in found.items()]
 
 
 def totals(spent: Sequence[Sequence[Spent]]) -> list[dict[str, float]]:
-    """What each rank spent in all rounds together."""
+    """Return the seconds of each rank in all rounds."""
     return [{key: sum(rank.get(key, 0.0) for rank in own) for key in own[0]} for own in zip(*spent)]
 
 
@@ -92,7 +92,7 @@ def share_by_processor(each: Sequence[Mapping[str, float]], quota: float) -> flo
 
 
 def stage_rows(each: Sequence[Mapping[str, Any]], quota: float) -> list[tuple[str, ...]]:
-    """The rows under `STAGE_HEADERS`, the last of all stages together; ``quota``: of a core, for each rank."""
+    """Return the rows under `STAGE_HEADERS`, the last of all stages together; ``quota``: of a core, for each rank."""
     def row(stage: str, rank: str, some: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         measured, predicted = shares(some)
         busy, said, cpu = (1e3 * sum(s[key] for s in some) for key in ("busy_s", "predicted_busy_s", "cpu_s"))
@@ -105,7 +105,7 @@ def stage_rows(each: Sequence[Mapping[str, Any]], quota: float) -> list[tuple[st
 
 def work(spent: Sequence[Sequence[Spent]], steps: int, pipeline: Mapping[str, Any], micro_batches: int,
          parameters: int, link_bytes_s: float) -> StepWork:
-    """What `benchmarks.estimates` compares, as a job measured it; parameters of 4 bytes."""
+    """Return the input of `benchmarks.estimates`, as a job measured it; parameters of 4 bytes."""
     ranks, counted = totals(spent), steps * len(spent)
     own_s = [(rank["compute"] + rank["update"]) / counted for rank in ranks]
     cuts = len(pipeline["blocks"]) - 1
@@ -116,7 +116,7 @@ def work(spent: Sequence[Sequence[Spent]], steps: int, pipeline: Mapping[str, An
 
 def reached(found: Mapping[str, Mapping[str, Any]], peer: str, each: Sequence[Mapping[str, Any]],
             quota: float) -> list[str]:
-    """What was to reach, and whether it was, in words; ``quota``: of a core, for each rank."""
+    """Compare the result with the target; ``quota``: of a core, for each rank."""
     said = []
     ratio = found.get(peer, {}).get("ours_to_it")
     if ratio is not None:

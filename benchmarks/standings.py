@@ -1,4 +1,4 @@
-"""What is made of the times and results of `benchmarks step`: ratios within rounds, and who does something else.
+"""Evaluation of `benchmarks step`: ratios within rounds, and contenders with other results.
 
 Owns what a ratio is and whom a contender is compared with. Pure: measures and prints nothing.
 """
@@ -42,12 +42,12 @@ def summarise(times: Times, contenders: Sequence[Contender], ranks: int) -> dict
 
 
 def base(times: Times) -> str | None:
-    """The contender that others are compared with as hvdtrain; None where it takes no part."""
+    """Return the contender that others are compared with as hvdtrain; None where it takes no part."""
     return next((name for name in BASES if name in times), None)
 
 
 def best_peer(times: Times, own: Contender, contenders: Sequence[Contender], ranks: int) -> str | None:
-    """The peer with the smallest median among those of the same compression and ranks, compiled and cut as it is."""
+    """Return the peer with the smallest median of those with equal compression, ranks, compilation and partition."""
     alike = [c.name for c in contenders if c.name in times and c.peer and c.compression == own.compression != ""
              and c.compiled == own.compiled and c.cuts == own.cuts and c.ranks(ranks) == own.ranks(ranks)]
     return min(alike, key=lambda name: median(times[name]), default=None)
@@ -60,24 +60,24 @@ def ratio(times: Times, name: str, other: str | None) -> float | None:
 
 
 def ratios(times: Times, name: str, other: str | None) -> list[float]:
-    """The ratio of two contenders' times in each round; [] without the other."""
+    """Return the ratio of two contenders' times in each round; [] without the other."""
     return [] if other is None or other not in times else [a / b for a, b in zip(times[name], times[other])]
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float] | None:
-    """The first and third quartile; None of nothing."""
+    """Return the first and third quartile; None of nothing."""
     return (spread(samples)["p25"], spread(samples)["p75"]) if samples else None
 
 
 def rows(found: Mapping[str, Mapping[str, Any]], about: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The table's rows, under `HEADERS`."""
+    """Return the table's rows, under `HEADERS`."""
     return [(name, about[name]["wire"], f"{s['median_ms']:.2f}", between(s["quartiles_ms"], 2),
              shown(s["to_hvdtrain"]), shown(s["to_best_peer"]), between(s["to_best_peer_quartiles"]),
              s["best_peer"] or "-") for name, s in found.items()]
 
 
 def shown(value: float | None, digits: int = 3) -> str:
-    """A number with so many decimals; "-" for None."""
+    """Return a number with so many decimals; "-" for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

@@ -79,7 +79,7 @@ def chosen(framework: str, ranks: int, with_peers: bool, explicit: str) -> list[
 
 
 def command(args: argparse.Namespace, plan: Plan, contender: Contender, scratch: str) -> list[str]:
-    """The whole command line of one contender's job. Pure."""
+    """Return the whole command line of one contender's job. Pure."""
     words = [*plan.launch[contender.name], *race.worker(args, plan, contender.name, scratch)]
     return [*words, "--check" if args.check else "--links"]
 

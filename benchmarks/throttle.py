@@ -34,7 +34,7 @@ REMOVE_S = 2.0
 
 @dataclass(frozen=True)
 class Home:
-    """Where groups can be made. ``parent``: the folder of the new groups; ``own``: of the group we are in."""
+    """Place for new control groups. ``parent``: the folder of the new groups; ``own``: of the group we are in."""
 
     version: int
     parent: Path
@@ -98,7 +98,7 @@ class Throttle:
             warnings.warn(f"the control group {path} could not be removed", stacklevel=2)
 
     def _make(self, at: int) -> None:
-        """A group with a lock on its folder, by which `sweep` sees that its owner lives."""
+        """Return a group with a lock on its folder, by which `sweep` sees that its owner lives."""
         assert self._home is not None
         path = self._home.parent / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}-{at}"
         path.mkdir()
@@ -182,7 +182,7 @@ def sweep(home: Home) -> list[Path]:
 
 
 def _home() -> Home:
-    """Where groups can be made here; `UserError` where they cannot."""
+    """Find the place for new control groups; `UserError` without one."""
     try:
         texts = [Path("/proc/self", name).read_text() for name in ("mountinfo", "cgroup")]
     except OSError:
@@ -217,7 +217,7 @@ def _write(path: Path, version: int, limit: tuple[int, int] | None) -> None:
 
 
 def _removed(path: Path, back: Path) -> bool:
-    """Whether a group is gone, its processes moved to ``back``; one that is forking is tried again."""
+    """Return whether a group is gone, its processes moved to ``back``; one that is forking is tried again."""
     ends_at = time.monotonic() + REMOVE_S
     while True:
         for pid in _members(path):
@@ -242,11 +242,11 @@ def _members(path: Path) -> list[str]:
 
 
 def _under(point: Path, root: str, path: str) -> Path:
-    """The folder of group ``path`` where the hierarchy's ``root`` is mounted at ``point``; else the mount itself."""
+    """Return the folder of group ``path`` below ``root``, which is mounted at ``point``; else the mount itself."""
     inner = path.lstrip("/") if root == "/" else path[len(root):].lstrip("/") if path.startswith(root) else ""
     return point if inner.startswith("..") else point / inner
 
 
 def _unescaped(field: str) -> str:
-    """A path as the kernel lists it, with its octal escapes undone."""
+    """Return a path as the kernel lists it, with its octal escapes undone."""
     return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), field)

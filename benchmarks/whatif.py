@@ -69,7 +69,7 @@ def _parser() -> options.Parser:
 
 
 def _plan(args: argparse.Namespace, course: Course, gone: int) -> Plan:
-    """How the whole job is run; `UserError` where its batch or its ranks cannot be divided."""
+    """Return the settings of the whole job; `UserError` where its batch or its ranks cannot be divided."""
     ranks = len(course.speeds)
     if gone >= ranks:
         raise UserError(f"--without is {gone}", f"a rank from 0 to {ranks - 1}", "correct --without")
@@ -86,7 +86,7 @@ def _contender(args: argparse.Namespace) -> str:
 
 
 def commands(args: argparse.Namespace, plan: Plan, course: Course, gone: int, scratch: str) -> dict[str, list[str]]:
-    """The command line of each of the two jobs. Pure."""
+    """Return the command line of each of the two jobs. Pure."""
     ranks, contender = len(course.speeds), _contender(args)
     left = [rank for rank in range(ranks) if rank != gone]
     paths = course.groups.paths if course.groups else []
@@ -123,7 +123,7 @@ def _measure(args: argparse.Namespace, plan: Plan, course: Course, gone: int, sc
 
 
 def _round(args: argparse.Namespace, found: Race, gone: int, number: int) -> dict[str, float]:
-    """One turn of each job, and the forecast of the whole one; milliseconds a step."""
+    """Run one turn of each job; return it with the forecast of the whole one, in milliseconds a step."""
     ms: dict[str, float] = {}
     reckoned: dict[str, Any] = {}
     for name in race.rotated([WHOLE, LESS], number):

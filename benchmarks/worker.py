@@ -1,4 +1,4 @@
-"""One rank of one contender of `benchmarks step` or `mixed`: builds its training job, then steps when told to.
+"""A rank of a contender of `benchmarks step` or `mixed`: build the training job, then step on request.
 
 Owns the conversation with the parent. Rank 0 reads lines from its standard input ("go STEPS", "go STEPS UNTIMED",
 "whatif", "quit") and answers with lines of JSON behind `MARK`; the other ranks hear of it through the control plane,
@@ -114,7 +114,7 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
 
 
 def _setup(args: argparse.Namespace, control: Any) -> Setup:
-    """The same data on every rank, and this rank's batches of it."""
+    """Return the same data on every rank, and this rank's batches of it."""
     workload = WORKLOADS[args.workload]
     arrays = workload.arrays(BATCHES * args.batch * control.size, args.seed)
     return Setup(workload, args.framework, args.batch, args.seed, args.threads, control, arrays,
@@ -128,7 +128,7 @@ def _cut(args: argparse.Namespace) -> Cut:
 
 
 def _order() -> tuple[int, int | None] | None:
-    """(steps to take next, untimed ones before them) from the parent; None: end, also where nobody asks any more.
+    """Read (next steps, untimed ones before them) from the parent; None: end, also where nobody asks any more.
 
     No steps: it asks what a step would take without each of the ranks.
     """
@@ -179,7 +179,7 @@ def _marks(prepared: Prepared, control: Any) -> dict[str, float]:
 
 
 def _link(control: Any) -> dict[str, Any] | None:
-    """The slowest link between the hosts of the job, over its MPI; None on one host or without MPI. Collective."""
+    """Return the slowest link between the job's hosts, over its MPI; None on one host or without MPI. Collective."""
     from hvdtrain.cluster import boot, links
     from hvdtrain.cluster.links import slowest_link
     from hvdtrain.cluster.topology import survey
@@ -193,7 +193,7 @@ def _link(control: Any) -> dict[str, Any] | None:
 
 
 def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
-    """What the records say about a job; collective."""
+    """Return the facts about a job for the records; collective."""
     from hvdtrain.cluster.topology import survey
     from hvdtrain.commands.bench.record import mpi_library, settings
 
@@ -205,12 +205,12 @@ def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
 
 
 def _notes(prepared: Prepared, control: Any) -> list[str]:
-    """What boot set for this job, whose it ever is, then what the contender itself has to say."""
+    """Return the notes of boot, then those of the contender."""
     return list(dict.fromkeys([*getattr(control, "notes", ()), *prepared.notes]))
 
 
 def _outcome(prepared: Prepared, control: Any, before: list[np.ndarray]) -> dict[str, Any]:
-    """Where the steps led: global loss, length of the way the parameters went, and whether ranks are equal (None where
+    """Return the result of the steps: global loss, length of the parameters' way, whether ranks are equal (None where
     each has a part of the model)."""
     after = prepared.params()
     way = sum(float(np.sum((a.astype(np.float64) - b) ** 2)) for a, b in zip(after, before))

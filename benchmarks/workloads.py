@@ -1,4 +1,4 @@
-"""What `benchmarks step` trains: model, batch of a rank, made-up data, and one optimizer for all contenders.
+"""Workloads of `benchmarks step`: model, batch of a rank, made-up data, and one optimizer for all contenders.
 
 Owns sizes and data only: numpy arrays and names of model files. Knows no framework.
 """
@@ -21,7 +21,7 @@ FILES = {"torch": "torch_models", "tensorflow": "tf_models"}
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with its batch.
+    """A model with its batch.
 
     ``batch``: samples of a rank and step. ``shape``: of one sample. ``vocab`` 0: x float32 and one class a sample;
     above 0: x and y are tokens.
@@ -37,7 +37,7 @@ class Workload:
     args: dict[str, Any] = field(default_factory=dict)
 
     def model(self, framework: str) -> str:
-        """The model as ``module:callable``."""
+        """Return the model as ``module:callable``."""
         return f"{FILES[framework]}.{self.file}:build"
 
     def arrays(self, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ class Workload:
 
 
 def part(arrays: tuple[np.ndarray, ...], batch: int, rank: int, size: int) -> list[tuple[np.ndarray, ...]]:
-    """This rank's batches of ``arrays``: of each global batch of ``batch * size`` samples the rank's own cut."""
+    """Return this rank's batches of ``arrays``: of each global batch of ``batch * size`` samples the rank's own cut."""
     starts = range(0, len(arrays[0]), batch * size)
     return [tuple(np.ascontiguousarray(a[s + rank * batch:s + (rank + 1) * batch]) for a in arrays) for s in starts]
 

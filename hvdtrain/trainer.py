@@ -129,7 +129,7 @@ class Trainer:
             run = self._assembled(model, data, callbacks, class_weight)
             if run.state.requeue:
                 _continue(run)
-            with report_page.told(run):
+            with report_page.page_at_end(run):
                 self._fit(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
         pulse.at("the script, after fit")
@@ -227,7 +227,6 @@ class Trainer:
 
 
 def _continue(run: Run) -> None:
-    """Let the next fit train from where the last one stopped for a requeue."""
     state = run.state
     state.requeue, state.interrupted, state.save_due, state.wishes.save = False, False, False, False
     state.stop, state.wishes.stop = "", ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.chaos import look
 from benchmarks.chaos.job import Job
 from benchmarks.chaos.look import Eye, Rank
-from benchmarks.chaos.plan import Fault, SAVE, START, STEP
+from benchmarks.chaos.plan import SAVE, START, STEP, Fault
 
 LOOK_S, STEP_LOOK_S = 0.1, 0.002
 """How often processes are looked for, and the step of an attempt that is known: steps may take a few milliseconds."""
@@ -78,7 +78,7 @@ class Aim:
         return None
 
     def end(self, out: Path, gone_on: Callable[[float], None]) -> bool:
-        """Whether the run came to its end; False where its supervisor ended before or it hangs."""
+        """Return whether the run came to its end; False where its supervisor ended before or it hangs."""
         self.trouble, self._moved_at = "", time.monotonic()
         while self._lives(out):
             self._look(gone_on)
@@ -86,7 +86,7 @@ class Aim:
         return look.completed(out) is not None
 
     def _lives(self, out: Path) -> bool:
-        """Whether there is a job to be looked at: not complete, its supervisor there, something moving."""
+        """Return whether there is a job to be looked at: not complete, its supervisor there, something moving."""
         if look.completed(out) is not None or self._job.status() is not None:
             return False
         if time.monotonic() - self._moved_at > self._hang_s:
@@ -96,7 +96,7 @@ class Aim:
         return True
 
     def _look(self, gone_on: Callable[[float], None]) -> Attempt | None:
-        """The attempt of now, its step noted; None where no new rank lives."""
+        """Return the attempt of now, its step noted; None where no new rank lives."""
         now = time.monotonic()
         if self._now is None or not self._now.gained or not all(map(look.alive, self._now.ranks)):
             if now - self._looked_at > LOOK_S:

@@ -29,12 +29,12 @@ FULL_S = 20.0
 
 
 class Lost(Exception):
-    """What no restart brought back; the message says what."""
+    """A fault from which no restart recovered; the message names it."""
 
 
 @dataclass
 class Outcome:
-    """What came of one fault: whether it ``hit``, the moment it fell in, and the way back.
+    """Outcome of a fault: whether it ``hit``, the moment it fell in, and the way back.
 
     ``seconds``: from the harm to the next finished step, None where another fault came first or it was not measured.
     ``steps_lost``: computed again. ``missed``: tries that found no live rank. ``step``: finished when it fell.
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass
 class Leg:
-    """One training from its start to its completion record."""
+    """A training from its start to its completion record."""
 
     out: Path
     record: dict[str, Any]
@@ -128,7 +128,7 @@ class Campaign:
                 self._pending.append(pending)
 
     def _wait(self, fault: Fault) -> Attempt | None:
-        """The attempt at the fault's moment; None where there is none any more. What has gone on is noted."""
+        """Return the attempt at the fault's moment; None where there is none any more. What has gone on is noted."""
         attempt = self._aim.wait(fault, self.job.out, self._gone_on)
         if attempt is None and self._aim.trouble:
             raise Lost(self._aim.trouble + self._last_words())

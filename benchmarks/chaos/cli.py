@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from benchmarks.chaos import cuts, judge, look
 from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.job import Job
@@ -125,7 +124,7 @@ def _checkpoint_bytes(out: Path) -> int:
 
 
 def _hosts(args: argparse.Namespace) -> tuple[str, int]:
-    """(this host's name in the list, most ranks). `UserError` for other hosts, whose ranks cannot be seen from here."""
+    """Return (this host's name in the list, most ranks). `UserError` for other hosts, whose ranks cannot be seen."""
     hosts = hosts_of(args.hosts, [])
     if len(hosts) > 1:
         raise UserError(f"-H names {len(hosts)} hosts", "one, this one: chaos finds ranks by their processes",
@@ -138,7 +137,7 @@ def _hosts(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def _work(out: str) -> Path:
-    """A new directory for everything; `UserError` where ``out`` is there and not empty."""
+    """Return a new directory for everything; `UserError` where ``out`` is there and not empty."""
     if not out:
         return Path(tempfile.mkdtemp(prefix="hvdtrain-chaos-"))
     path = Path(os.path.abspath(out))

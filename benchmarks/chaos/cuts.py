@@ -157,7 +157,7 @@ class TwoHosts(Job):
 
 
 class Link:
-    """One host's end of the cable, held by its network so that it can be mended when nobody lives there any more."""
+    """End of the cable at a host, held by its network so that it can be mended when nobody lives there any more."""
 
     def __init__(self, network: int) -> None:
         """Take over ``network``, an open descriptor; `ValueError` for this process' own network."""

@@ -49,7 +49,7 @@ def kill_process(pid: int, victims: Sequence[Rank]) -> bool:
 
 
 def gone(victims: Sequence[Rank]) -> bool:
-    """Whether all have ended within `GONE_WITHIN_S`."""
+    """Return whether all have ended within `GONE_WITHIN_S`."""
     ends = time.monotonic() + GONE_WITHIN_S
     while any(map(look.alive, victims)):
         if time.monotonic() > ends:

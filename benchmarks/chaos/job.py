@@ -46,7 +46,7 @@ class Job:
         os.replace(temp, self._hosts)
 
     def listed(self, ranks: int) -> str:
-        """The host file for so many ranks."""
+        """Return the host file for so many ranks."""
         return f"{self._host} slots={ranks}\n"
 
     def start(self, ranks: int, shares: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ class Job:
         return self._child.process.pid
 
     def status(self) -> int | None:
-        """How the supervisor ended; None while it runs, and 0 where none was started."""
+        """Return the supervisor's exit status; None while it runs, and 0 where none was started."""
         return 0 if self._child is None else self._child.process.poll()
 
     def ranks(self) -> list[Rank]:
@@ -76,7 +76,7 @@ class Job:
         return look.ranks(self.mark) if self.mark else []
 
     def left(self) -> list[int]:
-        """Processes of a job whose supervisor has ended."""
+        """Return processes of a job whose supervisor has ended."""
         return processes(self.mark) if self.mark else []
 
     def end(self) -> None:
@@ -89,7 +89,7 @@ class Job:
     # --- what it said ------------------------------------------------------------------------------------------------
 
     def said(self, since: int = 0) -> bytes:
-        """What was said after the first ``since`` bytes."""
+        """Return the output after the first ``since`` bytes."""
         try:
             with self.log.open("rb") as log:
                 log.seek(since)
@@ -98,14 +98,14 @@ class Job:
             return b""
 
     def said_bytes(self) -> int:
-        """How much has been said."""
+        """Return the size of the output so far."""
         try:
             return self.log.stat().st_size
         except OSError:
             return 0
 
     def resumed(self, since: int) -> int | None:
-        """The step that the last attempt said it resumed at, after ``since``, 0 if anew; None where it said neither."""
+        """Return the step that the last attempt resumed at, by its output after ``since``; 0: anew, None: unknown."""
         found = _RESUMED.findall(self.said(since))
         return int(found[-1] or 0) if found else None
 

@@ -19,7 +19,7 @@ MOMENTS = {START: "while it starts", SAVE: "in a save", STEP: "between"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One question and its answer: ``good`` or not, and in ``words`` what was found."""
+    """A check and its result: ``good`` or not, and ``words`` about it."""
 
     good: bool
     words: str
@@ -77,7 +77,7 @@ def same_weights(legs: Sequence[Leg], reference: comparison.Weights, load: Calla
 
 
 def _samples(leg: Leg, reference: Mapping[str, Any]) -> Finding:
-    """Whether the ledger of the run says that each sample came once, as in the undisturbed run."""
+    """Return whether the ledger of the run says that each sample came once, as in the undisturbed run."""
     name, got, want = leg.out.name, leg.record.get("ledger") or {}, reference.get("ledger") or {}
     if not got:
         return Finding(False, f"{name}: no ledger of its samples")
@@ -93,7 +93,7 @@ def _samples(leg: Leg, reference: Mapping[str, Any]) -> Finding:
 
 
 def _saves(leg: Leg) -> Finding:
-    """Whether every checkpoint is whole but those whose bits were changed, and those were refused."""
+    """Return whether every checkpoint is whole but those whose bits were changed, and those were refused."""
     torn = leg.refused - leg.flipped
     unseen = leg.flipped - leg.refused
     whole = 0

@@ -1,4 +1,4 @@
-"""Where a job stands, seen from outside: its ranks' processes, what they note for their supervisor, its checkpoints.
+"""State of a job, seen from outside: its ranks' processes, what they note for their supervisor, its checkpoints.
 
 Asks nobody: what is killed at any moment cannot answer. Linux's /proc only.
 """
@@ -36,14 +36,14 @@ class Rank:
 
 
 def ranks(mark: str) -> list[Rank]:
-    """The living processes of the job ``mark`` that are ranks of a training, by rank; not what they started."""
+    """Return the living processes of the job ``mark`` that are ranks of a training, by rank; not what they started."""
     found = [rank for rank in map(_rank, processes(mark)) if rank is not None]
     own = {rank.pid for rank in found}
     return sorted((rank for rank in found if rank.parent not in own), key=lambda rank: (rank.rank, rank.pid))
 
 
 def alive(rank: Rank) -> bool:
-    """Whether it is there and no zombie."""
+    """Return whether it is there and no zombie."""
     facts = _stat(rank.pid)
     return facts is not None and facts[2] == rank.born and facts[0] not in "ZX"
 
@@ -60,7 +60,7 @@ class Eye:
 
 
 def newest(out: Path) -> int:
-    """The highest step of a checkpoint that has its name; -1 without one."""
+    """Return the highest step of a checkpoint that has its name; -1 without one."""
     with contextlib.suppress(OSError):
         names = os.listdir(RunDirectory(out).checkpoints)
         return max((int(m[1]) for m in map(_STEP.fullmatch, names) if m), default=-1)
@@ -68,7 +68,7 @@ def newest(out: Path) -> int:
 
 
 def saving(out: Path) -> bool:
-    """Whether a checkpoint is being written: its temporary directory is there."""
+    """Return whether a checkpoint is being written: its temporary directory is there."""
     with contextlib.suppress(OSError):
         return any(name.startswith(_TEMP) for name in os.listdir(RunDirectory(out).checkpoints))
     return False

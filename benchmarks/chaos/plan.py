@@ -1,4 +1,4 @@
-"""Which faults, at which moment, on whom: drawn from a seed. Pure.
+"""Plan of faults, moments and targets, drawn from a seed. Pure.
 
 Half of the kills fall into saves and into starts, where a job holds least still. No more than `MOST_STARTS` faults in a
 row fall into starts, since a supervisor rightly ends a run that is lost again and again without a step in between.
@@ -25,7 +25,7 @@ TO_OTHERS = 0.1
 
 @dataclass(frozen=True)
 class Amounts:
-    """How many faults of each kind."""
+    """Return the number of faults of each kind."""
 
     kills: int = 0
     freezes: int = 0
@@ -40,7 +40,7 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of ``kind``, at ``moment``, on ``target``.
+    """A fault of ``kind``, at ``moment``, on ``target``.
 
     ``pick``, ``when`` in [0, 1): which rank or bit, and how far into the moment. ``ranks``, ``shares``: of the attempts
     that come after it.

@@ -39,7 +39,7 @@ def disk(runs: Path, wanted: bool, n_bytes: int) -> Iterator[Disk]:
 
 
 def _mounted(runs: Path, n_bytes: int) -> bool:
-    """Whether a tmpfs is there now; for root alone, where namespaces are allowed."""
+    """Return whether a tmpfs is there now; for root alone, where namespaces are allowed."""
     if os.geteuid() != 0 or not shutil.which("mount"):
         return False
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS) != 0:

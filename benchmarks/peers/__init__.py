@@ -30,7 +30,7 @@ bounds of its own.
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model is cut over a job's ranks, where it is.
+    """Partition of a model over a job's ranks.
 
     ``names``: the blocks that the second and further chunks begin with, and ``places``: the rank at each place of the
     pipeline; empty where the contender is to find them.
@@ -45,7 +45,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every contender is given: the same on all ranks but for the place of the rank and its ``batches``."""
+    """Arguments of every contender: the same on all ranks but for the place of the rank and its ``batches``."""
 
     workload: Workload
     framework: str
@@ -110,7 +110,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contender:
-    """One entry of the registry.
+    """An entry of the registry.
 
     ``file``: in this folder; ``options``: keyword arguments of its ``prepare``. ``needs``: module that must be
     installed. ``alone``: runs as one process, whatever the number of ranks. ``peer``: not ours. ``env``: what its job
@@ -138,21 +138,21 @@ class Contender:
 
     @property
     def exact(self) -> bool:
-        """Whether it sums gradients as they are, so that all such contenders take the same steps."""
+        """Return whether it sums gradients as they are, so that all such contenders take the same steps."""
         return self.compression == "none"
 
     @property
     def compiled(self) -> bool:
-        """Whether it is compiled, or tries to be: it is compared with peers that are."""
+        """Return whether it is compiled, or tries to be: it is compared with peers that are."""
         return bool(self.options.get("compiled") or self.options.get("compile"))
 
     @property
     def cuts(self) -> bool:
-        """Whether its ranks are one copy of the model, each with a part of it."""
+        """Return whether its ranks are one copy of the model, each with a part of it."""
         return bool(self.options.get("pipeline")) or self.file == "pipelining"
 
     def ranks(self, asked: int) -> int:
-        """Processes of its job where ``asked`` are asked for."""
+        """Return processes of its job where ``asked`` are asked for."""
         return 1 if self.alone else asked
 
     def lacks(self, framework: str) -> str:
@@ -207,7 +207,7 @@ def peers(framework: str) -> list[str]:
 
 
 def contender(name: str, framework: str) -> Contender:
-    """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE][/KIND]``, KIND whole, zero1,
+    """Return contender ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE][/KIND]``, KIND whole, zero1,
     zero2, compiled, remat1, remat2 or pipeline; `UserError` for any other."""
     ours = _OURS.fullmatch(name)
     if ours:
@@ -237,7 +237,7 @@ def contender(name: str, framework: str) -> Contender:
 
 
 def _choices(key: str) -> tuple[str, ...]:
-    """What the configuration allows for ``key``."""
+    """Return the values that the configuration allows for ``key``."""
     from hvdtrain.config import Config
 
     if key == "compression":

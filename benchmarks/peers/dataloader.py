@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.input_rank import Decodes, Epoch, files_of, SEED
+from benchmarks.input_rank import SEED, Decodes, Epoch, files_of
 
 
 def read(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, Epoch]:

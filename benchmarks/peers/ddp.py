@@ -12,7 +12,7 @@ FIRST_STEP = 2
 
 
 def prepare(setup: Setup, hook: str = "none", compiled: bool = False) -> Prepared:
-    """``hook``: none, fp16 or powersgd. ``compiled``: by torch.compile, as its documentation shows it."""
+    """Use DDP. ``hook``: none, fp16 or powersgd. ``compiled``: by torch.compile, as its documentation shows it."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 

@@ -23,7 +23,7 @@ def apis() -> tuple[Any, Any]:
 
 
 def cases() -> dict[str, Case]:
-    """What is called, by the name that a table shows: each takes one of the `apis` and returns its result."""
+    """Return the calls by the name that a table shows: each takes one of the `apis` and returns its result."""
     import tensorflow as tf
 
     x, large, rows = tf.ones([1000]), tf.ones([1 << 20]), tf.ones([8 * 3 * 5, 10])
@@ -44,7 +44,7 @@ def cases() -> dict[str, Case]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two results are equal."""
+    """Return whether two results are equal."""
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return np.array_equal(one.numpy(), other.numpy())

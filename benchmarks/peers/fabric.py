@@ -9,7 +9,7 @@ from benchmarks.peers import torch_common as common
 
 
 def prepare(setup: Setup) -> Prepared:
-    """The ranks are there already, so Fabric is told its environment and launches nothing."""
+    """Return the ranks are there already, so Fabric is told its environment and launches nothing."""
     import torch
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import LightningEnvironment

@@ -12,7 +12,7 @@ from benchmarks.peers import tensorflow_common as common
 
 
 def prepare(setup: Setup) -> Prepared:
-    """The tape averages the gradients over ranks; rank 0's variables go to all."""
+    """Return the tape averages the gradients over ranks; rank 0's variables go to all."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 

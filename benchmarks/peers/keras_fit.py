@@ -48,7 +48,7 @@ def prepare(setup: Setup, check_every: int = 200) -> Prepared:
 
 
 def _pace(keras: Any) -> Any:
-    """A callback that lets ``fit`` take a batch for each call of ``step``."""
+    """Return a callback that lets ``fit`` take a batch for each call of ``step``."""
     class Pace(keras.callbacks.Callback):
         def __init__(self) -> None:
             super().__init__()

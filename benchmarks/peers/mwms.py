@@ -16,7 +16,7 @@ PATIENCE_MS = int(IDLE_S * 1000)
 
 
 def prepare(setup: Setup) -> Prepared:
-    """One worker a rank; Keras' optimizer sums the replicas' gradients, so each loss is divided by their number."""
+    """Make a worker a rank; Keras' optimizer sums the replicas' gradients, so each loss is divided by their number."""
     import tensorflow as tf
 
     control = setup.control

@@ -81,32 +81,32 @@ class _Marks:
             run.dp.put = stamped  # type: ignore[method-assign]
 
     def begin(self) -> None:
-        """A step begins."""
+        """Return a step begins."""
         self._now, self._before = {}, dict(self._phases.seconds)
         self._begin = time.perf_counter()
 
     def end(self) -> None:
-        """The step is over."""
+        """Return the step is over."""
         for phase in ("compute", "update"):
             self._now[f"{phase}_s"] = self._phases.seconds[phase] - self._before[phase]
         self._steps.append(self._now)
 
     def taken(self) -> dict[str, list[float]]:
-        """The marks of all steps since this was last asked, each that every one of them has."""
+        """Return the marks of all steps since this was last asked, each that every one of them has."""
         steps, self._steps = self._steps, []
         keys = set.intersection(*map(set, steps)) if steps else set()
         return {key: [step[key] for step in steps] for key in sorted(keys)}
 
 
 def _pipeline(setup: Setup) -> PipelineConfig:
-    """The section that cuts the model over all ranks of the job."""
+    """Return the section that cuts the model over all ranks of the job."""
     cut = setup.cut
     return PipelineConfig(setup.control.size, cut.order, micro_batches=cut.micro_batches,  # type: ignore[arg-type]
                     chunks=max(2, cut.chunks), cut=list(cut.names))
 
 
 def _layout(run: Run) -> dict[str, Any]:
-    """How the model was cut, and what that was predicted to give: seconds of a step's forwards and backwards."""
+    """Return the partition and its prediction: seconds of a step's forwards and backwards."""
     layout = cast(Planned, run.parts.layout)
     parts, step = layout.chunks(), layout.plans[layout.mesh.copy].step
     return {"cut": [layout.names[blocks[0]] for blocks in parts[1:]], "places": list(layout.mesh.ranks),
@@ -115,14 +115,14 @@ def _layout(run: Run) -> dict[str, Any]:
 
 
 def _spent(run: Run) -> dict[str, float]:
-    """This rank's seconds by phase and in steps, of its waits those for other stages, and bytes of cargo sent."""
+    """Return this rank's seconds by phase and in steps, its waits for other stages, and bytes of cargo sent."""
     totals = run.timeline.totals
     return {**totals.seconds, "step": totals.step_s, "idle": getattr(run.schedule, "idle_s", 0.0),
             "sent": getattr(run.schedule, "sent_bytes", 0)}
 
 
 def _whatif(run: Run) -> dict[str, Any]:
-    """What the run reckons of a step without each of its ranks; {} where it cannot. Collective."""
+    """Return the run's estimate of a step without each of its ranks; {} where it cannot. Collective."""
     from hvdtrain.engine.callbacks.whatif import WhatIf
 
     found = next((c.look(run, measures=True) for c in run.callbacks if isinstance(c, WhatIf)), None)
@@ -130,7 +130,7 @@ def _whatif(run: Run) -> dict[str, Any]:
 
 
 def _fetched(run: Run, setup: Setup) -> Iterator[Any]:
-    """The batches of one epoch, over and over, fetched beforehand as every peer's are."""
+    """Return the batches of one epoch, over and over, fetched beforehand as every peer's are."""
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as fetched:
         batches = list(fetched)
     assert len(batches) == len(setup.batches), "the feed cut another number of batches"
@@ -147,7 +147,7 @@ def _live(run: Run) -> Iterator[Any]:
 
 
 def _config(setup: Setup, wire: str, compression: str, balance: str, adam: str, compile: str, remat: str) -> Any:
-    """The run's configuration: what all contenders share, nothing else changed from its default."""
+    """Return the run's configuration: what all contenders share, nothing else changed from its default."""
     from hvdtrain.config import CheckpointConfig, Config, DataConfig, DataParallelConfig, Named
 
     optimizer = Named("Adam") if adam else Named("SGD", {"momentum": MOMENTUM})
@@ -166,7 +166,7 @@ def _config(setup: Setup, wire: str, compression: str, balance: str, adam: str, 
 
 
 def exchange(settings: Sequence[str], powersgd_rank: int) -> ExchangeConfig:
-    """The section of ``--exchange`` words; the rank of powersgd is told apart, since DDP hears of it too."""
+    """Return the section of ``--exchange`` words; the rank of powersgd is told apart, since DDP hears of it too."""
     for text in settings:
         if text.partition("=")[0] == "powersgd_rank":
             raise UserError(f"--exchange is {text!r}", "--powersgd_rank, of which DDP hears too", "use that")
@@ -174,7 +174,7 @@ def exchange(settings: Sequence[str], powersgd_rank: int) -> ExchangeConfig:
 
 
 def section(kind: Any, option: str, settings: Sequence[str]) -> Any:
-    """A section ``kind`` of the configuration from ``KEY=VALUE`` words, values as YAML reads them.
+    """Return a section ``kind`` of the configuration from ``KEY=VALUE`` words, values as YAML reads them.
 
     The last word for a key counts. `UserError` for a bad word; whether the values are possible is `Config.check`'s to
     say.
@@ -198,13 +198,13 @@ def section(kind: Any, option: str, settings: Sequence[str]) -> Any:
 
 
 def _params(run: Run) -> list[Any]:
-    """Copies of the trainable parameters, in the step's own order."""
+    """Return copies of the trainable parameters, in the step's own order."""
     groups, _ = run.parts.state.state()
     return [groups["model"][spec.name].copy() for spec in run.parts.params.specs]
 
 
 def _sync(run: Run) -> Callable[[], None]:
-    """How to wait for the device; on a CPU a step has ended when it returns."""
+    """Return the function that waits for the device; on a CPU a step has ended when it returns."""
     if not run.parts.stage.asynchronous:
         return lambda: None
     if run.spec.framework == "torch":

@@ -16,7 +16,7 @@ from hvdtrain.config import FOR_EACH
 
 
 def prepare(setup: Setup) -> Prepared:
-    """A job whose ranks are the stages of one copy of the model, in the order that it is told."""
+    """Return a job whose ranks are the stages of one copy of the model, in the order that it is told."""
     import torch
 
     cut, size = setup.cut, setup.control.size
@@ -48,7 +48,7 @@ def prepare(setup: Setup) -> Prepared:
 
 
 def even(names: list[str], parts: int) -> tuple[str, ...]:
-    """The blocks that all parts but the first begin with, about as many in each. Pure."""
+    """Return the blocks that all parts but the first begin with, about as many in each. Pure."""
     return tuple(names[len(names) * k // parts] for k in range(1, parts))
 
 
@@ -63,7 +63,7 @@ def chunks(blocks: list[tuple[str, Any]], starts: tuple[str, ...]) -> list[list[
 
 
 def _module(chunk: list[tuple[str, Any]]) -> Any:
-    """The blocks one after the other, what goes in and out of them contiguous, which its messages have to be.
+    """Return the blocks one after the other, what goes in and out of them contiguous, which its messages have to be.
 
     An image model with channels last otherwise ends it: "input tensor has to be contiguous".
     """
@@ -87,7 +87,7 @@ def _module(chunk: list[tuple[str, Any]]) -> Any:
 
 
 def _schedule(mine: list[Any], place: int, setup: Setup, device: Any, loss: Any) -> Any:
-    """The schedule of this rank over its chunks."""
+    """Return the schedule of this rank over its chunks."""
     from torch.distributed import pipelining
 
     cut, size = setup.cut, setup.control.size

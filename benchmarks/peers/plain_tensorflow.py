@@ -1,4 +1,4 @@
-"""One traced training step and nothing around it, on one process or each rank: what Keras' ``train_on_batch`` runs."""
+"""A traced training step and nothing around it, on one process or each rank: what Keras' ``train_on_batch`` runs."""
 
 from __future__ import annotations
 

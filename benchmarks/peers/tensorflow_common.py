@@ -1,4 +1,4 @@
-"""What the TensorFlow peers share: model, loss and optimizer from the seed, and the loop around a traced step."""
+"""Common parts of the TensorFlow peers: model, loss and optimizer from the seed, and the loop around a traced step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build(setup: Setup, prepare: Callable[[], None] = lambda: None) -> tuple[Any
 
 
 def prepared(setup: Setup, model: Any, train: Callable[..., Any], wire: str) -> Prepared:
-    """The loop around ``train(batch) -> loss``, a `tf.function`."""
+    """Return the loop around ``train(batch) -> loss``, a `tf.function`."""
     import tensorflow as tf
 
     last: list[Any] = [None]
@@ -51,5 +51,5 @@ def sync(model: Any) -> None:
 
 
 def arrays_of(model: Any) -> list[np.ndarray]:
-    """Copies of the trainable variables."""
+    """Return copies of the trainable variables."""
     return [np.array(v.numpy()) for v in model.trainable_variables]

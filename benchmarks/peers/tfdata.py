@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.input_rank import Decodes, Epoch, files_of, SEED
+from benchmarks.input_rank import SEED, Decodes, Epoch, files_of
 
 
 def read(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, Epoch]:

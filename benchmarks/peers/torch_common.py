@@ -1,4 +1,4 @@
-"""What the PyTorch peers share: model, loss, optimizer, batches, and the process group that DDP needs.
+"""Common parts of the PyTorch peers: model, loss, optimizer, batches, and the process group that DDP needs.
 
 Owns nothing that differs between them: gradients, hooks and wrappers are each peer's own.
 """
@@ -51,7 +51,7 @@ def loss_of(spec: Any) -> Callable[..., Any]:
 
 
 def optimizer(model: Any) -> Any:
-    """The one that all contenders use."""
+    """Return the one that all contenders use."""
     import torch
 
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
@@ -59,7 +59,7 @@ def optimizer(model: Any) -> Any:
 
 def prepared(setup: Setup, model: Any, loss: Callable[..., Any], device: Any, opt: Any, wire: str,
              backward: Callable[[Any], None] = lambda value: value.backward()) -> Prepared:
-    """The usual loop around ``model``: zero, forward, backward, update."""
+    """Return the usual loop around ``model``: zero, forward, backward, update."""
     import torch
 
     last: list[Any] = [None]
@@ -78,7 +78,7 @@ def prepared(setup: Setup, model: Any, loss: Callable[..., Any], device: Any, op
 
 
 def arrays_of(model: Any) -> list[np.ndarray]:
-    """Copies of the trainable parameters."""
+    """Return copies of the trainable parameters."""
     return [p.detach().cpu().numpy().copy() for p in model.parameters() if p.requires_grad]
 
 
@@ -124,7 +124,7 @@ def loopback() -> str:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """Return a TCP port that nobody listens on now."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])

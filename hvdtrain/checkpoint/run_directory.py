@@ -275,7 +275,6 @@ def _newest(root: Path, name: str) -> Path | None:
 
 
 def _numbered(root: Path, name: str) -> Path:
-    """Make ``root/stem-NNN`` with the next free number."""
     stem, taken = _taken(root, name)
     number = taken[-1] + 1 if taken else 1
     while True:

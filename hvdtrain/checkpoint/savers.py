@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.checkpoint import files
 from hvdtrain.cluster.machine.memory import host_room_bytes
 from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.errors import UserError
@@ -72,7 +72,6 @@ class BackgroundSaver:
 
 
 def _done(step: int, work: Callable[[], None]) -> Outcome:
-    """Call ``work`` and return its outcome."""
     begin, cpu = time.perf_counter(), time.thread_time()
     error = ""
     try:
@@ -163,15 +162,10 @@ def view(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> None:
     """Request no copy; implements `hvdtrain.core.protocols.run.Place`."""
 
 
-def fresh(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return new memory for every copy; implements `hvdtrain.core.protocols.run.Place`."""
-    return np.empty(shape, dtype)
-
-
 def often(settings: CheckpointConfig) -> str:
     """Describe when a run is saved, "" for never. Pure.
 
-    >>> often(Checkpoint(every_steps=100, at_end=False))
+    >>> often(CheckpointConfig(every_steps=100, at_end=False))
     'every 100 steps'
     """
     words = []
@@ -191,11 +185,9 @@ def most_bytes(one_bytes: int, keep: int) -> int:
 
 def free_bytes(out: Path) -> int | None:
     """Return the free bytes where a run is saved; None where unknown."""
-    try:
-        status = os.statvfs(out)
-    except OSError:
-        return None
-    return status.f_bavail * status.f_frsize
+    with contextlib.suppress(OSError):
+        return files.free_bytes(out)
+    return None
 
 
 def line(settings: CheckpointConfig, one_bytes: int, free: int | None) -> str:

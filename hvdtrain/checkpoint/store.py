@@ -55,7 +55,7 @@ class CheckpointStore:
             raise UserError(f"keep {keep!r}", "a whole number of at least 1", "set keep: 1")
         self.root = Path(os.path.abspath(root))
         self.keep = keep
-        self._said_newer = False
+        self._warned_newer = False
         self._inspected: dict[Path, tuple[tuple[int, int, int], Manifest]] = {}
 
     def path_of(self, step: int) -> Path:
@@ -96,29 +96,25 @@ class CheckpointStore:
     def begin(self) -> None:
         """Clean up after writers that died, before a checkpoint is written."""
         if self.root.is_dir():
-            self._settle()
+            self._clean_up()
 
     def saved(self, step: int, log: Log = silent) -> None:
         """Remove checkpoints before the one of ``step``, which was just written, down to ``keep``."""
         try:
             self._sweep()
             self._prune(step)
-            self._say_newer(step, log)
+            self._warn_newer(step, log)
         except (OSError, CheckpointError) as error:
             log(f"the checkpoint of step {step} is saved, but older ones could not be removed: {error}")
 
     def list(self) -> StoredList:
         """Return checkpoints with a good manifest, oldest step first; clocks and directory names do not count."""
-        found = (one for one in self._candidates() if not one.hidden and one.error is None)
+        found = (one for one in self.everything() if not one.hidden and one.error is None)
         return [StoredCheckpoint(one.step, one.path) for one in found][::-1]
 
     def names(self) -> StoredNames:
         """Return the names of all that is named like a checkpoint, whole or damaged, oldest step first."""
-        return [one.path.name for one in self._candidates()][::-1]
-
-    def everything(self) -> tuple[ListedCheckpoint, ...]:
-        """Return all that is named like a checkpoint, whole, damaged or moved aside, newest step first."""
-        return self._candidates()
+        return [one.path.name for one in self.everything()][::-1]
 
     def latest_whole(self, log: Log) -> tuple[Path, OpenCheckpoint] | None:
         """Verify and open the newest whole checkpoint, logging why newer ones are not used; None if there is none.
@@ -126,7 +122,7 @@ class CheckpointStore:
         Changes nothing on disk. The path is a hidden one where a crash fell between the two renames of a replaced step.
         CheckpointError only where ``root`` itself cannot be listed.
         """
-        for one in self._candidates():
+        for one in self.everything():
             try:
                 if one.error is not None:
                     raise one.error
@@ -135,7 +131,7 @@ class CheckpointStore:
                 log(f"checkpoint {one.path.name} is not used: {reason}")
         return None
 
-    def _candidates(self) -> tuple[ListedCheckpoint, ...]:
+    def everything(self) -> tuple[ListedCheckpoint, ...]:
         """List all named like checkpoints, newest step (the manifest's, else the name's) first."""
         try:
             names = os.listdir(self.root) if self.root.is_dir() else []
@@ -175,7 +171,7 @@ class CheckpointStore:
         found = files.leftovers(self.root) if self.root.is_dir() else []
         return tuple(left for left in found if left.kind == kind)
 
-    def _settle(self) -> None:
+    def _clean_up(self) -> None:
         """Clean up after dead writers: remove rubbish, restore the name of a checkpoint left aside."""
         for left in self._leftovers("tmp"):
             if files.writer_is_gone(left):
@@ -200,10 +196,10 @@ class CheckpointStore:
             self._inspected.pop(stored.path, None)
             files.discard(stored.path)
 
-    def _say_newer(self, saved_step: int, log: Log) -> None:
+    def _warn_newer(self, saved_step: int, log: Log) -> None:
         newest = max((stored.step for stored in self.list()), default=saved_step)
-        if newest > saved_step and not self._said_newer:
-            self._said_newer = True
+        if newest > saved_step and not self._warned_newer:
+            self._warned_newer = True
             log(
                 f"{self.root} already holds a checkpoint of step {newest}, later than step {saved_step} that "
                 "was just saved; resuming the latest would take it. Move it away if this run starts over"

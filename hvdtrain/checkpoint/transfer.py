@@ -84,7 +84,6 @@ def fetch(control: Control, kept: OpenCheckpoint | None, wants: Sequence[Want], 
 
 
 def _read(kept: OpenCheckpoint | None, row: Sequence[tuple[Want, int, int]], places: Sequence[np.ndarray]) -> None:
-    """Read a round from the files; rank 0's part."""
     for (want, low, _), place in zip(row, places if kept else ()):
         assert kept is not None
         kept.tensors[want.group].read(want.name, want.begin + low, place)
@@ -115,7 +114,7 @@ def send_shards(channel: Channel, note: dict[str, Any], shards: Sequence[Shard],
     """Send ``shards``, `in_order`, with a JSON-able ``note``; return when all of it has gone. `WaitTimeout`."""
     send_note(channel, {**note, "heads": [list(head(shard)) for shard in shards]}, to)
     for data in packed(shards):
-        _gone(channel.send(data, to, VALUES))
+        _wait_sent(channel.send(data, to, VALUES))
 
 
 def receive_shards(channel: Channel, source: int) -> tuple[dict[str, Any], list[Head], Iterator[np.ndarray]]:
@@ -140,7 +139,7 @@ def receive_note(channel: Channel, source: int) -> dict[str, Any]:
     return note
 
 
-def _gone(handle: Handle) -> None:
+def _wait_sent(handle: Handle) -> None:
     for _ in range(PATIENCE - 1):
         try:
             handle.wait()

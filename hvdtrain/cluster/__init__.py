@@ -1,5 +1,4 @@
-"""How a job of one or more processes starts, finds its place, agrees and ends.
+"""Processes and hosts of a job: start, place, agreement and end.
 
-Owns the control plane, the topology and the ways a process may end. Does not move gradients:
-`hvdtrain.comm.collectives` does.
+Moves no gradients: `hvdtrain.comm.collectives` does.
 """

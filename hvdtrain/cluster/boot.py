@@ -121,8 +121,8 @@ def _raise(error: UserError | None) -> None:
 
 def _of_hosts(control: Control, note: str) -> list[str]:
     """Return the different notes of all hosts, by their lowest rank; collective."""
-    said = dict(reversed([row for row in control.gather((control.node, note)) if row[1]]))
-    return [f"host {node}: {text}" for node, text in reversed(said.items())]
+    notes = dict(reversed([row for row in control.gather((control.node, note)) if row[1]]))
+    return [f"host {node}: {text}" for node, text in reversed(notes.items())]
 
 
 def current_control() -> Control | None:
@@ -210,7 +210,6 @@ def send_only(facts: LaunchFacts, env: MutableMapping[str, str]) -> str:
 
 
 def _import_mpi(launcher: str) -> Any:
-    """Return mpi4py's MPI, initialised with THREAD_MULTIPLE."""
     prepare_lone_mpi(os.environ)
     try:
         import mpi4py

@@ -285,13 +285,12 @@ class ObjectControl:
         os._exit(code or 1)
 
     def _gather(self, obj: Any, what: str, timeout_s: float) -> list[Any]:
-        told = f"{what} of the control plane"
-        with deadline(timeout_s, told), pulse.waiting(told), blocked(what):
+        call = f"{what} of the control plane"
+        with deadline(timeout_s, call), pulse.waiting(call), blocked(what):
             return self._allgather(obj, name="hvdtrain.control.gather")
 
 
 def _mpi() -> Any:
-    """Return mpi4py's MPI, which the maker of the communicator has started."""
     from mpi4py import MPI
 
     return MPI

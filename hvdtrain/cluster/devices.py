@@ -57,7 +57,7 @@ def fast_types(kind: str, arch: str) -> tuple[str, ...]:
     return ()
 
 
-def unlike(devices: Sequence[DeviceFacts]) -> str:
+def describe_difference(devices: Sequence[DeviceFacts]) -> str:
     """Describe in which way devices differ for a library that moves gradients between them; "" where they do not. Pure.
 
     ``devices``: by rank. Different are other kinds, and GPUs of other architectures (of other names where the driver
@@ -68,7 +68,7 @@ def unlike(devices: Sequence[DeviceFacts]) -> str:
         ranks.setdefault(_class(device), []).append(rank)
     if len(ranks) < 2:
         return ""
-    return "unlike devices: " + ", ".join(f"{name} (rank{'s' if len(r) > 1 else ''} {spans(tuple(r))})"
+    return "different devices: " + ", ".join(f"{name} (rank{'s' if len(r) > 1 else ''} {spans(tuple(r))})"
                                           for name, r in ranks.items())
 
 
@@ -127,7 +127,7 @@ def visible_devices(env: Mapping[str, str], count: int, local_rank: int, local_s
 
 
 def _several(devices: list[str], listed: bool, local_rank: int, local_size: int, per_rank: int) -> list[str]:
-    """This rank's ``per_rank`` entries; ``listed``: they come from CUDA_VISIBLE_DEVICES."""
+    """Return the rank's ``per_rank`` entries; ``listed``: they come from CUDA_VISIBLE_DEVICES."""
     _check_together(devices, per_rank)
     ranks = max(local_size, local_rank + 1)
     if listed and len(devices) == per_rank:
@@ -149,7 +149,7 @@ def _check_together(devices: Sequence[str], per_rank: int) -> None:
     if twice is not None:
         raise UserError(f"{VISIBLE} lists GPU {twice} twice ({','.join(devices)}) for "
                         f"{count(per_rank, 'device')} of each rank",
-                        "each GPU once", f"mend {VISIBLE}")
+                        "each GPU once", f"fix {VISIBLE}")
 
 
 def too_few(shown: int, ranks: int, per_rank: int) -> UserError:

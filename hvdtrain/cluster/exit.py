@@ -28,7 +28,7 @@ EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
 
 EXIT_REQUEUE = 75
-"""The run is saved and is to go on in another job (EX_TEMPFAIL of sysexits.h)."""
+"""The run is saved and is to be resumed in another job (EX_TEMPFAIL of sysexits.h)."""
 
 MEET_S = 1.5
 """How long a rank that ends with an error waits for the others to end too, before it ends them."""
@@ -212,7 +212,6 @@ def _say_one(rows: list[tuple[str, str]]) -> None:
 
 
 def _crash(error: BaseException, facts: LaunchFacts) -> int:
-    """Print the traceback once per job, then abort it."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     if facts.kind == "solo":
         flush_streams()

@@ -274,7 +274,6 @@ class _End:
         self._note, self._small = np.zeros(3, np.int64), np.zeros(1, np.int64)
 
     def order(self, kind: int, size: int = 0, count: int = 0) -> None:
-        """Announce the next exchange."""
         self._until(_one(self._say(kind, size, count)))
 
     def ordered(self) -> tuple[int, int, int]:
@@ -318,7 +317,6 @@ class _End:
         self._until(coming.moved, leaving.moved, *also)
 
     def thank(self) -> None:
-        """Confirm that all has arrived."""
         self._until(_one(self._comm.Isend(self._small, dest=self._peer, tag=_THANKS)))
 
     def _say(self, *words: int) -> Any:

@@ -77,7 +77,6 @@ def watch_import() -> None:
 
 
 def _asked_for(env: Any) -> bool:
-    """Return whether the user wants TensorFlow's log."""
     return env.get("TF_CPP_MIN_LOG_LEVEL", "") == "0" or env.get("TF_CPP_MAX_VLOG_LEVEL", "0") not in ("", "0")
 
 

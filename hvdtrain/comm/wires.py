@@ -1,10 +1,8 @@
-"""Which collectives carry the gradients of a job: the rule behind the key ``collectives``, and the wires of a run.
+"""Transports of a run's gradients: the rule behind the key ``collectives``, what is opened when, and what is given
+back.
 
-Owns the choice by rule and its reasons, what is opened when, and what is given back. What the kinds are is in
-`hvdtrain.comm.collectives` and the backends. The rule of ``auto`` looks at the job only (hosts, memory, devices,
-quotas, what is built), never at a clock; where several wires can be had, `hvdtrain.engine.callbacks.auto_wire` measures
-them before the first step and may change what the rule took. Whether gradients leave a GPU over host memory
-(`over_host`) is decided for the whole job: a rank on the CPU then moves them in the same sequence, without a copy.
+The rule of ``auto`` looks at the job only (hosts, memory, devices, quotas, what is built), never at a clock;
+`hvdtrain.engine.callbacks.auto_wire` measures and may change what the rule took.
 """
 
 from __future__ import annotations
@@ -15,52 +13,35 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from hvdtrain.cluster import boot, horovod
-from hvdtrain.cluster.devices import DeviceFacts, unlike
+from hvdtrain.cluster.devices import DeviceFacts, describe_difference
 from hvdtrain.cluster.machine.cgroup import cpu_quota
 from hvdtrain.cluster.topology import Topology, affinity
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Collectives, Control, DataParallel, GradientSink
-from hvdtrain.planning.exchange.wire_choice import TransportJob, candidates, rationed
+from hvdtrain.core.protocols import ChangesTransport, Collectives, Control, DataParallel, Stage
+from hvdtrain.planning.transport_choice import TransportJob, candidates, rationed
 
 BUILD = "run `python -m hvdtrain build`"
-
-
-class Switching(Protocol):
-    """A data-parallel strategy that can change its transport (`hvdtrain.parallel.data_parallel.replicate`)."""
-
-    def use_wire(self, wire: Collectives) -> str:
-        """Exchange over ``wire`` from the next step on; return in words what starts anew, or ""."""
-        ...
-
-
-class Connected(Protocol):
-    """The model's stage, which hands its gradients to a data-parallel strategy."""
-
-    def connect(self, sink: GradientSink) -> None:
-        """Hand gradients to ``sink`` from the next step on."""
-        ...
 
 
 class ExchangingParts(Protocol):
     """The parts of a model, as the transport sees them."""
 
     @property
-    def stage(self) -> Connected:
-        """Runs forward and backward."""
+    def stage(self) -> Stage:
+        """Stage that runs forward and backward."""
         ...
 
 
 class ExchangingRun(Protocol):
-    """What is needed of a `hvdtrain.engine.run.Run` to change its transport."""
+    """The members of a `hvdtrain.engine.run.Run` that a change of transport needs."""
 
     collectives: Collectives
     dp: DataParallel
 
     @property
     def parts(self) -> ExchangingParts:
-        """Its model's parts."""
         ...
 
     def note(self, text: str) -> None:
@@ -70,16 +51,16 @@ class ExchangingRun(Protocol):
 
 def open_wire(config: Config, framework: str, backend: Any, control: Control, topology: Topology,
               devices: Sequence[DeviceFacts], notes: list[str]) -> Collectives:
-    """The collectives that ``config.collectives`` means here, by rule (`Wires.first`). Collective."""
+    """Return the collectives that ``config.collectives`` means here, by rule (`Wires.first`). Collective."""
     return Wires(config, framework, backend, control, topology, devices).first(notes)
 
 
 class Wires:
-    """The wires of one run: opened when they are first asked for, kept, and given back. All of it is collective.
+    """Transports of one run: opened when they are first asked for, kept, and given back. All of it is collective.
 
-    ``given``: the one wire of tests that run ranks as threads. ``names``: those that auto may choose from by measuring,
-    the one of its rule first; [] where there is nothing to choose. ``left_out``: why it may not take others. ``why``:
-    what the rule went by.
+    ``given``: the one transport of tests that run ranks as threads. ``names``: those that auto may choose from by
+    measuring, the one of its rule first; [] where there is nothing to choose. ``left_out``: why it may not take others.
+    ``why``: the rule's reason.
     """
 
     def __init__(self, config: Config, framework: str, backend: Any, control: Control, topology: Topology,
@@ -93,12 +74,12 @@ class Wires:
         self.why = ""
 
     def first(self, notes: list[str]) -> Collectives:
-        """The wire to begin with; what a user should know is added to ``notes``.
+        """Return the transport to begin with; what a user should know is added to ``notes``.
 
         auto: nothing in a world of one rank. Between CPUs that MPI connects, memory that the ranks share where some
-        host has several, else plain MPI; Horovod is not started. Elsewhere Horovod where it is built, else plain MPI.
-        A wire of host memory is staged (pinned, overlapped) where one of the ranks' devices is not a CPU.
-        Errors: `UserError` on every rank where what was asked for cannot be had.
+        host has several, else plain MPI; Horovod is not started. Elsewhere Horovod where it is built, else plain MPI. A
+        transport of host memory is staged (pinned, overlapped) where one of the ranks' devices is not a CPU. Errors:
+        `UserError` on every rank where what was asked for cannot be had.
         """
         if self._given is not None:
             return self._given
@@ -126,16 +107,16 @@ class Wires:
         return self._staged(self._agreed(wire, notes))
 
     def _on_cpus(self) -> bool:
-        """Whether gradients lie in host memory on all ranks, MPI connects them, and no graph waits for the sums.
+        """Return whether gradients lie in host memory on all ranks, MPI connects them, and no graph waits for the sums.
 
-        Keras on TensorFlow takes BatchNorm's moments over ranks inside of its graph, which no wire of the host can.
+        Keras on TensorFlow takes BatchNorm's moments over ranks inside of its graph, which no transport of the host
+        can.
         """
         if self._config.sync_batchnorm and not getattr(self._backend, "SYNCS_OVER_HOST", True):
             return False
         return not self._control.agree(not self._backend.in_host_memory()) and boot.has_mpi()
 
     def _by_rule(self, notes: list[str]) -> Collectives:
-        """The first candidate; remembers all."""
         config, control = self._config, self._control
         hosts = tuple(len(h.ranks) for h in self._topology.hosts)
         asked = config.exchange.hierarchical
@@ -160,7 +141,7 @@ class Wires:
         return wire
 
     def get(self, name: str, notes: list[str] | None = None) -> tuple[Collectives | None, str]:
-        """(a wire by its name, "") or (None, why it cannot be had), the same on every rank."""
+        """Return (a transport by its name, "") or (None, why it cannot be had), the same on every rank."""
         if name not in self._open:
             config, control, said = self._config, self._control, notes if notes is not None else []
             wire: Collectives | None
@@ -176,31 +157,31 @@ class Wires:
         return self._open[name], ""
 
     def use(self, run: ExchangingRun, name: str) -> str:
-        """Have ``run`` exchange gradients over another wire from the next step on; entered between two steps.
+        """Have ``run`` exchange gradients over another transport from the next step on; entered between two steps.
 
-        It was made by `hvdtrain.parallel.data_parallel.replicate`. The wire that it leaves is given back. Returns why
-        the other cannot be had, the same on every rank, or "".
+        Made by `hvdtrain.parallel.data_parallel.replicate`. The transport that it leaves is given back. Returns why the
+        other cannot be had, the same on every rank, or "".
         """
         wire, lacking = self.get(name)
         if wire is not None and wire is not run.collectives:
             before, run.collectives = run.collectives, wire
-            said = cast(Switching, run.dp).use_wire(wire)
+            note = cast(ChangesTransport, run.dp).use_wire(wire)
             run.parts.stage.connect(run.dp)
             self.give_back(before.name)
-            if said:
-                run.note(said)
+            if note:
+                run.note(note)
         return lacking
 
     def give_back(self, name: str) -> None:
-        """End a wire that is not used: Horovod is shut down, whose thread looks for work all the time.
+        """Shut Horovod down where it is not used: its thread looks for work all the time.
 
-        Not one that was up already, of a script or another run; wires over MPI cost nothing and stay.
+        Not one that was up already, of a script or another run; transports over MPI cost nothing and stay.
         """
         if name == "horovod" and self._open.pop(name, None) is not None and not self._found_horovod:
             horovod.stop_horovod(self._framework, self._config.control_timeout_s)
 
     def _agreed(self, wire: Collectives, notes: list[str] | None = None) -> Collectives:
-        """``wire`` with ``overlaps`` and ``drives`` as all ranks can: buckets are cut by them, and must be alike."""
+        """Set ``overlaps`` and ``drives`` as all ranks can: buckets are cut by them, and must be alike."""
         if not wire.host or not self._control.agree(not wire.drives):
             return wire
         wire.overlaps = wire.drives = False
@@ -210,20 +191,19 @@ class Wires:
         return wire
 
     def _staged(self, wire: Collectives) -> Collectives:
-        """``wire`` under gradients of GPUs, where some rank has one and MPI lets two threads in."""
+        """Stage ``wire`` under gradients of GPUs, where some rank has one and MPI lets two threads in."""
         if not (wire.host and any(d.kind != "cpu" for d in self._devices)):
             return wire
         return wire if self._control.agree(not boot.mpi_threads()) else self._backend.stage(wire, self._control)
 
 
 def _runs_horovod(framework: str) -> bool:
-    """Whether Horovod is up in this process, whoever has started it."""
     hvd = sys.modules.get(f"horovod.{framework}")
     return hvd is not None and bool(hvd.is_initialized())
 
 
 def _refused(config: Config) -> bool:
-    """Whether an option asks for Horovod; `UserError` for keys that contradict each other. Pure."""
+    """Return whether an option asks for Horovod; `UserError` for keys that contradict each other. Pure."""
     kind, options = config.collectives, config.exchange
     asks_horovod = [name for name in ("adasum", "autotune") if getattr(options, name)]
     if asks_horovod and kind not in ("auto", "horovod"):
@@ -236,22 +216,23 @@ def _refused(config: Config) -> bool:
 
 
 def over_host(config: Config, devices: Sequence[DeviceFacts], notes: list[str]) -> bool:
-    """Whether every rank moves gradients over host memory though some have a GPU; auto's reason is added to ``notes``.
+    """Return whether every rank moves gradients over host memory though some have a GPU; with auto's reason in
+    ``notes``.
 
-    auto: where devices are unlike (`hvdtrain.cluster.devices.unlike`), among which NCCL hangs or is missing. Pure.
+    auto: where devices differ (`describe_difference`), among which NCCL hangs or is missing. Decided for
+    the whole job: a rank on the CPU then moves them in the same sequence, without a copy. Pure.
     """
     if config.exchange_device == "device" or all(d.kind == "cpu" for d in devices):
         return False
     if config.exchange_device == "cpu":
         return True
-    reason = unlike(devices)
+    reason = describe_difference(devices)
     if reason:
         notes.append(f"gradients go over host memory: {reason} (exchange_device: device forbids it)")
     return bool(reason)
 
 
 def _mpi(config: Config, notes: list[str]) -> Collectives:
-    """Plain MPI, the last resort of auto."""
     if config.exchange.hierarchical:
         raise UserError("exchange.hierarchical, but neither shared memory nor Horovod can be had: " + "; ".join(notes),
                         "one of them", f"{BUILD}, or leave exchange.hierarchical out")
@@ -261,7 +242,7 @@ def _mpi(config: Config, notes: list[str]) -> Collectives:
 
 
 def _shared(config: Config, control: Control, notes: list[str]) -> Collectives | None:
-    """Shared memory within hosts; None, with a note, where auto has to do without."""
+    """Return shared memory within hosts; None, with a note, where auto has to do without."""
     from hvdtrain.comm.collectives.shared import SharedCollectives, SharedUnavailable
 
     try:
@@ -276,7 +257,8 @@ def _shared(config: Config, control: Control, notes: list[str]) -> Collectives |
 
 def _horovod(config: Config, framework: str, backend: Any, control: Control, topology: Topology,
              devices: Sequence[DeviceFacts], host: bool, notes: list[str]) -> Collectives | None:
-    """Horovod's collectives, over host memory where ``host``; None, with a note, where auto has to do without."""
+    """Return Horovod's collectives, over host memory where ``host``; None, with a note, where auto has to do without.
+    """
     asked = config.collectives == "horovod" or config.exchange.adasum or config.exchange.autotune
     lacking = [r for r in control.gather(horovod.horovod_reason(framework)) if r]
     if not lacking:  # a rank whose Horovod does not load would have the others wait in its start
@@ -294,7 +276,6 @@ def _horovod(config: Config, framework: str, backend: Any, control: Control, top
 
 
 def _does_not_load(framework: str) -> str | None:
-    """Why this rank's Horovod cannot be loaded, or None."""
     try:
         horovod.load_horovod(framework)
     except horovod.HorovodUnavailable as error:
@@ -304,7 +285,7 @@ def _does_not_load(framework: str) -> str | None:
 
 def _start_horovod(config: Config, framework: str, backend: Any, control: Control,
                    host: bool) -> tuple[Any, str | None]:
-    """(Horovod's collectives, None) or (None, why this rank has none)."""
+    """Return (Horovod's collectives, None) or (None, why this rank has none)."""
     start = partial(horovod.start_horovod, where=control, over_host=host)
     try:
         return backend.collectives("horovod", control, config.exchange, start, over_host=host), None
@@ -313,7 +294,7 @@ def _start_horovod(config: Config, framework: str, backend: Any, control: Contro
 
 
 def _check_horovod(config: Config, wire: Any, topology: Topology, devices: Sequence[DeviceFacts], host: bool) -> None:
-    """Refuse what Horovod would hang on, or leave undone without a word. Pure."""
+    """Raise `UserError` for what Horovod would hang on, or leave undone without a word. Pure."""
     kinds = sorted({d.kind for d in devices})
     if not host and len(kinds) > 1:
         raise UserError(f"exchange_device: device with ranks on {' and '.join(kinds)}, between which Horovod moves "

@@ -68,7 +68,16 @@ def main(argv: list[str]) -> int:
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the options; `UserError` for those that do not go together."""
     args = _parser().parse_args(argv)
-    _check(args)
+    asked: Sequence[str] = [name for name in ("verify", "prune", "export") if getattr(args, name)]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]} in one call", "one of them",
+                        "call twice: --prune and --export verify what they keep and write in any case")
+    if args.prune is not None and args.prune < 1:
+        raise UserError(f"--prune is {args.prune}", "1 or more checkpoints to keep", "correct --prune")
+    if args.step is not None and not args.export:
+        raise UserError("--step without --export", "the checkpoint to export", "add --export FILE")
+    if args.average and not args.export:
+        raise UserError("--average without --export", "a file to write the average to", "add --export FILE")
     return args
 
 
@@ -220,19 +229,6 @@ def chosen(root: Path, step: int | None) -> tuple[Path, OpenCheckpoint]:
     steps = ", ".join(sorted({str(one.step) for one in store.everything()}, key=int))
     raise UserError(f"there is no checkpoint of step {step}", f"one of {steps}" if steps else "one (there is none)",
                     "correct --step")
-
-
-def _check(args: argparse.Namespace) -> None:
-    asked: Sequence[str] = [name for name in ("verify", "prune", "export") if getattr(args, name)]
-    if len(asked) > 1:
-        raise UserError(f"--{asked[0]} and --{asked[1]} in one call", "one of them",
-                        "call twice: --prune and --export verify what they keep and write in any case")
-    if args.prune is not None and args.prune < 1:
-        raise UserError(f"--prune is {args.prune}", "1 or more checkpoints to keep", "correct --prune")
-    if args.step is not None and not args.export:
-        raise UserError("--step without --export", "the checkpoint to export", "add --export FILE")
-    if args.average and not args.export:
-        raise UserError("--average without --export", "a file to write the average to", "add --export FILE")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine import machine
-from hvdtrain.engine.memory_plan import Plan
+from hvdtrain.engine.memory_plan import MemoryPlan
 from hvdtrain.engine.run import Run
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
@@ -115,8 +115,8 @@ def _memory(config: Config, check: bool, target: str) -> None:
     from hvdtrain import backends
     from hvdtrain.cluster.control import agreed
     from hvdtrain.core import table
-    from hvdtrain.engine import memory_survey
     from hvdtrain.engine import memory_plan as plans
+    from hvdtrain.engine import memory_survey
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.engine.callbacks.memory_fit import MemoryFit
 
@@ -152,7 +152,7 @@ def _written(plan: dict[str, Any], target: str) -> None:
         raise UserError(f"the memory plan could not be written: {error}", "a writable file", "correct --json") from None
 
 
-def show(plan: Plan, launched: bool) -> None:
+def show(plan: MemoryPlan, launched: bool) -> None:
     """Print a plan's tables; on rank 0."""
     from hvdtrain.core import table
     from hvdtrain.engine.memory_plan import COLUMNS, OPTION_COLUMNS
@@ -164,7 +164,7 @@ def show(plan: Plan, launched: bool) -> None:
         table.note("nothing that is known here would take less")
 
 
-def checked(run: Run, plan: Plan, steps: int) -> None:
+def checked(run: Run, plan: MemoryPlan, steps: int) -> None:
     """Train ``steps`` of an assembled run, which is over then, and print the peaks of all ranks; collective."""
     feed, control = run.feed, run.control
     from hvdtrain.engine import loop

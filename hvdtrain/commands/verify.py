@@ -18,7 +18,7 @@ import numpy as np
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster.machine.software import find_mpi
 from hvdtrain.commands import train
-from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.commands.build_horovod.child_log import ChildFailed, logged
 from hvdtrain.commands.build_horovod.verify import launch_argv
 from hvdtrain.config import Config, cut_over_ranks, schema
 from hvdtrain.core import comparison, table
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
                         help=f"largest relative difference that passes (default {comparison.LEAST:g}, or where the "
                         f"first run's own rounding needs more, {comparison.TIMES:g} times that, "
                         f"{comparison.MOST:g} at most)")
-    parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with unlike shares")
+    parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with uneven shares")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds each run may take (default 300)")
     return parser
 
@@ -187,7 +187,7 @@ def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_
         if RunDirectory(out).completed is None:
             raise ChildFailed(what, "did not complete", log)
     except ChildFailed as failed:
-        raise failed.told("a run that ends well", f"see its last lines above; {bounds}") from None
+        raise failed.user_error("a run that ends well", f"see its last lines above; {bounds}") from None
     return out
 
 

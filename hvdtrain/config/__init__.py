@@ -33,7 +33,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 
 @dataclass(frozen=True)
 class Config(Keys):
-    """One training run."""
+    """Configuration of one training run."""
 
     def check(self) -> Config:
         """Return self if every value is possible, else raise `UserError` naming the first that is not."""
@@ -122,12 +122,12 @@ class Config(Keys):
 
     @property
     def mixes_classes(self) -> bool:
-        """Whether training targets are shares of classes (mixup), whatever the data's own are."""
+        """Return whether training targets are shares of classes (mixup), whatever the data's own are."""
         return bool(ask("hvdtrain.data.augment", "mixes", self.data.augment))
 
 
 def _numbers(value: Any) -> list[Any]:
-    """What a key's value holds: the entries of a list or mapping, or itself."""
+    """Return the entries of a list or mapping, or the value itself."""
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -212,7 +212,7 @@ def check_launcher(config: Keys, kind: str) -> None:
 
 @dataclass(frozen=True)
 class ConfigContext:
-    """What decides about keys: the configuration, and what became of it.
+    """The configuration and the facts that decide which keys have an effect.
 
     ``horovod``: gradients or the control plane go over Horovod. ``own_model``, ``own_data``: given to fit as objects.
     ``own_task``, ``file_optimizer``: the model file has one. ``own_optimizer``: the model was compiled with one.

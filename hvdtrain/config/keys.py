@@ -166,8 +166,8 @@ class Keys:
     log_every: int = _key(10, "steps", "progress and log interval", affects="nothing", least=1)
     progress: Literal["auto", "rich", "plain", "off"] = _key(
         "auto", "",
-        "auto: a line that moves on a terminal, under a launcher on the launcher's, else plain lines; what is silent "
-        "for over 3 s says what it does; off: neither", affects="nothing", quiet="off")
+        "auto: a line that moves on a terminal, plain lines elsewhere and under a launcher; phases longer than 3 s are "
+        "announced; off: neither", affects="nothing", quiet="off")
     trackers: list[str] = _key(
         [], "", "what else gets the records of rank 0: {choices}, or module:callable "
         "(path/file.py:callable) that makes another", affects="nothing", quiet=[],
@@ -199,21 +199,21 @@ class Keys:
             object.__setattr__(self, "pipeline", PipelineConfig(self.pipeline))
 
     def precisions(self) -> list[str]:
-        """The types that ``precision`` names, of ranks or of hosts and devices."""
+        """Return the types that ``precision`` names, of ranks or of hosts and devices."""
         return self.precision.split(":") if isinstance(self.precision, str) else list(self.precision.values())
 
     @property
     def micro_batch_limit(self) -> int:
-        """Samples of the largest micro-batch as far as it is configured; 0: no limit is."""
+        """Return the configured size of the largest micro-batch; 0: no limit."""
         return 0 if self.micro_batch == "auto" else self.micro_batch
 
     @property
     def in_parts(self) -> bool:
-        """Whether a rank may have several micro-batches in a step from the start."""
+        """Return whether a rank may have several micro-batches in a step from the start."""
         return self.accumulate > 1 or self.micro_batch != 0 or self.balance != "off"
 
     def time_limit_s(self) -> float:
-        """Seconds of ``time_limit``; 0 where none is known."""
+        """Return the seconds of ``time_limit``; 0 where none is known."""
         return seconds_of(self.time_limit)
 
     def quiet(self: K) -> K:
@@ -221,10 +221,10 @@ class Keys:
         return schema.replaced(self, schema.quiet(type(self)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dictionary, JSON-able if the free-form ``args`` are."""
+        """Return a plain nested dictionary, JSON-able if the free-form ``args`` are."""
         return dataclasses.asdict(self)
 
     def digest(self) -> str:
-        """Short hash of every key, to compare between ranks."""
+        """Return a short hash of every key, to compare between ranks."""
         text = json.dumps(self.to_dict(), sort_keys=True, default=repr)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

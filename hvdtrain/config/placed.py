@@ -27,7 +27,7 @@ WORDS = ("host", "device", "part of a device's name", "device kind", "rest")
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank runs: its host, and its device's kind and name."""
+    """Host of a rank, and its device's kind and name."""
 
     node: str
     kind: str
@@ -102,10 +102,10 @@ def by_rank(key: str, given: Mapping[str, T], places: Sequence[RankPlace], rest:
 
 
 def absent(given: Mapping[str, Any], places: Sequence[RankPlace]) -> list[str]:
-    """Names that mean no rank: a host that is away, or a name that is misspelt. Pure."""
+    """Return names that mean no rank: a host that is away, or a name that is misspelt. Pure."""
     return [name for name in given if name != REST and all(meaning(name, place) < 0 for place in places)]
 
 
 def _names(places: Sequence[RankPlace]) -> list[str]:
-    """What ranks can be named by here."""
+    """Return the names of hosts and devices of this job."""
     return list(dict.fromkeys(name for place in places for name in (place.node, place.kind, place.device)))

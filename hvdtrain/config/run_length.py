@@ -1,4 +1,4 @@
-"""How many updates a run is going to make, the arguments of a schedule that follow, and what is set for a longer run.
+"""Length of a run in updates, the arguments of a schedule that follow from it, and settings made for a longer run.
 
 Owns what is known of a schedule by the name that PyTorch, Keras or `hvdtrain.backends.keras.one_cycle` gives it. Pure.
 """

@@ -1,4 +1,4 @@
-"""What a tree of dataclasses offers as configuration keys: names, types in words, and whether a value fits.
+"""Configuration keys of a tree of dataclasses: names, types as text, and checks of values.
 
 Owns the reading of the dataclasses of `hvdtrain.config` for the command line, the docs and the checks; knows no key
 by name.
@@ -31,7 +31,7 @@ _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 @dataclass(frozen=True)
 class Key:
-    """One key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``.
+    """A key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``.
 
     The other facts are those of `hvdtrain.config.sections.key`.
     """
@@ -51,12 +51,12 @@ class Key:
 
     @property
     def help(self) -> str:
-        """The meaning with the names of the folder that the key takes."""
+        """Return the meaning with the names of the folder that the key takes."""
         return self.doc.replace("{choices}", ", ".join(ask(self.choices, "choices"))) if self.choices else self.doc
 
 
 def keys(cls: type, prefix: str = "", section: Mapping[str, Any] = MappingProxyType({})) -> list[Key]:
-    """Every key below the dataclass ``cls``, those of its sections included, in the order of the fields.
+    """Return every key below the dataclass ``cls``, with those of its sections, in the order of the fields.
 
     ``section``: the facts of the field that holds ``cls``, which hold for its keys too.
     """
@@ -107,27 +107,27 @@ def per_rank(config: DataclassInstance) -> dict[str, Any]:
 
 
 def by_name(hint: Any) -> bool:
-    """Whether a value may be given for names, such as {fast: 3, old: 1}."""
+    """Return whether a value may be given for names, such as {fast: 3, old: 1}."""
     return get_origin(hint) in _UNIONS and any(get_origin(one) is dict for one in get_args(hint))
 
 
 def lists_numbers(hint: Any) -> bool:
-    """Whether a value may be a list of numbers."""
+    """Return whether a value may be a list of numbers."""
     return any(one in (list[float], list[int]) for one in (hint, *get_args(hint)))
 
 
 def sections(cls: type) -> dict[str, type]:
-    """The sections of ``cls`` by name: fields that are dataclasses themselves."""
+    """Return the sections of ``cls`` by name: fields that are dataclasses themselves."""
     return {f.name: hint for f, hint in _fields(cls) if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
 def named_sections(cls: type) -> dict[str, type]:
-    """The sections of ``cls`` that have a ``name``: a bare text stands for it."""
+    """Return the sections of ``cls`` that have a ``name``: a bare text stands for it."""
     return {name: hint for name, hint in sections(cls).items() if any(f.name == "name" for f, _ in _fields(hint))}
 
 
 def bare(cls: type, name: str, value: Any) -> str:
-    """The key of section ``name`` of ``cls`` that a bare ``value`` stands for, "" where it stands for none.
+    """Return the key of section ``name`` of ``cls`` that a bare ``value`` sets, "" for none.
 
     A text is a section's name, a whole number what its ``BARE`` says, such as a pipeline's stages.
     """
@@ -141,7 +141,7 @@ def bare(cls: type, name: str, value: Any) -> str:
 
 
 def in_words(hint: Any) -> str:
-    """What a value of this type looks like, for a message or a table."""
+    """Describe values of this type, for a message or a table."""
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         return "one of " + ", ".join(map(str, choices)) if len(choices) > 1 else str(choices[0])
@@ -161,7 +161,7 @@ def in_words(hint: Any) -> str:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is of this type; a whole number is a number too, true and false are none."""
+    """Return whether ``value`` is of this type; a whole number is a number too, true and false are none."""
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in get_args(hint)
     if get_origin(hint) in _UNIONS:
@@ -189,7 +189,7 @@ def check_types(config: DataclassInstance, prefix: str = "") -> None:
 
 
 def leaves(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every (dotted name, value) of the dataclass instance ``config``."""
+    """Yield every (dotted name, value) of the dataclass instance ``config``."""
     for f, hint in _fields(type(config)):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(hint):
@@ -199,7 +199,7 @@ def leaves(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, A
 
 
 def shown(value: Any, width: int = 60) -> str:
-    """A value on one line of at most ``width`` characters, as it would stand in a YAML file."""
+    """Return a value on one line of at most ``width`` characters, as in a YAML file."""
     words = {None: "empty (null)", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return words[value]
@@ -212,6 +212,6 @@ def shown(value: Any, width: int = 60) -> str:
 
 @lru_cache(maxsize=None)
 def _fields(cls: Any) -> tuple[tuple[dataclasses.Field, Any], ...]:
-    """The fields of a dataclass with their types resolved."""
+    """Return the fields of a dataclass with their types resolved."""
     hints = get_type_hints(cls)
     return tuple((f, hints[f.name]) for f in dataclasses.fields(cls))  # type: ignore[arg-type]

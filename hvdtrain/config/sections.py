@@ -53,7 +53,7 @@ NO_HOROVOD = Unused("gradients do not go over Horovod", lambda s: not s.horovod)
 def key(default: Any, unit: str, doc: str, *, per_rank: bool = False, affects: str = "", quiet: Any = None,
         choices: str = "", unused: tuple[Unused, ...] = (), least: float | None = None,
         most: float | None = None) -> Any:
-    """A field with its facts, from which docs/config.md, ``--help`` and all lists of keys are made.
+    """Return a field with its facts, from which docs/config.md, ``--help`` and all lists of keys are made.
 
     ``per_rank``: may hold a value for each rank. ``affects``: what a change at a resume alters: "result" (where neither
     the key nor its section says another), "metrics" (which are measured, and when), "split" of a batch, or "nothing".
@@ -72,7 +72,7 @@ def key(default: Any, unit: str, doc: str, *, per_rank: bool = False, affects: s
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where samples come from and how a global batch is cut."""
+    """Source of samples and augmentation."""
 
     name: str = key(
         "digits", "", "a set by name (digits, text, synthetic, folder, npy, text_files, cifar100), a .npz or .npy "
@@ -101,7 +101,7 @@ class Named:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves."""
+    """Schedule of the learning rate."""
 
     name: str = key(
         "none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name, or module:callable "
@@ -117,13 +117,13 @@ class ScheduleConfig:
 
     @property
     def on(self) -> bool:
-        """Whether a schedule is named."""
+        """Return whether a schedule is named."""
         return self.name.lower() not in ("none", "")
 
 
 @dataclass(frozen=True)
 class ExchangeConfig:
-    """How gradients are summed over ranks."""
+    """Exchange of gradients between ranks."""
 
     bucket_mb: float | Literal["auto"] = key(
         16.0, "MiB",
@@ -158,7 +158,7 @@ class ExchangeConfig:
 
 @dataclass(frozen=True)
 class DataParallelConfig:
-    """How the ranks' copies of the model stay one model."""
+    """Strategy of data parallelism."""
 
     name: str = key(
         "replicate", "", "replicate: every rank holds all state and makes every update; zero: each holds and updates a "
@@ -199,13 +199,13 @@ class PipelineConfig:
 
     @property
     def over_ranks(self) -> bool:
-        """Whether a copy of the model is cut over ranks."""
+        """Return whether a replica of the model is partitioned over ranks."""
         return self.stages > 1 or any(depth > 1 for depth in self.depths)
 
 
 @dataclass(frozen=True)
 class RebalanceConfig:
-    """How shares are made (balance static and auto) and made anew (auto)."""
+    """Probe of shares (balance static and auto) and rebalancing (auto)."""
 
     every_steps: int = key(5, "steps", "steps of a window that ranks' own times are compared over", least=1)
     margin: float = key(0.05, "share", "part of a step that a new plan has to save", unused=(NO_REBALANCE,), least=0)
@@ -221,7 +221,7 @@ class RebalanceConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When and how a run is saved."""
+    """Checkpoints: when, where and how many."""
 
     every: Literal["auto", "off"] = key(
         "auto", "", "auto: after the first minute, and then so often that saves cost less than 3 % of the time; off: "
@@ -256,7 +256,7 @@ class EarlyStopConfig:
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """What all ranks did in some steps, as one file for Perfetto and chrome://tracing."""
+    """Trace of all ranks over some steps, as one file for Perfetto and chrome://tracing."""
 
     steps: str = key(
         "", "", "20:30: a trace of the steps after the first 20 until 30 have ended, in trace.json.gz in the run's "

@@ -106,7 +106,7 @@ def _check(text: str, where: str) -> None:
 
 @lru_cache(maxsize=1)
 def _yaml() -> tuple[Any, Any]:
-    """A loader and a dumper of plain data, which agree on what a float looks like."""
+    """Return a loader and a dumper of plain data, which agree on what a float looks like."""
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -15,7 +15,7 @@ from typing import Any
 
 DROPPED_IN = "0.2"
 MOVED = {
-    "hvdtrain.balance.line": "hvdtrain.planning.batch.line",
+    "hvdtrain.balance.line": "hvdtrain.planning.linear",
     "hvdtrain.balance.plan": "hvdtrain.planning.batch.plan",
     "hvdtrain.callbacks": "hvdtrain.engine.callbacks",
     "hvdtrain.cluster.launcher": "hvdtrain.core.launcher",

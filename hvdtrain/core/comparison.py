@@ -25,14 +25,14 @@ Weights = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest difference that is still the same curve: ``value``; ``noise``: of one process cut otherwise."""
+    """Largest difference of the same results: ``value``; ``noise``: of one process with other micro-batches."""
 
     value: float = LEAST
     noise: float = 0.0
 
     @classmethod
     def of(cls, noise: float) -> Tolerance:
-        """`TIMES` the ``noise``, but `LEAST` at least and `MOST` at most. Pure."""
+        """Return `TIMES` the ``noise``, within `LEAST` and `MOST`. Pure."""
         return cls(min(max(TIMES * noise, LEAST), MOST), noise)
 
 
@@ -46,7 +46,7 @@ def tolerance(reference: Weights, train: Callable[[int], Weights], parts: int = 
 
 
 def largest_difference(a: Weights, b: Weights) -> tuple[float, str]:
-    """The largest max|a-b| / max|a| over tensors, and that tensor's name; infinite where one is not finite."""
+    """Return the largest max|a-b| / max|a| over tensors, and that tensor's name; infinite where one is not finite."""
     if set(a) != set(b):
         raise UserError(f"the runs' weights have different names: {sorted(set(a) ^ set(b))[:4]}",
                         "the same model in every run", "make the model's callable deterministic")
@@ -65,7 +65,7 @@ def largest_difference(a: Weights, b: Weights) -> tuple[float, str]:
 
 
 def same_bits(a: Weights, b: Weights) -> bool:
-    """Whether all tensors are equal to the bit."""
+    """Return whether all tensors are equal to the bit."""
     return set(a) == set(b) and all(a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes() for n in a)
 
 

@@ -1,7 +1,6 @@
-"""What the launcher says about this process, read from environment variables.
+"""Read rank, size and launcher of this process from environment variables.
 
-Owns the reading of mpirun's, mpiexec's, srun's and horovodrun's variables. Imports nothing of MPI or Horovod and starts
-nothing: `hvdtrain.cluster.boot` does. Pure.
+Knows the variables of mpirun, mpiexec, srun and horovodrun. Starts nothing: `hvdtrain.cluster.boot` does. Pure.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def launch_facts(env: Mapping[str, str]) -> LaunchFacts:
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    """The integer in ``env[name]``, or ``default`` where it is absent or no integer."""
+    """Return the integer in ``env[name]``, or ``default`` where it is absent or no integer."""
     text = env.get(name, "").strip()
     return int(text) if re.fullmatch(r"-?\d+", text) else default
 

@@ -15,8 +15,7 @@ from hvdtrain.core.errors import UserError, count
 
 @dataclass(frozen=True)
 class Before:
-    """How the model of a run that is gone on with was cut: the ranks of each copy by place, the first block of each of
-    its chunks, and the names of the model's blocks."""
+    """Partition of the checkpoint being resumed: ranks of each replica, first block of each chunk, block names."""
 
     copies: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[int, ...], ...]
@@ -42,7 +41,7 @@ class Mesh:
 
     @classmethod
     def of(cls, depths: Sequence[int], rank: int) -> Mesh:
-        """Copies of the given depths, of ranks in order: depths [1, 2] give ((0,), (1, 2))."""
+        """Return copies of the given depths, of ranks in order: depths [1, 2] give ((0,), (1, 2))."""
         ends = list(accumulate(depths))
         return cls(tuple(tuple(range(end - n, end)) for n, end in zip(depths, ends)), rank)
 
@@ -78,15 +77,15 @@ class Mesh:
 
     @property
     def leading(self) -> bool:
-        """Whether this rank speaks for its copy."""
+        """Return whether this rank represents its replica."""
         return self.rank == min(self.ranks)
 
     def copy_of(self, rank: int) -> int:
-        """The copy that ``rank`` is in."""
+        """Return the copy that ``rank`` is in."""
         return next(c for c, copy in enumerate(self.copies) if rank in copy)
 
     def ordered(self, copies: Sequence[Sequence[int]]) -> Mesh:
-        """The same copies with their ranks at other places."""
+        """Return the same copies with their ranks at other places."""
         assert [sorted(copy) for copy in copies] == [sorted(copy) for copy in self.copies]
         return replace(self, copies=tuple(tuple(copy) for copy in copies))
 
@@ -110,7 +109,7 @@ class Layout:
             assert len(starts) % len(copy) == 0, f"{len(starts)} chunks on {len(copy)} ranks"
 
     def chunks(self, copy: int | None = None) -> list[range]:
-        """The block numbers of each chunk of a copy, this rank's own by default."""
+        """Return the block numbers of each chunk of a copy, this rank's own by default."""
         starts = self.starts[self.mesh.copy if copy is None else copy]
         return [range(a, b) for a, b in zip(starts, (*starts[1:], len(self.names)))]
 
@@ -126,25 +125,25 @@ class Layout:
 
     @property
     def first(self) -> bool:
-        """Whether this rank has the model's first block."""
+        """Return whether this rank has the model's first block."""
         return self.mesh.place == 0
 
     @property
     def last(self) -> bool:
-        """Whether this rank has the model's last block, and so the loss."""
+        """Return whether this rank has the model's last block, and so the loss."""
         return self.mesh.place == self.mesh.depth - 1
 
     def holder(self, block: int, copy: int) -> int:
-        """The rank of ``copy`` that has ``block``."""
+        """Return the rank of ``copy`` that has ``block``."""
         k = next(k for k, chunk in enumerate(self.chunks(copy)) if block in chunk)
         return self.mesh.copies[copy][k % len(self.mesh.copies[copy])]
 
     def holders(self, block: int) -> tuple[int, ...]:
-        """The ranks that have ``block``, one of each copy, ascending."""
+        """Return the ranks that have ``block``, one of each copy, ascending."""
         return tuple(sorted(self.holder(block, copy) for copy in range(len(self.mesh.copies))))
 
     def owner(self, block: int) -> int:
-        """The rank that speaks for ``block`` where it is to be told once: its lowest holder."""
+        """Return the rank that speaks for ``block`` where it is to be told once: its lowest holder."""
         return self.holders(block)[0]
 
     def groups(self) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -159,14 +158,13 @@ class Layout:
         return {ranks: tuple(sorted(blocks)) for ranks, blocks in found.items()}
 
     def replicas(self) -> list[tuple[Group, tuple[int, ...]]]:
-        """This rank's blocks by who else holds them: (the group of holders, block numbers), in the order of `groups`.
-        """
+        """Return this rank's blocks by group of holders: (group, block numbers), in the order of `groups`."""
         return [(Group(ranks, self.mesh.rank), blocks) for ranks, blocks in self.groups().items()
                 if self.mesh.rank in ranks]
 
 
 def depths_of(stages: int, depths: Sequence[int], size: int) -> list[int]:
-    """The depth of each copy in a job of ``size`` ranks: as ``depths`` says, else ``stages`` for each.
+    """Return the depth of each copy in a job of ``size`` ranks: as ``depths`` says, else ``stages`` for each.
 
     Errors: `UserError` where they do not make up the ranks.
     """
@@ -206,7 +204,7 @@ class Group:
         return self.ranks.index(self.rank)
 
     def name(self, tag: str) -> str:
-        """The name of a collective of this group: the same on every member, different for different groups.
+        """Return the name of a collective of this group: the same on every member, different for different groups.
 
         Ranks 0, 1, 2, 5 and "grad.0" give "g0-2,5.grad.0".
         """
@@ -214,7 +212,7 @@ class Group:
 
 
 def world(size: int, rank: int) -> Group:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return Group(tuple(range(size)), rank)
 
 

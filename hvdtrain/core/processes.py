@@ -12,11 +12,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 JOB = "JOB_OF_HVDTRAIN"
 """Name of the environment variable; HVDTRAIN_... would be a key of the configuration."""
@@ -24,6 +25,7 @@ JOB = "JOB_OF_HVDTRAIN"
 TERMINATE_S = 3.0
 """How long mpirun may take to end its ranks before everything is killed."""
 
+C = TypeVar("C", bound="Child")
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -41,20 +43,20 @@ def processes(mark: str, variable: str = JOB) -> list[int]:
     return found
 
 
-def signal_all(mark: str, number: int) -> int:
-    """Send a signal to every process that carries ``mark``; how many there were."""
+def signal_all(mark: str, number: int, variable: str = JOB) -> int:
+    """Send a signal to every process that carries ``mark``; return their number."""
     count = 0
-    for process in processes(mark):
+    for process in processes(mark, variable):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, number)
             count += 1
     return count
 
 
-def kill_all(mark: str) -> None:
+def kill_all(mark: str, variable: str = JOB) -> None:
     """Kill every process that carries ``mark``."""
     for _ in range(3):  # a process may have started another while it was looked for
-        if not signal_all(mark, signal.SIGKILL):
+        if not signal_all(mark, signal.SIGKILL, variable):
             return
         time.sleep(0.05)
 
@@ -73,14 +75,14 @@ class Child:
             list(argv), env={**env, variable: self.mark}, start_new_session=True, preexec_fn=die_with_parent(death),
             **{"stdin": subprocess.DEVNULL, **options})
 
-    def __enter__(self) -> Child:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.end()
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it ends by itself within so many seconds."""
+        """Return whether it ends by itself within so many seconds."""
         try:
             self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -96,8 +98,27 @@ class Child:
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)  # nobody else is in its group
-            kill_all(self.mark)
+            kill_all(self.mark, self.variable)
             self.process.wait()
+
+
+class CapturedChild(Child):
+    """Child whose output and errors go to files, which can be read until the context is left."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]
+        super().__init__(argv, env, stdout=self._files[0], stderr=self._files[1], **options)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for file in self._files:
+            file.close()
+
+    def texts(self) -> list[str]:
+        """Return what the child has written: [output, errors]."""
+        # By pread: the child writes at the offset that it shares with these files.
+        return [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+                for file in self._files]
 
 
 def die_with_parent(death: int = signal.SIGKILL) -> Callable[[], None] | None:

@@ -343,7 +343,6 @@ class StreamWalk:
 
 
 def _emptied(arrays: Arrays) -> Arrays:
-    """Return arrays (0, ...) of the same sample shapes and dtypes."""
     return tuple(np.empty((0, *np.shape(array)[1:]), np.asarray(array).dtype) for array in arrays)
 
 

@@ -102,7 +102,6 @@ def decode(path: bytes, number: int, size: tuple[int, int] | None, channels: int
 
 
 def _opened(file: Any) -> Any:
-    """Open a picture without decoding its pixels."""
     image_module = _pillow()
     image = image_module.open(file, formats=FORMATS)
     most = image_module.MAX_IMAGE_PIXELS
@@ -128,7 +127,6 @@ def _pixels(image: Any, size: tuple[int, int] | None, channels: int) -> np.ndarr
 
 
 def _rgb(image: Any, mode: str) -> Any:
-    """Convert ``image`` to ``mode`` (RGB or L)."""
     if image.mode.startswith("I"):  # Pillow would cut 16 bits off at 255
         from PIL import Image
 
@@ -158,7 +156,6 @@ def _reason(error: Exception) -> str:
 
 
 def _pillow() -> Any:
-    """Return the module PIL.Image with the decoders of `FORMATS`."""
     try:
         from PIL import Image, WebPImagePlugin  # noqa: F401  (else the first picture would load all of Pillow's)
     except ImportError as error:

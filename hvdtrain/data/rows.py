@@ -73,7 +73,7 @@ class ColumnNames:
         if not isinstance(row, Mapping):
             row = list(row) if isinstance(row, (tuple, list)) else [row]
             if self.whole:
-                self._settle((), len(row))
+                self._keep_names((), len(row))
             elif len(row) == 3:
                 self.note = "data: a sample is (x, y, sample weight), by position"
             return row
@@ -86,7 +86,7 @@ class ColumnNames:
         if {*x, *y, *weight} != set(row) or not x or weight and not y:
             raise self._unclear(row)
         if self.whole:
-            self._settle((), len(row))
+            self._keep_names((), len(row))
         kinds = {"x": x, "y": y, "the sample weight": weight}
         self.note = "data: " + ", ".join(f"{kind} is {', '.join(names)}" for kind, names in kinds.items() if names)
         return [_columns(row, names) for names in kinds.values() if names]
@@ -117,11 +117,11 @@ class ColumnNames:
         x, y, weight = (_one_of(row, group) for group in (INPUTS, TARGETS, WEIGHTS))
         self.x_first = bool(x)
         names = (*x, *y, *weight, *sorted(set(row).difference(x, y, weight), key=str))
-        self._settle(names)
+        self._keep_names(names)
         self.note = f"data: the task gets each batch as a dict of {', '.join(names)}"
         return [row[name] for name in names]
 
-    def _settle(self, names: tuple[str, ...], n: int = 0) -> None:
+    def _keep_names(self, names: tuple[str, ...], n: int = 0) -> None:
         """Keep the names of a task's batch of ``n`` arrays, () for a tuple; they must not change later."""
         n = n or len(names)
         if self._names.setdefault(n, names) != names:

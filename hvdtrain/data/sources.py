@@ -269,7 +269,6 @@ def _takes(function: Callable, name: str) -> bool:
 
 
 def _call(function: Callable, name: str, args: Mapping[str, Any], **ours: Any) -> Any:
-    """Call with the user's ``args`` and ``ours``; `UserError` for an argument that does not fit."""
     kwargs = {**args, **ours}
     try:
         params = inspect.signature(function).parameters
@@ -290,7 +289,6 @@ def _call(function: Callable, name: str, args: Mapping[str, Any], **ours: Any) -
 
 
 def _within_memory(function: Callable, name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Call; report too little memory as the user's mistake."""
     try:
         return function(**kwargs)
     except MemoryError as error:

@@ -105,7 +105,6 @@ def _of_callable(name: str, vocab: int) -> Tokenizer:
 
 
 def _of_json(path: Path) -> Tokenizer:
-    """Load a tokenizer.json as Hugging Face's library writes it."""
     if not path.is_file():
         raise UserError(f"data.args.tokenizer is {path}, which is no file", "a tokenizer.json", "correct it")
     try:
@@ -210,7 +209,6 @@ def open_tokens(path: str) -> np.ndarray:
 
 
 def _folder(beside: Path, cache: str, name: str) -> Path:
-    """Return the folder where the file ``name`` is or can be."""
     if cache:
         folder = Path(cache).expanduser()
         with contextlib.suppress(OSError):  # which writing there will tell
@@ -243,7 +241,6 @@ def _alone(lock: Path, target: Path) -> Iterator[None]:
 
 
 def _locked(descriptor: int, lock: Path, target: Path) -> bool:
-    """Wait for the lock; return whether this process has it."""
     until = time.monotonic() + WAIT_S
     while True:
         try:

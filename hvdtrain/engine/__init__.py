@@ -1,1 +1,1 @@
-"""One run: assembly, loop, callbacks, guards, saving, memory and balance."""
+"""A run: assembly, loop, callbacks, guards, saving, memory and balance."""

@@ -25,7 +25,7 @@ from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
-from hvdtrain.core.protocols import Callback, Collectives, Control, Schedule, Transform
+from hvdtrain.core.protocols import RunCallback, Collectives, Control, Schedule, Transform
 from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
@@ -47,16 +47,15 @@ from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline import over_ranks, plan
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
-from hvdtrain.parallel.precision import policy
-from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.recovery.guard import MemoryGuard
-from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.parallel.recovery.schedule import Recovering
+from hvdtrain.parallel.precision import Precision, remarks, resolve
+from hvdtrain.parallel.recovery.attempt import MemoryGuard
+from hvdtrain.parallel.recovery.recovery import Recovering, Recovery
 from hvdtrain.reports import trackers
 
 
 def assemble(config: Config, model: Any = None, data: Any = None, control: Control | None = None,
-             collectives: Collectives | None = None, more: Callable[[Run], list[Callback[Run]]] | None = None) -> Run:
+             collectives: Collectives | None = None,
+             more: Callable[[Run], list[RunCallback[Run]]] | None = None) -> Run:
     """Return a run ready for `hvdtrain.engine.loop.fit`. Collective over all ranks of the job.
 
     ``model``: a model object, or None for ``config.model``. ``data``: whatever `hvdtrain.data.sources.interpret` takes,
@@ -70,7 +69,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
 
 
 def _assembled(config: Config, model: Any, data: Any, control: Control | None, collectives: Collectives | None,
-               more: Callable[[Run], list[Callback[Run]]] | None) -> Run:
+               more: Callable[[Run], list[RunCallback[Run]]] | None) -> Run:
     settings.check_launcher(config, (facts := launch_facts(os.environ)).kind)
     if control is None:
         install_hooks(facts)
@@ -92,7 +91,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     devices = control.gather(backend.device_facts())
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
     mesh = replace(_mesh(config, control), before=before)
-    spelled = compare_ranks.of_copies(config, compare_ranks.spelled_out(config, topology, devices, notes), mesh)
+    spelled = compare_ranks.of_copies(config, compare_ranks.resolved_config(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
     setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)
@@ -138,7 +137,7 @@ def _schedule(parts: ModelParts, control: Control, config: Config, recovery: Rec
     return Recovering(Accumulate(parts.stage, recovery.guard), parts.stage, recovery)
 
 
-def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback[Run]]] | None) -> None:
+def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[RunCallback[Run]]] | None) -> None:
     control, parts, feed = run.control, run.parts, run.feed
     run.unused = UnusedParameters(parts, control)
     agreed(control, lambda: parts.install(collective=False), "transforms")
@@ -194,8 +193,8 @@ def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) 
 
 def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
     """Return what every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
-    names = policy.resolve(str(config.precision), devices)  # whose names have been spelled out
-    notes += policy.remarks(names, devices)
+    names = resolve(str(config.precision), devices)  # whose names have been spelled out
+    notes += remarks(names, devices)
     return Precision(tuple(names), control.rank)
 
 

@@ -23,7 +23,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
-from hvdtrain.planning.batch.line import Speed, fit, least
+from hvdtrain.planning.linear import Speed, fit, least
 
 
 CONFIRMS = 0.15
@@ -40,7 +40,7 @@ LEAST_REPEATS = 2
 
 @dataclass(frozen=True)
 class Tools:
-    """What a backend offers to a probe: `Step.trial`, samples to try it on, and how it tells of memory."""
+    """Backend functions that a probe calls: `Step.trial`, samples to try it on, and how it tells of memory."""
 
     trial: Callable[[Any], None]
     sample: Callable[[int], Any]

@@ -136,7 +136,7 @@ def kinds(run: Run) -> list[str]:
     return run.control.gather(text)
 
 
-def spelled_out(config: Config, topology: Topology, devices: Sequence[DeviceFacts],
+def resolved_config(config: Config, topology: Topology, devices: Sequence[DeviceFacts],
                 notes: list[str]) -> Config:
     """Return ``config`` with a value per rank where it has names, for the ranks that there are. Pure.
 

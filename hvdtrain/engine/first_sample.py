@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from hvdtrain.backends.loss_coupling import (
 from hvdtrain.backends.misfit import ONE_SAMPLE, fixed_batch, one_sample, told
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Batch
+from hvdtrain.core.mesh import Layout
+from hvdtrain.core.protocols import Batch, Cargo, Control, PipelineStage
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import on_disk
-from hvdtrain.engine.pipeline_first_sample import evaluating, walked
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 
@@ -36,10 +36,9 @@ LOOKED_AT_TWICE = 2**22
 def check(run: Run, backend: Any) -> list[str]:
     """Try the run's data on its model, training and evaluation, before anything is exchanged; collective.
 
-    Returns the buffers and parameters that were written to here, by name.
-
-    Nothing of it remains but samples that a stream has handed out, with which its first step begins, and state that
-    is neither a buffer nor an attribute of the model or of objects of the user's own classes that it holds.
+    Returns the buffers and parameters that were written to here, by name. Nothing of it remains but samples that a
+    stream has handed out, with which its first step begins, and state that is neither a buffer nor an attribute of the
+    model or of objects of the user's own classes that it holds.
     Errors: `UserError` on every rank for what does not fit; other exceptions of the model pass through.
     """
     if run.parts.layout is not None:
@@ -95,12 +94,12 @@ def _check_parts(run: Run, backend: Any) -> list[str]:
         return list(_parts(_samples(feed, MOST), n))
 
     train = agreed(run.control, lambda: read(run.feed), "first sample")
-    written = walked(run, backend, train, True)
+    written = try_stages(run, backend, train, True)
     with _one_sample_refusal(run) as single:
-        written += walked(run, backend, [tuple(array[:1] for array in train[0])] if single else [], True)
+        written += try_stages(run, backend, [tuple(array[:1] for array in train[0])] if single else [], True)
     if (feed := run.eval_feed) is not None:
         test = agreed(run.control, lambda: train if feed.samples is None else read(feed), "first sample")
-        written += walked(run, backend, test, False)
+        written += try_stages(run, backend, test, False)
     return written
 
 
@@ -141,12 +140,15 @@ def _one_sample_refusal(run: Run) -> Iterator[int]:
                          "GroupNorm") from error.__cause__
 
 
+def _step_samples(feed: Feed) -> int:
+    return feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
+
+
 def _batches(feed: Feed, max_steps: int = 0) -> dict[str, int]:
     """Return the samples of global batches, of all steps but the last of an epoch, and of that one where it is due."""
-    n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
     reached = feed.samples is not None and not 0 < max_steps < (feed.steps_per_epoch or 0)
     last = feed.samples % feed.global_batch if reached and feed.samples else 0
-    return {"each step": n, "the last step of an epoch": last}
+    return {"each step": _step_samples(feed), "the last step of an epoch": last}
 
 
 def _sizes(feed: Feed, n: int) -> list[list[int]]:
@@ -206,9 +208,8 @@ def _fits(run: Run, backend: Any, batch: Batch, training: bool) -> list[str] | N
 
 
 def _micro_batch(feed: Feed) -> int:
-    n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
     cut = feed.cut_at(0)
-    counts = np.diff(cut.offsets(n)).tolist()
+    counts = np.diff(cut.offsets(_step_samples(feed))).tolist()
     bounds = next(found for r in (feed.rank, *range(feed.size)) if (found := cut.bounds(counts[r], r)))
     return bounds[0][1] - bounds[0][0]
 
@@ -255,3 +256,143 @@ def extremes(array: np.ndarray) -> Iterator[int]:
             limits = np.iinfo(part.dtype)
             yield int(np.where(inner, part, limits.min).argmax()) // per_row
             yield int(np.where(inner, part, limits.max).argmin()) // per_row
+
+
+class Turn(NamedTuple):
+    """The chunk ``number`` of copy ``copy``, on ``rank``; the next one is on rank ``to``, -1: it is the last."""
+
+    copy: int
+    number: int
+    rank: int
+    to: int
+
+
+def turns(layout: Layout) -> list[Turn]:
+    """Return the chunks of all copies, each after the one before it."""
+    found = []
+    for copy, ranks in enumerate(layout.mesh.copies):
+        n = len(layout.chunks(copy))
+        found += [Turn(copy, k, ranks[k % len(ranks)], ranks[(k + 1) % len(ranks)] if k + 1 < n else -1)
+                  for k in range(n)]
+    return sorted(found, key=lambda turn: (turn.number, turn.copy))
+
+
+class Walk:
+    """A try of ``batch`` on this rank's chunks; ``batch`` is the same on all ranks of a copy.
+
+    ``agreeing``: any exception is a `UserError` on every rank.
+    """
+
+    def __init__(self, run: Run, backend: Any, batch: Batch, training: bool, agreeing: bool = False) -> None:
+        self._run, self._backend, self._batch, self._training = run, backend, batch, training
+        self._agreeing = agreeing
+        assert run.parts.layout is not None
+        self._layout: Layout = run.parts.layout
+        self._came: Cargo | None = None
+        self._over = False
+
+    def go(self) -> None:
+        """Take all turns; collective. Errors: `UserError` on every rank; other exceptions pass through."""
+        control: Control = self._run.control
+        walk = turns(self._layout)
+        for number in range(max(turn.number for turn in walk) + 1):
+            now = [turn for turn in walk if turn.number == number]
+            mine = next((turn for turn in now if turn.rank == control.rank), None)
+            gave = agreed(control, lambda: self._computed(mine), "first sample")  # noqa: B023  (called at once)
+            for turn in now:
+                self._pass_on(control, turn, gave if turn is mine else None)
+
+    def _computed(self, mine: Turn | None) -> Cargo | None:
+        if mine is None or self._over:
+            return None
+        run, stage = self._run, cast(PipelineStage, self._run.parts.stage)
+        chunk, came = mine.number // len(self._layout.mesh.ranks), self._came if mine.number else None
+
+        def compute() -> Cargo | None:
+            if not self._training:
+                return stage.evaluate(chunk, came, self._batch)
+            if mine.to >= 0:
+                return stage.forward(chunk, 0, came, self._batch)
+            stage.loss(chunk, 0, came, self._batch, 1.0)
+            return None
+
+        try:
+            with told(run.spec.model, self._batch, not self._training):
+                gave, why = attempt(compute, self._backend.out_of_memory, self._backend.free_cached)
+        except Exception as error:
+            if self._agreeing:
+                raise UserError(str(error)) from None
+            raise
+        if why and self._agreeing:
+            raise UserError(why).of_kind("oom")
+        return gave  # None: the first step tells what memory does not suffice for: it may hold what is needed
+
+    def _pass_on(self, control: Control, turn: Turn, gave: Cargo | None) -> None:
+        """Bring what a chunk gave to the next one; collective."""
+        if turn.to < 0:
+            return
+        note = control.gather(None if gave is None else ([(a.shape, a.dtype.str) for a in gave.arrays], gave.dtypes,
+                                                         gave.form))[turn.rank]
+        if note is None:  # it ran out of memory there: nothing more is tried
+            self._over = self._over or turn.copy == self._layout.mesh.copy
+            return
+        heads, dtypes, form = note
+        if turn.rank == turn.to:
+            self._came = gave
+            return
+        arrays = [np.ascontiguousarray(a) for a in gave.arrays] if gave is not None else [
+            np.empty(shape, dtype) for shape, dtype in (heads if control.rank == turn.to else ())]
+        control.send([array.reshape(-1) for array in arrays], turn.rank, turn.to)
+        if control.rank == turn.to:
+            self._came = Cargo(tuple(arrays), tuple(dtypes), form)
+
+
+def try_stages(run: Run, backend: Any, batches: Sequence[Batch], training: bool) -> list[str]:
+    """Try ``batches`` one after the other and leave everything as it was; collective.
+
+    Copies may have unlike many: the others wait. Returns what was written to here, by name.
+    """
+    written: list[str] = []
+    most = max(run.control.gather(len(batches)))
+    for i in range(most):
+        batch = batches[min(i, len(batches) - 1)]
+        with backend.untouched(run.parts, batch):
+            stage = cast(PipelineStage, run.parts.stage)
+            stage.begin()
+            try:
+                Walk(run, backend, batch, training).go()
+            finally:
+                stage.drop()
+                run.parts.evaluator.totals()  # what it has counted is none of an evaluation's
+                written += run.parts.buffers.noticed()
+                run.parts.buffers.discard()
+                stage.rewind()
+    return written
+
+
+@contextlib.contextmanager
+def evaluating(run: Run, backend: Any, pool: Batch) -> Iterator[Evaluate]:
+    """Yield a function that evaluates the loss of samples of ``pool``, in evaluation mode; leave everything as it was.
+
+    Every rank calls it alike, and gets the same value; collective. ``pool`` is the same on all ranks. Random generators
+    run on between evaluations, so that a loss that draws differs from call to call.
+    """
+    stage, evaluator, control = cast(PipelineStage, run.parts.stage), run.parts.evaluator, run.control
+    narrow = any(name != "fp32" for name in run.parts.precision.names)
+
+    def evaluate(numbers: Sequence[int], training: bool) -> LossValue:
+        if training:
+            raise NotImplementedError("a step's forward is not repeated for other numbers of samples")
+        stage.begin()
+        try:
+            Walk(run, backend, tuple(array[list(numbers)] for array in pool), False, agreeing=True).go()
+            losses = control.gather(evaluator.totals().get("loss"))
+        finally:
+            stage.drop()
+            evaluator.totals()
+            run.parts.buffers.discard()
+        total, weight = next(loss for loss in losses if loss is not None)
+        return LossValue(float(total), float(weight), eps=2.0**-8 if narrow else 2.0**-23)
+
+    with backend.untouched(run.parts, ()):
+        yield evaluate

@@ -81,7 +81,7 @@ class Bridge(History):
         if self._setup.optimizer is not None and self._setup.optimizer is not self._compiled_optimizer:
             model.optimizer = self._setup.optimizer
         if run.eval_feed is not None:
-            self._eval_feed, run.eval_feed = run.eval_feed, cast(Feed, Watched(run.eval_feed, self, run))
+            self._eval_feed, run.eval_feed = run.eval_feed, cast(Feed, EvaluationFeed(run.eval_feed, self, run))
         self._trained.begin(run)
         params = {"verbose": 0, "epochs": run.config.epochs, "steps": run.feed.steps_per_epoch}
         model.stop_training = False
@@ -308,7 +308,7 @@ def _take_backup(callbacks: list[Any], model: Any, run: Run) -> None:
         run.note(f"BackupAndRestore goes on at epoch {epoch}")
 
 
-class Watched:
+class EvaluationFeed:
     """An evaluation feed that tells Keras' callbacks of each batch; all else is the feed's."""
 
     def __init__(self, feed: Any, bridge: Bridge, run: Run) -> None:

@@ -58,7 +58,7 @@ def _of_keras(callback: Any) -> set[str]:
 
 # --- one value -----------------------------------------------------------------------------------------------------
 
-class Parts:
+class ModelObjects:
     """Model, optimizer, layers and variables, which checkpoints hold elsewhere, by a name that each process gives them.
 
     A callback that refers to one of them gets the reference back, not a copy. ``shared``: objects that are held in
@@ -80,7 +80,7 @@ class Parts:
                            if isinstance(one, keras.Variable)}
         self.names = {id(one): name for name, one in reversed(self.named.items()) if one is not None}
 
-    def without(self, value: Any) -> Parts:
+    def without(self, value: Any) -> ModelObjects:
         """Return the same for the value of a shared object itself."""
         rest = copy.copy(self)
         rest.shared = {key: name for key, name in self.shared.items() if key != id(value)}
@@ -148,7 +148,7 @@ def is_variable(value: Any) -> bool:
                                            and value.is_leaf)
 
 
-def encode(value: Any, arrays: Arrays, name: str, depth: int = 0, parts: Parts | None = None) -> Any:
+def encode(value: Any, arrays: Arrays, name: str, depth: int = 0, parts: ModelObjects | None = None) -> Any:
     """Return ``value`` as JSON; arrays go into ``arrays`` under ``name`` and a counter. `Unstorable`."""
     if value is None or isinstance(value, (bool, int, str)) and type(value) in (bool, int, str):
         return value
@@ -202,9 +202,9 @@ def _array(value: Any, arrays: Arrays, name: str) -> dict[str, Any]:
     return {**found, "place": place}
 
 
-def decode(value: Any, arrays: Arrays, parts: Parts | None = None, held: Any = None) -> Any:
+def decode(value: Any, arrays: Arrays, parts: ModelObjects | None = None, held: Any = None) -> Any:
     """Undo `encode`; the callback's own variables in ``held``, the value of now, and their containers are kept."""
-    parts = parts or Parts()
+    parts = parts or ModelObjects()
     if isinstance(value, list):
         return _filled(held, _members(value, arrays, parts, held if type(held) is list else ()), parts)
     if not isinstance(value, dict):
@@ -242,13 +242,13 @@ def decode(value: Any, arrays: Arrays, parts: Parts | None = None, held: Any = N
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
 
 
-def _members(values: list[Any], arrays: Arrays, parts: Parts, held: Sequence[Any]) -> list[Any]:
+def _members(values: list[Any], arrays: Arrays, parts: ModelObjects, held: Sequence[Any]) -> list[Any]:
     """Decode the members of a sequence, each with the one that ``held`` has in its place."""
     now = [*held, *[None] * len(values)]
     return [decode(one, arrays, parts, before) for one, before in zip(values, now)]
 
 
-def _filled(held: Any, found: Any, parts: Parts) -> Any:
+def _filled(held: Any, found: Any, parts: ModelObjects) -> Any:
     """Return ``held`` with the members of ``found`` if it holds variables of the callback, else ``found``."""
     if type(held) is not type(found):
         return found
@@ -260,7 +260,7 @@ def _filled(held: Any, found: Any, parts: Parts) -> Any:
     return held
 
 
-def _variable(array: np.ndarray, held: Any, kind: str, parts: Parts) -> Any:
+def _variable(array: np.ndarray, held: Any, kind: str, parts: ModelObjects) -> Any:
     """Assign to the variable ``held``, unless it is the model's; return a new one where there is none of the shape."""
     if id(held) in parts.names:
         return held
@@ -295,7 +295,7 @@ def take(callback: Any, arrays: Arrays, prefix: str, shared: dict[int, str]) -> 
     ``shared``: see `shared_among`.
     """
     found, unstorable = {}, {}
-    parts = Parts(getattr(callback, "model", None), shared)
+    parts = ModelObjects(getattr(callback, "model", None), shared)
     for name, value in attributes(callback):
         own: Arrays = {}
         try:
@@ -308,7 +308,7 @@ def take(callback: Any, arrays: Arrays, prefix: str, shared: dict[int, str]) -> 
 
 def put(callback: Any, state: dict[str, Any], arrays: Arrays, made: dict[str, Any]) -> None:
     """Undo `take`; ``made``: what it has made so far of objects that callbacks share."""
-    parts = Parts(getattr(callback, "model", None), made=made)
+    parts = ModelObjects(getattr(callback, "model", None), made=made)
     for name, value in state.items():
         vars(callback)[name] = decode(value, arrays, parts, vars(callback).get(name))
 

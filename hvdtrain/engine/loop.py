@@ -22,11 +22,11 @@ from hvdtrain.core.timeline import active, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.weighting import check_weight
 from hvdtrain.engine.average import averaged, leave_final
-from hvdtrain.engine.callbacks.out_of_memory import mended, repeats, tell
-from hvdtrain.engine.model_changes import check_late, follow, watched
+from hvdtrain.engine.callbacks.out_of_memory import recovers, repeats, tell
+from hvdtrain.engine.model_changes import check_late, follow, has_user_callbacks
 from hvdtrain.engine.saving import final
 from hvdtrain.engine.weight_checks import blame
-from hvdtrain.parallel.recovery.evaluating import RecoveringEvaluator
+from hvdtrain.parallel.recovery.recovery import RecoveringEvaluator
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
@@ -61,7 +61,7 @@ def joined(run: Run) -> Iterator[None]:
 
 
 def _start(run: Run) -> None:
-    run.services.changes.watched, run.services.changes.starts = watched(run), True
+    run.services.changes.watched, run.services.changes.starts = has_user_callbacks(run), True
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
@@ -337,7 +337,7 @@ def _measured(run: Run, feed: Feed) -> dict[str, float]:
                 adding.add(batch)
                 samples += batch.n_local
         rows = run.control.gather((evaluator.totals(), adding.ended(), run.written.fresh(run)))
-        again = mended(run, [shortages for _, shortages, _ in rows])
+        again = recovers(run, [shortages for _, shortages, _ in rows])
     everyone = [totals for totals, _, _ in rows]
     run.written.evaluated(run, samples, [fresh for _, _, fresh in rows])
     # By name, not by place: a rank without samples does not know what the others measured.

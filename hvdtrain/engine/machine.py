@@ -14,9 +14,9 @@ from typing import Any, cast
 from hvdtrain import backends
 from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.cluster.liveness import causes
-from hvdtrain.cluster.machine import process, software
+from hvdtrain.cluster.machine import software, usage
 from hvdtrain.cluster.machine.memory import imported_bytes, peak_resident_bytes
-from hvdtrain.cluster.machine.nvml import Gpus
+from hvdtrain.cluster.machine.usage import Gpus
 from hvdtrain.config import Config
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.units import KINDS, format_bytes
@@ -213,7 +213,7 @@ class Reader:
 
     def __init__(self, run: Run) -> None:
         self._backend = backends.load(run.spec.framework)
-        self._process = process.Process()
+        self._process = usage.Process()
         self._gpus = Gpus() if run.devices[run.control.rank].kind == "cuda" else None
 
     def reading(self, run: Run) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def memory(run: Run, backend: Any, gpus: list[dict[str, Any]]) -> dict[str, int 
     found: dict[str, int | None] = {**dict.fromkeys(KINDS), **backend.held(run.parts)}
     if found["gradients"] is None and run.dp.buckets and run.dp.retains:
         found["gradients"] = sum(b.nbytes for b in run.dp.buckets)
-    status = process.status()
+    status = usage.status()
     shared = status.get("RssShmem", 0) - (found["gradients"] or 0) if run.collectives.name == "shared" else 0
     found["buckets"] = run.dp.remembered_bytes() + max(0, shared)
     allocated = [gpu["allocated_bytes"] for gpu in gpus]

@@ -15,13 +15,12 @@ from hvdtrain.core.units import KINDS, Footprint, format_bytes
 from hvdtrain.engine import memory_survey
 from hvdtrain.engine.memory_survey import Scene
 from hvdtrain.planning import shards
-from hvdtrain.planning.batch.line import Line, fit
-from hvdtrain.planning.memory import knapsack, options
-from hvdtrain.planning.memory.facts import MemoryFacts, Sharding
-from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts
+from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.memory import options
+from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding
+from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts, peak, scaled
 from hvdtrain.planning.memory.forecast import forecast
 from hvdtrain.planning.memory.options import Option
-
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
@@ -34,8 +33,8 @@ SEEN_FROM = 1 << 24
 
 
 @dataclass(frozen=True)
-class Own:
-    """What a rank has settled on. ``samples``: its part of a step. ``free``: bytes that it may hold, None: unknown.
+class RankFit:
+    """Decision of a rank. ``samples``: its part of a step. ``free``: bytes that it may hold, None: unknown.
 
     ``costs``: of the blocks it could recompute, for a micro-batch. ``predicted``, ``measured``: bytes that recomputing
     the chosen ones saved in a trial of ``tried`` samples; 0 where it was none.
@@ -86,7 +85,7 @@ class Settling:
         parts = max(rank.micros, -(-self.samples // max(1, micro_batch)))
         return forecast(replace(self._facts, rank=replace(rank, micro_batch=micro_batch, micros=parts))).total
 
-    def decide(self, parts: int = 0) -> Own:
+    def decide(self, parts: int = 0) -> RankFit:
         """Return what is best: in ``parts`` micro-batches where they are given, else in as many as is best.
 
         The blocks are chosen and tried, and chosen anew where they save less than was reckoned.
@@ -117,14 +116,14 @@ class Settling:
     def _costs(self, micro_batch: int) -> list[BlockCost]:
         return options.costs(self._facts, micro_batch)
 
-    def _tried(self, fit: Fit) -> Own:
+    def _tried(self, fit: Fit) -> RankFit:
         measured, micro = self._facts.measured, fit.micro_batch
         costs = tuple(self._costs(micro)) if micro else ()
-        own = Own(fit, self.samples, self._room.free, costs)
+        own = RankFit(fit, self.samples, self._room.free, costs)
         if self._remat is None:
             return own
         n = measured.block_samples
-        small = knapsack.scaled(measured.blocks, 1.0)
+        small = scaled(measured.blocks, 1.0)
         predicted = sum(cost.saved_bytes for cost in small if cost.name in fit.choice.names)
         shows = not measured.with_gradients or self._scene.device.kind != "cpu" or predicted >= SEEN_FROM
         if not fit.choice.names or not shows:
@@ -133,7 +132,7 @@ class Settling:
         whole = memory_survey.pass_bytes(self._scene, n)
         self._remat.choose(fit.choice.names)
         less = memory_survey.pass_bytes(self._scene, n)
-        return replace(own, predicted=whole - knapsack.peak(small, fit.choice.names, whole), measured=whole - less,
+        return replace(own, predicted=whole - peak(small, fit.choice.names, whole), measured=whole - less,
                        tried=n)
 
     def _worth(self, factor: float) -> None:
@@ -151,7 +150,7 @@ class Settling:
         return fit(sizes, [_seconds(self._scene, n) for n in sizes])
 
 
-def reckoned(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
+def estimator(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
     """Return what this process holds at most, by the samples of a micro-batch, as it is before anything is recomputed.
 
     None where there is ample room, so that nothing more than a small pass has to be measured.
@@ -216,7 +215,7 @@ CLOSE = 0.8
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The same on every rank. ``needs_P``: what ranks hold; ``free_P``: what each may hold; ``options``: best first."""
 
     needs_P: tuple[Footprint, ...]
@@ -276,7 +275,7 @@ COLUMNS = ("rank", *KINDS, "total", "free", "fits")
 OPTION_COLUMNS = ("option", "saves", "fits", "costs", "add to the command")
 
 
-def made(scene: Scene, dp: Any, measures: bool = True) -> Plan:
+def made(scene: Scene, dp: Any, measures: bool = True) -> MemoryPlan:
     """Return the plan of a run whose parts are there; collective. Without ``measures`` activations are left out."""
     facts = facts_now(scene, memory_survey.way_of(scene, dp), measures)
     return agreed_plan(scene, facts)
@@ -290,7 +289,7 @@ def facts_now(scene: Scene, way: Any, measures: bool) -> MemoryFacts:
     return MemoryFacts(facts.model, facts.rank, facts.way, memory_survey.measure(scene, facts.model, way, True))
 
 
-def agreed_plan(scene: Scene, facts: MemoryFacts, always: bool = True) -> Plan:
+def agreed_plan(scene: Scene, facts: MemoryFacts, always: bool = True) -> MemoryPlan:
     """Return the plan of all ranks' ``facts``; collective.
 
     Unless ``always``, options are looked for near the limit alone.
@@ -298,7 +297,7 @@ def agreed_plan(scene: Scene, facts: MemoryFacts, always: bool = True) -> Plan:
     control = scene.control
     rows = control.gather((forecast(facts), facts.rank.free_bytes))
     free_P = [free for _, free in rows]
-    plan = Plan(tuple(need for need, _ in rows), tuple(free_P))
+    plan = MemoryPlan(tuple(need for need, _ in rows), tuple(free_P))
     if not always and plan.load(plan.tightest()) < CLOSE:
         return plan
     parts_P = scene.config.data_parallel.shards or parts_by(free_P)

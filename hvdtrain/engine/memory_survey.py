@@ -20,9 +20,18 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
-from hvdtrain.planning.memory import knapsack
-from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding
-from hvdtrain.planning.memory.pass_trace import MemoryLine, MemoryTrace, first_copies, line
+from hvdtrain.planning.memory.fit import peak as peak_with
+from hvdtrain.planning.memory.forecast import (
+    MeasuredMemory,
+    MemoryFacts,
+    MemoryLine,
+    MemoryTrace,
+    Model,
+    RankMemory,
+    Sharding,
+    first_copies,
+    line,
+)
 
 
 PARTS = (8, 4)
@@ -36,7 +45,7 @@ GRAPH_PART = 0.6
 
 @dataclass(frozen=True)
 class Scene:
-    """What is looked at: a run's parts, or a setup's, before it trains. ``device``: this rank's `DeviceFacts`.
+    """Objects to measure: a run's parts, or a setup's, before it trains. ``device``: this rank's `DeviceFacts`.
 
     ``cursor``: where the run stands. ``average``: that of its weights, where it keeps one (`hvdtrain.engine.average`).
     """
@@ -284,7 +293,7 @@ def rows(scene: Scene, costs: Sequence[BlockCost], n: int) -> list[list[str]]:
     found: list[list[str]] = []
     for names in [tuple(cost.name for cost in costs), *((cost.name,) for cost in costs)]:
         seconds = sum(cost.forward_s for cost in costs if cost.name in names)
-        row = ["all" if not found else names[0], format_bytes(whole - knapsack.peak(costs, names, whole)), "-",
+        row = ["all" if not found else names[0], format_bytes(whole - peak_with(costs, names, whole)), "-",
                format_ms(seconds), "-"]
         if time.monotonic() - begin < LONGEST_S:
             remat.choose(names)

@@ -19,7 +19,7 @@ SHOWN = 3
 """Changes that a message names."""
 
 
-def watched(run: Run) -> bool:
+def has_user_callbacks(run: Run) -> bool:
     """Return whether any rank has callbacks that are not the trainer's own; collective."""
     return run.control.agree(run.parts.facts is not None and any(
         not type(callback).__module__.startswith("hvdtrain.engine.callbacks.") for callback in run.callbacks))

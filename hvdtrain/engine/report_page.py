@@ -49,7 +49,7 @@ class Survivor:
     def start(self) -> None:
         """Start it, where none is at work; OSError."""
         if self._child is None:
-            self._child = started(self._run.out)
+            self._child = start_survivor(self._run.out)
 
     def tell(self, word: bytes) -> None:
         """Say what it is to do; the last word that it gets."""
@@ -66,7 +66,7 @@ class Survivor:
         """Go on: the end of the records is not that of the run."""
 
 
-def started(out: Path) -> subprocess.Popen[bytes]:
+def start_survivor(out: Path) -> subprocess.Popen[bytes]:
     """Start the process that writes the page of the run in ``out`` after this one's end. OSError."""
     root = str(ROOT.parent)
     command = [sys.executable, "-I", "-S", "-c", survivor.START, os.path.abspath(out), str(os.getpid()), root]
@@ -76,7 +76,7 @@ def started(out: Path) -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def told(run: Run) -> Iterator[None]:
+def page_at_end(run: Run) -> Iterator[None]:
     """Enclose a fit, from its first step to its completion record: at its end, good or bad, the page is written."""
     if run.control.rank != 0:
         yield

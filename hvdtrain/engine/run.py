@@ -20,7 +20,7 @@ from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.core.protocols import Callback, ChangesTransport, Collectives, Control, DataParallel, Schedule
+from hvdtrain.core.protocols import RunCallback, ChangesTransport, Collectives, Control, DataParallel, Schedule
 from hvdtrain.core.protocols.run import RunSaver
 from hvdtrain.core.protocols.types import Announcement, StepBatch
 from hvdtrain.core.records.stream import RecordStream
@@ -85,8 +85,8 @@ class Run:
 
     def __init__(self, setup: RunSetup, services: Services, state: RunState | None = None) -> None:
         self.setup, self.services, self.state = setup, services, RunState() if state is None else state
-        self.callbacks: list[Callback[Run]] = []
-        self._heard: dict[Event, tuple[list[Callback[Run]], list[tuple[Callback[Run], str, bool]]]] = {}
+        self.callbacks: list[RunCallback[Run]] = []
+        self._heard: dict[Event, tuple[list[RunCallback[Run]], list[tuple[RunCallback[Run], str, bool]]]] = {}
         self._joined = False
         services.phases = RunPhases(services.timeline, self.state, setup.config.control_timeout_s)
 
@@ -126,7 +126,7 @@ class Run:
             finally:
                 timeline.alone = outer
 
-    def _listeners(self, event: Event) -> list[tuple[Callback[Run], str, bool]]:
+    def _listeners(self, event: Event) -> list[tuple[RunCallback[Run], str, bool]]:
         """Return the callbacks that see ``event`` here, what the heartbeat shows, and whether all ranks call each.
 
         Kept until the list of callbacks changes: most of two dozen callbacks see one or two events.

@@ -30,7 +30,7 @@ from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.linear import Line
 
 if TYPE_CHECKING:
     from hvdtrain.comm.wires import Wires
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunSetup:
-    """What a run is, from its assembly on: settings, ranks, model and data.
+    """Identity of a run, fixed by its assembly: settings, ranks, model and data.
 
     ``spelled``: ``config`` with a value per rank in place of names of hosts and devices (`hvdtrain.config.placed`).
     ``devices``: what each rank computes on. ``mesh``: the replicas of the model, each a list of ranks. ``dp``: how the
@@ -65,7 +65,7 @@ class RunSetup:
 
 @dataclass
 class RankWishes:
-    """What this rank wants the next agreement to decide: to stop, to save, and ``words`` to announce to all."""
+    """Wishes of this rank for the next agreement: to stop, to save, and ``words`` to announce to all."""
 
     stop: str = ""
     save: bool = False
@@ -74,7 +74,7 @@ class RankWishes:
 
 @dataclass
 class StepOutcome:
-    """What came of the latest step, the same on all ranks but for ``poisoned``.
+    """Outcome of the latest step, the same on all ranks but for ``poisoned``.
 
     ``updated``: it made its update; on an asynchronous device the step before, where the loss decides. ``met``: the
     replicas of the model are one model, since they synchronized in it and were updated. ``poisoned``: a step in which
@@ -112,7 +112,7 @@ class StepOutcome:
 
 @dataclass
 class Findings:
-    """What the run has found so far, for its summary and report.
+    """Results of the run so far, for its summary and report.
 
     ``ledger``: of `hvdtrain.engine.callbacks.ledger`. ``memory``: estimated and measured bytes by rank, of
     `hvdtrain.engine.callbacks.memory_fit`. ``shortages``: each time that a rank ran out of memory, with ``rank`` and
@@ -132,7 +132,7 @@ class Findings:
 
 @dataclass(slots=True)  # so that a name that has moved is no new attribute, which nobody reads
 class RunState:
-    """Where a run stands; equal on all ranks but for ``wishes``, and where `StepOutcome` says so.
+    """State of a run; equal on all ranks but for ``wishes``, and where `StepOutcome` says so.
 
     ``batch``: this rank's share of the step under way, from STEP_START to CHECKPOINT. ``loss``: of the latest step, on
     an asynchronous device of the one before; NaN where that step made no update. ``requeue``: the ranks have agreed to
@@ -186,7 +186,7 @@ class RunState:
 
 @dataclass
 class ModelChanges:
-    """Whether `hvdtrain.engine.model_changes` looks for changes of the model, the same on every rank.
+    """Flags by which `hvdtrain.engine.model_changes` looks for changes of the model, the same on every rank.
 
     ``starts``: the next step is the first of a fit. ``watched``: a fit looks before each step.
     """
@@ -197,7 +197,7 @@ class ModelChanges:
 
 @dataclass
 class Services:
-    """What a run uses: the planes that connect ranks, records and times, and the parts of the loop that keep state.
+    """Services of a run: the planes that connect ranks, records and times, and the parts of the loop that keep state.
 
     ``wires``: what opens other transports. ``records``: what has happened; on rank 0 reports read them. ``timeline``:
     where this rank's seconds go, since its process began. ``phases``: of a step, each a context manager. ``recovery``:
@@ -222,7 +222,7 @@ class Services:
 
 
 class StepPhase(span):
-    """One phase; ``begin_s`` and ``end_s`` of its latest body are by `time.perf_counter`.
+    """Phase of a step; ``begin_s`` and ``end_s`` of its latest body are by `time.perf_counter`.
 
     ``beat``: its name in the heartbeat; the watchdog times those of `pulse.COMPUTING`. ``cause``: in the time
     breakdown. ``at``: whose step the heartbeat publishes, None where the step before stays published. ``totals``: what

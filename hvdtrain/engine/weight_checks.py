@@ -1,10 +1,12 @@
 """Checks of weights and gradients: digests by which ranks compare them, and whether they are finite."""
 
 from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hvdtrain.core.buckets import plan_buckets, plan_some
@@ -12,7 +14,6 @@ from hvdtrain.core.comparison import Origin, finite, has_nan, spoken
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops, ParamSpec
 from hvdtrain.core.protocols.types import Bucket
-
 
 COLUMNS = 1021
 """A prime, so that what repeats in a tensor's rows does not fall into one column."""
@@ -162,13 +163,13 @@ def check_trainable(parts: ModelParts) -> None:
 
 def not_finite(parts: ModelParts) -> str:
     """Return the first trainable parameter that is not finite or other weight that is NaN, by name; "" if none is."""
-    names = trained(parts)
+    names = trainable_names(parts)
     model: Mapping[str, Any] = parts.state.state()[0]["model"]
     return next((spoken(n) for n, a in model.items()
                  if has_nan(n, np.asarray(a)) or spoken(n) in names and not finite(n, np.asarray(a))), "")
 
 
-def trained(parts: ModelParts) -> set[str]:
+def trainable_names(parts: ModelParts) -> set[str]:
     """Return the names of the trainable parameters."""
     return {spoken(spec.name) for spec in parts.params.specs}
 
@@ -193,7 +194,7 @@ def _began(parts: ModelParts, found: Origin | None) -> tuple[int, str] | None:
     """Return when and where on this rank of a pipeline a number was first not finite out of finite ones."""
     parts.buffers.discard()
     weight = not_finite(parts)
-    if weight in trained(parts):
+    if weight in trainable_names(parts):
         return -1, f"parameter {weight} itself, since an update before"
     return None if found is None else (found.when, found.what)
 
@@ -215,7 +216,7 @@ def _first_of_copies(copies: Sequence[Sequence[int]], rows: Sequence[tuple[int, 
 
 def _look(parts: ModelParts, batch: StepBatch) -> str:
     """Return where this rank's own part of the step is not finite, or ""."""
-    names = trained(parts)
+    names = trainable_names(parts)
     weight = not_finite(parts)
     if weight in names:
         return f"parameter {weight} itself, since an update before"
@@ -239,15 +240,15 @@ class Diverged(UserError):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What the ranks have gathered, each (P, V): fingerprints at the last good check or the start, now, and norms."""
+class FingerprintRows:
+    """Rows of all ranks, each (P, V): fingerprints at the last good check or the start, now, and norms."""
 
     before_PV: np.ndarray
     now_PV: np.ndarray
     norm_PV: np.ndarray
 
     @classmethod
-    def unpack(cls, rows_PK: np.ndarray) -> Rows:
+    def unpack(cls, rows_PK: np.ndarray) -> FingerprintRows:
         """From rows of K = 3V numbers: ``before``, ``now`` and ``norm`` side by side."""
         return cls(*np.split(np.asarray(rows_PK, np.float64), 3, axis=1))
 
@@ -265,7 +266,7 @@ class Bits:
         return (kinds_P[:, None] == kinds_P[None]) & (digest_P[:, None] != digest_P[None])
 
 
-Cause = Callable[["Rows", int, bool, bool], str]
+Cause = Callable[["FingerprintRows", int, bool, bool], str]
 """(rows, the first variable apart, whether it was apart before, whether some are apart only since) -> what to do."""
 
 
@@ -293,7 +294,7 @@ def apart(print_P: np.ndarray, norm_P: np.ndarray, within: float,
     return tuple(int(r) for r in np.flatnonzero(out_P))
 
 
-def judge(rows: Rows, names: Sequence[str], step: int, eps: float = 2.0**-23, distributed: bool = True,
+def judge(rows: FingerprintRows, names: Sequence[str], step: int, eps: float = 2.0**-23, distributed: bool = True,
           ranks: Sequence[int] | None = None, bits: Bits | None = None, updates: int | None = None,
           cause: Cause | None = None) -> Diverged | None:
     """Return the error that stops the run, or None where the ranks agree.
@@ -329,14 +330,14 @@ def _named(who: tuple[int, ...], ranks: Sequence[int]) -> str:
     return ("rank " if len(who) == 1 else "ranks ") + ", ".join(map(str, who)) + f" of {of}"
 
 
-def _by(rows: Rows, v: int, out: tuple[int, ...]) -> str:
+def _by(rows: FingerprintRows, v: int, out: tuple[int, ...]) -> str:
     inside = next(r for r in range(len(rows.now_PV)) if r not in out)
     far = np.abs(rows.now_PV[list(out), v] - rows.now_PV[inside, v]).max()
     norm = rows.norm_PV[inside, v]
     return f" by {far / norm:.1g} of its norm" if np.isfinite(far) and np.isfinite(norm) and norm * far > 0 else ""
 
 
-def _not_finite(rows: Rows, v: int) -> str:
+def _not_finite(rows: FingerprintRows, v: int) -> str:
     """Return what to think where some ranks hold numbers and others do not, or ""."""
     finite_P = np.isfinite(rows.now_PV[:, v])
     if not finite_P.any() or finite_P.all():
@@ -345,7 +346,7 @@ def _not_finite(rows: Rows, v: int) -> str:
             "than the exchanged gradients wrote it")
 
 
-def _cause(distributed: bool, rows: Rows, v: int, began: bool, some_since: bool) -> str:
+def _cause(distributed: bool, rows: FingerprintRows, v: int, began: bool, some_since: bool) -> str:
     if not distributed and some_since:
         return ("likely the optimizer of model.compile is not hvd.DistributedOptimizer(...), or the gradients of a "
                 "train_step of your own do not pass through hvd.DistributedGradientTape")

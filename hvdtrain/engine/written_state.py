@@ -26,14 +26,14 @@ MOST = 6
 """Buffers that a note names."""
 
 
-class Told(Protocol):
-    """Where what ranks have told each other is read."""
+class AnnouncedState(Protocol):
+    """State of a run that holds the announced messages."""
 
     told: list[Announcement]
 
 
-class Replicas(Protocol):
-    """What is needed of a `hvdtrain.engine.run.Run`, which holds a `WrittenState`."""
+class BufferedRun(Protocol):
+    """Members that are needed of a `hvdtrain.engine.run.Run`, which holds a `WrittenState`."""
 
     config: Config
     control: Control
@@ -44,7 +44,7 @@ class Replicas(Protocol):
     updated: bool
 
     @property
-    def state(self) -> Told:
+    def state(self) -> AnnouncedState:
         """Return where the run stands."""
         ...
 
@@ -68,7 +68,7 @@ class WrittenState:
         self.declared: dict[str, str] = {}
         self._apart = self._shared = False
 
-    def start(self, run: Replicas, found: Iterable[str]) -> None:
+    def start(self, run: BufferedRun, found: Iterable[str]) -> None:
         """Read what the model declares; ``found``: what the first samples have written to here. Collective.
 
         Errors: `UserError` on every rank for a declaration that does not fit the model.
@@ -100,33 +100,33 @@ class WrittenState:
         """Return what of law 2 is bent, in words."""
         return _words(self.reductions, {n: how for n, how in self.declared.items() if n in self.reductions})
 
-    def fresh(self, run: Replicas) -> list[str]:
+    def fresh(self, run: BufferedRun) -> list[str]:
         """Return the buffers that this rank has written to, and that no rank has reported yet."""
         return [n for n in run.parts.buffers.noticed() if n not in self.reductions] if self._shared else []
 
-    def look(self, run: Replicas) -> None:
+    def look(self, run: BufferedRun) -> None:
         """Report `fresh` to all ranks, in this step's agreement."""
         fresh = self.fresh(run)
         if fresh:
             run.tell_all(TOPIC, json.dumps(fresh))
 
-    def hear(self, run: Replicas) -> None:
+    def hear(self, run: BufferedRun) -> None:
         """Take note of what ranks have reported in this step's agreement."""
         self._learn(run, [name for word in run.state.told if word.topic == TOPIC for name in json.loads(word.text)])
 
-    def combine(self, run: Replicas, meets: bool) -> None:
+    def combine(self, run: BufferedRun, meets: bool) -> None:
         """Reduce what the step has written; collective where the replicas synchronize in it and a buffer is known."""
         if meets and self.reductions:
             # A step whose update was left out has given back what its replicas had before they synchronized.
             run.parts.buffers.combine(self.reductions, force=self._apart or not run.updated)
         self._apart = not meets
 
-    def evaluating(self, run: Replicas) -> None:
+    def evaluating(self, run: BufferedRun) -> None:
         """Note the values before an evaluation."""
         if self._shared:
             run.parts.buffers.keep()
 
-    def evaluated(self, run: Replicas, samples: int, fresh: Sequence[Sequence[str]]) -> None:
+    def evaluated(self, run: BufferedRun, samples: int, fresh: Sequence[Sequence[str]]) -> None:
         """Reduce what an evaluation has written; collective where a buffer is known.
 
         ``samples``: those of this rank. ``fresh``: by rank, what `fresh` returned.
@@ -135,18 +135,18 @@ class WrittenState:
         if self.reductions:
             run.parts.buffers.combine(self.reductions, samples)
 
-    def sync(self, run: Replicas) -> None:
+    def sync(self, run: BufferedRun) -> None:
         """Make all buffers equal before they are saved or evaluated; collective."""
         self._learn(run, run.parts.buffers.sync())
 
-    def _learn(self, run: Replicas, names: Iterable[str]) -> None:
+    def _learn(self, run: BufferedRun, names: Iterable[str]) -> None:
         fresh = sorted({name for name in names if name not in self.reductions})
         if fresh:
             self._know(run, fresh)
             for text in _words(dict.fromkeys(fresh, FIRST), {}):
                 run.note(BENT + text)
 
-    def _know(self, run: Replicas, names: Iterable[str]) -> None:
+    def _know(self, run: BufferedRun, names: Iterable[str]) -> None:
         known = {*self.reductions, *names}
         self.reductions = {name: self.declared.get(name, FIRST) for name in sorted(known)}
         run.parts.buffers.track(list(self.reductions))

@@ -31,7 +31,6 @@ __all__ = sorted([*_MODULES, *_HOME, *_BASICS])
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'hvdtrain.keras' has no attribute {name!r}; it has {', '.join(__all__)}")
     if name not in _ANY_BACKEND:
@@ -47,7 +46,6 @@ def __dir__() -> list[str]:
 
 
 def _needs_tensorflow(name: str) -> None:
-    """Raise `UserError` where Keras runs on another backend than TensorFlow."""
     from hvdtrain.cluster import quiet
 
     quiet.watch_import()

@@ -23,7 +23,6 @@ __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Divergenc
 
 
 def __getattr__(name: str) -> Any:
-    """Load `MetricAverageCallback` on first use."""
     if name != "MetricAverageCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
     from hvdtrain.keras.metrics import MetricAverageCallback

@@ -141,7 +141,6 @@ def being_read() -> ShardedDataset | None:
 
 
 def _place() -> tuple[int, int]:
-    """Return (rank, size) of this process."""
     if keras.backend.backend() == "tensorflow":
         from hvdtrain import tensorflow as hvd
 

@@ -173,7 +173,7 @@ class OptimizerExchange:
             own = [i for i in range(len(grads)) if i not in set(shared) and grads[i] is not None]
             if self.settings.scale_local:
                 for i in own:
-                    grads[i] = _times(grads[i], 1.0 / self.ranks)
+                    grads[i] = _with(grads[i], _values(grads[i]) * tf.cast(1.0 / self.ranks, grads[i].dtype))
             if own and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 for i, grad in zip(own, self._alike([grads[i] for i in own])):
                     grads[i] = grad
@@ -193,7 +193,7 @@ class OptimizerExchange:
         flag = tf.where(finite, 0.0, float("nan"))
         wire = basics.wire(self.settings.process_set)
         flag = wire.allreduce(flag[None], node_name(f"{self._name}_finite")).wait()[0]
-        return [_plus(g, tf.cast(flag, g.dtype)) for g in own]
+        return [_with(g, _values(g) + tf.cast(flag, g.dtype)) for g in own]
 
     def _frozen(self) -> list[Any]:
         """Return the frozen weights of the model that ``fit`` trains, without those of local layers."""
@@ -232,14 +232,6 @@ def tf_variable(variable: Any) -> tf.Variable:
 
 def _values(grad: Any) -> tf.Tensor:
     return grad.values if isinstance(grad, tf.IndexedSlices) else grad
-
-
-def _times(grad: Any, factor: float) -> Any:
-    return _with(grad, _values(grad) * tf.cast(factor, grad.dtype))
-
-
-def _plus(grad: Any, term: tf.Tensor) -> Any:
-    return _with(grad, _values(grad) + term)
 
 
 def _with(grad: Any, values: tf.Tensor) -> Any:

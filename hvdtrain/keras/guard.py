@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine.weight_checks import Diverged, Rows, judge
+from hvdtrain.engine.weight_checks import Diverged, FingerprintRows, judge
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, through_trace
 
@@ -125,7 +125,7 @@ class DivergenceGuard:
         due = tf.equal(count % self._every, 0) & (count > 0)
         for early in EARLY:
             due |= tf.equal(count, early)
-        _whole(tf.cond(due, lambda: self._compare(count), lambda: tf.constant(False)))
+        _keep_branches(tf.cond(due, lambda: self._compare(count), lambda: tf.constant(False)))
 
     def _compare(self, count: tf.Tensor) -> tf.Tensor:
         assert self._before is not None
@@ -147,7 +147,8 @@ class DivergenceGuard:
         ranks = getattr(self._process_set, "ranks", None) or None
         found = _settings_apart(rows_PK[:, -2:], int(count), ranks)  # first: a rate that differs explains the weights
         if found is None:
-            found = judge(Rows.unpack(rows_PK[:, :-2]), self._names, int(count), self._eps, self._distributed, ranks)
+            rows = FingerprintRows.unpack(rows_PK[:, :-2])
+            found = judge(rows, self._names, int(count), self._eps, self._distributed, ranks)
         if found is not None:
             raise through_trace(found)
         return np.bool_(True)
@@ -227,7 +228,7 @@ def _eps(dtype: tf.DType) -> float:
     return 2.0 ** -{"float16": 10, "bfloat16": 7}.get(dtype.name, 23)  # fingerprints are float32
 
 
-def _whole(out: tf.Tensor) -> None:
+def _keep_branches(out: tf.Tensor) -> None:
     """Keep the branches of a cond as functions: inlined, each step would pay a switch for each variable."""
     branch = out.op.inputs[0].op if out.op.type == "Identity" else out.op
     if branch.type in ("If", "StatelessIf"):

@@ -44,7 +44,6 @@ def install() -> None:
 
 
 def _owner(cls: type, name: str) -> type:
-    """Return the class that defines a method."""
     return next(c for c in cls.__mro__ if name in vars(c))
 
 

@@ -45,7 +45,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.device, self._process_set = device, process_set
         self._train: Phase | None = None
         self._test: Phase | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         check_lengths(self.model, self.params, self._gather)
@@ -106,7 +106,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         """Return every metric of the model over all ranks, which all are at ``when``; collective."""
         metrics = named_metrics(self.model)
         if phase.mixed:
-            self._tell("steps_per_execution joins the short last batch with others: with unequal parts the logs are "
+            self._warn("steps_per_execution joins the short last batch with others: with unequal parts the logs are "
                        "near, not exact; give shard(..., drop_remainder=True), or a number that divides the steps")
         mine: dict[str, np.ndarray] = {}
         samples = _samples(self.model)
@@ -116,7 +116,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             elif is_additive(metric):
                 mine[name] = _state(metric, name, kind, phase)
             else:
-                self._tell(f"{name} ({type(metric).__name__}) is averaged over the ranks, weighted by samples: nothing "
+                self._warn(f"{name} ({type(metric).__name__}) is averaged over the ranks, weighted by samples: nothing "
                            "says that its states may be added; if so, give the class additive = True")
                 value = float(np.mean(keras.tree.flatten(keras.tree.map_structure(np.asarray, metric.result()))[0]))
                 mine[name] = np.array([value * samples, samples])
@@ -138,10 +138,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         shared = [name for name in mine if all(name in one for one in everyone)]
         for name in sorted({name for one in everyone for name in one} - set(shared)):
             those = [rank for rank, one in enumerate(everyone) if name in one]
-            self._tell(f"{name} is in the logs of rank {', '.join(map(str, those))} alone and stays as it is there: "
+            self._warn(f"{name} is in the logs of rank {', '.join(map(str, those))} alone and stays as it is there: "
                        "let the callback that adds it run on every rank, or put it behind MetricAverageCallback")
         if shared:
-            self._tell(f"{', '.join(sorted(shared))}: no metric of the model; averaged over the ranks, weighted by "
+            self._warn(f"{', '.join(sorted(shared))}: no metric of the model; averaged over the ranks, weighted by "
                        "samples")
         for name in shared:
             total, weight = sum(one[name] for one in everyone)
@@ -175,9 +175,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         control = boot.current_control()
         return [mine] if control is None else control.gather(mine)
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             warnings.warn(text, stacklevel=3)
 
 
@@ -250,8 +250,7 @@ def _loss(metric: Any, name: str, phase: Phase, samples: float) -> np.ndarray:
 
 
 def _samples(model: Any) -> float:
-    """Return the samples seen since the metrics were reset, 1 where the loss was not tracked."""
-    tracker = getattr(model, "_loss_tracker", None)
+    tracker = getattr(model, "_loss_tracker", None)  # since the metrics were reset; 1 without a tracked loss
     return float(vector(tracker)[1]) or 1.0 if tracker is not None else 1.0
 
 

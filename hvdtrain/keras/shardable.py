@@ -130,7 +130,6 @@ def check_shard(model: Any, shard: ShardedDataset, ranks: int) -> None:
 
 
 def _judge(model: Any, shard: ShardedDataset) -> loss_coupling.Finding | None:
-    """Judge the loss on samples of ``shard``."""
     from hvdtrain.backends.tensorflow.trial import evaluator_of
 
     pool = shard.spread(loss_coupling.CANDIDATES)

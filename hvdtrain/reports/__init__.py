@@ -1,4 +1,4 @@
-"""What shows or keeps a run's records (`hvdtrain.core.protocols.Report`): a file each, on rank 0 alone."""
+"""Reports of a run's records (`hvdtrain.core.protocols.Report`): log, progress, trackers, HTML; on rank 0 alone."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sentence(records: Sequence[Mapping[str, Any]], seconds: float) -> str:
-    """How much the restarts cost, in a sentence."""
+    """Return the cost of the restarts, in a sentence."""
     restarts, steps = len(records) - 1, sum(one["steps_lost"] for one in records[:-1])
     many = count(restarts, "restart") if restarts else "no restart"
     return f"{many}, {count(steps, 'step')} computed again, {seconds:.1f} s in all"

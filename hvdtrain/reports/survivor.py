@@ -80,12 +80,12 @@ def await_end(pid: int) -> bytes:
 
 
 def command(out: Path) -> list[str]:
-    """The command line that writes the page of the run in ``out``."""
+    """Return the command line that writes the page of the run in ``out``."""
     return [sys.executable, "-m", "hvdtrain", "report", os.path.abspath(out)]
 
 
 def environment(root: str) -> dict[str, str]:
-    """What a process of the page gets: nothing of the job, whose processes are known by their variables."""
+    """Return the environment of a process that writes the page, without the variables that mark the job's processes."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
             if name in os.environ}
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}

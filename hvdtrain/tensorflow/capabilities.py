@@ -102,8 +102,8 @@ def no_elastic() -> UserError:
         "hvd.elastic, which is left out: its rendezvous is an HTTP server without authentication that unpickles what "
         "it is sent, so whoever reaches it runs code on every host (CVE-2024-10190, no fixed release)",
         "checkpoints, and a job that is started again and resumes from the last one",
-        "use hvdtrain.Trainer with checkpoint.every_steps and resume: auto, which goes on with another number of ranks "
-        "too")
+        "use hvdtrain.Trainer with checkpoint.every_steps and resume: auto, which continues with another number of "
+        "ranks too")
 
 
 def broadcast_global_variables(root_rank: int) -> None:

@@ -165,7 +165,6 @@ class GradientExchange:
                             adasum, shared)
 
     def _members(self, items: list[GradientItem], variables: list[Any]) -> list[list[int]]:
-        """Return the groups, as indices."""
         dense = [i for i, item in enumerate(items) if item.kind == DENSE]
         if not self._groups:
             return []
@@ -293,7 +292,6 @@ class GradientPlan:
         return out
 
     def _traced(self, parts: Sequence[tf.Tensor]) -> Callable[..., Any]:
-        """Return the graph of an exchange outside of graphs."""
         if self._function is None:
             specs = [tf.TensorSpec(x.shape if n < len(self._dense) else [None, *x.shape[1:]], x.dtype)
                      for n, x in enumerate(parts)]
@@ -316,7 +314,6 @@ class GradientPlan:
         return dense + sparse
 
     def _sums(self, grads: list[tf.Tensor], prefix: str) -> list[tf.Tensor]:
-        """Return dense gradients over the ranks."""
         if not self._shared:
             return self._over_wire(grads, prefix, self._factors)
         factors = dataclasses.replace(self._factors, divisor=1)  # the node divides

@@ -280,7 +280,6 @@ def _each(process_set: ProcessSet, collective: str, tensors: Sequence[Any]) -> A
 
 def _sums(each: Any, tensors: Sequence[Any], compression: Any, op: int, before: float, after: float,
           name: str) -> list[tf.Tensor]:
-    """Run `allreduce` of several tensors by a transport's ``each``."""
     owns, backs, kinds = zip(*(_reduced(each.__self__, tf.convert_to_tensor(t), compression, op, before, after)
                                for t in tensors))
     parts = each(owns, node_name(f"allreduce.{KINDS[op]}.{name}"), kinds).wait()
@@ -310,7 +309,6 @@ def _rows(tensor: Any) -> tf.Tensor:
 
 
 def _sparse(slices: tf.IndexedSlices, op: int, factor: float, name: str | None, process_set: ProcessSet) -> Any:
-    """Return rows and indices of all ranks."""
     if op not in (Average, Sum):
         raise through_trace(NotSupported(f"a sparse tensor reduced by {KINDS[op]}", "hvd.Average or hvd.Sum",
                                          "pass one of them, or tf.convert_to_tensor(slices)"))

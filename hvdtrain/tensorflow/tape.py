@@ -141,7 +141,6 @@ def divided(grad: Any, divisor: int) -> Any:
 
 
 def _groups_of(num_groups: int, groups: Any) -> Any:
-    """Return ``groups``, or the number of them in the old argument."""
     if not num_groups:
         return groups
     warnings.warn("num_groups is the old name of groups", DeprecationWarning, stacklevel=3)

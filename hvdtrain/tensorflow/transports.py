@@ -88,7 +88,6 @@ class SharedSum:
         return list(sums) if isinstance(sums, (list, tuple)) else [sums]
 
     def _nodes(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add the node, and what packs small gradients for it and unpacks them."""
         vectors: list[tf.Tensor] = []
         for small, (large, _) in zip(self._small, self._parts):
             if small:
@@ -135,16 +134,16 @@ class PlainMpi(HostNodes):
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> ReadyHandle:
         """See `Collectives`; any shape."""
-        def run(x: np.ndarray) -> ReadyHandle:
+        def run(x: np.ndarray) -> np.ndarray:
             if op != "sum":
-                return ReadyHandle(FOLD[op].reduce(self._rows(x[None], name), axis=0))
-            return ReadyHandle(self._wire.allreduce(np.array(x).reshape(-1), name).wait().reshape(x.shape))
+                return np.asarray(FOLD[op].reduce(self._rows(x[None], name), axis=0), x.dtype)
+            return self._wire.allreduce(np.array(x).reshape(-1), name).wait().reshape(x.shape)
 
-        return self._node(run, flat_N, name, flat_N.shape)
+        return self._own(run, flat_N, name, flat_N.shape)
 
     def gather_rows(self, x: tf.Tensor, name: str) -> ReadyHandle:
         """Return every rank's rows, by rank; ranks may have different numbers of rows."""
-        return self._node(lambda x: ReadyHandle(self._rows(x, name)), x, name, [None, *x.shape[1:]])
+        return self._own(lambda x: self._rows(x, name), x, name, [None, *x.shape[1:]])
 
     def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> ReadyHandle:
         """Send ``splits_P[p]`` rows to rank p; every rank sees all rows on the way."""
@@ -161,20 +160,20 @@ class PlainMpi(HostNodes):
 
     def scatter_rows(self, x: tf.Tensor, name: str) -> ReadyHandle:
         """Return this rank's rows of the sum over ranks; the first R mod P ranks get one more."""
-        def run(x: np.ndarray) -> ReadyHandle:
+        def run(x: np.ndarray) -> np.ndarray:
             total = self._wire.allreduce(np.array(x).reshape(-1), name).wait().reshape(x.shape)
-            return ReadyHandle(np.array_split(total, self.size)[self.rank])
+            return np.ascontiguousarray(np.array_split(total, self.size)[self.rank])
 
-        return self._node(run, x, name, [None, *x.shape[1:]])
+        return self._own(run, x, name, [None, *x.shape[1:]])
 
     def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> ReadyHandle:
         """Return the tensor of rank ``root`` of the job; any shape."""
         where = self._ranks.index(root)
 
-        def broadcast(x: np.ndarray) -> ReadyHandle:
-            return ReadyHandle(self._wire.broadcast(np.array(x).reshape(-1), name, where).wait().reshape(x.shape))
+        def run(x: np.ndarray) -> np.ndarray:
+            return self._wire.broadcast(np.array(x).reshape(-1), name, where).wait().reshape(x.shape)
 
-        return self._node(broadcast, x_N, name, x_N.shape)
+        return self._own(run, x_N, name, x_N.shape)
 
     def _rows(self, x: np.ndarray, name: str) -> np.ndarray:
         """Return the rows of all ranks; shorter shares travel padded."""
@@ -187,5 +186,9 @@ class PlainMpi(HostNodes):
     def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any,
               prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> ReadyHandle:
         # A copy: results of MPI may lie in memory that its next call overwrites.
-        return ReadyHandle(tf.ensure_shape(host_node(lambda x: np.array(call(prepare(x)).wait(), x.dtype), [x], x.dtype,
-                                              f"collective {name}", stateful=True), shape))
+        return self._own(lambda x: np.array(call(prepare(x)).wait(), x.dtype), x, name, shape)
+
+    def _own(self, run: Callable[[np.ndarray], np.ndarray], x: tf.Tensor, name: str, shape: Any) -> ReadyHandle:
+        """Add a node whose result is in memory of its own."""
+        result = host_node(run, [x], x.dtype, f"collective {name}", stateful=True)
+        return ReadyHandle(tf.ensure_shape(result, shape))

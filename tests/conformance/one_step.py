@@ -24,7 +24,7 @@ from hvdtrain.config import Config, Named
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.parallel.data_parallel.alone import Alone
 from hvdtrain.parallel.data_parallel.replicate import Replicate
-from hvdtrain.parallel.precision.policy import FP32, Precision
+from hvdtrain.parallel.precision import FP32, Precision
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Batch, Collectives, Compressor

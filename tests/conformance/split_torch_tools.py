@@ -18,7 +18,7 @@ from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Named
 from hvdtrain.parallel.pipeline.plan import DevicePlan
-from hvdtrain.parallel.precision.policy import FP32
+from hvdtrain.parallel.precision import FP32
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 from hvdtrain.planning.pipeline.search import Partition, Task
 

@@ -22,7 +22,7 @@ from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Config, Named, ScheduleConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision import Precision
 
 CUTS = [((20,), (12,)), ((7, 6), (0,), (19,)), ((1,), (30, 1), (0,))]
 """Micro-batch sizes of each rank."""
@@ -394,7 +394,7 @@ def test_compressor_state_of_another_compression_starts_anew_and_says_so(kit):
     with_state, without = kit.step(compressor=Halves()), kit.step()
     with_state.run([batch(0)], 1 / 32)
     own = with_state.rank_state()
-    assert without.load_rank(own) != "" and "starts anew" in with_state.load_rank(without.rank_state())
+    assert without.load_rank(own) != "" and "starts from scratch" in with_state.load_rank(without.rank_state())
     owed = [array for name, array in with_state.rank_state().items() if name.endswith(".owed")]
     assert owed and not any(part.any() for part in owed)
 

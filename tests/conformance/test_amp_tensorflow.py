@@ -16,7 +16,7 @@ from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.keras import compiled  # noqa: E402
-from hvdtrain.parallel.precision.policy import LONG, Precision  # noqa: E402
+from hvdtrain.parallel.precision import LONG, Precision  # noqa: E402
 
 PLAIN = replace(SGD, optimizer=Named("sgd"), loss_scale=1024.0)
 

@@ -19,7 +19,7 @@ from hvdtrain.backends.torch.transforms.precision import widened  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.parallel.precision.policy import Precision  # noqa: E402
+from hvdtrain.parallel.precision import Precision  # noqa: E402
 
 PLAIN = replace(SGD, optimizer=Named("sgd"), loss_scale=1024.0)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -51,7 +51,8 @@ def test_what_does_not_fit_is_recomputed_or_cut_smaller(framework, tmp_path, mon
     assert saved > 12 << 20, "else what the process holds beside hides it"
     want = fitted(run)
     # Relative to what this process needs then: it still holds the runs before.
-    monkeypatch.setattr(settle, "Room", lambda need, free, *rest: MemoryRoom(need, need(BATCH) - saved // 2, *rest))
+    monkeypatch.setattr(settle, "MemoryRoom",
+                        lambda need, free, *rest: MemoryRoom(need, need(BATCH) - saved // 2, *rest))
     less = fitted(solo(replace(settings, remat="auto", out=str(tmp_path / "auto")), model(framework), data()))
     fit, = less.memory["fit"]
     assert fit["recomputed"] and bits(less) == bits(want), fit

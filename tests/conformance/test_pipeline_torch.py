@@ -343,8 +343,8 @@ TASKS = {
                   "with other parameters and the same outputs"),
     "random": (lambda model, batch: (summed(model(batch[0] + torch.rand(1)), batch[1]), 1), "draws random numbers"),
     "twice": (lambda model, batch: (summed(model(batch[0]) + model(batch[0]), batch[1]), 1), "calls the model 2 times"),
-    "never": (lambda model, batch: (batch[0].sum(), 1), "gives no call to a model"),
-    "two": (lambda model, batch: (model(batch[0], batch[1]).sum(), 1), "gives 2 arguments to a model"),
+    "never": (lambda model, batch: (batch[0].sum(), 1), "gives no call to a partitioned model"),
+    "two": (lambda model, batch: (model(batch[0], batch[1]).sum(), 1), "gives 2 arguments to a partitioned model"),
 }
 
 

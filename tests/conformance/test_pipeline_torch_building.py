@@ -28,7 +28,7 @@ from hvdtrain.config import PipelineConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.mesh import Mesh  # noqa: E402
 from hvdtrain.backends.model_spec import Spec  # noqa: E402
-from hvdtrain.parallel.precision.policy import FP32  # noqa: E402
+from hvdtrain.parallel.precision import FP32  # noqa: E402
 
 
 def initialised(seed=0):

@@ -17,7 +17,7 @@ import keras  # noqa: E402
 from tensorflow_tools import SGD, attached, batch, cut  # noqa: E402
 
 from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle  # noqa: E402
-from hvdtrain.parallel.precision.policy import Precision  # noqa: E402
+from hvdtrain.parallel.precision import Precision  # noqa: E402
 
 L = keras.layers
 

@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402, F401
 
 from hvdtrain.backends.torch import memory  # noqa: E402
-from hvdtrain.parallel.precision.policy import Precision  # noqa: E402
+from hvdtrain.parallel.precision import Precision  # noqa: E402
 from torch_models import gpt  # noqa: E402
 
 

@@ -20,25 +20,23 @@ from torch_tools import one_thread, spec  # noqa: E402,F401
 
 from hvdtrain.backends.torch import Ops, make_parts, placement  # noqa: E402
 from hvdtrain.backends.torch.blocks import measure  # noqa: E402
-from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release  # noqa: E402
 from hvdtrain.backends.torch.optimizer import check_slots, slot_share  # noqa: E402
+from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release  # noqa: E402
 from hvdtrain.backends.torch.transforms.placement import Placement  # noqa: E402
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
-from hvdtrain.config import Named  # noqa: E402
-from hvdtrain.parallel.data_parallel.replicate import Replicate  # noqa: E402
-from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.core.buckets import plan_buckets  # noqa: E402
 from hvdtrain.comm.compressors import create  # noqa: E402
 from hvdtrain.comm.compressors.base import Stateless  # noqa: E402
 from hvdtrain.comm.reducer.reducer import Reducer  # noqa: E402
-from hvdtrain.planning.pipeline.blocks import Block  # noqa: E402
-from hvdtrain.parallel.precision.policy import FP32  # noqa: E402
-from hvdtrain.parallel.precision.scaler import LossScale  # noqa: E402
+from hvdtrain.config import Named  # noqa: E402
+from hvdtrain.core.buckets import plan_buckets  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.protocols import AllReduce, ParamSpec  # noqa: E402
+from hvdtrain.parallel.data_parallel.replicate import Replicate  # noqa: E402
 from hvdtrain.parallel.pipeline.partition import agree_devices  # noqa: E402
-
+from hvdtrain.parallel.precision import FP32, LossScale  # noqa: E402
+from hvdtrain.planning.pipeline.blocks import Block  # noqa: E402
 
 EXACT = MixedPrecision(FP32, LossScale(), [CPU])
 

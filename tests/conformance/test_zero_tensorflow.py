@@ -12,7 +12,7 @@ from hvdtrain.backends.model_spec import spec_of
 from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.run import Head
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 

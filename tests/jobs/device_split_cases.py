@@ -22,7 +22,7 @@ from hvdtrain.cluster.control import SoloControl
 from hvdtrain.commands import main as command
 from hvdtrain.config import Config, Named
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision import Precision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 from one_step import OneStep  # noqa: E402

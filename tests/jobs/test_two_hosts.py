@@ -54,7 +54,7 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.cluster.topology import survey
 from hvdtrain.comm.wires import Wires
 from hvdtrain.config import Config
-from hvdtrain.planning.exchange import wire_choice; from hvdtrain.comm.measure import transports
+from hvdtrain.planning import transport_choice; from hvdtrain.comm.measure import transports
 
 numpy, control = backends.load("numpy"), boot.start_control(launch_facts(os.environ), 60)
 wires = Wires(Config(), "numpy", numpy, control, survey(control), control.gather(numpy.device_facts()))
@@ -62,7 +62,7 @@ first = wires.first([]).name
 found = transports.measure({{name: wires.get(name)[0] for name in wires.names}}, numpy.Ops(), control, 1e6, 0.5)
 assert all(other == found for other in control.gather(found))
 if world.rank == 0:
-    print(json.dumps([first, wires.names, wire_choice.decide(wire_choice.reckon(found, 1e6, 1.0)).name]))
+    print(json.dumps([first, wires.names, transport_choice.decide(transport_choice.reckon(found, 1e6, 1.0)).name]))
 """
 
 ON_EVERY_HOST = """

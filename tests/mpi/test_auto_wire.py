@@ -22,8 +22,8 @@ from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks import auto_compression, auto_wire
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
 from hvdtrain.engine.callbacks.auto_wire import AutoWire
-from hvdtrain.planning.exchange.choice import CompressorChoice
-from hvdtrain.planning.exchange.wire_choice import WireChoice
+from hvdtrain.planning.compressor_choice import CompressorChoice
+from hvdtrain.planning.transport_choice import WireChoice
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 
@@ -98,15 +98,16 @@ def test_each_wire_can_be_gone_over_to_and_gives_the_same_sums(framework, contro
 
 
 def test_a_wait_longer_than_reckoned_tries_the_next_best_on_all_ranks(control, tmp_path, monkeypatch):
-    monkeypatch.setattr(auto_wire.wire_choice, "doubt", lambda *_: ("mpi", "made up"))
-    monkeypatch.setattr(auto_wire.wire_choice, "decide", lambda rows: WireChoice(rows[-1].name, "made up"))
+    monkeypatch.setattr(auto_wire.transport_choice, "doubt", lambda *_: ("mpi", "made up"))
+    monkeypatch.setattr(auto_wire.transport_choice, "decide", lambda rows: WireChoice(rows[-1].name, "made up"))
     monkeypatch.setattr(horovod, "horovod_reason", lambda framework: "not here" if control.size > 2 else None)
     if control.size == 2 and horovod.horovod_libraries("torch") in (None, []):
         pytest.skip("Horovod is not built")
-    monkeypatch.setattr(auto_wire.wire_choice, "better", lambda first, a, tried, b: (tried, f"{tried} from here on"))
+    monkeypatch.setattr(auto_wire.transport_choice, "better", lambda first, a, tried,
+                        b: (tried, f"{tried} from here on"))
     run = run_of("torch", Path(control.bcast(str(tmp_path / "run"))))
     if run.wires.names[-1] == "mpi":
-        monkeypatch.setattr(auto_wire.wire_choice, "decide", lambda rows: WireChoice(rows[0].name, "made up"))
+        monkeypatch.setattr(auto_wire.transport_choice, "decide", lambda rows: WireChoice(rows[0].name, "made up"))
     fitted(run)
     assert run.collectives.name == auto_of(run).choice == "mpi"
     assert run.notes[-1] == "collectives auto: mpi from here on"
@@ -149,8 +150,8 @@ def test_wire_and_compressor_are_decided_together_and_alike(control, tmp_path, m
         tables.append({(r.name, r.wire) for r in rows})
         return CompressorChoice("fp16", 0.1, "made up", next((r.wire for r in rows if r.wire), ""))
 
-    monkeypatch.setattr(auto_compression.choice, "decide", decide)
-    monkeypatch.setattr(auto_compression.choice, "verdict", lambda *_: (True, "stays"))
+    monkeypatch.setattr(auto_compression.compressor_choice, "decide", decide)
+    monkeypatch.setattr(auto_compression.compressor_choice, "verdict", lambda *_: (True, "stays"))
     monkeypatch.setattr(auto_wire.AutoWire, "_check", lambda *_: pytest.fail("checked beside the compressor"))
     out = Path(control.bcast(str(tmp_path / "run")))
     run = fitted(run_of("torch", out, compression="auto"))

@@ -15,7 +15,7 @@ from hvdtrain.cluster.messages import channel, shared_memory
 from hvdtrain.cluster.messages import carrier as carriers
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.protocols import Cargo
-from hvdtrain.parallel.pipeline.post import BACK, FORTH, MessageLabel, Post
+from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MessageLabel, Post
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 

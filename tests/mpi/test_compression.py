@@ -119,7 +119,7 @@ def test_state_of_another_plan_starts_anew_and_says_so(two, settings, framework)
     fitted(assemble(settings("topk", at="kept", max_steps=3, checkpoint=CheckpointConfig(every_steps=3, at_end=False)),
                     make_model(framework), samples(60)))
     again = assemble(settings("int8", at="kept", max_steps=6, resume="auto"), make_model(framework), samples(60))
-    assert any("compressor state starts anew" in note for note in again.notes)
+    assert any("compressor state starts from scratch" in note for note in again.notes)
     fitted(again)
     assert again.state.cursor.step == 6
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_without_state_clears_the_state(control, framework, out):
     owed = sum(float(np.abs(np.array(exchange.ops.to_host(s["residual"]))).sum()) for s in exchange.state.all())
     assert control.agree(owed > 0)
     kept = {name: x for name, x in run.rank_state().items() if not name.startswith("compressor.")}
-    assert "starts anew" in run.load_rank(kept)
+    assert "starts from scratch" in run.load_rank(kept)
     assert exchange.state.steps == 0
     assert all(not np.array(exchange.ops.to_host(s["residual"])).any() for s in exchange.state.all())
 

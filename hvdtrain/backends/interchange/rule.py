@@ -166,8 +166,8 @@ def remarks(rule: Rule, warmup_steps: int) -> list[str]:
     found = []
     if rule.family == "sgd" and rule.momentum and rule.updates < warmup_steps:
         found.append(f"update {rule.updates} is within the {warmup_steps} of the warm-up: PyTorch's momentum follows a "
-                     "rate that grows at once, Keras' holds the rates of the updates before, so the curves part until "
-                     "it is over")
+                     "rate that grows at once, Keras' holds the rates of the updates before, so the trajectories part "
+                     "until it is over")
     if rule.family == "adam" and rule.updates * (1 - rule.betas[1]) < 1:
         factor = 1 / math.sqrt(1 - rule.betas[1] ** max(1, rule.updates))
         found.append(f"Adam's epsilon {rule.epsilon:g} counts {factor:.1f} times as much in Keras as in PyTorch at "

@@ -139,7 +139,6 @@ class CompiledTask:
         setup_of(model).task = self
 
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
-        """Call the model on a flat batch of tensors (B, ...) and return two scalars."""
         x = split(model, batch)[0]
         return self.of_outputs(model, model(x, training=training), batch, training)
 

@@ -195,7 +195,6 @@ def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 
 
 def _replaced(kind: str, before: Sequence[Any], now: Sequence[Any]) -> list[str]:
-    """Return the layers or variables that went and came."""
     old, new = set(map(id, before)), set(map(id, now))
     return [*(f"{kind} {_name(x, i)} was removed" for i, x in enumerate(before) if id(x) not in new),
             *(f"{kind} {_name(x, i)} was added" for i, x in enumerate(now) if id(x) not in old)]

@@ -70,7 +70,6 @@ class Evaluation:
         return pairs
 
     def count(self, pairs: dict[str, Pair]) -> None:
-        """Add what `measure` returned."""
         self._totals.add(pairs)
 
     def take(self) -> dict[str, np.ndarray]:
@@ -225,7 +224,6 @@ class CompiledMetrics:
         self.built = True
 
     def _free(self, name: str, weighted: bool) -> str:
-        """Return ``name``, numbered if another metric has it."""
         taken = self._taken | self.named.keys()
         if weighted and name in taken and f"weighted_{name}" not in taken:
             return f"weighted_{name}"
@@ -273,7 +271,6 @@ class CompiledMetrics:
 
 
 def _of_class_numbers(metric: Any) -> bool:
-    """Return whether a metric compares class numbers."""
     return type(metric).__name__.startswith("Sparse") or \
         getattr(getattr(metric, "_fn", None), "__name__", "").startswith("sparse")
 

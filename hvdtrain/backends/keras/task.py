@@ -60,7 +60,6 @@ class Task:
         return self._own is None
 
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
-        """Run the model once on a flat batch of tensors (B, ...)."""
         if self._own is not None:
             return checked_pair(Phase(self._own, model)(batch, training=training))
         outputs = model(compiled.split(model, batch)[0], training=training)
@@ -148,7 +147,6 @@ def by_compile(spec: Any, config: Config) -> bool:
 
 
 def loss_name(spec: Any, config: Config) -> str:
-    """Return the loss's name for the summary."""
     if spec.task is not None:
         return "the model file's task"
     if config.loss.name != "auto":
@@ -172,7 +170,6 @@ def name_of(loss: Any) -> str:
 
 
 def _check_mixed(spec: Any, config: Config) -> None:
-    """Raise `UserError` for a loss that takes no shares of classes, if the run makes such."""
     sparse = losses.sparse(config.loss.name)
     if config.mixes_classes and (sparse or by_compile(spec, config)):
         raise UserError("data.augment.mixup, whose targets are shares of classes, with "

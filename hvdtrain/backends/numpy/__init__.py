@@ -18,9 +18,8 @@ from hvdtrain.core.protocols import Collectives, Control
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.parallel.parts import ModelParts, replicas_of
 from hvdtrain.parallel.pipeline.partition import agree, measured_samples
-from hvdtrain.parallel.precision.policy import FP32, Precision
-from hvdtrain.parallel.precision.scaler import LossScale
-from hvdtrain.planning.memory.facts import Model, Slots
+from hvdtrain.parallel.precision import FP32, LossScale, Precision
+from hvdtrain.planning.memory.forecast import Model, Slots
 
 __all__ = ["Ops", "adapt_data", "allocators", "collectives", "device_facts", "flops_of_graphs",
            "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory", "loss_evaluator", "make_parts",

@@ -61,7 +61,7 @@ class Buffers:
     def __init__(self, model: keras.Model, opt: Optimization, transport: Transport,
                  whole: keras.Model | None = None) -> None:
         self._model, self._opt, self._transport = model, opt, transport
-        self.kept = Kept(written_in_forward(model))
+        self.kept = VariableCopies(written_in_forward(model))
         self._n_seen = self._n_seen_before = self._n_step = 0
         counted = {id(v) for v in _statistics(model)}
         written = {id(v) for v in state_variables(model)}
@@ -284,7 +284,7 @@ def take_over(opt: Optimization, arrays: Iterable[np.ndarray]) -> None:
         assign(variable, array if part is None else np.array(array.reshape(-1)[part.begin:part.end]))
 
 
-class Kept:
+class VariableCopies:
     """Copies of ``variables``, to undo what a step did to them."""
 
     def __init__(self, variables: Iterable[keras.Variable]) -> None:
@@ -345,8 +345,8 @@ class Kept:
 
 
 @contextlib.contextmanager
-def holding(kept: Sequence[Kept]) -> Iterator[None]:
-    """Run a graph with `Kept.copy` of ``kept`` in it; one that fails holds what it had copied by then."""
+def holding(kept: Sequence[VariableCopies]) -> Iterator[None]:
+    """Run a graph with `VariableCopies.copy` of ``kept`` in it; one that fails holds what it had copied by then."""
     try:
         yield
     except BaseException:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.keras.task import Phase
 from hvdtrain.backends.tensorflow import state
-from hvdtrain.backends.tensorflow.buffers import Kept, written_in_forward
+from hvdtrain.backends.tensorflow.buffers import VariableCopies, written_in_forward
 from hvdtrain.core.errors import UserError
 
 DO = "give the model file blocks(model) -> [(name, layer), ...], the forward pass being a loop over them"
@@ -52,7 +52,7 @@ def chain_of(spec: Any, key: str = "model_parallel") -> Chain:
         blocks = [(str(name), layer) for name, layer in spec.blocks(model)]
         if not blocks or not all(isinstance(layer, keras.layers.Layer) for _, layer in blocks):
             raise UserError("blocks(model) gave something else than named layers", "[(name, keras layer), ...]",
-                            "mend the model file's blocks")
+                            "fix the model file's blocks")
     elif isinstance(model, keras.Sequential) or _is_row(model):
         blocks = [(layer.name, layer) for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     else:
@@ -75,7 +75,7 @@ def check_same(chain: Chain, batch_x: Any) -> None:
 
 def _check_training(chain: Chain, x: Any) -> None:
     """Run `check_same` in training: from the same random generators, as far as those can be restored."""
-    buffers, random = Kept(written_in_forward(chain.model)), state.random_arrays(chain.model)
+    buffers, random = VariableCopies(written_in_forward(chain.model)), state.random_arrays(chain.model)
 
     def run(forward: Callable[[], Any], layers: Sequence[Any]) -> tuple[Any, Any]:
         buffers.keep()
@@ -106,7 +106,6 @@ def _check_training(chain: Chain, x: Any) -> None:
 
 
 def _by_blocks(chain: Chain, x: Any, training: bool) -> Any:
-    """Return the output of the blocks, one after the other."""
     for layer in chain.layers:
         layer._clear_losses()
     try:
@@ -150,7 +149,6 @@ def _is_row(model: keras.Model) -> bool:
 
 
 def _owners(model: keras.Model, blocks: Sequence[tuple[str, Any]]) -> dict[int, int]:
-    """Return the block of each variable, by its id."""
     owner: dict[int, int] = {}
     paths = {id(v): v.path for v in model.variables}
     for i, (name, layer) in enumerate(blocks):

@@ -75,13 +75,11 @@ def _names(model: keras.Model) -> dict[int, str]:
 
 
 def _role(layer: Any, variable: Any) -> str:
-    """Return a layer's name of its weight: "kernel", and "query/kernel" in attention."""
     parts = variable.path.split("/")
     return "/".join(parts[-2:]) if isinstance(layer, _LAYERS.MultiHeadAttention) else parts[-1]
 
 
 def _layer_name(model: keras.Model, layer: Any, variable: Any) -> str:
-    """Return the layer's path with dots, without the model's own name."""
     parts = variable.path.split("/")[:-2 if isinstance(layer, _WHOLE) else -1]
     return ".".join(parts[1:] if parts and parts[0] == model.name else parts)
 
@@ -186,7 +184,6 @@ def write_file(model: keras.Model, path: Path) -> None:
 
 
 def own_optimizer(parts: Any) -> Any:
-    """Return Keras' optimizer."""
     return parts.optimizer.own
 
 

@@ -110,7 +110,6 @@ def _settings(layer: Any) -> str:
 
 
 def _measured(layer: Any, x: Any, device: str, apart: bool) -> tuple[BlockCost, Any]:
-    """Return the cost of a block, and its output for ``x``."""
     variables = [v.value for v in layer.trainable_variables]
     n_forward = 0
 
@@ -143,7 +142,6 @@ def _on(device: str, layer: Any, x: Any) -> Any:
 
 
 def _seconds(function: Any, x: Any) -> float:
-    """Return the median time of a call."""
     seconds: list[float] = []
     while len(seconds) < 3 or sum(seconds) < SLOT_S and len(seconds) < 50:
         begin = time.perf_counter()

@@ -44,8 +44,7 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, ModelSpec
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.partition import agree_devices
-from hvdtrain.parallel.precision.policy import FP32, Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import FP32, LossScale, Precision
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Batch
@@ -118,7 +117,7 @@ class _Making:
         self.opt = Optimization(self._config, self._spec, self._steps, whole=not divided)
         if divided and not placement.on_gpu(model) and state.nbytes(model.trainable_variables) >= heap.LARGE_BYTES:
             # Gradients come and go among what stays: of a large model their gaps would be much. For good: TensorFlow
-            # makes parameters anew in every update, so that nothing ever has a place of its own.
+            # makes new parameters in every update, so that none has a lasting place.
             heap.map_large()
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)
@@ -157,7 +156,6 @@ class _Making:
                      compile, facts=facts, batch_weight=self._task.batch_weight)
 
     def _compile(self, remat: Remat | None) -> XlaCompile:
-        """Return the computation through XLA, with the reason if it is ruled out beforehand."""
         config = self._config
         why = ""
         if config.model_parallel > 1:
@@ -165,12 +163,11 @@ class _Making:
         elif config.sync_batchnorm and self._wire.size > 1:
             why = "sync_batchnorm sums over ranks in the middle of the model, for which XLA has no code"
         elif config.balance == "auto":
-            why = "balance: auto changes the size of a micro-batch, for each of which XLA would compile anew"
+            why = "balance: auto changes the size of a micro-batch, for each of which XLA would compile again"
         elif state.seed_states(self._spec.model):
-            why = "XLA draws other masks than TensorFlow: the curve of a model with dropout would be another one"
+            why = "XLA draws other masks than TensorFlow: a model with dropout would train to other results"
         return XlaCompile(why, remat)
 
     def _blocks(self) -> tuple[Any, ...]:
-        """Return the layers that the model file names as its model's blocks."""
         named = self._spec.blocks
         return () if named is None else tuple(layer for _, layer in named(self._spec.model))

@@ -18,7 +18,7 @@ from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.backends.tensorflow.state import nbytes
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.planning.memory.facts import Model, Slots
+from hvdtrain.planning.memory.forecast import Model, Slots
 
 SMALL = 3
 """Elements of the vectors that stand in for variables."""
@@ -90,7 +90,7 @@ _HIDDEN = ("CudnnRNN", "BlockLSTM", "GRUBlock")
 """Beginnings of operations that hold products of their own."""
 
 REMAT = "remat/"
-"""Scope of what is computed once more (`recompute`), which does not count."""
+"""Scope of recomputed operations (`recompute`), which do not count."""
 
 
 class Unknown(Exception):
@@ -165,7 +165,6 @@ def _run(graph: Any) -> list[Any]:
 
 
 def _function(graph: Any, name: str) -> Any:
-    """Return the graph of a function that ``graph`` calls."""
     while graph is not None:
         found = graph._functions.get(name)
         if found is not None:
@@ -185,7 +184,6 @@ def _without_products(graph: Any, op: Any) -> None:
 
 
 def _dims(tensor: Any) -> list[int]:
-    """Return a tensor's lengths. Errors: `Unknown`."""
     if not tensor.shape.is_fully_defined():
         raise Unknown(f"the shape of {tensor.name} is not known")
     return [int(n) for n in tensor.shape]

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import recompute
-from hvdtrain.backends.tensorflow.buffers import Kept
+from hvdtrain.backends.tensorflow.buffers import VariableCopies
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.placement import follow
 from hvdtrain.backends.tensorflow.split import Split
@@ -74,7 +74,7 @@ class Gradients:
     # --- while a graph is traced -------------------------------------------------------------------------------------
 
     def local(self, batch: tuple[Any, ...], scale: tf.Tensor, parts: int = 1,
-              kept: Sequence[Kept] = ()) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+              kept: Sequence[VariableCopies] = ()) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Return (loss_sum, weight, gradients of ``loss_sum * scale`` by variable).
 
         ``kept``: copied before, so that nothing that the forward changes is lost where a copy fails.

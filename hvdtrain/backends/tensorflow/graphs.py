@@ -34,7 +34,6 @@ class Collective(Protocol):
         ...
 
     def settle(self, runs: int) -> None:
-        """Set ``runs``."""
         ...
 
     def enter(self, value: float) -> None:
@@ -97,7 +96,6 @@ class Graph:
             raise
 
     def collectives(self) -> bool:
-        """Return whether it has any."""
         return bool(self._collectives)
 
     def enter_rest(self, value: float) -> None:
@@ -127,7 +125,6 @@ class Mark:
             return self._variable.assign_add(1, read_value=False)
 
     def read(self) -> tf.Tensor:
-        """Return the count, in the graph that is traced or outside."""
         return self._variable.read_value()
 
     def count(self) -> int:
@@ -249,6 +246,5 @@ class Calls:
         return results
 
     def exact(self) -> list[tuple[int, Any]]:
-        """Return (samples, graph) of the graphs that are for one number of samples."""
         return [(size, graph.graph) for (_, size), graph in self._graphs.items()
                 if size is not None and isinstance(graph, Graph)]

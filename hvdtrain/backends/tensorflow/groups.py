@@ -59,7 +59,6 @@ def _listed(variables: Any, number: int) -> list[Any]:
 
 
 def _place(variable: Any, number: int, trained: Mapping[int, int], model: keras.Model) -> int:
-    """Return a variable's place among the trainable ones; `UserError` for anything else."""
     if id(variable) in trained:
         return trained[id(variable)]
     if not isinstance(variable, keras.Variable):

@@ -92,7 +92,6 @@ def blocked_s(ready_s: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _threads() -> int:
-    """Return the number of nodes that TensorFlow runs at once."""
     configured = tf.config.threading.get_inter_op_parallelism_threads()
     return configured or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0)) or os.cpu_count() or 1
 
@@ -170,7 +169,6 @@ class HostNodes(WithoutMemory):
 
     def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any,
               prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> ReadyHandle:
-        """Add ``call(prepare(x)).wait()`` to the graph, with a result of ``shape``."""
         node = _Node(lambda x: call(prepare(x)).wait(), x.shape, x.dtype)
 
         def run(x: np.ndarray) -> np.ndarray:
@@ -245,7 +243,6 @@ class Recent:
         self._forget = forget
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the value of ``key``, made if there is none."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)

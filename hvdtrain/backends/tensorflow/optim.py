@@ -38,7 +38,6 @@ class WarmUp(schedules.LearningRateSchedule):
         self.warmup_steps, self.scale = warmup_steps, scale
 
     def __call__(self, step: Any) -> Any:
-        """Return the rate of update ``step``, counted from 0."""
         rate = self.base(step) if callable(self.base) else keras.ops.convert_to_tensor(self.base, "float32")
         if self.scale != 1.0:
             rate = rate * self.scale
@@ -134,7 +133,6 @@ class Optimization:
         setup_of(self._model).optimizer = shown
 
     def _create(self) -> keras.optimizers.Optimizer:
-        """Return an optimizer of keras.optimizers by name, any case; auto is Adam."""
         named = self._config.optimizer
         classes = {n.lower(): c for n, c in vars(keras.optimizers).items()
                    if isinstance(c, type) and issubclass(c, keras.optimizers.Optimizer)
@@ -258,11 +256,9 @@ class Optimization:
         return given if isinstance(given, schedules.LearningRateSchedule) else None
 
     def rate(self) -> float:
-        """Return the rate of the next update."""
         return float(self.optimizer.learning_rate)
 
     def describe(self) -> dict[str, str]:
-        """Return optimizer, groups and schedule for the summary."""
         s, config = self._config.schedule, self._config
         held = self.optimizer._learning_rate
         while isinstance(held, WarmUp):
@@ -364,7 +360,7 @@ def give_back(own: keras.optimizers.Optimizer) -> None:
 
 def alike(own: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return an optimizer of the kind and settings of ``own`` with the same rate, also where callbacks change it."""
-    with instead(own, "_learning_rate", tf.zeros([])):  # a schedule or function of a user's need not be told as text
+    with instead(own, "_learning_rate", tf.zeros([])):  # a schedule or function of a user's need not be serializable
         made = type(own).from_config(own.get_config())
     if callable(own._learning_rate):
         made._untrack_variable(made._learning_rate)

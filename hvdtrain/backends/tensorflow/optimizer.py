@@ -24,7 +24,7 @@ from hvdtrain.backends.tensorflow.placement import follow
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"}
 """Classes of keras.optimizers that update each element by itself."""
@@ -192,7 +192,7 @@ class SplitOptimizer(Optimizer):
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Take the norm, then update; see `Optimizer.step`."""
-        assert norm is None, "a rank's part of a model that is cut over ranks is on one device"
+        assert norm is None, "a rank's shard of a partitioned model is on one device"
         if self._norm_of is None:
             self._norm_of = tf.function(lambda *xs: tf.sqrt(squares(self._beside(xs, buckets))), **PLAIN)
         unused = frozenset(unused)
@@ -229,7 +229,6 @@ class SplitOptimizer(Optimizer):
 
 
 def _elementwise(own: Any, variables: Sequence[keras.Variable]) -> bool:
-    """Return whether slices of ``variables`` can be updated in place."""
     try:
         check_elementwise(own, variables)
     except UserError:
@@ -267,7 +266,6 @@ def squares(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _by_variable(tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
-    """Return the gradient of each variable from those of the buckets, or as they are without buckets."""
     if not buckets:
         return list(tensors)
     found = {i: grad for bucket, flat_N in zip(buckets, tensors)

@@ -25,7 +25,7 @@ from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 from hvdtrain.planning.shards import in_bucket
 
 VIEWED = ("float32", "float64")
@@ -131,7 +131,6 @@ def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
 
 
 def _as_keras(vector: tf.Variable) -> keras.Variable:
-    """Return a Keras variable around ``vector`` itself."""
     made = keras.Variable(tf.zeros([0], vector.dtype), dtype=keras.backend.standardize_dtype(vector.dtype))
     made._value, made._shape = vector, tuple(vector.shape)
     return made

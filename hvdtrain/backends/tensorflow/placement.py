@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
 from hvdtrain.cluster.machine.memory import DEVICE_PART, host_budget_bytes
-from hvdtrain.cluster.machine.nvml import total_bytes
+from hvdtrain.cluster.machine.usage import total_bytes
 from hvdtrain.core.errors import UserError, count
 
 _STRIDE = 1_000_003
@@ -272,5 +272,4 @@ def keep_excluded(optimizer: Any, old_keys: dict[Any, keras.Variable]) -> None:
 
 
 def _short(device: str) -> str:
-    """Return CPU:1 for /CPU:1 and for /job:localhost/replica:0/task:0/device:CPU:1."""
     return device.rpartition("/")[2].removeprefix("device:")

@@ -125,7 +125,7 @@ class Block:
         inside = {op.name for op in self.ops}
         kept = {source(t).name for op in self.ops for t in op.outputs
                 if any(c.name not in inside and number.get(c.name, n_forward) < n_forward for c in t.consumers())}
-        constant: set[str] = set()  # folded once, whoever reads it
+        constant: set[str] = set()  # folded once for all readers
         self.free: set[str] = set()
         for op in self.ops:
             if op.type != "Placeholder" and all(t.op.type == "Const" or t.op.name in constant for t in op.inputs):

@@ -50,7 +50,6 @@ class Costs:
         return costs
 
     def _recorded(self, batch: Batch, work: Callable[[Any], Any]) -> recompute.Recording:
-        """Return the calls of ``work``, traced on a batch like this and not run."""
         leaves = [tf.convert_to_tensor(x) for x in tf.nest.flatten(tuple(batch))]
         kept: list[recompute.Recording] = []
 

@@ -50,7 +50,6 @@ def measured(chain: Chain, optimizer: Any, config: Config, control: Control,
 
 
 def _needs(chain: Chain, optimizer: Any, config: Config, ranks: int) -> Needs:
-    """Return the bytes beside parameters, from the optimizer's own state."""
     weights, slots = state.nbytes(chain.model.weights), state.nbytes(optimizer.variables)
     sums = int(config.in_parts)
     return Needs(1.0 + sums + int(ranks > 1), slots / max(1, weights))
@@ -73,15 +72,12 @@ class Split:
         self.pipeline = Pipeline(chain, plan.stages, plan.devices, model.trainable_variables)
 
     def place(self, variable: keras.Variable) -> int:
-        """Return the stage of a variable."""
         return self.plan.stage_of(self.chain.owner[id(variable)])
 
     def device(self, variable: keras.Variable) -> str:
-        """Return the device of a variable."""
         return self.plan.devices[self.place(variable)]
 
     def parts(self, samples: int) -> int:
-        """Return the number of shares of a micro-batch of ``samples``."""
         return parts_of(samples, self.plan.micros)
 
     def took(self, parts: int, times: tf.Tensor) -> None:
@@ -283,7 +279,6 @@ class _Trace:
         return found
 
     def _did(self, s: int, m: int, phase: str, tensors: list[tf.Tensor]) -> None:
-        """Note the tensors with which stage s ended, and the time."""
         self._last[s] = tensors or self._last[s]
         with tf.device(HOST):
             if "GPU" in self._p.devices[s]:  # a copy to the host waits for the device

@@ -17,7 +17,7 @@ import tensorflow as tf
 import threading
 
 from hvdtrain.backends.tensorflow import host, placement, state
-from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, holding
+from hvdtrain.backends.tensorflow.buffers import Buffers, VariableCopies, holding
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.gradients import Gradients
 from hvdtrain.backends.tensorflow.graphs import Calls, Graph
@@ -70,7 +70,7 @@ class Stage:
         self._several = False
         self.unused, self._names = gradients.numbers, list(state.named(model.trainable_variables))
         self._random: dict[str, np.ndarray] = {}
-        self._drawn = Kept(state.seed_states(model).values())
+        self._drawn = VariableCopies(state.seed_states(model).values())
         self._kept = (buffers.kept, self._drawn)
         self._trial: Trial | None = None
 
@@ -193,7 +193,6 @@ class Stage:
                     sink.put(bucket.index, memory_N)
 
     def _arrived(self, sink: GradientSink, tensors: Sequence[tf.Tensor], rest: list[float]) -> None:
-        """Hand over the results of a graph: sums, or this rank's own gradients."""
         if sink.in_graph:
             self.waited_s, ready_s, summed_s = rest[:STAMPS]
             if sink.buckets:
@@ -243,7 +242,6 @@ class Stage:
 
     def _run(self, kind: Any, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any],
              exact: bool = True) -> Any:
-        """Run ``graph(batch, scale, parts)`` on the batch as tensors."""
         leaves = [x if tf.is_tensor(x) else tf.convert_to_tensor(x) for x in tf.nest.flatten(batch)]
         split = self._gradients.split
         n_parts = split.parts(int(leaves[0].shape[0])) if split else 1

@@ -24,7 +24,7 @@ from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 if TYPE_CHECKING:
     from hvdtrain.backends.tensorflow.optim import Optimization
@@ -57,7 +57,6 @@ def assign(variable: Any, array: np.ndarray) -> None:
 
 
 def nbytes(variables: Sequence[Any]) -> int:
-    """Return the bytes of the values of ``variables``."""
     return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 

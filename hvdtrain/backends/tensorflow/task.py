@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.backends.keras import compiled, losses, task
 from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.pairs import Pair
-from hvdtrain.backends.tensorflow.buffers import Kept, holding
+from hvdtrain.backends.tensorflow.buffers import VariableCopies, holding
 from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Batch
@@ -27,7 +27,6 @@ class Task(task.Task):
     """`hvdtrain.backends.keras.task.Task` that returns tensors, float64 if they come in it, else float32."""
 
     def __call__(self, model: Any, batch: Any, training: bool) -> Pair:
-        """Run the model once on a flat batch of tensors (B, ...)."""
         loss_sum, weight = (tf.cast(v, _wide(v)) for v in map(tf.convert_to_tensor, super().__call__(
             model, batch, training)))
         return loss_sum, weight
@@ -86,7 +85,6 @@ class ClassNumbers:
 
 
 def _output_shape(model: keras.Model) -> tuple[Any, ...] | None:
-    """Return the model's output shape, or None if it is known only once the model is called, or of several tensors."""
     try:
         shape = model.output_shape
     except (AttributeError, ValueError):
@@ -95,7 +93,6 @@ def _output_shape(model: keras.Model) -> tuple[Any, ...] | None:
 
 
 def _wide(x: Any) -> tf.DType:
-    """Return the type a loss is summed in: float64 if it comes in it, else float32."""
     return tf.float64 if getattr(x, "dtype", None) == tf.float64 else tf.float32
 
 
@@ -105,13 +102,13 @@ class Evaluator:
     def __init__(self, evaluation: Evaluation, class_numbers: ClassNumbers) -> None:
         self._evaluation, self._class_numbers = evaluation, class_numbers
         self._function = tf.function(self._measure, reduce_retracing=True, **PLAIN)
-        self._kept: Kept | None = None
+        self._kept: VariableCopies | None = None
 
     def add(self, batch: Batch) -> None:
         with self._class_numbers.checked(tuple(batch)):
             tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
             self._evaluation.build(tensors)
-            self._kept = kept = self._kept or Kept(self._evaluation.variables())
+            self._kept = kept = self._kept or VariableCopies(self._evaluation.variables())
             try:
                 with holding([kept]):
                     pairs = self._function(tensors)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.backends.keras.losses import added_losses, computing_eps, generator_kept, neutral_layers
 from hvdtrain.backends.loss_coupling import Evaluate, LossValue, per_row
 from hvdtrain.backends.tensorflow import state
-from hvdtrain.backends.tensorflow.buffers import Kept, written_in_forward
+from hvdtrain.backends.tensorflow.buffers import VariableCopies, written_in_forward
 from hvdtrain.core import rng
 from hvdtrain.core.protocols import Batch
 from hvdtrain.parallel.parts import ModelParts
@@ -27,10 +27,9 @@ class Trial:
 
     def __init__(self, model: keras.Model, gradients: Callable[[tuple[Any, ...]], list[tf.Tensor]]) -> None:
         self._model, self._gradients = model, gradients
-        self._buffers = Kept(written_in_forward(model))
+        self._buffers = VariableCopies(written_in_forward(model))
 
     def __call__(self, batch: Batch) -> list[tf.Tensor]:
-        """Return the gradients, when they are there."""
         random = state.random_arrays(self._model)
         self._buffers.keep()
         try:
@@ -94,7 +93,7 @@ def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
 
 @contextlib.contextmanager
 def untouched(parts: ModelParts, batch: Batch) -> Iterator[None]:
-    """Restore everything after the body: for `hvdtrain.engine.pipeline_first_sample`."""
+    """Restore everything after the body: for `hvdtrain.engine.first_sample`."""
     stage: Any = parts.stage
     evaluator: Any = parts.evaluator
     with _untouched(parts.model), generator_kept(), stage.class_numbers.checked(tuple(batch)):
@@ -175,7 +174,6 @@ def evaluator_of(model: Any, of_samples: Callable[[Sequence[int], bool], tuple[A
 
 @contextlib.contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Have GPUs multiply float32 in float32."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     wanted = before and not tf.config.list_physical_devices("GPU")
     try:

@@ -1,7 +1,6 @@
-"""The named blocks of a PyTorch model that is to be split: which they are, whether they are the model, what they cost.
+"""Named blocks of a PyTorch model that is to be split: checks that they are the model, and their costs.
 
-Owns what has to be true of such a model, and the measuring, before which nothing is allocated on the devices. The
-partition is `hvdtrain.parallel.pipeline.partition`'s; `split` puts the blocks on their devices.
+Devices hold nothing before; the partition is `hvdtrain.planning.pipeline`'s.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ block needs the system clears them one by one, for up to twice what the block it
 
 
 def chain(spec: Any, wish: str = "model_parallel", undo: str = UNDO) -> Named:
-    """The named blocks of a model, in the order of its forward pass.
+    """Return the named blocks of a model, in the order of its forward pass.
 
     ``blocks(model)`` of the model file, or the children of an `nn.Sequential`. ``wish``: the key that asks for blocks,
     ``undo``: how to do without, for errors. Errors: `UserError` without either, and for parameters that are in no
@@ -65,16 +64,17 @@ def refuse_outside(model: torch.nn.Module, found: Named, undo: str = UNDO) -> No
         if id(tensor) not in held:
             raise UserError(f"{name} of the model is in none of its blocks ({', '.join(n for n, _ in found[:6])})",
                             "every parameter and buffer in a block, which has a device",
-                            f"mend blocks(model), or {undo}")
+                            f"fix blocks(model), or {undo}")
 
 
 class _Captured(Exception):
-    """Not an error: the end of a task's run up to its model."""
+    """Ends a task's run at its call of the model."""
 
 
 def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
                 undo: str = UNDO) -> Any:
-    """The one argument that ``task`` gives to the model; `UserError` where it calls it otherwise, or not at all."""
+    """Return the one argument that ``task`` gives to the model; `UserError` where it calls it otherwise, or not at all.
+    """
     caught: list[tuple[tuple[Any, ...], Any]] = []
 
     def forward(*args: Any, **named: Any) -> Any:
@@ -90,10 +90,9 @@ def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[t
 
 
 def called_with(args: Sequence[Any], named: Any, undo: str = UNDO) -> UserError:
-    """Return the error of a task that does not call a model that is cut once with one argument; ``named`` None: never.
-    """
+    """Return the error of a task that does not call the model once with one argument; ``named`` None: never."""
     given = "no call" if named is None else f"{len(args)} arguments" + (" by name" if named else "")
-    return UserError(f"task gives {given} to a model that is cut", "model(x), once", f"mend task, or {undo}")
+    return UserError(f"task gives {given} to a partitioned model", "model(x), once", f"fix task, or {undo}")
 
 
 def refuse_shared(parts: Iterable[tuple[int, Named]], places: str, remedy: str) -> None:
@@ -112,7 +111,7 @@ def check_chain(model: torch.nn.Module, blocks: Named, x: Any, undo: str = UNDO)
     """Raise `UserError` unless the blocks one after the other are the model; on the device where they are.
 
     In evaluation and then in the mode the model is in, where both must also draw the same random numbers. Returns the
-    names of the buffers that a forward pass in that mode changes; they are as before.
+    names of the buffers that a forward pass in that mode changes, and restores them.
     """
     names = f"blocks of {type(model).__name__} one after the other ({', '.join(name for name, _ in blocks[:6])})"
     with modes_kept(model):
@@ -129,7 +128,8 @@ def check_chain(model: torch.nn.Module, blocks: Named, x: Any, undo: str = UNDO)
 
 
 def alike(model: torch.nn.Module, blocks: Named, x: Any) -> tuple[bool, list[str]]:
-    """(whether model and blocks give and draw the same for ``x``, buffers that the model changes); nothing remains."""
+    """Return (model and blocks give and draw the same for ``x``, buffers that the model changes); restores everything.
+    """
     with torch.no_grad(), _put_back(model) as put_back:
         whole, value = tensors_of(model(x)), x
         drawn, changed = placement.random_arrays(), put_back()[1]
@@ -149,8 +149,8 @@ def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any],
     """Raise `UserError` where ``task`` has another loss when the blocks see a batch in two parts than in one.
 
     So does one that reads what a forward pass left on a block, which is that of the last part. BatchNorm and dropout
-    layers are in evaluation for it, and everything is where a forward pass still draws or changes buffers. Nothing is
-    said where ``task`` cannot run here at all. ``least``: fewest samples of a part.
+    layers are in evaluation for it, and everything is where a forward pass still draws or changes buffers. A ``task``
+    that cannot run here at all passes. ``least``: fewest samples of a part.
     """
     if count_samples(model_input(model, task, batch)) < 2 * least:
         return
@@ -175,7 +175,7 @@ def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any],
 
 def _losses(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
             least: int) -> tuple[float, float] | None:
-    """The task's loss of a batch in one part and in two; None where the two cannot be compared. Nothing remains."""
+    """Return the task's loss of a batch in one part and in two; None where they cannot be compared. Restores all."""
     split = OverDevices([[block for _, block in blocks]], [torch.device("cpu")], 2, least)
     with _put_back(model) as put_back:
         try:
@@ -191,7 +191,7 @@ def _losses(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], bat
 
 @contextlib.contextmanager
 def forward_of(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within it, ``forward`` stands in for the model's own."""
+    """Replace the model's forward pass by ``forward`` within the body."""
     kept = vars(model).get("forward")
     vars(model)["forward"] = forward
     try:
@@ -204,9 +204,9 @@ def forward_of(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 @contextlib.contextmanager
 def _put_back(model: torch.nn.Module) -> Iterator[Callable[[], tuple[bool, list[str]]]]:
-    """After it, and when called, buffers and random generators are as before it.
+    """Restore buffers and random generators after the body, and when called.
 
-    The call returns whether random numbers had been drawn, and the names of the buffers that had changed.
+    The call returns (random numbers were drawn, names of the buffers that had changed).
     """
     random, buffers_back = placement.random_arrays(), remember(model)
 
@@ -227,11 +227,11 @@ def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 
 def measure(blocks: Iterable[tuple[str, torch.nn.Module]], x: Any, device: torch.device,
             came: list[Any] | None = None) -> tuple[Block, ...]:
-    """Seconds and bytes of each block on ``device``, for an input of one part; the model is as before afterwards.
+    """Return seconds and bytes of each block on ``device``, for an input of one part; restores the model.
 
-    One block at a time is on the device. ``activation_bytes``: what autograd keeps for backward beside parameters.
+    One block at a time is on the device. ``activation_bytes``: kept by autograd for backward beside parameters.
     ``came``: takes the input of each block, on the host. Where one thread computes, blocks are told apart by processor
-    time: where that is rationed, a block's own seconds depend on when it was its turn to stand still.
+    time: where that is rationed, a block's seconds depend on when it was throttled.
     """
     found: list[Block] = []
     value = placement.moved(x, device)
@@ -257,7 +257,7 @@ def measure(blocks: Iterable[tuple[str, torch.nn.Module]], x: Any, device: torch
 
 @contextlib.contextmanager
 def _kept_bytes(block: torch.nn.Module) -> Iterator[list[int]]:
-    """Within it, what a forward pass saves for its backward is counted: the sum, tensors counted once, in a list."""
+    """Count what a forward pass saves for its backward within the body: the sum, tensors counted once, in a list."""
     own = {t.untyped_storage().data_ptr() for t in block.parameters()}
     seen: dict[int, int] = {}
     total = [0]
@@ -275,7 +275,7 @@ def _kept_bytes(block: torch.nn.Module) -> Iterator[list[int]]:
 
 def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[int], clock: Callable[[], float],
            first: bool) -> tuple[Any, float, float]:
-    """(what the block makes of ``value``, shortest seconds of forward and backward, of forward alone) by ``clock``.
+    """Return (output, shortest seconds of forward and backward, of forward alone) of the block for ``value``.
 
     ``kept`` counts the first run. ``first``: of the model, which gives no gradient to its input.
     """
@@ -324,5 +324,5 @@ class _Runs:
 
 
 def _new_pages() -> int:
-    """Return how many pages of memory the system has given to this thread."""
+    """Return the number of memory pages that the system has given to this thread."""
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_minflt

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch.modules import (
-    Entry, OneEntry, Place, PlainNames, assign, describe, holders_of, mark_written, put_back_buffers)
+    Entry, OneEntry, Place, PlainNames, assign, describe, flat_bytes, holders_of, mark_written, put_back_buffers)
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.written import combine
 from hvdtrain.core.errors import UserError
@@ -178,7 +178,7 @@ class Buffers:
             return
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
             if tensor.numel():
-                got = self._transport.broadcast(_bits(tensor), f"initial.{name}")
+                got = self._transport.broadcast(flat_bytes(tensor), f"initial.{name}")
                 assign(tensor, got.view(tensor.dtype).reshape(tensor.shape))
 
     # --- written in forward --------------------------------------------------------------------------------------
@@ -269,12 +269,12 @@ class Buffers:
                 buffers = {**buffers, place.name: place.tensor}
         if not buffers:
             return []
-        own_N = torch.tensor([zlib.crc32(_bits(b).cpu().numpy().tobytes()) for b in buffers.values()])
+        own_N = torch.tensor([zlib.crc32(flat_bytes(b).cpu().numpy().tobytes()) for b in buffers.values()])
         all_PN = self._transport.allgather(own_N, "buffers.bits").cpu()
         found = []
         for (name, buffer), apart in zip(buffers.items(), (all_PN != all_PN[:1]).any(0).tolist()):
             if apart:
-                sent = self._transport.broadcast(_bits(buffer), f"buffer.{name}.from{root}", root)
+                sent = self._transport.broadcast(flat_bytes(buffer), f"buffer.{name}.from{root}", root)
                 assign(buffer, sent.view(buffer.dtype).reshape(buffer.shape))
                 found.append(names.get(id(buffer), name))
         return found
@@ -319,11 +319,6 @@ def _print(buffers: dict[str, torch.Tensor]) -> int:
     return zlib.crc32(repr([(n, tuple(b.shape), b.dtype) for n, b in buffers.items()]).encode())
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, uint8 (N,), so that every dtype travels."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare values of one shape; a NaN equals itself."""
-    return torch.equal(a, b) or torch.equal(_bits(a), _bits(b))
+    return torch.equal(a, b) or torch.equal(flat_bytes(a), flat_bytes(b))

@@ -25,7 +25,7 @@ from hvdtrain.core.protocols import Batch, Collectives, Control
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.partition import agree_devices
 from hvdtrain.parallel.pipeline.plan import DevicePlan
-from hvdtrain.parallel.precision.policy import FP32, Precision
+from hvdtrain.parallel.precision import FP32, Precision
 from hvdtrain.planning.pipeline.blocks import DeviceProfile
 
 

@@ -117,7 +117,7 @@ class Gradients:
         return frozenset((*found, *self._void))
 
     def connect(self, sink: GradientSink) -> None:
-        """Hook the parameters, and allocate the buckets of ``sink`` where they stay; memory of equal ones is kept."""
+        """Register the hooks, and allocate the buckets of ``sink`` where they stay; equal ones keep their memory."""
         self.disconnect()
         kept = {f.bucket: f.flat_N for f in self._fillings if f.flat_N is not None}
         self._sink, self._retains = sink, sink.retains

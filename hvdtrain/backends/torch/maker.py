@@ -35,8 +35,7 @@ from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Batch, Collectives
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale, Precision
 
 
 class Maker:

@@ -21,8 +21,7 @@ from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.core.protocols import Batch
 from hvdtrain.core.timeline.spans import KERNEL, Marks, Span
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.planning.memory.facts import Model, Slots
-from hvdtrain.planning.memory.pass_trace import MemoryTrace
+from hvdtrain.planning.memory.forecast import MemoryTrace, Model, Slots
 
 LIBRARIES = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|\bout of memory\b|"

@@ -306,12 +306,9 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def describe(tensor: torch.Tensor) -> Writable:
-    return Writable(str(tensor.dtype).removeprefix("torch."), _kind(tensor), tuple(tensor.shape))
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return "b" if tensor.dtype == torch.bool else "f" if tensor.is_floating_point() else (
-        "c" if tensor.is_complex() else "i")
+    kind = "f" if tensor.is_floating_point() else "c" if tensor.is_complex() else "i"
+    kind = "b" if tensor.dtype == torch.bool else kind
+    return Writable(str(tensor.dtype).removeprefix("torch."), kind, tuple(tensor.shape))
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -363,3 +360,17 @@ def joined(parts: Sequence[Any]) -> Any:
     raise UserError(f"the last block of a split model returns a {type(first).__name__} without samples",
                     "tensors (B, ...), which the parts of a micro-batch are put together to",
                     "set split_micro_batches: 1, or take the sum over samples into task")
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype, one.device, one.layout) != (other.shape, other.dtype, other.device, other.layout):
+        return False
+    if one.layout != torch.strided or one.is_quantized:
+        return bool(torch.equal(one, other))
+    a, b = (flat_bytes(t) for t in (one, other))
+    return bool(torch.equal(a, b))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a strided tensor (n,)."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

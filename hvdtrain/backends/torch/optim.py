@@ -216,7 +216,7 @@ def optimizer_spec(spec: Any, config: Config) -> OptimizerSpec:
     Where it gives both, groups of the optimizer's own count before those of `parameter_groups`. Errors: `UserError` for
     anything else, and for an optimizer that cannot be made again.
     """
-    named = _named(spec.model)
+    named = {id(p): name for name, p in named_parameters(spec.model) if p.requires_grad}  # of a shared one the first
     kind, settings, groups, frozen = None, dict[str, Any](), list[Group](), dict[str, int]()
     if spec.optimizer is not None:
         made = called(spec, "optimizer", spec.model, config)
@@ -229,11 +229,6 @@ def optimizer_spec(spec: Any, config: Config) -> OptimizerSpec:
         for group in groups:
             _check_values(group, config, kind, settings)
     return OptimizerSpec(_all(groups, named), kind, settings, frozen)
-
-
-def _named(model: torch.nn.Module) -> dict[int, str]:
-    """Return each trained parameter's name by its id; of a shared one the first."""
-    return {id(p): name for name, p in named_parameters(model) if p.requires_grad}
 
 
 def _frozen(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module, first: int = 0) -> dict[str, int]:
@@ -346,7 +341,7 @@ def _read(made: Any, named: Mapping[int, str]) -> tuple[dict[str, Any], list[Gro
     known = {key: _plain(value) for key, value in made.defaults.items()}
     settings = {key: known[key] for key in _taken(kind, known)}
     if "lr" not in settings:
-        raise _not_anew(made, "it has no argument lr")
+        raise _not_rebuilt(made, "it has no argument lr")
     groups, over = [], []
     for one in made.param_groups:
         names = {named[id(p)] for p in one["params"] if id(p) in named}
@@ -369,23 +364,23 @@ def _refuse_unlike(made: torch.optim.Optimizer, known: Mapping[str, Any], over: 
     try:
         again = _made(type(made), over, settings)
     except Exception as error:  # noqa: BLE001  (a class of the user's)
-        raise _not_anew(made, " ".join(str(error).split())[:200]) from None
+        raise _not_rebuilt(made, " ".join(str(error).split())[:200]) from None
     if {key: _plain(value) for key, value in again.defaults.items()} != known:
-        raise _not_anew(made, "its defaults come out otherwise")
+        raise _not_rebuilt(made, "its defaults come out otherwise")
     if made.state and not again.state:
-        raise _not_anew(made, "it has made updates, whose state would be lost")
+        raise _not_rebuilt(made, "it has made updates, whose state would be lost")
     usual = vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
     hooked = [key for key in usual if key.endswith("_hooks") and getattr(made, key, None)]
     if hooked:
-        raise _not_anew(made, f"hooks of the old one are lost ({hooked[0].strip('_')})")
+        raise _not_rebuilt(made, f"hooks of the old one are lost ({hooked[0].strip('_')})")
     ours, theirs = ({key: value for key, value in vars(one).items() if key not in usual} for one in (made, again))
     for key in {*ours, *theirs}:
         if not (key in ours and key in theirs and _same(ours[key], theirs[key])):
-            raise _not_anew(made, f"its attribute {key} comes out otherwise, or cannot be compared")
+            raise _not_rebuilt(made, f"its attribute {key} comes out otherwise, or cannot be compared")
 
 
-def _not_anew(made: torch.optim.Optimizer, why: str) -> UserError:
-    return UserError(f"the {type(made).__name__} of optimizer cannot be made anew over the tensors that a rank holds: "
+def _not_rebuilt(made: torch.optim.Optimizer, why: str) -> UserError:
+    return UserError(f"the {type(made).__name__} of optimizer cannot be rebuilt over the tensors that a rank holds: "
                      f"{why}", "an optimizer that its class makes from groups and its defaults",
                      "return such a one, or set optimizer.name and give parameter_groups(model)")
 

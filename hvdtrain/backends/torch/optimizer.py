@@ -17,7 +17,7 @@ from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.config import Config
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
                torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD,

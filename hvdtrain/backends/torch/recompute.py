@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hvdtrain.backends.torch.modules import same_bits
 from hvdtrain.backends.torch.snapshot import Generators, Memory, Modules
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import BlockCost
@@ -269,22 +270,9 @@ def _written(tensor: torch.Tensor) -> torch.Tensor:
     return _alias(tensor).clone()
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype, one.device, one.layout) != (other.shape, other.dtype, other.device, other.layout):
-        return False
-    if one.layout != torch.strided or one.is_quantized:
-        return bool(torch.equal(one, other))
-    a, b = (flat_bytes(t) for t in (one, other))
-    return bool(torch.equal(a, b))
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a strided tensor (n,)."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
 def tree_map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return ``value`` with new lists, tuples and dicts, and every tensor changed."""
+    # Not torch.utils._pytree's, which takes 30 times as long (37 us for one tensor), several times for each block.
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):

@@ -92,7 +92,7 @@ def check(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
     own, then = opt.kind(), state["optimizer"]
     if then != own:
         raise UserError(f"the checkpoint was made with {then}", f"{own}, as configured now",
-                        f"{_again(then)}, or start anew")
+                        f"{_again(then)}, or start a new run")
     names = [list(group.names) for group in opt.optimizer_spec.groups]
     before = len(state["groups"]), state.get("group_names", [])
     if before[0] != len(opt.optimizer.param_groups):
@@ -105,7 +105,7 @@ def check(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
                         f"{', '.join(apart[:3])}", "the same parameters in each group", _SAME_GROUPS)
 
 
-_SAME_GROUPS = "take the model file's parameter_groups and optimizer of that run, or start anew"
+_SAME_GROUPS = "take the model file's parameter_groups and optimizer of that run, or start a new run"
 
 
 def _groups(n: int) -> str:

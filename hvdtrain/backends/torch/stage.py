@@ -136,17 +136,17 @@ class TorchStage:
             pass
 
     def culprit(self, batch: Batch) -> str:
-        with self._anew(batch):
+        with self._once_after_step(batch):
             found = first_not_finite(self._params.tensors)
         return "" if found is None else self._params.names[found]
 
     def alone(self, batch: Batch) -> list[torch.Tensor]:
         """Return the gradients of this batch by parameter, of the loss scaled as in training and unscaled again."""
         factor = self._precision.factor
-        with self._anew(batch, factor):
+        with self._once_after_step(batch, factor):
             return [torch.zeros_like(p) if p.grad is None else p.grad.div_(factor) for p in self._params.tensors]
 
-    def _anew(self, batch: Batch, factor: float = 1.0) -> contextlib.AbstractContextManager[None]:
+    def _once_after_step(self, batch: Batch, factor: float = 1.0) -> contextlib.AbstractContextManager[None]:
         """Drop the gradients of a step, to which backward would add, and return `once`."""
         for param in self._params.tensors:
             param.grad = None

@@ -23,7 +23,7 @@ from hvdtrain.checkpoint import files, weights
 from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 if TYPE_CHECKING:
     from hvdtrain.backends.torch.buffers import Buffers

@@ -70,7 +70,7 @@ def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
 
 @contextlib.contextmanager
 def untouched(parts: ModelParts, batch: Batch) -> Iterator[None]:
-    """Restore everything after the body, for `hvdtrain.engine.pipeline_first_sample`."""
+    """Restore everything after the body, for `hvdtrain.engine.first_sample`."""
     stage: Any = parts.stage
     with _uncompiled(), _untouched(parts):
         yield

@@ -1,7 +1,7 @@
 """horovodrun over MPI: one launch as its command line. Pure.
 
 horovodrun 0.28.1 writes an mpirun line and hands it to a shell with most of its own options unquoted. So every option
-that gets there is quoted here, and what it gets wrong is refused in words:
+that gets there is quoted here, and `UserError` names what it gets wrong:
 
 - its own binding flags have one dash, which Open MPI 5.0.10 and later refuse: ``--binding-args`` says them with two;
 - ``--ssh-port`` and ``--ssh-identity-file`` become flags that Open MPI 5 ignores;

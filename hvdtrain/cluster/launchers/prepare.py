@@ -138,7 +138,6 @@ def _unread_agent(tool: LauncherProgram, here: Here, remote: bool, notes: list[s
 
 
 def _this_host_first(tool: LauncherProgram, hosts: tuple[HostSlots, ...], here: Here, notes: list[str]) -> None:
-    """Add a note where Open MPI 4.1 will not keep the order of the hosts."""
     if tool.flavour == "openmpi" and tool.launcher in ("openmpi4", "horovodrun") and tool.numbers[:1] in ((), (4,)):
         ours = [host.name for host in hosts if host.name in here.names]
         if ours and hosts[0].name not in here.names:

@@ -56,7 +56,7 @@ class LauncherProgram:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """One launch; a launcher raises `UserError` for what it cannot do of it.
+    """Specification of a launch; a launcher raises `UserError` for what it cannot do of it.
 
     ``program`` is what each rank runs. ``hosts`` hold exactly ``ranks`` slots, in the order of the ranks (but Open MPI
     4.1 takes this host first); no hosts: the allocation's own, with ``ranks`` 0 for as many as it says. ``env_names``

@@ -86,7 +86,7 @@ def leave(kind: str, text: str, *, rank: int | None = None, step: int | None = N
 
 
 def withdraw() -> None:
-    """Remove this rank's cause: the process goes on, and another one may come."""
+    """Remove this rank's cause: the process continues, and another cause may come."""
     with contextlib.suppress(Exception):
         where, who = folder(), launch_facts(os.environ).rank
         _left.discard(who)
@@ -165,7 +165,6 @@ def started_at() -> float:
 
 
 def _once(path: Path, text: str) -> bool:
-    """Write a file under another name and link it to its own, if that is free."""
     temp = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temp.open("w", encoding="utf-8") as file:

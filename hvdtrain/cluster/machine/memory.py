@@ -72,7 +72,6 @@ def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
 
 
 def _status(proc: str, name: str) -> int | None:
-    """Return a field of /proc/self/status in bytes."""
     with contextlib.suppress(OSError):
         found = re.search(rf"^{name}:\s+(\d+) kB", Path(proc, "self/status").read_text(), re.MULTILINE)
         return int(found[1]) * 1024 if found else None
@@ -101,7 +100,7 @@ def left_alive_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int
 
 
 def limited(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> bool:
-    """Whether a control group allows less than the host has in all, so that the kernel ends what takes more."""
+    """Return whether a control group allows less than the host has in all, so that the kernel ends what takes more."""
     with contextlib.suppress(OSError):
         found = re.search(r"^MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         total = int(found[1]) * 1024 if found else 0

@@ -154,7 +154,6 @@ class MpiChannel:
 
     def _handle(self, requests: list[Any], x: np.ndarray, first: np.ndarray, what: str,
                 check: Callable[[], None] | None = None) -> _Wait:
-        """Return a handle of requests, of which the first is the header's."""
         left = deque(requests)
         self._open.append((left, (x, first)))  # MPI may use the memory of a message that nobody waits for any more
         self._open = [entry for entry in self._open if entry[0]]

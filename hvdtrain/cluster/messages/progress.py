@@ -130,7 +130,6 @@ class MpiProgress:
                     self._changed.notify()
 
     def _move_if_free(self) -> bool:
-        """Move all, unless another thread is just doing so."""
         if self._moving.acquire(blocking=False):
             try:
                 self._move()

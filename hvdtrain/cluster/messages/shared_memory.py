@@ -181,7 +181,6 @@ class _Slot:
         self.data = np.frombuffer(memory, np.uint8, offset=_SLOT_HEAD)
 
     def close(self) -> None:
-        """Close the file, which its receiver has mapped."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -195,7 +194,6 @@ class _Sending:
         self._slots: list[_Slot] = []
 
     def count(self) -> int:
-        """Return how many messages are not taken yet."""
         return int(self._lane[0] - self._lane[_TAIL])
 
     def put(self, parts: Sequence[np.ndarray]) -> None:

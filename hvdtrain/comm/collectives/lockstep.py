@@ -96,12 +96,10 @@ class _Rendezvous:
         self._boxes: list[Boxes] = []
 
     def among(self, ranks: tuple[int, ...]) -> _Rendezvous:
-        """Return the rendezvous of some ranks, which fails with this one."""
         with self.changed:
             return self._below.setdefault(ranks, _Rendezvous(len(ranks), self.timeout_s))
 
     def boxes(self) -> Boxes:
-        """Return boxes for messages whose waits end when a rank fails."""
         self._boxes.append(Boxes())
         return self._boxes[-1]
 
@@ -271,9 +269,9 @@ class LockstepCollectives(WithoutMemory):
 
         self._sent[self.rank] += (flat_N.size - sent_P[self.rank]) * flat_N.itemsize
         parts = np.split(flat_N.copy(), np.cumsum(sent_P)[:-1])
-        came = self._meeting.meet(self.rank, ("alltoallv", name, (), flat_N.dtype.name), parts, combine)
-        assert came.size == sum(got_P), f"alltoallv {name!r} brought {came.size} elements, not {list(got_P)}"
-        return ReadyHandle(came)
+        received = self._meeting.meet(self.rank, ("alltoallv", name, (), flat_N.dtype.name), parts, combine)
+        assert received.size == sum(got_P), f"alltoallv {name!r} brought {received.size} elements, not {list(got_P)}"
+        return ReadyHandle(received)
 
     def reducescatter(self, flat_N: np.ndarray, name: str) -> ReadyHandle:
         assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"
@@ -300,7 +298,6 @@ class LockstepCollectives(WithoutMemory):
 
 
 def _sum(rows: list[np.ndarray]) -> np.ndarray:
-    """Sum in rank order, float16 in float32."""
     total = np.empty_like(rows[0])
     add_rows([row.reshape(-1) for row in rows], total.reshape(-1))
     return total

@@ -74,7 +74,7 @@ class OpenCollective:
 
     @property
     def taken(self) -> bool:
-        """Whether the result has been waited for."""
+        """Return whether the result has been waited for."""
         return self._value is not None
 
 
@@ -226,7 +226,6 @@ class MpiCollectives(WithoutMemory):
         return OpenCollective(operation, self, what, name, partial(self._look, operation, squared) if squared else None)
 
     def _look(self, operation: Any, n: int, value: np.ndarray) -> np.ndarray:
-        """Count a sum and its squares."""
         if operation.looks:
             self._n_looked, self._squares = self._n_looked + n, self._squares + operation.squares
         return value
@@ -241,7 +240,6 @@ class MpiCollectives(WithoutMemory):
         self.moves.wait(operation, longest_sleep_s=longest_sleep_s)
 
     def _number(self) -> int:
-        """Return the next operation's number, the same on every rank."""
         self._issued += 1
         return self._issued - 1
 
@@ -292,7 +290,6 @@ def spans_of(n: int, chunk: int) -> Iterator[slice]:
 
 
 def _entered(kind: str, name: str, x: np.ndarray, sizes_P: Sequence[int]) -> str:
-    """Describe a collective that a rank enters."""
     return f"{kind} {name!r} {tuple(sizes_P) or x.shape} {x.dtype.name}"
 
 
@@ -310,7 +307,6 @@ def _bytes(x: np.ndarray) -> Any:
 
 
 def _parts(x: np.ndarray, sizes_P: Sequence[int]) -> Any:
-    """Return a buffer of consecutive parts, one for each rank."""
     return [x, (list(sizes_P), begins(sizes_P)), _element(x.dtype.itemsize)]
 
 
@@ -320,7 +316,6 @@ def _element(itemsize: int) -> Any:
 
 
 def _mpi() -> Any:
-    """Return mpi4py's MPI, which the maker of the communicator has started."""
     from mpi4py import MPI
 
     return MPI

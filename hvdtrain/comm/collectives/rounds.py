@@ -262,7 +262,6 @@ class Reduced(Rounds):
         self.rounds = -(-max(sizes_P, default=0) // self._step)
 
     def _place(self, q: int, j: int) -> tuple[int, int]:
-        """Return the begin and end of the j-th piece of rank q's part."""
         first, end = self._begins_P[q], self._begins_P[q] + self._sizes_P[q]
         return min(end, first + j * self._step), min(end, first + (j + 1) * self._step)
 
@@ -345,13 +344,12 @@ def _raw(x: np.ndarray) -> np.ndarray:
 
 
 def _said(what: str) -> np.ndarray:
-    """Encode what a rank has entered."""
     words = what.encode()
-    said = np.zeros(_CALL, np.uint8)
-    said[:8] = np.frombuffer(zlib.crc32(words).to_bytes(8, "little"), np.uint8)
+    call = np.zeros(_CALL, np.uint8)
+    call[:8] = np.frombuffer(zlib.crc32(words).to_bytes(8, "little"), np.uint8)
     words = words[:_CALL - 8]
-    said[8:8 + len(words)] = np.frombuffer(words, np.uint8)
-    return said
+    call[8:8 + len(words)] = np.frombuffer(words, np.uint8)
+    return call
 
 
 def _words(said: np.ndarray) -> str:

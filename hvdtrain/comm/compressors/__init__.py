@@ -1,8 +1,8 @@
-"""How a flat bucket is summed over ranks: a file for each way, named by the key ``compression``.
+"""Compressors: a file for each way to sum a flat bucket over ranks, named by the key ``compression``.
 
-A file offers ``make(exchange) -> Compressor``; ``exchange`` is that section of the configuration. Another way is one
-more file, here or anywhere (``module:callable`` or ``path/file.py:callable`` of such a function). What others know
-of a compressor (its label, whether `auto` may choose it, ...) stands on its class: see `base.Stateless`.
+A file offers ``make(exchange) -> Compressor``; ``exchange`` is that section of the configuration. A further one is a
+file here or anywhere (``module:callable`` or ``path/file.py:callable``); facts of a compressor stand on its class, see
+`base.Stateless`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Adasum(Uncompressed):
 
     def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
-        """One all-reduce by Adasum; `UserError` where P is not a power of two, which Horovod's needs."""
+        """Raise `UserError` where P is not a power of two, which Horovod's Adasum needs."""
         if size & (size - 1):
             raise UserError(f"adasum with {size} ranks", "a power of two: it combines pairs of ranks",
                             "start 2, 4, 8, ... ranks, or set exchange.adasum: false")
@@ -38,5 +38,4 @@ class Adasum(Uncompressed):
 
 
 def make(exchange: config.ExchangeConfig) -> Adasum:
-    """No settings."""
     return Adasum()

@@ -1,5 +1,5 @@
-"""What compressors share: no state, no warm-up, the bytes of an uncompressed sum, and the operations they need beside
-those of every seam."""
+"""Base of compressors: their array operations, defaults, the plan of top-k's sample, and the two shots of `fp16`,
+`bf16` and `int8`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CompressorOps(protocols.Ops, Protocol):
     """The array operations of a backend, with those that only compressors use."""
 
     def abs_max_rows(self, x_BK: Array) -> Array:
-        """Largest magnitude of each row: (B, K) -> (B,); NaN where a row has one."""
+        """Return the largest magnitude of each row: (B, K) -> (B,); NaN where a row has one."""
         ...
 
     def drop(self, flat_N: Array, index_k: Array) -> Array:
-        """A copy with zeros at int64 indices: (N,), (k,) -> (N,)."""
+        """Return a copy with zeros at int64 indices: (N,), (k,) -> (N,)."""
         ...
 
     def by_part(self, index_k: Array, ends_P: Sequence[int]) -> tuple[Array, Array]:
@@ -35,11 +35,12 @@ class CompressorOps(protocols.Ops, Protocol):
         ...
 
     def plus(self, x: Array, y: Array) -> Array:
-        """``x + y``, once ``x`` is there: a sum of several stays in this order where a graph is optimised, too."""
+        """Return ``x + y``, once ``x`` is there: a sum of several stays in this order where a graph is optimised, too.
+        """
         ...
 
     def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
-        """``x - scale * y``, in one pass where the backend can."""
+        """Return ``x - scale * y``, in one pass where the backend can."""
         ...
 
 
@@ -76,20 +77,16 @@ class Stateless:
     """The number of ranks has to be a power of two."""
 
     def describe(self) -> str:
-        """The name alone."""
         return self.name
 
     def stage(self, step: int) -> int:
-        """No warm-up."""
         return 0
 
     def init(self, ops: protocols.Ops, bucket: Bucket) -> dict[str, Array]:
-        """No state."""
         return {}
 
     def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
-        """Sum a bucket over the ranks."""
         raise NotImplementedError
 
     def scatter(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, shards: Shards,
@@ -110,27 +107,29 @@ class Uncompressed(Stateless):
     dtypes: frozenset[str] | None = None
 
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
-        """Ring all-reduce: each rank sends 2 (P-1)/P of the vector, rounded up (Patarasuk and Yuan 2009)."""
         return ring_allreduce_bytes(bucket.nbytes, size)
 
 
 def ring_allreduce_bytes(nbytes: int, size: int) -> int:
-    """Bytes one rank sends in a ring all-reduce of ``nbytes``: 2 (P-1)/P, rounded up (Patarasuk and Yuan 2009)."""
+    """Return the bytes one rank sends in a ring all-reduce: 2 (P-1)/P, rounded up (Patarasuk and Yuan 2009)."""
     return -(-2 * (size - 1) * nbytes // size)
 
 
 SAMPLE = 1 << 15
 """Entries in the sample."""
 LEAST = 2.0 ** -126
-"""The smallest magnitude that makes a candidate: zeros do not, however many there are."""
+"""Smallest magnitude that makes a candidate: zeros do not, however many there are."""
 
 
 def sample(n: int, k: int) -> tuple[int, int]:
-    """Return (stride, place): the threshold is the ``place``-th largest of every ``stride``-th magnitude.
+    """Return (stride, place) of top-k's sample: the threshold is the ``place``-th largest of every ``stride``-th
+    magnitude.
 
-    (1, 0) where a sample is not worth it. A true top-k entry is in the sample with probability 1/stride, so their
-    number there has mean q = k/stride and deviation below sqrt(q); ``place`` is a quarter and six deviations above
-    the mean, because gradients are not in random order. The stride shares no small factor with a row of a weight.
+    Only entries that reach the threshold are sorted, somewhat more than k; where fewer do (the sample was unlucky, or
+    NaN), everything is, so the answer is exact in any case (Deep Gradient Compression, Lin et al., ICLR 2018, section
+    3). (1, 0) where a sample is not worth it. A true top-k entry is in the sample with probability 1/stride, so their
+    number there has mean q = k/stride and deviation below sqrt(q); ``place`` is a quarter and six deviations above the
+    mean, because gradients are not in random order. The stride shares no small factor with a row of a weight.
     """
     if n < 4 * SAMPLE:
         return 1, 0
@@ -143,7 +142,12 @@ def sample(n: int, k: int) -> tuple[int, int]:
 
 
 class Halves(Stateless):
-    """16 bits for each element, without state; a rounding changes an element by 2^-11 (fp16) or 2^-8 (bf16) of it."""
+    """16 bits for each element in two shots, without state; rounds an element by 2^-11 (fp16) or 2^-8 (bf16) of it.
+
+    A ring all-reduce would round after each of its P-1 additions. So each rank sums one P-th of the vector: (1)
+    all-to-all of the encoded parts, (2) decode, sum in float32 in rank order, encode the sum, all-gather, decode: the
+    same bits everywhere.
+    """
 
     elementwise = same_bits = True
     numerics, bytes_share = "lossy: 16 bits", 0.5
@@ -185,12 +189,12 @@ class Halves(Stateless):
 
 
 def part_length(n: int, size: int) -> int:
-    """K = ceil(N / P): elements that one rank sums."""
+    """Return K = ceil(N / P), the elements that one rank sums."""
     return -(-n // size)
 
 
 def as_rows(ops: CompressorOps, flat_N: Array, n: int, size: int, k: int) -> Array:
-    """Zeros behind, then cut: (N,) -> (P, K) with P K >= N."""
+    """Pad with zeros and cut: (N,) -> (P, K) with P K >= N."""
     missing = size * k - n
     padded = ops.pack([flat_N, ops.zeros(missing, "float32")]) if missing else flat_N
     return ops.reshape(padded, (size, k))

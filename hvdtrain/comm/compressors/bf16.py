@@ -14,14 +14,11 @@ class Bf16(Halves):
     auto_order = 3
 
     def encode(self, ops: CompressorOps, x: Array) -> Array:
-        """Round to bfloat16."""
         return ops.bits16(x)
 
     def decode(self, ops: CompressorOps, bits: Array) -> Array:
-        """Exact."""
         return ops.from_bits16(ops.reshape(bits, (-1,)))
 
 
 def make(exchange: config.ExchangeConfig) -> Bf16:
-    """No settings."""
     return Bf16()

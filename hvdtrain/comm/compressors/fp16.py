@@ -18,15 +18,12 @@ class Fp16(Halves):
     auto_order = 2
 
     def encode(self, ops: CompressorOps, x: Array) -> Array:
-        """Round to float16."""
         half = ops.cast(x, "float16")
         return ops.reshape(ops.bitcast(ops.reshape(half, (-1,)), "int16"), half.shape)
 
     def decode(self, ops: CompressorOps, bits: Array) -> Array:
-        """Exact."""
         return ops.cast(ops.bitcast(ops.reshape(bits, (-1,)), "float16"), "float32")
 
 
 def make(exchange: config.ExchangeConfig) -> Fp16:
-    """No settings."""
     return Fp16()

@@ -41,7 +41,6 @@ class Int8(Stateless):
     auto_order = 4
 
     def init(self, ops: protocols.Ops, bucket: Bucket) -> dict[str, Array]:
-        """Nothing owed."""
         return {"residual": ops.zeros(bucket.n, "float32")}
 
     def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
@@ -79,7 +78,7 @@ class Int8(Stateless):
 
     def _sum(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket,
              size: int) -> Generator[Request, Array, tuple[tuple[Array, Array], Array]]:
-        """First shot: (the encoded sum of this rank's part, the residual (N,))."""
+        """Run the first shot: (the encoded sum of this rank's part, the residual (N,))."""
         n, k = bucket.n, int8_length(bucket.n, size)
         x_PK = as_rows(ops, flat_N + state["residual"], n, size, k)
         wire, left_PK = self.encode(ops, x_PK, size, k)
@@ -96,7 +95,7 @@ class Int8(Stateless):
         return wire, ops.reshape(left_PK + is_mine_P1 * left_1K, (-1,))[:n]
 
     def encode(self, ops: CompressorOps, x_RK: Array, rows: int, k: int) -> tuple[tuple[Array, Array], Array]:
-        """(R, K) -> ((scales as int8 (R, 4 B), elements int8 (R, K)), what is lost (R, K))."""
+        """Encode (R, K) -> ((scales as int8 (R, 4 B), elements int8 (R, K)), what is lost (R, K))."""
         x_BL = ops.reshape(x_RK, (rows * blocks(k), -1))
         scale_B = ops.abs_max_rows(x_BL) * (1 / 127)
         q_BL = ops.round(x_BL * ops.reshape(1 / (scale_B + STILL), (-1, 1)))
@@ -105,7 +104,7 @@ class Int8(Stateless):
         return (scale_R4, ops.reshape(ops.cast(q_BL, "int8"), (rows, k))), ops.reshape(lost_BL, (rows, k))
 
     def decode(self, ops: CompressorOps, wire_RL: Array, rows: int, k: int, count: int = 0) -> Array:
-        """int8 (R, 4 B + K) -> float32 (R, K); ``count``: B, 0 for `blocks`."""
+        """Decode int8 (R, 4 B + K) -> float32 (R, K); ``count``: B, 0 for `blocks`."""
         count = count or blocks(k)
         head = 4 * count
         scale_B1 = ops.reshape(ops.bitcast(ops.reshape(wire_RL[:, :head], (-1,)), "float32"), (-1, 1))
@@ -121,7 +120,6 @@ class Int8(Stateless):
         return self.decode(ops, ops.reshape(whole, (1, -1)), 1, count * piece.block, count)[0][before:before + n]
 
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
-        """Two shots of (P-1) parts each, a byte an element, 4 a block, and 4 for the owner in the first shot."""
         k = int8_length(bucket.n, size)
         return (size - 1) * (2 * (k + 4 * blocks(k)) + LANE)
 
@@ -157,17 +155,16 @@ class ShardPiece:
 
 
 def blocks(k: int) -> int:
-    """Blocks in a part of k elements."""
+    """Return the blocks in a part of k elements."""
     return -(-k // BLOCK)
 
 
 def int8_length(n: int, size: int) -> int:
-    """K of int8: the least that holds ceil(N / P) elements in blocks of equal length, a multiple of 4 (`LANE`)."""
+    """Return K: the least that holds ceil(N / P) elements in blocks of equal length, a multiple of 4 (`LANE`)."""
     least = part_length(n, size)
     count = blocks(least)
     return count * (-(-least // (count * LANE)) * LANE)
 
 
 def make(exchange: config.ExchangeConfig) -> Int8:
-    """No settings."""
     return Int8()

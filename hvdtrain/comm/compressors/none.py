@@ -19,11 +19,9 @@ class NoCompression(Uncompressed):
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
-        """One all-reduce."""
         total_N = yield AllReduce(flat_N)
         return total_N, state
 
 
 def make(exchange: config.ExchangeConfig) -> NoCompression:
-    """No settings."""
     return NoCompression()

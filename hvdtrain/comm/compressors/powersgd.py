@@ -36,7 +36,7 @@ class MatrixShape:
 
 
 def split(shape: Sequence[int]) -> tuple[int, int]:
-    """The (n, m) with the least n + m that joins leading dimensions to n and trailing ones to m.
+    """Return the (n, m) with the least n + m that joins leading dimensions to n and trailing ones to m.
 
     So a convolution gives the same kind of matrix as (out, in, kh, kw) in PyTorch and (kh, kw, in, out) in Keras.
     """
@@ -46,7 +46,7 @@ def split(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def matrices(shapes: Sequence[Sequence[int]], rank: int) -> list[MatrixShape]:
-    """The tensors worth compressing: two dimensions or more, and n m > 2 r (n + m) with r = min(rank, n, m)."""
+    """Return the tensors worth compressing: two dimensions or more, n m > 2 r (n + m) with r = min(rank, n, m)."""
     found = []
     for index, shape in enumerate(shapes):
         if len(shape) < 2:
@@ -60,14 +60,14 @@ def matrices(shapes: Sequence[Sequence[int]], rank: int) -> list[MatrixShape]:
 
 @lru_cache(maxsize=1024)
 def start(bucket: int, index: int, r: int, m: int) -> np.ndarray:
-    """The first Q of a tensor, standard normal (r, m): the same on every rank and in every framework."""
+    """Return the first Q of a tensor, standard normal (r, m): the same on every rank and in every framework."""
     q_RM = np.random.default_rng([SEED, bucket, index]).standard_normal((r, m)).astype(np.float32)
     q_RM.flags.writeable = False
     return q_RM
 
 
 class PowerSGD(Stateless):
-    """One power iteration a step, warm-started, with error feedback.
+    """Power iteration, one a step, warm-started, with error feedback.
 
     For a matrix with gradients g_r on P ranks, residuals e_r and Q of the step before (stored as rows, (r, m))::
 
@@ -90,11 +90,9 @@ class PowerSGD(Stateless):
         self.rank = rank
 
     def describe(self) -> str:
-        """Name and rank."""
         return f"powersgd rank {self.rank}"
 
     def init(self, ops: protocols.Ops, bucket: Bucket) -> dict[str, Array]:
-        """For each compressed tensor a random Q and no residual."""
         state = {}
         for x in matrices(bucket.shapes, self.rank):
             state[f"q.{x.index}"] = ops.from_host(np.array(start(bucket.number, x.index, x.r, x.m)))
@@ -129,12 +127,11 @@ class PowerSGD(Stateless):
         return ops.pack([sums[i] for i in range(len(parts))]), new
 
     def _warm(self, ops: CompressorOps, q_RM: Array, bucket: int, x: MatrixShape) -> Array:
-        """The next step's Q: of magnitude 1, with a trace of the random start."""
+        """Return the next step's Q: of magnitude 1, with a trace of the random start."""
         scale = 1 / (ops.abs_max(q_RM) + 1e-30)
         return q_RM * scale + ops.from_host(start(bucket, x.index, x.r, x.m)) * FRESH
 
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
-        """Two ring all-reduces of float32: r n for each matrix and all that stays uncompressed; r m for each matrix."""
         chosen = matrices(bucket.shapes, self.rank)
         first = sum(x.r * x.n for x in chosen) + bucket.n - sum(x.n * x.m for x in chosen)
         second = sum(x.r * x.m for x in chosen)
@@ -142,5 +139,4 @@ class PowerSGD(Stateless):
 
 
 def make(exchange: config.ExchangeConfig) -> PowerSGD:
-    """With the settings of that section."""
     return PowerSGD(exchange.powersgd_rank)

@@ -43,29 +43,27 @@ class TopK(Stateless):
         self.ratios = (*(larger if warmup_steps else ()), ratio)
 
     def describe(self) -> str:
-        """Ratio, and momentum and warm-up where there are any."""
         momentum = f", momentum {self.momentum:.12g}" if self.momentum else ""
         warmup = f", warm-up {self.warmup_steps} steps" if self.warmup_steps else ""
         return f"topk {100 * self.ratio:.12g} %{momentum}{warmup}"
 
     def stage(self, step: int) -> int:
-        """Which of ``ratios`` holds at ``step``: each of the warm-up's four quarters has its own, while above ratio."""
+        """Return the index in ``ratios`` at ``step``: each quarter of the warm-up has its own, while above ratio."""
         if step >= self.warmup_steps:
             return len(self.ratios) - 1
         return min(WARMUP_STAGES * step // self.warmup_steps, len(self.ratios) - 1)
 
     def k(self, n: int, stage: int | None = None) -> int:
-        """Entries sent of n; at least one, which also carries the news of what is not finite."""
+        """Return the entries sent of n; at least one, which also carries the news of what is not finite."""
         return min(n, max(1, math.ceil(self.ratios[-1 if stage is None else stage] * n)))
 
     def init(self, ops: protocols.Ops, bucket: Bucket) -> dict[str, Array]:
-        """Nothing owed, no velocity."""
         names = ("residual", "momentum") if self.momentum else ("residual",)
         return {name: ops.zeros(bucket.n, "float32") for name in names}
 
     def exchange(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
-        """One all-gather of int32 (2 k,): indices, then the bits of the values."""
+        """All-gather int32 (2 k,): indices, then the bits of the values."""
         k = self.k(bucket.n, stage)
         values_k, index_k, new = self._chosen(ops, flat_N, state, k)
         # As integers: the bits of an index may read as a signalling NaN, which a move of floats may change.
@@ -97,7 +95,6 @@ class TopK(Stateless):
 
     def _chosen(self, ops: CompressorOps, flat_N: Array, state: dict[str, Array],
                 k: int) -> tuple[Array, Array, dict[str, Array]]:
-        """Return (values, indices, new state) of the entries to be sent."""
         u_N = state["momentum"] * self.momentum + flat_N if self.momentum else flat_N
         v_N = state["residual"] + u_N
         values_k, index_k = ops.topk(v_N, k)
@@ -109,10 +106,8 @@ class TopK(Stateless):
         return values_k, index_k, new
 
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
-        """8 bytes a pair to each of P-1 ranks."""
         return (size - 1) * 8 * self.k(bucket.n, stage)
 
 
 def make(exchange: config.ExchangeConfig) -> TopK:
-    """With the settings of that section."""
     return TopK(exchange.topk_ratio, exchange.topk_momentum, exchange.topk_warmup_steps)

@@ -1,8 +1,7 @@
-"""Measures what an exchange costs here: the links by kind of call, the compressors' own work, whole plans of buckets.
+"""Measurement of an exchange: links by kind of call, the compressors' own work, whole plans of buckets.
 
-Owns the measuring and its bounds in time. Every function is collective: all ranks enter it together, take the same
-turns, because whatever decides about a turn is the slowest rank's number, and return the same numbers. Decides nothing
-about training: `hvdtrain.planning.exchange.choice` does.
+Every function is collective: the slowest rank's number decides about each turn, and all ranks return the same numbers.
+`hvdtrain.planning.compressor_choice` decides about training.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from hvdtrain.core.protocols import (
     AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.units import KIB, MIB
-from hvdtrain.planning.exchange.choice import CompressorCost, pick_bucket
-from hvdtrain.planning.exchange.link import Link, Traffic, fit
+from hvdtrain.planning.compressor_choice import CompressorCost, pick_bucket
+from hvdtrain.planning.linear import Link, Traffic, fit_link
 
 Work = Callable[[Sequence[Array]], list[Array]]
 
@@ -37,14 +36,14 @@ SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)
 """Bytes of the vector on each rank that a link is measured with."""
 
 LONGEST_S = 0.3
-"""A call that takes longer is the last to grow from."""
+"""Longest call that a larger one may follow."""
 
 REPEATS = 9
 BUDGET_S = 2.0
 """About the time of one sweep over links, and of one over bucket sizes; a call that has begun is not cut short."""
 
 CODEC_BUDGET_S = 0.2
-"""After so many seconds no further round of one compressor begins."""
+"""Seconds after which no further round of one compressor begins."""
 
 MOST_ELEMENTS = 1 << 23
 """Compressors run on buckets of at most about so many elements; a larger model's are sampled, evenly."""
@@ -52,12 +51,13 @@ MOST_ELEMENTS = 1 << 23
 BUCKET_SIZES_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 AFTER_WARMUP = 1 << 30
-"""A step that no warm-up lasts to."""
+"""Step beyond every warm-up."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What `measure` found: links by kind, costs by compressor, why the others cannot be used, and how long it took."""
+    """Result of `measure`: links by kind, costs by compressor, why the others cannot be used, and the seconds it took.
+    """
 
     links: dict[str, Link]
     costs: tuple[CompressorCost, ...]
@@ -94,7 +94,7 @@ def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Seque
 
 def _candidate(name: str, config: Config, collectives: Collectives,
                buckets: Sequence[Bucket]) -> tuple[Compressor | None, str]:
-    """(compressor ``name``, "") or (None, why it is no candidate here; "" for one that is never a candidate)."""
+    """Return (compressor, "") or (None, why it is no candidate here; "" for one that never is)."""
     try:
         compressor = compressors.create(name, config)
     except UserError as error:
@@ -113,7 +113,7 @@ def _candidate(name: str, config: Config, collectives: Collectives,
 # --- compressors ---------------------------------------------------------------------------------------------------
 
 class _Listening(NullCollectives):
-    """Answers at once, with what the rank said itself, and keeps what it was asked for: (kind, round, wire bytes)."""
+    """Loopback transport: returns its input and records each call as (kind, round, bytes)."""
 
     def __init__(self, real: Collectives) -> None:
         super().__init__(0, real.size)
@@ -121,17 +121,14 @@ class _Listening(NullCollectives):
         self.asked: list[tuple[str, int, int]] = []
 
     def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> ReadyHandle:
-        """(N,) -> the same (N,)."""
         self._keep("allreduce", flat_N, name)
         return super().allreduce(flat_N, name, op)
 
     def allgather(self, x_K: Array, name: str) -> ReadyHandle:
-        """(K,) -> (P, K)."""
         self._keep("allgather", x_K, name)
         return super().allgather(x_K, name)
 
     def alltoall(self, x_PK: Array, name: str) -> ReadyHandle:
-        """(P, K) -> the same (P, K)."""
         self._keep("alltoall", x_PK, name)
         return super().alltoall(x_PK, name)
 
@@ -143,9 +140,10 @@ class _Listening(NullCollectives):
 
 def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: Sequence[Bucket],
           sample: Sequence[Bucket], grads: Sequence[Array]) -> CompressorCost:
-    """This rank's cost of one step of ``compressor``, from the buckets of ``sample``; none costs nothing by itself.
+    """Return this rank's cost of one step of ``compressor``, from the buckets of ``sample``; none costs nothing by
+    itself.
 
-    A wire that works while others wait has the requests of all buckets at once: they start up together, once a round.
+    A transport that overlaps has the requests of all buckets at once: they start up together, once a round.
     """
     size = collectives.size
     wire = _Listening(collectives)
@@ -166,7 +164,7 @@ def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: S
 
 
 def _codec_seconds(reducer: Reducer, wire: _Listening, grads: Sequence[Array]) -> float:
-    """Median seconds of encoding and decoding ``grads``; leaves one round's requests in ``wire.asked``.
+    """Return the median seconds of encoding and decoding ``grads``; one round's requests stay in ``wire.asked``.
 
     Inside a graph where training has the exchange in one (``ops.compiled``). Otherwise the sums are copied once,
     because a step copies what does not arrive in its own buckets.
@@ -190,7 +188,7 @@ def _codec_seconds(reducer: Reducer, wire: _Listening, grads: Sequence[Array]) -
 
 
 def _sample(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """All of them, or about `MOST_ELEMENTS` worth, taken evenly."""
+    """Return all buckets, or about `MOST_ELEMENTS` worth, taken evenly."""
     return list(buckets[::max(1, -(-sum(b.n for b in buckets) // MOST_ELEMENTS))])
 
 
@@ -204,15 +202,15 @@ def measure_links(collectives: Collectives, ops: Ops, control: Control, kinds: S
     for i, kind in enumerate(kinds):
         used_s, = slowest(control, [time.perf_counter() - begin])
         probe = _LinkProbe(collectives, ops, kind)
-        links[kind] = fit(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
+        links[kind] = fit_link(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
     return control.bcast(links)
 
 
 def _points(probe: _LinkProbe, control: Control, budget_s: float) -> list[tuple[float, float]]:
-    """(wire bytes, median seconds on the slowest rank) of growing vectors, as many as the time allows, at least two.
+    """Return (sent bytes, median seconds on the slowest rank) of growing vectors, as the time allows, at least two.
 
-    First one call of each size, to see how far it goes; then the repeats, the largest first: by then a link that lets
-    a burst through before it slows down (a token bucket) shows the speed that lasts.
+    First one call of each size, to see how far it goes; then the repeats, the largest first: by then a link that lets a
+    burst through before it slows down (a token bucket) shows the speed that lasts.
     """
     begin = time.perf_counter()
     probe.seconds(SIZES[0])  # connects, or traces
@@ -236,7 +234,7 @@ def _points(probe: _LinkProbe, control: Control, budget_s: float) -> list[tuple[
 
 
 class _LinkProbe:
-    """One kind of call with vectors of any size, kept between the calls."""
+    """Calls of one kind with vectors of any size, kept between the calls."""
 
     def __init__(self, collectives: Collectives, ops: Ops, kind: str) -> None:
         self._wire = Transport(collectives, ops)
@@ -246,13 +244,12 @@ class _LinkProbe:
         self._requests: dict[int, Request] = {}
 
     def wire_bytes(self, nbytes: int) -> int:
-        """Bytes a rank hands to the wire in a call of about ``nbytes``."""
+        """Return the bytes a rank sends in a call of about ``nbytes``."""
         K, size = self._columns(nbytes), self._wire.collectives.size
         rows = 1 if self._kind in ("allreduce", "allgather") else size
         return ring_bytes(self._kind, rows * K * itemsize(self._dtype), size)
 
     def seconds(self, nbytes: int) -> float:
-        """Make one call, wait until its result is there."""
         request = self._requests.get(nbytes)
         if request is None:
             request = self._requests[nbytes] = self._request(nbytes)
@@ -262,12 +259,13 @@ class _LinkProbe:
         return time.perf_counter() - begin
 
     def _columns(self, nbytes: int) -> int:
-        """Elements of the vector, or of one of its P rows: the vector, or what is gathered, has ``nbytes``."""
+        """Return the elements of the vector, or of one of its P rows: the vector, or what is gathered, has ``nbytes``.
+        """
         n = nbytes // itemsize(self._dtype)
         return n if self._kind == "allreduce" else max(1, n // self._wire.collectives.size)
 
     def _request(self, nbytes: int) -> Request:
-        """Zeros; for a sum, in the collectives' own memory where they have some, as in training."""
+        """Return a request of zeros; for a sum, in the collectives' own memory where they have some, as in training."""
         K, ops, wire = self._columns(nbytes), self._wire.ops, self._wire.collectives
         if self._kind == "allreduce":
             own = wire.buffer(K, self._dtype) if wire.host else None
@@ -281,10 +279,10 @@ class _LinkProbe:
 
 def pick_bucket_mb(collectives: Collectives, ops: Ops, control: Control,
                    params: Sequence[ParamSpec]) -> tuple[float, str]:
-    """The bucket size in MiB with the cheapest exchange of ``params``, and the numbers that say so; collective.
+    """Return the bucket size in MiB with the cheapest exchange of ``params``, and its numbers; collective.
 
-    Whole exchanges are measured where that takes about `BUDGET_S`; over a slow wire, or one that sums in memory of its
-    own, which a trial would use up, they are predicted from the link instead.
+    Whole exchanges are measured where that takes about `BUDGET_S`; over a slow transport, or one that sums in memory of
+    its own, which a trial would use up, they are predicted from the link instead.
     """
     plans: dict[float, list[Bucket]] = {}
     for mb in BUCKET_SIZES_MB:
@@ -317,7 +315,7 @@ def pick_bucket_mb(collectives: Collectives, ops: Ops, control: Control,
 
 def _exchange_seconds(collectives: Collectives, ops: Ops, control: Control, plan: Sequence[Bucket], mb: float,
                       budget_s: float) -> float:
-    """Median seconds, on the slowest rank, of an exchange of ``plan``; two come before, to warm up."""
+    """Return the median seconds, on the slowest rank, of an exchange of ``plan``, after two to warm up."""
     plan = [replace(bucket, group=f"auto.{mb:g}mb") for bucket in plan]
     reducer = Reducer(plan, compressors.create("none", Config()), collectives, ops)
     work = _as_in_training(partial(exchange, reducer), collectives, ops)
@@ -332,24 +330,23 @@ def _exchange_seconds(collectives: Collectives, ops: Ops, control: Control, plan
 # --- shared --------------------------------------------------------------------------------------------------------
 
 def exchange(reducer: Reducer, flats: Sequence[Array]) -> list[Array]:
-    """The sums of one vector for each bucket."""
+    """Return the sums of one vector for each bucket."""
     for i, flat_N in enumerate(flats):
         reducer.start(i, flat_N)
     return reducer.finish()
 
 
 def _as_in_training(work: Work, collectives: Collectives, ops: Ops) -> Work:
-    """``work`` as one graph where training has the exchange in one, else as it is."""
+    """Return ``work`` as one graph where training has the exchange in one, else as it is."""
     return getattr(ops, "compiled")(work) if _in_graph(collectives, ops) else work  # noqa: B009
 
 
 def _in_graph(collectives: Collectives, ops: Ops) -> bool:
-    """Whether training has the exchange over this wire in a graph."""
     return collectives.in_graph and hasattr(ops, "compiled")
 
 
 def _timed(work: Work, flats: Sequence[Array], ops: Ops) -> float:
-    """Seconds of ``work`` until its results are there."""
+    """Return the seconds of ``work`` until its results are there."""
     begin = time.perf_counter()
     for sum_N in work(list(flats)):
         settle(ops, sum_N)
@@ -357,7 +354,7 @@ def _timed(work: Work, flats: Sequence[Array], ops: Ops) -> float:
 
 
 def slowest(control: Control, numbers: Sequence[float]) -> list[float]:
-    """The largest of each over the ranks: the same on every rank, so that it may decide about the next turn."""
+    """Return the largest of each number over the ranks, the same on every rank."""
     return [max(column) for column in zip(*control.gather([float(x) for x in numbers]))]
 
 
@@ -369,10 +366,9 @@ def settle(ops: Ops, x: Array) -> None:
 
 
 def _kind(kind: str, dtype: str) -> str:
-    """The link of a call: sums are measured by dtype, since adding takes part in them; moves by bytes alone."""
+    """Return the link of a call: sums are measured by dtype, since adding takes part in them; moves by bytes alone."""
     return f"{kind} {dtype}" if kind == "allreduce" else kind
 
 
 def _dtype(x: Array) -> str:
-    """Numpy's name of an array's dtype."""
     return getattr(x.dtype, "name", None) or str(x.dtype).removeprefix("torch.")

@@ -1,8 +1,7 @@
-"""Measures what a step's gradients cost over each of several wires: seconds and processor seconds by bytes.
+"""Measurement of transports (seconds and processor seconds of a step's gradients by bytes), and the rows that `bench
+wire` and `doctor` show of links between hosts.
 
-Owns the measuring and its bound in time. Collective: all ranks enter it together and take the same turns, because
-whatever decides about a turn is the slowest rank's number. What is made of the figures is
-`hvdtrain.planning.exchange.wire_choice`'s.
+Collective: the slowest rank's number decides about each turn.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from hvdtrain.comm.measure.sweep import settle, slowest
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.protocols import AllReduce, Array, Collectives, Control, Ops
 from hvdtrain.core.units import MIB, format_number
-from hvdtrain.planning.exchange.link import fit
-from hvdtrain.planning.exchange.wire_choice import MeasuredTransport
+from hvdtrain.planning.linear import fit_link
+from hvdtrain.planning.transport_choice import MeasuredTransport
 
 PIECE = 2 * MIB
 """Bytes of the largest vector that is summed at once."""
@@ -32,7 +31,7 @@ FITTED = 3
 """Sizes that count: smaller ones say little of a step's."""
 
 IDLE_S = 0.03
-"""How long a wire is watched doing nothing."""
+"""How long a transport is watched doing nothing."""
 
 
 def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes: float,
@@ -78,25 +77,24 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
         n_points = 1 if nbytes > total else FITTED
         points = [(float(size), _typical(times)) for size, times in seconds[name].items()][-n_points:]
         *times, busy_s, idle_cores = slowest(control, [s for _, s in points] + [_typical(busy[name]), idle[name]])
-        link = fit([(size, s) for (size, _), s in zip(points, times)])
+        link = fit_link([(size, s) for (size, _), s in zip(points, times)])
         found.append(MeasuredTransport(name, link, busy_s / max(times[-1], 1e-9), idle_cores, total))
     return control.bcast(found)
 
 
 def _typical(times: Sequence[float]) -> float:
-    """The lower quartile: a rank that other work or a quota has stopped for a while is slow in any wire."""
+    """Return the lower quartile: a rank that other work or a quota has stopped for a while is slow in any transport."""
     return sorted(times)[len(times) // 4]
 
 
 def _idle_cores() -> float:
-    """Cores that this process keeps busy while this thread sleeps."""
     begin, busy = time.perf_counter(), time.process_time()
     time.sleep(IDLE_S)
     return max(0.0, time.process_time() - busy) / (time.perf_counter() - begin)
 
 
 class _TransportProbe:
-    """Sums over one wire of vectors of any number and size, kept from turn to turn; in a graph where training is."""
+    """Sums over one transport of vectors of any number and size, kept from turn to turn; in a graph as in training."""
 
     def __init__(self, name: str, wire: Collectives, ops: Ops) -> None:
         self._name, self._wire, self._ops = name, Transport(wire, ops), ops
@@ -117,7 +115,7 @@ class _TransportProbe:
         return time.perf_counter() - begin, time.process_time() - busy
 
     def _vector(self, n: int) -> Array:
-        """Zeros, in the wire's own memory where it has some, as in training."""
+        """Return zeros, in the transport's own memory where it has some, as in training."""
         wire, ops = self._wire.collectives, self._ops
         return ops.buffer(n, "float32", wire.buffer(n, "float32")) if wire.host else ops.zeros(n, "float32")
 
@@ -138,7 +136,10 @@ NO_MPI = "this job has no MPI, over which links between hosts are measured"
 
 
 def records(link: PairLink, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what is known of a pair in three records: there, back, both ways at once. ``names``: of all hosts."""
+    """Return what is known of a pair in three records: there, back, both ways at once. ``names``: of all hosts.
+
+    A pair is what nccl-tests' sendrecv moves between two ranks, whose busbw is its algbw.
+    """
     a, b = (names[host] for host in link.hosts)
     found = []
     for source, to, way, kind in ((a, b, link.there, "send"), (b, a, link.back, "send"), (a, b, link.both, "sendrecv")):
@@ -165,24 +166,24 @@ def tables(found: Sequence[PairLink], names: Sequence[str]) -> list[tuple[str, l
 
 
 def words(found: Sequence[PairLink], names: Sequence[str]) -> list[str]:
-    """Return sentences about all pairs: the slowest one; which were measured where not all were; how."""
+    """Describe all pairs: the slowest one; which were measured where not all were; how."""
     worst, hosts = slowest_link(found), len(names)
     middle, pairs = others_Bps(worst, found), hosts * (hosts - 1) // 2
     rest = "" if middle is None else f"; median of the others {gbit(middle)}"
-    told = [f"{'the slowest' if len(found) > 1 else 'the only'} pair of hosts: {both(worst, names)}, "
-            f"{gbit(worst.rate_Bps)} in each direction with both busy, latency "
-            f"{format_number(1e6 * worst.latency_s)} us{rest}"]
+    lines = [f"{'the slowest' if len(found) > 1 else 'the only'} pair of hosts: {both(worst, names)}, "
+             f"{gbit(worst.rate_Bps)} in each direction with both busy, latency "
+             f"{format_number(1e6 * worst.latency_s)} us{rest}"]
     if len(found) < pairs:
-        met = [sum(host in link.hosts for link in found) for host in range(hosts)]
-        told.append(f"{len(found)} of {pairs} pairs were measured, each host with {min(met)}"
-                    + (f" to {max(met)}" if max(met) > min(met) else "") + " of the others")
+        counts = [sum(host in link.hosts for link in found) for host in range(hosts)]
+        lines.append(f"{len(found)} of {pairs} pairs were measured, each host with {min(counts)}"
+                     + (f" to {max(counts)}" if max(counts) > min(counts) else "") + " of the others")
     if len(found) > SINGLY:
-        told.append(f"the {SINGLY} slowest pairs are shown; all of them: {gbit(worst.rate_Bps)} to "
-                    f"{gbit(max(link.rate_Bps for link in found))}")
+        lines.append(f"the {SINGLY} slowest pairs are shown; all of them: {gbit(worst.rate_Bps)} to "
+                     f"{gbit(max(link.rate_Bps for link in found))}")
     if max(link.at_once for link in found) > 1:
-        told.append(f"pairs were measured up to {max(link.at_once for link in found)} at a time: what they share, such "
-                    "as a cable between two switches, is divided among them")
-    return told
+        lines.append(f"pairs were measured up to {max(link.at_once for link in found)} at a time: what they share, "
+                     "such as a cable between two switches, is divided among them")
+    return lines
 
 
 def both(link: PairLink, names: Sequence[str]) -> str:
@@ -191,5 +192,5 @@ def both(link: PairLink, names: Sequence[str]) -> str:
 
 
 def gbit(rate_Bps: float) -> str:
-    """Return a rate in words: "0.9412 Gbit/s"."""
+    """Return a rate as text: "0.9412 Gbit/s"."""
     return f"{format_number(8e-9 * rate_Bps)} Gbit/s"

@@ -1,8 +1,7 @@
-"""Drives compressors over collectives: starts each full bucket, in order, and collects the sums.
+"""Reducer: drives compressors over collectives, starting each full bucket in order and collecting the sums.
 
-Owns the order of collectives and their names (law 5). Knows no framework: arrays pass through untouched, or as
-numpy where the collectives live on the host. The same code runs eagerly and while TensorFlow traces, because a
-handle's ``wait`` then returns a symbolic tensor.
+Owns the order of collectives and their names (law 5), and what compressors remember. Runs eagerly and while TensorFlow
+traces, where a handle's ``wait`` returns a symbolic tensor.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import contextlib
 import numpy as np
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from hvdtrain.comm.reducer.transport import Transfer, Transport
+from hvdtrain.comm.reducer.transport import Asker, TracedBucket, Transfer, Transport
 from hvdtrain.comm.reducer.transport import transfer as transfer_of
-from hvdtrain.comm.reducer.watched import Asker, Watched
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Collectives, Compressor, Ops
 from hvdtrain.core.protocols.types import Bucket, Shards, itemsize
@@ -21,14 +19,14 @@ from hvdtrain.core.timeline import Taker, current
 
 
 class Reducer:
-    """Sums every bucket of a step over the ranks.
+    """Sum of every bucket of a step over the ranks.
 
-    ``begin`` opens a step. ``start(i, flat_N)`` may be called in any order, buckets are put on the wire by index, so
-    that all ranks issue the same sequence. ``finish`` returns the summed vectors by bucket. ``state``: what the
-    compressor remembers; ``stage``: its stage of warm-up in this step. ``wires``: what each bucket travels by.
-    ``ops_of_place``: array operations of each of the rank's devices, where there are several. ``among``: the wire of
-    each group (`Bucket.group`) that is not all ranks of ``collectives``; all are of one kind and size. ``shards``: of
-    each bucket, where this rank wants its shard of the sums alone; [] where it wants the sums.
+    ``begin`` opens a step. ``start(i, flat_N)`` may be called in any order, buckets are sent by index, so that all
+    ranks issue the same sequence. ``finish`` returns the summed vectors by bucket. ``state``: what the compressor
+    remembers; ``stage``: its stage of warm-up in this step. ``wires``: transport of each bucket. ``ops_of_place``:
+    array operations of each of the rank's devices, where there are several. ``among``: collectives of each group
+    (`Bucket.group`) that is not all ranks of ``collectives``; all are of one kind and size. ``shards``: of each bucket,
+    where this rank wants its shard of the sums alone; [] where it wants the sums.
     """
 
     def __init__(self, buckets: Sequence[Bucket], compressor: Compressor, collectives: Collectives,
@@ -66,10 +64,10 @@ class Reducer:
         self._full: dict[int, Array] = {}
         self._started, self._broken = 0, False
         self._running: dict[int, Transfer] = {}
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, TracedBucket] = {}
 
     def buffer(self, bucket: Bucket) -> Array:
-        """Zeros to hold one bucket: memory of the collectives' own where they sum that without a copy.
+        """Return zeros to hold one bucket: memory of the collectives' own where they sum that without a copy.
 
         A compressor works on arrays of the backend's own, and sends others.
         """
@@ -79,7 +77,7 @@ class Reducer:
         return self.ops.buffer(bucket.n, bucket.dtype, wire.buffer(bucket.n, bucket.dtype))
 
     def begin(self) -> None:
-        """Open a step; what an earlier one has left behind that broke off is forgotten."""
+        """Open a step, and drop what an earlier one that failed has left."""
         self.stage = self.state.begin()
         self._reset()
         timeline = current()
@@ -88,9 +86,10 @@ class Reducer:
         self._looked()  # what was summed between steps does not count
 
     def squares(self, sums: Sequence[Array]) -> float:
-        """The sum of squares over this rank's part of ``sums``; over all ranks that of the whole gradient.
+        """Return the sum of squares over this rank's part of ``sums``; over all ranks that of the whole gradient.
 
-        NaN or infinite where any element is. Taken by the wire, if it looked at just these sums while it made them.
+        NaN or infinite where any element is. Taken by the transport, if it looked at just these sums while it made
+        them.
         """
         n_looked, squares = self._looked()
         if self.compressor.in_place and n_looked == sum(b.n for b in self.buckets) and n_looked:
@@ -98,12 +97,11 @@ class Reducer:
         return float(sum_squares(self.ops, self.own_parts(sums)))
 
     def own_parts(self, sums: Sequence[Array]) -> list[Array]:
-        """This rank's part of each bucket's sum; those of all ranks are the whole gradient, once."""
+        """Return this rank's part of each bucket's sum; those of all ranks are the whole gradient, once."""
         return [part for x, bucket, wire in zip(sums, self.buckets, self.wires)
                 for part in own_parts([x], [bucket], wire.rank, wire.size)]
 
     def _looked(self) -> tuple[int, float]:
-        """What the wires have squared since the last call, where they do that."""
         found = [wire.looked() for wire in dict.fromkeys((self.collectives, *self.among.values()))]
         return sum(n for n, _ in found), sum(squares for _, squares in found)
 
@@ -125,8 +123,8 @@ class Reducer:
         self._full[index] = flat_N
         if self._taker is not None:
             bucket = self.buckets[index]
-            self._watched[index] = Watched(self._taker, bucket.n * itemsize(bucket.dtype), self.collectives.overlaps,
-                                           self._asker)
+            nbytes = bucket.n * itemsize(bucket.dtype)
+            self._watched[index] = TracedBucket(self._taker, nbytes, self.collectives.overlaps, self._asker)
         while self._started in self._full:
             i = self._started
             bucket, full_N = self.buckets[i], self._full.pop(i)
@@ -160,7 +158,7 @@ class Reducer:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Keep in mind if an error comes through the body: no one knows then what other ranks still wait for."""
+        """Note an error that comes through the body: it is unknown then what other ranks still wait for."""
         try:
             yield
         except BaseException:
@@ -191,7 +189,7 @@ ALIGN = 64
 
 
 def own_part(n: int, rank: int, size: int) -> slice:
-    """The part of ``n`` elements that ``rank`` of ``size`` looks at; together the parts are all of them, once.
+    """Return the part of ``n`` elements that ``rank`` of ``size`` squares; together the parts are all, once.
 
     >>> own_part(200, 0, 2), own_part(200, 1, 2)
     (slice(0, 64, None), slice(64, 200, None))
@@ -203,7 +201,10 @@ def own_part(n: int, rank: int, size: int) -> slice:
 
 
 def sum_squares(ops: Ops, tensors: Sequence[Array]) -> Array:
-    """Return the float64 sum of the squares of all elements of ``tensors``, of any shapes."""
+    """Return the float64 sum of the squares of all elements of ``tensors``, of any shapes.
+
+    One number gives the norm and whether any element is not finite; a square that overflows counts as not finite.
+    """
     total = ops.zeros(1, "float64")[0]
     for x in tensors:
         total = total + ops.cast(ops.sum_squares(x), "float64")
@@ -226,11 +227,11 @@ def own_parts(tensors: Sequence[Array], buckets: Sequence[Bucket], rank: int, si
                 yield x[piece]
 
 
-OTHER = "compressor state starts anew: compression, buckets or parameters are others than in the checkpoint"
+OTHER = "compressor state starts from scratch: compression, buckets or parameters differ from the checkpoint's"
 
 
 class CompressorState:
-    """The arrays of ``compressor`` for each of ``buckets``; ``ops``: of each bucket, on its device.
+    """State of ``compressor`` for each of ``buckets``; ``ops``: of each bucket, on its device.
 
     ``steps``: how many the compressor has begun. ``undoable``: whether a step may be discarded, for which the arrays
     before it are kept.
@@ -245,7 +246,6 @@ class CompressorState:
         self.steps = 0
 
     def _fresh(self) -> list[dict[str, Array]]:
-        """The arrays before the first exchange."""
         return [self._compressor.init(ops, b) if b.n else {} for ops, b in zip(self.ops, self._buckets)]
 
     def of(self, index: int) -> dict[str, Array]:
@@ -291,16 +291,16 @@ class CompressorState:
         return found * (2 if self.undoable else 1)
 
     def saved(self) -> dict[str, np.ndarray]:
-        """Return all of it as numpy, with a mark of what it belongs to; {} without any."""
+        """Return all of it as numpy, with a mark of compression and buckets; {} without any."""
         arrays = {f"compressor.{i}.{key}": np.array(ops.to_host(x))
                   for i, (ops, state) in enumerate(zip(self.ops, self.all())) for key, x in state.items()}
         return {**arrays, "compressor.mark": self._mark(), "compressor.steps": np.array([self.steps])} if arrays else {}
 
     def restore(self, own: dict[str, np.ndarray]) -> str:
-        """Undo `saved`; what is of another plan is not taken, all starts anew. Returns why, in words, or ""."""
+        """Undo `saved`; all starts from scratch for another plan. Returns why, or ""."""
         if "compressor.mark" not in own:
             self.restart()
-            return "compressor state starts anew: the checkpoint has none" if any(self.cells) else ""
+            return "compressor state starts from scratch: the checkpoint has none" if any(self.cells) else ""
         if not np.array_equal(own["compressor.mark"], self._mark()):
             self.restart()
             return OTHER
@@ -316,7 +316,7 @@ class CompressorState:
         self._before, self.steps = [], 0
 
     def _mark(self) -> np.ndarray:
-        """int64 (1,): a checksum of the compression and of the buckets it works on."""
+        """Return a checksum of the compression and of the buckets it works on, int64 (1,)."""
         plan = [self._compressor.describe(), *((b.params, b.shapes, b.dtype) for b in self._buckets)]
         return np.array([zlib.crc32(repr(plan).encode())], np.int64)
 

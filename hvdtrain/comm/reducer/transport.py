@@ -1,12 +1,18 @@
-"""Collectives for one backend's arrays: what a model sends outside its steps, and a compressor's requests in them."""
+"""Transport of one backend's arrays: what a model sends outside its steps, and the exchange of a bucket through a
+compressor.
+
+`Stepped` makes one request after the other; `Driven` leaves all of it to collectives that advance by themselves.
+"""
 
 from __future__ import annotations
 
-from hvdtrain.comm.reducer.watched import Watched
+import threading
+import time
 from hvdtrain.core.protocols import (
     AllGather, AllReduce, AllToAllV, Array, Collectives, Compressor, Exchange, Handle, Ops, Request)
 from hvdtrain.core.protocols.transport import Counts
 from hvdtrain.core.protocols.types import Bucket, Shards, itemsize
+from hvdtrain.core.timeline import Taker
 from hvdtrain.core.units import MIB
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +20,7 @@ from typing import Any, Protocol
 
 
 class Transport:
-    """``collectives`` and the ``ops`` of the arrays that go over them.
+    """Arrays of ``ops`` over ``collectives``.
 
     All but `issue` are complete when they return, in a graph with a symbolic tensor.
     """
@@ -32,7 +38,7 @@ class Transport:
         return self.ops.from_host(x) if self.collectives.host else x
 
     def issue(self, request: Request, name: str) -> Handle:
-        """Put a compressor's request on the wire; its result has yet to be waited for, and `arrived`."""
+        """Issue a compressor's request; its result has yet to be waited for, and `arrived`."""
         if isinstance(request, AllReduce):
             return self.collectives.allreduce(self.outgoing(request.flat_N), name, request.op)
         if isinstance(request, AllGather):
@@ -43,7 +49,6 @@ class Transport:
         return self.collectives.alltoall(self.outgoing(request.x_PK), name)
 
     def _counts(self, counts_P: Counts) -> Counts:
-        """Return numbers as the collectives take them."""
         if self.collectives.in_graph or isinstance(counts_P, (list, tuple)):
             return counts_P
         return [int(n) for n in self.ops.to_host(counts_P)]
@@ -68,16 +73,14 @@ class ArrayCell:
         self._value = value
 
     def read(self) -> Array:
-        """Return what was written last."""
         return self._value
 
     def write(self, x: Array) -> None:
-        """Hold ``x`` instead."""
         self._value = x
 
 
 PIECE_BYTES = 2 * MIB
-"""Of a bucket that a compressor takes apart: one is encoded while another travels."""
+"""Bytes of a piece of a bucket that a compressor takes apart: one is encoded while another travels."""
 
 
 class Transfer(Protocol):
@@ -92,12 +95,12 @@ class Transfer(Protocol):
         ...
 
     def advance(self) -> None:
-        """Wait for what is open, and go on."""
+        """Wait for what is open, and continue."""
         ...
 
 
 def transfer(wire: Transport, compressor: Compressor, bucket: Bucket, full_N: Array, state: dict[str, Array],
-             stage: int, name: str, watched: Watched | None, shards: Shards | None = None) -> Transfer:
+             stage: int, name: str, watched: TracedBucket | None, shards: Shards | None = None) -> Transfer:
     """Return the transfer of a full bucket; nothing has begun. ``name``: what its collectives' names begin with.
 
     ``shards``: its result is this rank's shard of the sum; None: the sum.
@@ -121,21 +124,20 @@ def transfer(wire: Transport, compressor: Compressor, bucket: Bucket, full_N: Ar
 
 
 def _nothing(flat_N: Array) -> Exchange:
-    """The exchange of a bucket without elements."""
     yield from ()
     return flat_N, {}
 
 
 def _written(wire: Transport, exchange: Exchange, into_N: Array) -> Exchange:
-    """Run ``exchange`` and write its sum over the gradient, where arrays can be written to: nobody copies it later."""
+    """Run ``exchange`` and write its sum over the gradient, where arrays can be written to, which saves a copy."""
     sum_N, state = yield from exchange
     return wire.ops.overwrite(into_N, sum_N), state
 
 
 class Stepped:
-    """A generator and its open request. ``watched``: tells a trace."""
+    """Generator of a compressor and its open request. ``watched``: its times in a trace."""
 
-    def __init__(self, wire: Transport, exchange: Exchange, name: str, watched: Watched | None = None) -> None:
+    def __init__(self, wire: Transport, exchange: Exchange, name: str, watched: TracedBucket | None = None) -> None:
         self._wire, self._exchange, self._name, self._watched = wire, exchange, name, watched
         self._round = 0
         self._handle: Handle | None = None
@@ -143,11 +145,9 @@ class Stepped:
         self.result: tuple[Array, dict[str, Array]] = (None, {})
 
     def begin(self) -> None:
-        """Compute up to the first request, and make it."""
         self._resume(None)
 
     def advance(self) -> None:
-        """Wait for the open request and go on to the next, or to the result."""
         if not self.done:
             assert self._handle is not None
             if self._watched is not None:
@@ -172,13 +172,13 @@ class Stepped:
 
 
 class Driven:
-    """The exchanges of a bucket's consecutive pieces, all of them the wire's from `begin` on.
+    """Exchanges of a bucket's consecutive pieces, all of them the collectives' from `begin` on.
 
     ``full_N``: the bucket, in which the sums are where arrays can be written to.
     """
 
     def __init__(self, wire: Transport, exchanges: Sequence[Exchange], name: str, full_N: Array,
-                 watched: Watched | None = None) -> None:
+                 watched: TracedBucket | None = None) -> None:
         self._wire, self._exchanges, self._name = wire, exchanges, name
         self._full_N = full_N if len(exchanges) > 1 else None  # else its memory is needed no longer than its exchange
         self._watched = watched
@@ -187,7 +187,6 @@ class Driven:
         self.result: tuple[Array, dict[str, Array]] = (None, {})
 
     def begin(self) -> None:
-        """Hand all pieces to the wire."""
         self.asked = True
         self._handles = list(self._issued())
         if self._watched is not None:
@@ -200,7 +199,6 @@ class Driven:
             yield wire.collectives.drive(exchange, wire.outgoing, wire.arrived, name)
 
     def advance(self) -> None:
-        """Wait for all of it."""
         if self.done:
             return
         if self._watched is not None:
@@ -216,15 +214,106 @@ class Driven:
 
 
 class _All(Handle):
-    """Several handles as one, for who looks on."""
+    """Several handles as one, for a trace."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handles = handles
 
     def wait(self) -> None:
-        """Nobody waits for it."""
         raise NotImplementedError
 
     def done(self) -> bool:
-        """Return whether all are."""
         return all(handle.done() for handle in self._handles)
+
+
+ASK_EVERY_S = 100e-6
+IDLE_S = 0.05
+"""Seconds after which the polling thread ends; the next request has a new one."""
+
+
+class TracedBucket:
+    """A bucket of ``nbytes``, handed over when this is made; a span for each of its requests.
+
+    ``overlaps``: a request is in transit when it is made, else when it is waited for. ``asker``: polls handles.
+    """
+
+    def __init__(self, taker: Taker, nbytes: int, overlaps: bool, asker: Asker) -> None:
+        self._taker, self._nbytes, self._overlaps, self._asker = taker, nbytes, overlaps, asker
+        self._name = ""
+        self._handle: Handle | None = None
+        self._queued_s = time.perf_counter()
+        self._sent_s = self._arrived_s = 0.0
+
+    def made(self, name: str, handle: Handle) -> None:
+        """Note a request called ``name``."""
+        self._name, self._handle, self._arrived_s = name, handle, 0.0
+        if not self._overlaps:
+            return
+        self._send()
+        self._asker.ask(handle, self)
+
+    def waits(self) -> None:
+        """Note that the open request is waited for from here on."""
+        if not self._overlaps:
+            self._send()
+
+    def waits_for(self, handle: Handle) -> bool:
+        """Return whether the result of ``handle`` has not arrived yet."""
+        return handle is self._handle and not self._arrived_s
+
+    def arrived(self, handle: Handle) -> None:
+        """Note that the result of ``handle`` is there; the first call counts. Called from any thread."""
+        if self.waits_for(handle):
+            self._arrived_s = time.perf_counter()
+
+    def taken(self) -> None:
+        """Note that the result has been waited for, and record the spans."""
+        assert self._handle is not None
+        self.arrived(self._handle)
+        args = {"bytes": self._nbytes, "beside": self._overlaps}
+        self._taker.take(self._name, "queue", self._queued_s, self._sent_s, args)
+        self._taker.take(self._name, "wire", self._sent_s, self._arrived_s, args)
+        self._queued_s = time.perf_counter()  # what follows is the way of the next request
+
+    def _send(self) -> None:
+        self._sent_s = time.perf_counter()
+
+
+class Asker:
+    """A thread that polls open handles."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Handle, TracedBucket]] = []
+        self._changed = threading.Condition()
+        self._runs = False
+
+    def ask(self, handle: Handle, watched: TracedBucket) -> None:
+        """Have ``watched`` hear when ``handle`` is done."""
+        with self._changed:
+            self._open.append((handle, watched))
+            self._changed.notify()
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._work, name="hvdtrain-trace", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._open and not self._changed.wait(IDLE_S):
+                    self._runs = False
+                    return
+                asked = list(self._open)
+            done = [pair for pair in asked if _is_done(pair[0])]
+            for handle, watched in done:
+                watched.arrived(handle)
+            with self._changed:
+                self._open = [pair for pair in self._open if pair[1].waits_for(pair[0])]
+            time.sleep(ASK_EVERY_S)
+
+
+def _is_done(handle: Handle) -> bool:
+    """Return whether it is done; one that was waited for meanwhile may raise."""
+    try:
+        return bool(handle.done())
+    except Exception:  # noqa: BLE001  (Horovod's ValueError of a handle that is gone, or its shutdown)
+        return True

@@ -1,7 +1,6 @@
 """Reductions of buffers that forward passes write to: one value for all ranks at the end of a step.
 
-Owns the formula of each reduction and the exchange. Which buffers have which reduction is
-`hvdtrain.engine.written_state`'s.
+Owns the formula of each reduction and the exchange; `hvdtrain.engine.written_state` owns which buffers have which.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError
 
 FIRST = "first"
-"""The reduction of a buffer that declares none: the value of the lowest rank that had a sample, as in DDP."""
+"""Reduction of a buffer that declares none: the value of the lowest rank that had a sample, as in DDP."""
 
 GATHER = re.compile(r"gather(?::(\d+))?")
 """``gather``, and ``gather:1`` for a queue along dimension 1."""
 
 KINDS = {"first": "biufc", "sum": "iufc", "mean": "fc", "max": "biuf", "min": "biuf", "any": "biuf", "gather": "biuf"}
-"""The dtypes that each reduction takes, as numpy's kinds."""
+"""Dtypes that each reduction takes, as numpy's kinds."""
 
 NAMES = " | ".join(KINDS)
 
@@ -33,7 +32,7 @@ HEAD_BYTES = 1024
 
 
 class Entry(Protocol):
-    """One buffer on this rank. Arrays are numpy's, float64 for a dtype that numpy lacks.
+    """A buffer on this rank. Arrays are numpy's, float64 for a dtype that numpy lacks.
 
     ``form``: dtype and shape, as the ranks compare them; "" where this rank lacks the buffer, or has an empty one.
     """
@@ -96,7 +95,7 @@ def combine(transport: Transport, entries: Sequence[Entry], reductions: Mapping[
 
 def _described(transport: Transport, held: tuple[Entry, np.ndarray | None, np.ndarray],
                root: int) -> tuple[Entry, np.ndarray | None, np.ndarray]:
-    """Have a rank without the buffer know its dtype and shape from rank ``root``; collective."""
+    """Give a rank without the buffer its dtype and shape from rank ``root``; collective."""
     entry, old, own = held
     head_N = np.zeros(HEAD_BYTES, np.uint8)
     text = json.dumps([entry.form, own.dtype.str, own.shape]).encode()
@@ -258,7 +257,6 @@ def _bits(x_K: np.ndarray) -> np.ndarray:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Compare bit by bit."""
     return a.shape == b.shape and bool(np.array_equal(_packed([a]), _packed([b])))
 
 
@@ -272,7 +270,6 @@ def _packed(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _unpacked(bits_N: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Undo `_packed`."""
     ends = np.cumsum([x.nbytes for x in like])[:-1]
     return [np.frombuffer(part.tobytes(), x.dtype).reshape(x.shape)
             for part, x in zip(np.split(bits_N.reshape(-1), ends), like)]

@@ -133,7 +133,7 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
     """
     compressor = create(name, config)
     if compressor.reductions:
-        raise UserError(f"{name} asks the wire for {', '.join(sorted(compressor.reductions))}",
+        raise UserError(f"{name} asks the transport for {', '.join(sorted(compressor.reductions))}",
                         "a compressor that sums", "correct --compressors")
     parts = 1e3 * np.array(_seconds(compressor, ops, subject, graph, repeats))
     ms = spread(parts.sum(1))
@@ -164,7 +164,7 @@ class _Timed(Transport):
         return handle
 
     def time(self, reducer: Reducer, flat_N: Array) -> None:
-        """Exchange the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
+        """ExchangeConfig the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
         self.encode_s, self._since = 0.0, time.perf_counter()
         total_N, = exchange(reducer, [flat_N])
         settle(self.ops, total_N)
@@ -231,12 +231,15 @@ def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tu
 def main(argv: list[str]) -> int:
     """Run the benchmark; return 0."""
     args = parse(argv)
-    _check_alone()
+    if launch_facts(os.environ).size > 1:
+        raise UserError(f"bench compressors was started on {launch_facts(os.environ).size} ranks",
+                        "one process, which plays all ranks", "leave the launcher out and set --ranks")
     ops, graph, threads = _start(args)
     record.check(args.jsonl)
     environment = record.environment("", 1, "", args.seed, threads, args.framework)
     config = _config(args)
-    for what in _subjects(args):
+    for model, shapes in [("shapes", args.shapes)] if args.shapes else [(w, WORKLOADS[w][1]) for w in args.workload]:
+        what = subject(model, shapes, args.bucket_mb, args.ranks, args.seed)
         facts = {"workload": what.name, "params": what.params, "buckets": len(what.buckets),
                  "bucket_mb": what.bucket_mb, "simulated_ranks": what.ranks}
         rows = []
@@ -254,12 +257,12 @@ def main(argv: list[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; `UserError` for a bad one."""
     usual = ExchangeConfig()
-    summing = [name for name in names() if not _reductions(name)]
+    summing = [name for name in names() if not create(name, Config()).reductions]
     parser = options.Parser("hvdtrain bench compressors",
                             "Time to encode and decode, bytes sent and error of each gradient "
                             "compressor. One process; the ranks of --ranks are played by it. Encoding is what a "
-                            "compressor does up to its last request to the wire, decoding what it does after the last "
-                            "answer; ms a step is their sum, which is all that can be told in TensorFlow's graph.")
+                            "compressor does up to its last request to the transport, decoding what it does after the "
+                            "last answer; ms a step is their sum, which is all that TensorFlow's graph shows.")
     parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
                         metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
     parser.add_argument("--compressors", type=options.some_of("--compressors", summing), default=",".join(summing),
@@ -287,18 +290,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse(argv)
 
 
-def _reductions(name: str) -> bool:
-    return bool(create(name, Config()).reductions)
-
-
-def _check_alone() -> None:
-    """Raise `UserError` under a launcher of several ranks."""
-    size = launch_facts(os.environ).size
-    if size > 1:
-        raise UserError(f"bench compressors was started on {size} ranks", "one process, which plays all ranks",
-                        "leave the launcher out and set --ranks")
-
-
 def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, int]:
     """(ops, what makes a graph or None, threads)."""
     require(args.framework)
@@ -313,11 +304,6 @@ def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, in
 def _config(args: argparse.Namespace) -> Config:
     exchange = ExchangeConfig(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
     return Config(exchange=exchange).check()
-
-
-def _subjects(args: argparse.Namespace) -> list[Subject]:
-    named = [("shapes", args.shapes)] if args.shapes else [(name, WORKLOADS[name][1]) for name in args.workload]
-    return [subject(name, shapes, args.bucket_mb, args.ranks, args.seed) for name, shapes in named]
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

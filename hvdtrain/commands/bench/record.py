@@ -86,8 +86,8 @@ def mpi_library() -> str | None:
 
 def gpus(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
     """Return the names of this host's NVIDIA GPUs as the driver has them; [] without one."""
-    told = [read(str(path)) for path in sorted(Path(root).glob("*/information"))]
-    found = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in told]
+    texts = [read(str(path)) for path in sorted(Path(root).glob("*/information"))]
+    found = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts]
     return [match[1].strip() for match in found if match]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,7 +265,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
                         metavar="|".join(FRAMEWORKS), help="whose arrays travel")
     parser.add_argument("--collectives", type=options.one_of("--collectives", WIRES), default="horovod",
-                        metavar="|".join(WIRES), help="the wire; auto: what a run would take")
+                        metavar="|".join(WIRES), help="the transport; auto: what a run would take")
     parser.add_argument("--kinds", type=options.some_of("--kinds", KINDS), default=",".join(KINDS), metavar="A,B",
                         help="collectives to measure")
     parser.add_argument("--min", "--minbytes", type=options.size("--min"), default="4K", metavar="BYTES",
@@ -300,23 +300,17 @@ def bench(session: Session, args: argparse.Namespace) -> int:
     for note in session.notes if control.rank == 0 else ():
         table.note(note)
     for kind in args.kinds:
+        points = [point(kind, n, args.dtype, control.size) for n in sizes(args.min, args.max, args.factor)]
         found = []
-        for row in _measured(session, kind, args):
-            found.append(row)
-            keep(row)
+        for p in dict.fromkeys(points):  # sizes that round to the same are measured once
+            found.append(measure(session, p, args.repeats))
+            keep(found[-1])
         status |= any(row["wrong"] for row in found)
         if control.rank == 0:
             table.show(_title(session, found[0]), HEADERS, [cells(row) for row in found], args.markdown,
                        launched=control.size > 1)
     _tell_links(session, keep, args.markdown)
     return int(status)
-
-
-def _measured(session: Session, kind: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the results of one kind, smallest size first; sizes that round to the same are measured once."""
-    points = [point(kind, size, args.dtype, session.control.size) for size in sizes(args.min, args.max, args.factor)]
-    for p in dict.fromkeys(points):
-        yield measure(session, p, args.repeats)
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hvdtrain.cluster.machine import software as detect
 from hvdtrain.commands.build_horovod import record, tools, verify, wheel
+from hvdtrain.commands.build_horovod.child_log import ChildFailed, Display, clock
 from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, BuildPlan, plan
-from hvdtrain.commands.build_horovod.run import ChildFailed, Display, clock
 from hvdtrain.core.errors import UserError
 
 FRAMEWORKS = ("torch", "tensorflow")

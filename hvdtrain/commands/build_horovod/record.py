@@ -67,29 +67,3 @@ def _source_sha256(dist: importlib.metadata.Distribution) -> str:
     except ValueError:
         return ""
     return str(archive.get("hashes", {}).get("sha256", "") or archive.get("hash", "").removeprefix("sha256="))
-
-
-def mismatch() -> str | None:
-    """Why the installed Horovod does not fit this environment, as one sentence; None where it fits or cannot
-    be told.
-
-    Open MPI 4 and 5 share an ABI (libmpi.so.40), so only another flavour of MPI counts, not another
-    version.
-    """
-    from hvdtrain.cluster.machine import software as detect
-
-    record = installed()
-    if record is None:
-        return None
-    for name in record.frameworks:
-        now = detect.version_of(name)
-        if now is not None and now != record.frameworks[name]:
-            return _sentence(f"{name} {record.frameworks[name]}", f"{name} {now}")
-    mpi = detect.find_mpi()
-    if record.mpi and mpi is not None and mpi.flavour != record.mpi.split()[0]:
-        return _sentence(record.mpi, f"{mpi.flavour} {mpi.version}")
-    return None
-
-
-def _sentence(then: str, now: str) -> str:
-    return f"Horovod was built against {then}, but {now} is installed: run `python -m hvdtrain build`"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.cluster.machine.software import Mpi, search_path
+from hvdtrain.commands.build_horovod.child_log import SILENT_S, ChildFailed, Display, logged
 from hvdtrain.commands.build_horovod.plan import BuildPlan
-from hvdtrain.commands.build_horovod.run import SILENT_S, ChildFailed, Display, logged
 
 RANKS = 2
 CHECK_TIMEOUT_S = 180.0

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hvdtrain.cluster.machine.software import Cuda, search_path
+from hvdtrain.commands.build_horovod.child_log import SILENT_S, Display, logged
 from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, SDIST_SHA256, BuildPlan, apply_edits
-from hvdtrain.commands.build_horovod.run import SILENT_S, Display, logged
 from hvdtrain.core.errors import UserError
 
 DOWNLOAD_TIMEOUT_S = 600.0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.commands.build_horovod import cli, wheel
-from hvdtrain.commands.build_horovod.run import ChildFailed
+from hvdtrain.commands.build_horovod.child_log import ChildFailed
 from hvdtrain.core.errors import UserError
 
 PIP_TIMEOUT_S = 3600.0

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         say(line)
     say(f"made {args.target}")
     if request.with_state:
-        say(f"go on with: python -m hvdtrain train --config {args.target}/config.yaml")
+        say(f"resume with: python -m hvdtrain train --config {args.target}/config.yaml")
     return 0
 
 
@@ -56,13 +56,13 @@ def make_parser() -> argparse.ArgumentParser:
                         "the same name in tf_models or torch_models); gets the model's arguments too. Of either, "
                         "--model_args.NAME VALUE and --twin_args.NAME VALUE set arguments")
     parser.add_argument("--pair", action="append", default=[], metavar="TORCH_LAYER=KERAS_LAYER",
-                        help="layers that belong together where names and order do not tell")
+                        help="layers that belong together where names and order leave it open")
     parser.add_argument("--flatten", action="append", default=[], metavar="TORCH_LAYER=C,H,W",
                         help="a Linear before which the PyTorch model flattens C, H, W and the Keras model H, W, C")
     parser.add_argument("--input_shape", default="", metavar="N,N,...",
                         help="shape of one sample of the check, where the model's file has no example(B)")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE,
-                        help="largest difference of outputs, as a part of the largest (default 1e-5)")
+                        help="largest difference of outputs, relative to the largest (default 1e-5)")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="compare outputs")
     return parser
 

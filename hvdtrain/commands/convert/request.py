@@ -15,7 +15,7 @@ from typing import Any
 from hvdtrain.checkpoint import CheckpointStore, inspect
 from hvdtrain.checkpoint.files import fsync_directory, make_directories
 from hvdtrain.checkpoint.run_directory import RunDirectory
-from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.commands.build_horovod.child_log import ChildFailed, logged
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
@@ -195,7 +195,7 @@ def _child(what: str, argv: list[str], exchange: Path) -> None:
     except ChildFailed as failed:
         if said.is_file():
             raise UserError(*json.loads(said.read_text(encoding="utf-8"))) from None
-        raise failed.told("models that can be built and loaded here", "see its last lines above") from None
+        raise failed.user_error("models that can be built and loaded here", "see its last lines above") from None
 
 
 def _publish(made: Path, request: Request) -> None:

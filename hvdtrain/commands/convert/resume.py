@@ -82,7 +82,7 @@ def remarks(config: Config, draws: bool, compressor_state: bool, compiled_loss: 
     """Return what is not converted, as sentences."""
     found = []
     if draws:
-        found.append("the frameworks draw dropout from unlike generators: the curves agree as two seeds do")
+        found.append("the frameworks draw dropout from different generators: results agree as those of two seeds do")
     if compressor_state:
         found.append("compressor state (error feedback) is left out and starts from nothing")
     if config.loss.name != "auto":

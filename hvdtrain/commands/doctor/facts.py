@@ -7,7 +7,7 @@ A host's facts, by key:
     host, boot        its name; an id that is new at each start of its kernel
     addresses         what its own name resolves to, as texts
     python, system, hvdtrain, executable, mpi4py, horovod    versions and a path; None where not installed
-    torch, tensorflow None where not installed, else what `probes` told: version, cuda, arch, nccl, devices,
+    torch, tensorflow None where not installed, else the answers of `probes`: version, cuda, arch, nccl, devices,
                       horovod_built; error and at where something failed, and then distribution, pip's name of it
     horovod_mpi       by framework, the file names of the MPI libraries that its part of Horovod wants
     mpirun            flavour, version and path of the launcher found here, error where it tells none; None without one
@@ -21,13 +21,13 @@ A host's facts, by key:
     affinity, limits  cores that this process may run on; cores and memory_bytes that control groups allow
     container         kind, by (what tells of it), namespaced (in a user namespace of its own); None outside of one
     peers             whether processes here reach each other: cma, files ("ok", or why not), between ("processes" or
-                      "ranks"), ptrace_scope, single_copy_off (Open MPI was told not to)
-    root, root_allowed               runs as root; Open MPI was told that it may
+                      "ranks"), ptrace_scope, single_copy_off (by Open MPI's setting)
+    root, root_allowed               runs as root; the two variables that allow it
     launcher          kind, name, size, series (of Open MPI, "" for others); and after MPI's start world, its own count
                       of processes
     ranks             the ranks on this host; slots: how many a run will have here
     clock             offset_s from rank 0's host, within_s; None for a host alone
-    links             the pairs with later hosts, as `link_checks.told` has them; None for a host alone
+    links             the pairs with later hosts, as `network_checks.link_row` has them; None for a host alone
 """
 
 from __future__ import annotations
@@ -154,20 +154,20 @@ def _mpirun() -> dict[str, str] | None:
     path = find_mpirun()
     if path is None:
         return None
-    told, why = answer_of([path, "--version"])
-    found = find_mpi(told)
+    text, why = answer_of([path, "--version"])
+    found = find_mpi(text)
     if found is None:
-        return {"flavour": "", "version": "", "path": path, "error": why or "tells of no MPI that is known here"}
+        return {"flavour": "", "version": "", "path": path, "error": why or "reports no MPI that is known here"}
     return {"flavour": found.flavour, "version": found.version, "path": found.mpirun}
 
 
 def _mpi_moves() -> dict[str, bool] | None:
     """Return whether the Open MPI of mpirun was built with UCX, and with CUDA; None where that is not known."""
     path = find_mpirun()
-    told = answer_of([str(Path(path).with_name("ompi_info")), "--parsable", "--all"])[0] if path else ""
-    if "mca:pml:" not in told:
+    text = answer_of([str(Path(path).with_name("ompi_info")), "--parsable", "--all"])[0] if path else ""
+    if "mca:pml:" not in text:
         return None
-    return {"ucx": "mca:pml:ucx:" in told, "cuda": "mpi_built_with_cuda_support:value:true" in told}
+    return {"ucx": "mca:pml:ucx:" in text, "cuda": "mpi_built_with_cuda_support:value:true" in text}
 
 
 def launcher(env: Mapping[str, str]) -> dict[str, Any] | None:
@@ -181,9 +181,9 @@ def launcher(env: Mapping[str, str]) -> dict[str, Any] | None:
 
 def launcher_series(env: Mapping[str, str]) -> str:
     """Return the version of the Open MPI whose mpirun set ``env``: "5.0.11", "4" (from its variables), or ""."""
-    told = re.match(r"\d+(\.\d+)*", env.get("OMPI_VERSION", ""))
-    if told:
-        return told[0]
+    version = re.match(r"\d+(\.\d+)*", env.get("OMPI_VERSION", ""))
+    if version:
+        return version[0]
     return "4" if any(name.startswith("OMPI_MCA_orte_") for name in env) else ""
 
 

@@ -12,10 +12,8 @@ import os
 import re
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
 
 from hvdtrain.cluster import boot, clocks, horovod, links
 from hvdtrain.cluster.control import flush_streams
@@ -26,10 +24,9 @@ from hvdtrain.cluster.topology import affinity
 from hvdtrain.comm.measure.transports import NO_MPI
 from hvdtrain.commands.doctor import checks, facts, library_checks, network_checks, peers, probes
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, PROBE_S, STOPS, UNKNOWN, Facts, Problem
-from hvdtrain.commands.doctor.probes import whole_text
 from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.launcher import LaunchFacts
-from hvdtrain.core.processes import Child
+from hvdtrain.core.processes import CapturedChild
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.terminal import say
 
@@ -62,9 +59,9 @@ def under_launcher(env: Mapping[str, str], launched: LaunchFacts, timeout_s: flo
             _tell_of_host(launched, code, errors)
             time.sleep(timeout_s + REPORT_S)
         return 0
-    told = answer(output)
-    status = show(told or _alone(env, launched, _how(code, output, timeout_s) + last_words(errors)))
-    if status or told is None:
+    report = answer(output)
+    status = show(report or _alone(env, launched, _how(code, output, timeout_s) + last_words(errors)))
+    if status or report is None:
         flush_streams()
         os._exit(status or 1)
     return 0
@@ -123,7 +120,7 @@ def _add_links(hosts: Sequence[Facts]) -> None:
     pairs = facts.attempt(lambda: links.measure(boot.mpi_comm(), [host["ranks"] for host in hosts],
                                                 timeout_s=LINK_S)) if boot.has_mpi() else UNKNOWN + NO_MPI
     for place, host in enumerate(hosts):
-        host["links"] = pairs if isinstance(pairs, str) else [network_checks.told(link) for link in pairs
+        host["links"] = pairs if isinstance(pairs, str) else [network_checks.link_row(link) for link in pairs
                                                               if link.hosts[0] == place]
 
 
@@ -196,11 +193,11 @@ def ask(hosts: Sequence[HostSlots], words: Sequence[str], env: Mapping[str, str]
     output of the launcher.
     """
     code, output, errors = run(words, env, timeout_s, more_s)
-    told = answer(output)
-    if told is None:
+    report = answer(output)
+    if report is None:
         problem = failed(hosts, words, code, f"{errors}\n{output}", timeout_s)
         return [facts.collect(os.environ)], [problem]
-    found, problems = told
+    found, problems = report
     return with_slots(found, hosts, socket.gethostname()), problems
 
 
@@ -276,23 +273,18 @@ def last_words(said: str) -> str:
 
 
 def run(words: Sequence[str], env: Mapping[str, str], first_s: float, more_s: float) -> tuple[int | None, str, str]:
-    """Run a child; return (exit status, output, errors). It has ``first_s`` until it prints `STAGE`, ``more_s`` from
-    then.
+    """Run a child that has ``first_s`` until it prints `STAGE` and ``more_s`` from then.
 
-    The status is None where that was not enough. Open files go to the child: hydra's ranks talk to it through one.
+    Return (exit status, output, errors), the status None where that was not enough. Open files go to the child: hydra's
+    ranks talk to it through one.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
-        with Child(words, env, stdout=out, stderr=err, close_fds=False) as child:
-            code = _wait(child, out, first_s, more_s)
-        return code, whole_text(out), whole_text(err)
-
-
-def _wait(child: Child, out: IO[str], first_s: float, more_s: float) -> int | None:
-    ends_at, begun = time.monotonic() + first_s, False
-    while time.monotonic() < ends_at:
-        if child.ends_within(POLL_S):
-            return child.process.returncode
-        size = os.fstat(out.fileno()).st_size
-        if not begun and size and STAGE.encode() in os.pread(out.fileno(), size, 0):
-            ends_at, begun = time.monotonic() + more_s, True
-    return None
+    with CapturedChild(words, env, close_fds=False) as child:
+        code, ends_at, begun = None, time.monotonic() + first_s, False
+        while code is None and time.monotonic() < ends_at:
+            if child.ends_within(POLL_S):
+                code = child.process.returncode
+            elif not begun and STAGE in child.texts()[0]:
+                ends_at, begun = time.monotonic() + more_s, True
+        child.end()
+        output, errors = child.texts()
+        return code, output, errors

@@ -90,8 +90,8 @@ def root(host: Facts, parallel: bool) -> Found:
     """Check that root has the two variables without which Open MPI's mpirun refuses root."""
     found = host["mpirun"]
     if known(found) and found["flavour"] == "openmpi" and host["root"] is True and host["root_allowed"] is False:
-        yield Problem(SLOWS, (host["host"],), "this is root, for whom Open MPI's mpirun does nothing until it is told "
-                      "that this is meant (python -m hvdtrain launch and verify tell it)",
+        yield Problem(SLOWS, (host["host"],), "this is root, whom Open MPI's mpirun refuses without two variables "
+                      "(python -m hvdtrain launch and verify set them)",
                       "work as another user, or export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
 
 
@@ -254,9 +254,9 @@ def mixed(hosts: Sequence[Facts]) -> Found:
             for kind in dict.fromkeys(str(d["name"]) for d in devices(host)) or {"no GPU": None}:
                 kinds.setdefault(kind, []).append(host["host"])
     if len(kinds) > 1:
-        told = "; ".join(f"{kind} on {', '.join(names)}" for kind, names in kinds.items())
+        each = "; ".join(f"{kind} on {', '.join(names)}" for kind, names in kinds.items())
         everywhere = tuple(dict.fromkeys(name for names in kinds.values() for name in names))
-        yield Problem(NOTE, everywhere, f"unlike devices: {told}",
+        yield Problem(NOTE, everywhere, f"different devices: {each}",
                       "train with --balance auto, which gives each its part; exchange_device auto moves gradients over "
                       "host memory where device libraries would not")
 

@@ -57,7 +57,7 @@ def loopback_names(hosts: Sequence[Facts]) -> Found:
         if addresses and all(ipaddress.ip_address(a.split("%")[0]).is_loopback for a in addresses):
             own = usable(host)[0]["address"] if usable(host) else "ADDRESS"
             yield Problem(SLOWS, (host["host"],), f"the name {host['host']} means {', '.join(addresses)} on that host: "
-                          "what tells it to others (Gloo, horovodrun) tells them to call themselves",
+                          "programs that announce it (Gloo, horovodrun) have others connect to themselves",
                           f"run there: echo '{own} {host['host']}' | sudo tee -a /etc/hosts")
 
 
@@ -73,9 +73,9 @@ def networks(hosts: Sequence[Facts]) -> Found:
         return
     shared, everywhere = common(hosts), tuple(host["host"] for host in hosts)
     if not shared:
-        told = "; ".join(f"{host['host']}: {', '.join(dict.fromkeys(row['network'] for row in usable(host)))}"
+        each = "; ".join(f"{host['host']}: {', '.join(dict.fromkeys(row['network'] for row in usable(host)))}"
                          for host in hosts)
-        yield Problem(SLOWS, everywhere, f"no network has an interface of every host ({told}): they meet through a "
+        yield Problem(SLOWS, everywhere, f"no network has an interface of every host ({each}): they meet through a "
                       "router at best", f"name the networks to use: {pinned(hosts[0], _all_of(hosts))}")
     alike = _alike(hosts)
     if alike and shared:
@@ -114,7 +114,7 @@ def _interface(host: Facts, network: str) -> str:
     return next(row["name"] for row in usable(host) if row["network"] == network)
 
 
-def told(link: PairLink) -> dict[str, Any]:
+def link_row(link: PairLink) -> dict[str, Any]:
     """Return a link as JSON has it, for the facts of its first host; `links_of` undoes it."""
     return asdict(link)
 

@@ -5,15 +5,15 @@ A framework that crashes or hangs takes only its own process with it, and no pro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
-from hvdtrain.core.processes import Child
+from hvdtrain.core.processes import CapturedChild
 
 MARK = "hvdtrain-doctor "
 """Begins each line of a program that is an answer: whatever else a package prints is not one."""
@@ -102,15 +102,20 @@ def run_all(programs: Mapping[str, str], env: Mapping[str, str], timeout_s: floa
     Of a program that did not finish, ``error`` is how it ended, ``at`` the last thing it began.
     """
     ends_at = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as folder:
-        started = []
-        try:
-            for name, text in programs.items():
-                started.append((name, _ProbeProcess(text, env, folder)))
-            return {name: probe.answer(ends_at, timeout_s) for name, probe in started}
-        finally:
-            for _, probe in started:
-                probe.end()
+    with contextlib.ExitStack() as stack:
+        children = {name: stack.enter_context(CapturedChild([sys.executable, "-c", text],
+                                                            {**env, "TF_CPP_MIN_LOG_LEVEL": "3"}))
+                    for name, text in programs.items()}
+        return {name: _answer(child, ends_at, timeout_s) for name, child in children.items()}
+
+
+def _answer(child: CapturedChild, ends_at: float, timeout_s: float) -> dict[str, Any]:
+    code = child.process.returncode if child.ends_within(ends_at - time.monotonic()) else None
+    child.end(0.0)
+    output, errors = child.texts()
+    answer = merged(output)
+    at = answer.pop("at", "starting python")
+    return answer | {"error": how_it_ended(code, errors, timeout_s), "at": at} if at else answer
 
 
 def merged(text: str) -> dict[str, Any]:
@@ -134,38 +139,3 @@ def how_it_ended(code: int | None, stderr: str, timeout_s: float) -> str:
         return f"ended by {name}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     return lines[-1][:300] if lines else f"exit status {code}"
-
-
-class _ProbeProcess:
-    """Running program, its output in files."""
-
-    def __init__(self, text: str, env: Mapping[str, str], folder: str) -> None:
-        self.out: IO[str] = tempfile.TemporaryFile("w+", dir=folder, errors="replace")
-        self.err: IO[str] = tempfile.TemporaryFile("w+", dir=folder, errors="replace")
-        self.child = Child([sys.executable, "-c", text], {**env, "TF_CPP_MIN_LOG_LEVEL": "3"}, stdout=self.out,
-                           stderr=self.err)
-
-    def answer(self, ends_at: float, timeout_s: float) -> dict[str, Any]:
-        """Return what the program reported; wait for its end until ``ends_at`` (of time.monotonic)."""
-        code = self.child.process.returncode if self.child.ends_within(ends_at - time.monotonic()) else None
-        self._kill()
-        told = merged(whole_text(self.out))
-        at = told.pop("at", "starting python")
-        if at:
-            told |= {"error": how_it_ended(code, whole_text(self.err), timeout_s), "at": at}
-        return told
-
-    def end(self) -> None:
-        self._kill()
-        for file in (self.out, self.err):
-            file.close()
-
-    def _kill(self) -> None:
-        if self.child.process.poll() is None:
-            self.child.end(0.0)
-
-
-def whole_text(file: IO[str]) -> str:
-    """Return what was written to a file that is still open."""
-    file.seek(0)
-    return file.read()

@@ -70,7 +70,7 @@ class SupervisedJob:
                 more += [f"--{name}", ":".join(refit(words, self.first, hosts))]
         return more
 
-    def cut_anew(self, hosts: tuple[HostSlots, ...]) -> str:
+    def partition_change(self, hosts: tuple[HostSlots, ...]) -> str:
         """Return how the model is partitioned over the ranks of ``hosts``, in words; "" where the user's is unchanged.
         """
         if self.config is None or not self.first or not hosts or not cut_over_ranks(self.config):
@@ -250,7 +250,7 @@ def _ranks(hosts: Sequence[HostSlots]) -> int:
 
 def _cut_in_words(depths: Sequence[int]) -> str:
     if set(depths) == {1}:
-        return "trained whole on each"
+        return "unpartitioned on each"
     if len(set(depths)) == 1:
-        return f"cut over {depths[0]}" + (f" in each of {len(depths)} copies" if len(depths) > 1 else "")
-    return f"cut over {', '.join(map(str, depths[:-1]))} and {depths[-1]} in {len(depths)} copies"
+        return f"partitioned over {depths[0]}" + (f" in each of {len(depths)} replicas" if len(depths) > 1 else "")
+    return f"partitioned over {', '.join(map(str, depths[:-1]))} and {depths[-1]} in {len(depths)} replicas"

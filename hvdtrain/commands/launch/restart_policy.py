@@ -110,7 +110,7 @@ def next_launch(history: Sequence[LaunchAttempt], hosts: Sequence[HostCandidate]
     words += [f"without {', '.join(gone)}"] if gone else []
     words += [f"with {', '.join(back)} again"] if back else []
     if smaller:
-        words.append(f"with micro-batches of {smaller} at most; the global batch, and so the curve, stay")
+        words.append(f"with micro-batches of {smaller} at most; the global batch and the training trajectory stay")
     return Launch(chosen, wait_s, smaller, "; ".join(words), tuple(gone))
 
 
@@ -119,14 +119,14 @@ def _over(history: Sequence[LaunchAttempt], restarts: int) -> End | None:
     if last.kind == "done":
         return End(EXIT_OK, "the run is complete")
     if last.kind == "requeue":
-        return End(EXIT_REQUEUE, f"the run is saved, to go on in another job: {last.text}")
+        return End(EXIT_REQUEUE, f"the run is saved: resume it in another job: {last.text}")
     if last.kind == "interrupted":
         return End(EXIT_INTERRUPTED, "interrupted")
     if last.kind == "user":
-        return End(EXIT_USER, f"a mistake to mend, which no restart would: {last.text}")
+        return End(EXIT_USER, f"a mistake that no restart fixes: {last.text}")
     again = _at_one_step(history)
     if last.kind in OURS and again >= 2:
-        return End(EXIT_FAILED, f"{_what(last)}, as before, with no newer checkpoint in between: it would come again")
+        return End(EXIT_FAILED, f"{_what(last)}, as before, with no newer checkpoint in between: it would recur")
     if last.kind not in OURS and again >= LOST_AT_ONE_STEP:
         return End(EXIT_FAILED, f"{_what(last)}, for the {again}th time there, with no newer checkpoint in between")
     if len(history) > restarts:
@@ -254,9 +254,9 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
     """
     if succeeded:
         return "done", "", -1, ""
-    told = sorted((row for row in left if row["kind"] not in ("done", "echo")), key=lambda row: row["time"])
-    if told:
-        one = _origin(told)
+    reports = sorted((row for row in left if row["kind"] not in ("done", "echo")), key=lambda row: row["time"])
+    if reports:
+        one = _origin(reports)
         kind, text = one["kind"], one["text"]
         if kind == "lost" and oom_kills > 0:
             kind, text = "oom", f"the system killed it for memory: {text}"
@@ -267,26 +267,26 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
         return "oom", "the system killed a process for memory", -1, ""
     if ended_for:
         return "hang", ended_for, -1, ""
-    return "lost", f"no rank told why it ended; the launcher's status was {status}", -1, ""
+    return "lost", f"no rank reported why it ended; the launcher's status was {status}", -1, ""
 
 
 def silent_hosts(hosts: Sequence[HostSlots], left: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the hosts of whose ranks none has left a cause. Pure."""
-    told, first, silent = {row["rank"] for row in left}, 0, []
+    ranks, first, silent = {row["rank"] for row in left}, 0, []
     for host in hosts:
-        if not told & set(range(first, first + host.slots)):
+        if not ranks & set(range(first, first + host.slots)):
             silent.append(host.name)
         first += host.slots
     return silent
 
 
-def _origin(told: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _origin(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the cause that brought the others about: the first; of ranks lost together, one that did not wait.
 
     A launcher kills the others as soon as it misses one, so that watchers see all of them go, in any order; a rank that
     waited for others then, as `pulse.Seen.words` says, is not the missing one.
     """
-    together = [row for row in told if row["kind"] == "lost" and row["time"] <= told[0]["time"] + TOGETHER_S]
-    if told[0]["kind"] != "lost":
-        return told[0]
-    return next((row for row in together if WAITING not in row["text"]), told[0])
+    together = [row for row in reports if row["kind"] == "lost" and row["time"] <= reports[0]["time"] + TOGETHER_S]
+    if reports[0]["kind"] != "lost":
+        return reports[0]
+    return next((row for row in together if WAITING not in row["text"]), reports[0])

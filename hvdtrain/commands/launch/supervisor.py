@@ -91,7 +91,7 @@ class RunningAttempt:
     why: str = ""
     """What the supervisor ended it for, "" where it ended by itself."""
     parts: dict[str, float] = field(default_factory=dict)
-    told: bool = False
+    recovered: bool = False
 
 
 class LauncherGroup(Child):
@@ -189,8 +189,8 @@ class Signals:
 class Supervisor:
     """Run of one job to its end; ``restarts``: how many there may be."""
 
-    def __init__(self, job: SupervisedJob, restarts: int, around: SupervisorEnvironment) -> None:
-        self.job, self.restarts, self.around = job, restarts, around
+    def __init__(self, job: SupervisedJob, restarts: int, environment: SupervisorEnvironment) -> None:
+        self.job, self.restarts, self.environment = job, restarts, environment
         self.signals = Signals()
         self.token = secrets.token_hex(16)
         self.micro_batch = 0
@@ -200,40 +200,40 @@ class Supervisor:
     def run(self) -> int:
         """Launch until `next_launch` ends it; return the exit status (0, 1, 2, 75, 130)."""
         begin, before = time.monotonic(), None
-        decision = next_launch((), self.around.candidates(None), self.restarts)
+        decision = next_launch((), self.environment.candidates(None), self.restarts)
         with self.signals.taken():
             while isinstance(decision, Launch):
                 self._pause(decision.wait_s)
                 asked = self._asked()
                 if asked is not None:
-                    self.around.say(asked.why)
+                    self.environment.say(asked.why)
                     decision = asked
                     break
                 self.micro_batch = decision.micro_batch or self.micro_batch
                 seen = self._attempt(decision, before)
-                hosts = self.around.candidates(seen.where)  # before the verdict: it brings causes from other hosts
+                hosts = self.environment.candidates(seen.where)  # before the verdict: it brings causes from other hosts
                 self.attempts.append(self._judge(seen))
                 decision = self._decide(hosts)
                 self.records.append(row(self.attempts[-1], seen.began, seen.ended - seen.began, seen.parts,
                                         decision.why))
                 trouble = history.append(self.job.out, self.records[-1])
-                self.around.page(self.job.out)
+                self.environment.page(self.job.out)
                 for text in filter(None, (trouble, decision.why)):
-                    self.around.say(text)
+                    self.environment.say(text)
                 before = seen
         if len(self.records) > 1:
-            self.around.say(history.table(self.records))
-        self.around.say(f"{history.sentence(self.records, time.monotonic() - begin)}; files in {self.job.out}")
+            self.environment.say(history.table(self.records))
+        self.environment.say(f"{history.sentence(self.records, time.monotonic() - begin)}; files in {self.job.out}")
         return self.signals.status if decision.status == EXIT_REQUEUE else decision.status
 
     def _decide(self, hosts: Sequence[HostCandidate]) -> Launch | End:
-        last, ends_at = self.attempts[-1], self.around.ends_at
+        last, ends_at = self.attempts[-1], self.environment.ends_at
         asked = self._asked()
         if asked is not None and last.kind not in ("done", "user", "requeue"):
             return asked
         decision = next_launch(self.attempts, hosts, self.restarts)
         if isinstance(decision, Launch) and ends_at and time.time() + decision.wait_s >= ends_at:
-            return End(EXIT_REQUEUE, f"{last.kind}, and the time limit is reached: to go on in another job")
+            return End(EXIT_REQUEUE, f"{last.kind}, and the time limit is reached: resume in another job")
         return decision
 
     def _asked(self) -> End | None:
@@ -243,7 +243,7 @@ class Supervisor:
         if not self.signals.requeue:
             return None
         what = f"; the attempt ended before it was saved ({self.attempts[-1].kind})" if self.attempts else ""
-        return End(EXIT_REQUEUE, f"asked to end{what}: to go on in another job from the newest checkpoint")
+        return End(EXIT_REQUEUE, f"asked to end{what}: resume in another job from the newest checkpoint")
 
     def _pause(self, seconds: float) -> None:
         ends_at = time.monotonic() + seconds
@@ -252,15 +252,15 @@ class Supervisor:
 
     def _attempt(self, launch: Launch, before: RunningAttempt | None) -> RunningAttempt:
         job, number = self.job, next_number(self.job.out)
-        launch = replace(launch, hosts=self.around.placed(launch.hosts))
+        launch = replace(launch, hosts=self.environment.placed(launch.hosts))
         where = prepare_attempt(job, number)
-        if before is not None and (anew := job.cut_anew(launch.hosts)):
-            self.around.say(anew)
-        told = {causes.DIRECTORY: str(where), causes.ATTEMPT: str(number), causes.JOB: self.token}
-        if self.around.ends_at:
-            told[causes.ENDS_AT] = f"{self.around.ends_at:.0f}"
+        if before is not None and (change := job.partition_change(launch.hosts)):
+            self.environment.say(change)
+        variables = {causes.DIRECTORY: str(where), causes.ATTEMPT: str(number), causes.JOB: self.token}
+        if self.environment.ends_at:
+            variables[causes.ENDS_AT] = f"{self.environment.ends_at:.0f}"
         program = job.attempt(len(self.attempts) + 1, launch.hosts, self.micro_batch)
-        words, env = self.around.command(launch.hosts, program, told)
+        words, env = self.environment.command(launch.hosts, program, variables)
         seen = RunningAttempt(number, where, launch, time.time(), job.stamp(), oom_kills())
         group = LauncherGroup(words, env, self.token)
         try:
@@ -294,8 +294,8 @@ class Supervisor:
                 seen.why = f"it had not saved and ended {REQUEUE_S:g} s after it was asked to"
             elif bound_s and now - final_at > bound_s:
                 seen.why = f"its launcher had not ended {bound_s:g} s after {why}"
-            elif self.around.start_s and now - begin > self.around.start_s and not _begun(seen.where):
-                seen.why = f"no rank had begun {self.around.start_s:g} s after the launch"
+            elif self.environment.start_s and now - begin > self.environment.start_s and not _begun(seen.where):
+                seen.why = f"no rank had begun {self.environment.start_s:g} s after the launch"
             if seen.why:
                 return
         seen.ended = time.time()
@@ -324,25 +324,25 @@ class Supervisor:
         with contextlib.suppress(OSError):
             (seen.where / causes.REQUEUE).touch()
         listening = [row for row in causes.read_marks(seen.where) if row["name"] == "fit"]
-        told = [group.signal_rank(row["pid"], signal.SIGUSR2) for row in listening
+        signalled = [group.signal_rank(row["pid"], signal.SIGUSR2) for row in listening
                 if isinstance(row.get("pid"), int) and row.get("host") == socket.gethostname()]
         interrupted = self.signals.status == EXIT_INTERRUPTED
-        if interrupted and not any(told) and all(row.get("host") == socket.gethostname() for row in listening):
+        if interrupted and not any(signalled) and all(row.get("host") == socket.gethostname() for row in listening):
             self.signals.interrupt = True  # no rank is in a fit: there is nothing to save
             return
         again = "; another Ctrl-C ends them at once" if interrupted else ""
-        self.around.say(f"asked to end: the ranks save, and end with status 75{again}")
-        if not any(told) and self.around.forwards and not listening and self.job.config is None:
+        self.environment.say(f"asked to end: the ranks save, and end with status 75{again}")
+        if not any(signalled) and self.environment.forwards and not listening and self.job.config is None:
             group.process.send_signal(signal.SIGUSR2)
 
     def _report(self, seen: RunningAttempt, before: RunningAttempt | None) -> None:
-        if before is None or seen.told:
+        if before is None or seen.recovered:
             return
         parts = start_parts(seen.began, causes.read_marks(seen.where))
         if "first step" in parts:
-            seen.told = True
+            seen.recovered = True
             gone: dict[str, float] = {name: s for name, s in before.parts.items() if name in ("notice", "kill")}
-            self.around.say(f"recovered in {in_words({**gone, **parts})}")
+            self.environment.say(f"recovered in {in_words({**gone, **parts})}")
 
     def _judge(self, seen: RunningAttempt) -> LaunchAttempt:
         job, hosts = self.job, seen.launch.hosts
@@ -351,12 +351,12 @@ class Supervisor:
         end, last_sign = causes.read_progress(seen.where)
         begin = next((row["step"] for row in marks if row["name"] == "fit" and isinstance(row.get("step"), int)), -1)
         succeeded = job.succeeded(seen.stamp, -1 if seen.status is None else seen.status, ranks, left)
-        succeeded = succeeded and not self._cut_short(seen, left, ranks) or self._knows_nothing_of_us(seen)
+        succeeded = succeeded and not self._cut_short(seen, left, ranks) or self._ended_without_hvdtrain(seen)
         kind, text, rank, host = cause_of(left, succeeded, seen.status, seen.why, oom_kills() - seen.oom_kills)
         # Of the host that this process lives on it is known that it is there.
-        silent = [name for name in silent_hosts(hosts, left) if name not in self.around.own_names]
+        silent = [name for name in silent_hosts(hosts, left) if name not in self.environment.own_names]
         if kind == "lost" and WAITING in text and len(silent) == 1:  # a host is gone whole, and others waited
-            rank, host, text = -1, silent[0], f"no rank there told why it ended; {text}"
+            rank, host, text = -1, silent[0], f"no rank there reported why it ended; {text}"
         if not succeeded and last_sign:
             seen.parts["notice"] = round(max(0.0, seen.ended - last_sign), 3)
         seen.parts.update(start_parts(seen.began, marks))
@@ -368,17 +368,17 @@ class Supervisor:
     def _cut_short(self, seen: RunningAttempt, left: Sequence[Mapping[str, Any]], ranks: int) -> bool:
         return self.job.config is None and bool(seen.why) and sum(row["kind"] == "done" for row in left) < max(1, ranks)
 
-    def _knows_nothing_of_us(self, seen: RunningAttempt) -> bool:
+    def _ended_without_hvdtrain(self, seen: RunningAttempt) -> bool:
         """Return whether a program without hvdtrain ended well, on this host alone: of a lost host, a launcher's 0
         means nothing.
         """
-        near = {host.name for host in seen.launch.hosts} <= set(self.around.own_names)
+        near = {host.name for host in seen.launch.hosts} <= set(self.environment.own_names)
         return self.job.config is None and seen.status == 0 and not seen.why and near and not _begun(seen.where)
 
     def _named(self, host: str, rank: int, hosts: tuple[HostSlots, ...]) -> str:
         """Return a host's name in the launch, from what it calls itself, or from the rank's place there."""
         alike = [one.name for one in hosts if one.name.partition(".")[0] == host.partition(".")[0]
-                 or {one.name, host} <= set(self.around.own_names)] if host else []
+                 or {one.name, host} <= set(self.environment.own_names)] if host else []
         if len(alike) == 1:
             return alike[0]
         for one in hosts if rank >= 0 else ():

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from hvdtrain.core.terminal import say
+
+if TYPE_CHECKING:
+    from hvdtrain.commands.migrate.plan import Migration
 
 NOTHING = ("{name}: nothing recognised: no Horovod, tf.distribute, model.fit of Keras, "
            "DistributedDataParallel, DataParallel or Accelerate is used in it")
@@ -13,29 +17,27 @@ NOTHING = ("{name}: nothing recognised: no Horovod, tf.distribute, model.fit of 
 def main(argv: list[str]) -> int:
     """Print diffs and findings; return 1 where no script was recognised. Errors: `UserError` for a bad file."""
     args = parser().parse_args(argv)
-    from hvdtrain.commands.migrate import plan, source
+    from hvdtrain.commands.migrate import plan
     from hvdtrain.commands.migrate.finding import MigrateOptions
 
     options = MigrateOptions(args.to, args.ranks)
     plan.check(options)
-    found = [plan.migrate(source.read(name), options) for name in dict.fromkeys(args.scripts)]
+    found = [plan.migrate(plan.read(name), options) for name in dict.fromkeys(args.scripts)]
     for migration in found:
         show(migration)
     changed = [m for m in found if m.after != m.source.data]
     if args.write:
         for migration in changed:
-            source.write(migration.source, migration.after)
+            plan.write(migration.source, migration.after)
             say(f"{migration.source.name}: written")
     elif changed:
         say(f"{len(changed)} of {len(found)} files would change; nothing was written: --write does")
     return 0 if any(m.kind for m in found) else 1
 
 
-def show(migration: object) -> None:
-    from hvdtrain.commands.migrate.plan import Migration
-    from hvdtrain.commands.migrate.source import diff
+def show(migration: Migration) -> None:
+    from hvdtrain.commands.migrate.plan import diff
 
-    assert isinstance(migration, Migration)
     name = migration.source.name
     if not migration.kind:
         say(_shown(NOTHING.format(name=name)))
@@ -47,7 +49,7 @@ def show(migration: object) -> None:
     for finding in migration.findings:
         say(_shown(finding.text(name)))
     if migration.snippet:
-        say(_shown(f"{name}: to go on from by hand:\n\n{migration.snippet}\n"))
+        say(_shown(f"{name}: code to continue from by hand:\n\n{migration.snippet}\n"))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -82,7 +82,7 @@ def same_order_each_epoch(scan: Scan, context: Context) -> Iterator[Finding]:
     if samplers and not any(True for _ in scan.methods("set_epoch")):
         yield Finding(scan.line(samplers[0]), "unsafe", "sampler.set_epoch is never called",
                       "every epoch then has the same order of samples",
-                      "call sampler.set_epoch(epoch) first in each epoch (Trainer permutes anew by itself)")
+                      "call sampler.set_epoch(epoch) first in each epoch (Trainer permutes by itself)")
 
 
 def not_sharded(scan: Scan, context: Context) -> Iterator[Finding]:

@@ -299,7 +299,7 @@ def elastic(scan: Scan, context: Context) -> Iterator[Finding]:
         if scan.dotted(node).startswith("horovod.torch.elastic") and node.attr.value == "elastic":
             yield Finding(scan.line(node), "unsafe", f"{scan.short(node)} starts Horovod's rendezvous server",
                           "it runs what anybody on its port sends it (CVE-2024-10190), and no release mends that",
-                          "start the job with mpirun or horovodrun, save checkpoints, and start it anew with "
+                          "start the job with mpirun or horovodrun, save checkpoints, and restart it with "
                           "resume: auto")
     for call in scan.all(cst.Call):
         if scan.dotted(call.func) in ("horovod.run", "horovod.run.run", "horovod.runner.run"):

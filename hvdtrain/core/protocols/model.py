@@ -25,12 +25,12 @@ class Writable(NamedTuple):
 
     @property
     def position(self) -> bool:
-        """Whether it is one whole number: where it is gathered, the position in a queue."""
+        """Return whether it is one whole number: where it is gathered, the position in a queue."""
         return self.kind in "iu" and all(n == 1 for n in self.shape)
 
 
 class Buffers(Protocol):
-    """What ranks hold outside the gradient exchange: initial values, and what forward passes write to.
+    """Variables of ranks outside the gradient exchange: initial values, and what forward passes write to.
 
     Statistics are BatchNorm's; `hvdtrain.engine.written_state` decides about all others.
     """
@@ -102,7 +102,7 @@ class Evaluator(Protocol):
 
 
 class ModelState(Protocol):
-    """What a checkpoint holds of model and optimizer."""
+    """Gives a checkpoint the state of model and optimizer, and takes it back."""
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Return (groups of named arrays: "model", "optimizer"; JSON-able rest), the same on every rank.
@@ -171,7 +171,7 @@ class ModelState(Protocol):
 
 
 class ModelFacts(Protocol):
-    """What a run has read of its model, compared with the model as callbacks leave it."""
+    """Compares what a run has read of its model with the model as callbacks leave it."""
 
     def renew(self) -> None:
         """Take the model as it is now for unchanged."""
@@ -271,7 +271,7 @@ class Compile(Transform, Protocol):
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What recomputing one block saves and costs, for a micro-batch that was tried.
+    """Savings and cost of activation checkpointing of one block, for a micro-batch that was tried.
 
     ``saved_bytes``: activations that the block keeps from forward to backward, less what recomputing has to keep (its
     inputs that nobody else keeps). ``forward_s``: seconds of its forward pass, which is made once more.

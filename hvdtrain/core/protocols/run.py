@@ -41,14 +41,10 @@ class RecordedRun(Protocol):
     begun: bool
 
     @property
-    def state(self) -> Position:
-        """Where it stands."""
-        ...
+    def state(self) -> Position: ...
 
     @property
-    def feed(self) -> StepsLeft:
-        """Its training data."""
-        ...
+    def feed(self) -> StepsLeft: ...
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
@@ -57,7 +53,7 @@ class RecordedRun(Protocol):
 
 @dataclass(frozen=True)
 class Record:
-    """One thing that happened: ``event`` at ``step`` and ``time_s`` (unix seconds), with ``values`` by name.
+    """A recorded event: ``event`` at ``step`` and ``time_s`` (unix seconds), with ``values`` by name.
 
     `hvdtrain.core.records` has every event of the house with its values. Values are JSON-able; NaN and
     infinities may be among them. Nobody changes them.
@@ -107,7 +103,7 @@ class Tracker(Protocol):
         ...
 
 
-class Callback(Protocol[RunT]):
+class RunCallback(Protocol[RunT]):
     """Observes a run: a method per `Event` it cares for, called with the run.
 
     ``where``: "root" (rank 0 only; gets no group, so it cannot enter a collective) or "all".
@@ -212,7 +208,7 @@ class Want(NamedTuple):
 
 
 class Given(Protocol):
-    """What a rank gives to a checkpoint."""
+    """Gives a rank's state to a checkpoint."""
 
     def shards(self, place: Place | None = None) -> Iterable[Shard]:
         """Yield what this rank has to give; over all ranks every element comes exactly once.
@@ -240,7 +236,7 @@ class Stateful(Given, Protocol):
 
 
 class Outcome(NamedTuple):
-    """What came of saving the state of a step on a rank: ``error`` is "" or why it was not written.
+    """Result of saving the state of a step on a rank: ``error`` is "" or why it was not written.
 
     ``took_s``: from its begin to its end. ``cpu_s``: processor seconds of the thread that worked on it.
     """
@@ -276,7 +272,7 @@ class Saver(Protocol):
 
 @dataclass
 class SaveCost:
-    """What saves have cost this rank: ``blocked_s`` of training, ``cpu_s`` of threads, and the same of the ``last``.
+    """Cost of saves on this rank: ``blocked_s`` of training, ``cpu_s`` of threads, and the same of the ``last``.
 
     ``longest_s``: from the begin of a save to its end.
     """

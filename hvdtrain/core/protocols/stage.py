@@ -179,7 +179,7 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class StepGradients:
-    """What a step's gradients ended with on this rank.
+    """Result of a step's gradients on this rank.
 
     ``grads``: as `GradientSink.collect` returns them. ``totals``: (loss_sum, weight) of each micro-batch, maybe still
     on the device. ``waited_s``: seconds waited for other ranks. ``lost``: None, or the lack of memory for which this
@@ -201,7 +201,7 @@ class Schedule(Protocol):
 
 
 class ModelSpec(Protocol):
-    """What a model file offers beside its ``build``; everything but ``model`` may be None and is then adapted."""
+    """Options of a model file besides its ``build``; everything but ``model`` may be None and is then adapted."""
 
     name: str
     model: Any
@@ -302,7 +302,7 @@ class DataParallel(GradientSink, Protocol):
 
     @property
     def can_change_transport(self) -> bool:
-        """Whether it is a `ChangesTransport`, in this run."""
+        """Return whether it is a `ChangesTransport`, in this run."""
         ...
 
     @property

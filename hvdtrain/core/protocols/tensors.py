@@ -46,11 +46,11 @@ class Ops(Protocol):
         ...
 
     def cast(self, x: Array, dtype: str) -> Array:
-        """The same shape in another dtype."""
+        """Return the same shape in another dtype."""
         ...
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        """The same elements, row-major, in another shape."""
+        """Return the same elements, row-major, in another shape."""
         ...
 
     def pack(self, xs: Sequence[Array]) -> Array:
@@ -62,7 +62,7 @@ class Ops(Protocol):
         ...
 
     def bits16(self, x: Array) -> Array:
-        """The bits of float32 ``x`` rounded to bfloat16 (to nearest, ties to even), as int16."""
+        """Return the bits of float32 ``x`` rounded to bfloat16 (to nearest, ties to even), as int16."""
         ...
 
     def from_bits16(self, bits: Array) -> Array:
@@ -70,7 +70,7 @@ class Ops(Protocol):
         ...
 
     def bitcast(self, x: Array, dtype: str) -> Array:
-        """The bits of a vector read as another dtype: (n,) -> (n * itemsize / itemsize of ``dtype``,).
+        """Return the bits of a vector read as another dtype: (n,) -> (n * itemsize / itemsize of ``dtype``,).
 
         ``x`` fills whole elements of ``dtype``, and where it is a slice it begins at a multiple of that type's bytes:
         pad what precedes it. numpy and PyTorch raise where it does not; TensorFlow may copy such a slice.
@@ -78,7 +78,7 @@ class Ops(Protocol):
         ...
 
     def topk(self, flat_N: Array, k: int) -> tuple[Array, Array]:
-        """The k entries of largest magnitude: (values (k,), indices int64 (k,)); ties to the lower index."""
+        """Return the k entries of largest magnitude: (values (k,), indices int64 (k,)); ties to the lower index."""
         ...
 
     def take(self, flat_N: Array, index_k: Array) -> Array:
@@ -86,7 +86,7 @@ class Ops(Protocol):
         ...
 
     def scatter_add(self, n: int, index_k: Array, values_k: Array) -> Array:
-        """A zero vector of n elements with ``values_k`` added at ``index_k``; an index may repeat."""
+        """Return a zero vector of n elements with ``values_k`` added at ``index_k``; an index may repeat."""
         ...
 
     def matmul(self, a: Array, b: Array) -> Array:
@@ -151,7 +151,7 @@ class Ops(Protocol):
 
 
 class Compressor(Protocol):
-    """How one flat bucket of gradients is summed over the ranks; written once for all frameworks.
+    """Sums one flat bucket of gradients over the ranks; written once for all frameworks.
 
     ``dtypes``: of the buckets it takes; None: whatever the collectives sum. ``reductions``: beside "sum", what it
     asks of the collectives. ``own_mean``: it wants the mean over the rank's own samples, not its part of the global
@@ -185,7 +185,7 @@ class Compressor(Protocol):
         ...
 
     def stage(self, step: int) -> int:
-        """Which stage of a warm-up step ``step`` (from 0) of the run belongs to; 0 where there is none.
+        """Return the stage of a warm-up that step ``step`` (from 0) of the run belongs to; 0 where there is none.
 
         The numbers are few: a framework with graphs makes one for each.
         """

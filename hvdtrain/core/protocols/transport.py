@@ -59,7 +59,7 @@ class Collectives(Protocol):
         ...
 
     def among(self, group: Group) -> Collectives:
-        """The same kind of wire between the ranks of ``group`` alone, whose ranks count from 0 in it.
+        """Return the same kind of wire between the ranks of ``group`` alone, whose ranks count from 0 in it.
 
         Collective over the group: its members make it at once, and those of several groups in one order.
         """
@@ -124,11 +124,11 @@ class Collectives(Protocol):
         ...
 
     def reducescatter(self, flat_N: Array, name: str) -> Handle:
-        """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
+        """Return this rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
         ...
 
     def reducescatterv(self, flat_N: Array, sizes_P: Sequence[int], name: str) -> Handle:
-        """This rank's part of the sum over ranks: (N,) -> (sizes_P[rank],); N is the sum of ``sizes_P``.
+        """Return this rank's part of the sum over ranks: (N,) -> (sizes_P[rank],); N is the sum of ``sizes_P``.
 
         Parts lie in the order of the ranks; some may be empty. Added in the order of the ranks, in float32 at least,
         so that every wire gives the same bits.
@@ -136,7 +136,7 @@ class Collectives(Protocol):
         ...
 
     def allgatherv(self, part_K: Array, sizes_P: Sequence[int], name: str) -> Handle:
-        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,).
+        """Return the ranks' parts one after the other: (sizes_P[rank],) -> (N,).
 
         What it returns may be memory of the wire's own, good until the next call of this wire.
         """
@@ -190,7 +190,7 @@ class PendingMessage(Protocol):
 
 class Carrier(Protocol):
     """Moves whole messages from one rank to another, which say themselves what they are
-    (`hvdtrain.parallel.pipeline.post`).
+    (`hvdtrain.parallel.pipeline.messages`).
 
     A message is the bytes of several arrays, each of which begins at a multiple of 64 in it. Messages of one sender,
     receiver and ``tag`` (0 to 3) come in the order in which they were sent; a rank has one thread that uses it. Each

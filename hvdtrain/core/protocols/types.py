@@ -23,7 +23,7 @@ Unread = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One trainable tensor as the exchange sees it: deterministic name, shape, numpy dtype name.
+    """A trainable tensor as the exchange sees it: deterministic name, shape, numpy dtype name.
 
     ``place``: which of the rank's devices it lives on, 0 but for models that are split over several. ``block``: the
     block of the model it belongs to, counted from 0; no bucket holds tensors of two blocks.
@@ -43,7 +43,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat vector: which parameters it holds (indices into the model's list) and where each begins.
+    """A flat vector: which parameters it holds (indices into the model's list) and where each begins.
 
     ``group``: the ranks that sum it, as the prefix of its collectives' names (`hvdtrain.core.mesh.Group.name`).
     ``first``: index of the first bucket of its group: ranks of one group may have unlike buckets before it.
@@ -66,7 +66,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """What the names of its collectives begin with."""
+        """Return the prefix of the names of its collectives."""
         return f"{self.group}.b{self.number}"
 
     @property
@@ -85,7 +85,7 @@ class Shards:
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where each shard ends."""
+        """Return the end of each shard."""
         return tuple(itertools.accumulate(self.sizes))
 
     @property
@@ -102,7 +102,7 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's part of one global batch.
+    """A rank's share of one global batch.
 
     ``micros``: tuples of arrays (b, ...), none empty; no micro-batch at all on a rank that has no samples
     of this step. With a feed's ``even_micros`` as many as on every other rank, the last ones empty (0, ...).
@@ -128,7 +128,7 @@ class StepBatch:
 
 
 class Announcement(NamedTuple):
-    """What ``rank`` had to tell all others: ``topic`` says which callback it is for."""
+    """Message of ``rank`` to all others; ``topic`` names the callback it is for."""
 
     rank: int
     topic: str

@@ -34,7 +34,7 @@ class Taker(Protocol):
 
 
 class Timeline:
-    """One rank's: ``clock`` gives its seconds to causes, ``taker`` takes spans while a trace is being taken.
+    """A rank's timeline: ``clock`` gives its seconds to causes, ``taker`` takes spans while a trace is being taken.
 
     ``idle_s``: rank -> seconds that it waited for that stage of a pipeline. ``stood``: the exchanges in which it stood.
     ``totals``: sums over its steps. ``step``: the one at work, or the latest. ``closely``: what can tell a trace more,
@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def watched(self) -> bool:
-        """Whether anybody sees spans that have no cause."""
+        """Return whether spans without a cause are recorded."""
         return self.taker is not None or self.marks is not None
 
     def begin(self) -> None:

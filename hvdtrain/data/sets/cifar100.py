@@ -98,7 +98,6 @@ class Cifar100:
 
 
 def _find(root: Any) -> Path:
-    """Return the archive, or the folder with the files of one."""
     if not isinstance(root, (str, os.PathLike)) or not str(root):
         raise UserError(f"data.args.root is {root!r}", "the folder of the CIFAR-100 archive", "set data.args.root")
     top = Path(root).expanduser()
@@ -122,7 +121,6 @@ def _complete(folder: Path, kind: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    """Return the format of an archive from its name."""
     for kind in PUBLISHED:
         if kind.rpartition("-")[2] in name:
             return kind
@@ -130,7 +128,6 @@ def _kind(name: str) -> str:
 
 
 def _checked(md5: Any, archive: Path) -> str:
-    """Return the checksum that ``archive`` must have."""
     if not md5:
         return PUBLISHED[_kind(archive.name)]
     if not isinstance(md5, str) or len(md5) != 32 or set(md5.lower()) - set("0123456789abcdef"):
@@ -140,9 +137,8 @@ def _checked(md5: Any, archive: Path) -> str:
 
 @lru_cache(maxsize=1)  # the two splits of a run come from one reading
 def _archive(path: str, md5: str, size: int, mtime_ns: int) -> Contents:
-    """Verify the archive's ``md5``, then read it."""
     kind = _kind(Path(path).name)
-    with _told(path), open(path, "rb") as file:
+    with _reading(path), open(path, "rb") as file:
         found = _md5(file)
         if found != md5:
             published = " (the published one)" if md5 == PUBLISHED[kind] else ""
@@ -168,11 +164,11 @@ def _unpacked(folder: str) -> Contents:
     for name in _FILES[kind]:
         path = os.path.join(folder, name)
         if os.path.isfile(path):
-            with _told(path), open(path, "rb") as file:
+            with _reading(path), open(path, "rb") as file:
                 if os.fstat(file.fileno()).st_size > _MOST_BYTES:
                     raise ValueError(f"it has more than {_MOST_BYTES} bytes")
                 raw[name] = _decoded(kind, file)
-    with _told(folder):
+    with _reading(folder):
         return _contents(kind, raw)
 
 
@@ -181,7 +177,6 @@ def _decoded(kind: str, file: Any) -> Any:
 
 
 def _contents(kind: str, raw: dict[str, Any]) -> Contents:
-    """Return the splits and names in an archive's files; ValueError for unexpected content."""
     lacking = [name for name in _FILES[kind][:2] if name not in raw]
     if lacking:
         raise ValueError(f"it lacks {kind}/{lacking[0]}")
@@ -232,7 +227,7 @@ def _md5(file: BinaryIO) -> str:
 
 
 @contextmanager
-def _told(path: str) -> Iterator[None]:
+def _reading(path: str) -> Iterator[None]:
     """Raise a `UserError` that names ``path`` for whatever is wrong with it."""
     try:
         yield

@@ -132,7 +132,6 @@ def _beside(top: bytes) -> str:
 
 
 def _classes(folder: bytes) -> list[bytes]:
-    """Return the names of the class folders in ``folder``, sorted bytewise."""
     names = sorted(entry.name for entry in entries(folder) if is_(entry.is_dir))
     if not names:
         loose = any(entry.name.lower().endswith(_ENDINGS) for entry in entries(folder))

@@ -50,7 +50,6 @@ def make(split: str, root: str, context: int = 128, tokenizer: str = "bytes", vo
 
 
 def _files(root: Any, key: str) -> tuple[list[bytes], Path]:
-    """Return the files, sorted by the bytes of their paths, and the folder that they are in."""
     if not isinstance(root, (str, os.PathLike)) or not str(root):
         raise UserError(f"data.args.{key} is {root!r}", "a text file, or a folder of them", f"set data.args.{key}")
     top = absolute(Path(root).expanduser())

@@ -175,7 +175,8 @@ class Pool:
             except (EOFError, ConnectionResetError):
                 self._ended(worker)
         for worker in () if heard else self.workers:
-            self._look_at(worker)
+            if (worker.busy or not worker.ready) and time.monotonic() - worker.since > self._timeout_s:
+                self._hangs(worker)
         self._hand_out()
 
     def _take(self, worker: _Worker, message: tuple[Any, ...]) -> None:
@@ -204,10 +205,6 @@ class Pool:
             fetch.failed(task.at, error)
         finally:
             worker.free.append(slot)
-
-    def _look_at(self, worker: _Worker) -> None:
-        if (worker.busy or not worker.ready) and time.monotonic() - worker.since > self._timeout_s:
-            self._hangs(worker)
 
     def _hangs(self, worker: _Worker) -> None:
         doing = f"fetching {_samples(worker.busy[0][0])}" if worker.busy else "starting"

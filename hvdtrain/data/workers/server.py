@@ -62,7 +62,6 @@ def _answer(request: dict, fds: list, control: socket.socket, alive: set, ended:
 
 
 def _fork(request: dict, fds: list, control: socket.socket) -> int:
-    """Fork a worker with ``fds``: its socket, its setup, and its memory for results."""
     sys.path[:] = request["path"]
     for name in request["preload"]:  # once for all workers; what fails here fails again in the worker, with its words
         with contextlib.suppress(Exception):

@@ -31,7 +31,7 @@ STATUS_S = 15.0  # longest wait for the answer how a worker ended, after which t
 END_S = 5.0
 
 _lock = threading.RLock()
-_held: dict[str, Any] = {"server": None, "users": 0, "pid": 0}
+_shared: dict[str, Any] = {"server": None, "users": 0, "pid": 0}
 
 
 def clean(env: Mapping[str, str]) -> dict[str, str]:
@@ -42,22 +42,22 @@ def clean(env: Mapping[str, str]) -> dict[str, str]:
 def hold() -> WorkerServer:
     """Return this process' server, started if needed; pair with `release`. `OSError`: it cannot start."""
     with _lock:
-        server = _held["server"]
-        if server is None or _held["pid"] != os.getpid() or server.ended():  # another pid's: of a process that forked
-            _held.update(server=WorkerServer(), users=0, pid=os.getpid())
-        _held["users"] += 1
-        return _held["server"]  # type: ignore[no-any-return]
+        server = _shared["server"]
+        if server is None or _shared["pid"] != os.getpid() or server.ended():  # another pid's: of a process that forked
+            _shared.update(server=WorkerServer(), users=0, pid=os.getpid())
+        _shared["users"] += 1
+        return _shared["server"]  # type: ignore[no-any-return]
 
 
 def release(server: WorkerServer) -> None:
     """Release ``server``; the last release ends it."""
     with _lock:
-        if _held["pid"] != os.getpid() or _held["server"] is not server:
+        if _shared["pid"] != os.getpid() or _shared["server"] is not server:
             return
-        _held["users"] -= 1
-        if _held["users"] <= 0:
+        _shared["users"] -= 1
+        if _shared["users"] <= 0:
             server.end()
-            _held["server"] = None
+            _shared["server"] = None
 
 
 @contextlib.contextmanager

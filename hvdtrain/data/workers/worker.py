@@ -68,7 +68,7 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
     except BaseException as error:  # noqa: BLE001  (told to the rank, which decides)
         channel.send(("failed", _failure(error)))
         return
-    memory, told = [SharedResults(fd) for fd in slots], set[int]()
+    memory, reported = [SharedResults(fd) for fd in slots], set[int]()
     while True:
         try:
             task, slot, number, indices_n, epoch = channel.recv()
@@ -76,9 +76,9 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
             return
         try:
             arrays = fetch(found[number], indices_n, epoch, setup["seed"])
-            rows = None if number in told else of_data(found[number])
+            rows = None if number in reported else of_data(found[number])
             channel.send(("done", task, memory[slot].write(arrays), rows))
-            told.add(number)
+            reported.add(number)
         except BaseException as error:  # noqa: BLE001
             channel.send(("error", task, _carried(error), None))
 
@@ -119,7 +119,6 @@ def generators_kept() -> Iterator[Callable[[], bool]]:
 
 
 def _generators(torch: Any) -> list[bytes]:
-    """Return the states of Python's, numpy's and PyTorch's generator of the CPU."""
     states = [*rng.capture().values(), *([] if torch is None else [torch.get_rng_state().numpy()])]
     return [state.tobytes() for state in states]
 
@@ -219,7 +218,6 @@ def nameless(name: str) -> int:
 
 
 def _unpack(fd: int) -> dict[str, Any]:
-    """Undo `pack`; arrays are copied on write only."""
     mapped: Any = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     held = memoryview(mapped)
     at, n = HEAD.unpack_from(held)
@@ -250,7 +248,6 @@ def _failure(error: BaseException) -> str:
 
 
 def _carried(error: BaseException) -> tuple[bytes, str]:
-    """Return the exception, pickled if possible, and its traceback."""
     text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, SystemExit):
         error = called(error)

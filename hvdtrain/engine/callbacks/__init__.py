@@ -1,1 +1,1 @@
-"""One idea per file; each observes a run at the moments named in `hvdtrain.core.events`."""
+"""Callbacks of a run, which see the events of `hvdtrain.core.events`."""

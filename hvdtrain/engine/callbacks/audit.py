@@ -18,7 +18,7 @@ from hvdtrain.engine.recompute import (
     Case, Miscomputed, Recomputed, bystander, case_of, clearly_farther, deliver, resolution, tell)
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.weight_checks import vectors_of
-from hvdtrain.planning.batch.line import least
+from hvdtrain.planning.linear import least
 
 CONFIRM = 3
 """Steps in a row that ranks of several kinds are audited again where they were far apart; twice decides.

@@ -61,7 +61,7 @@ class AutoCompile(Callback):
         assert compile is not None
         self.chosen = {name: [] for name in names}
         for option in compile.options:
-            rows = run.control.gather(tried(run, compile, option, names))
+            rows = run.control.gather(time_option(run, compile, option, names))
             found = verdicts(rows)
             for kind, one in found.items():
                 self.chosen[kind] += [option] if one.kept else []
@@ -106,7 +106,7 @@ TIMED_S = 3.0
 """Seconds after which no more turns are begun."""
 
 
-def tried(run: Run, compile: Compile, option: str, kinds: Sequence[str]) -> Tried:
+def time_option(run: Run, compile: Compile, option: str, kinds: Sequence[str]) -> Tried:
     """Compile ``option`` on top of what is in use, and time both; what was in use is in use again. Not collective.
 
     ``kinds``: what each rank computes on. Errors of compiler and model are told in the result.

@@ -1,6 +1,6 @@
 """`compression: auto`: measure links and compressors, choose one where it saves time, and check the choice.
 
-Measuring is left to `hvdtrain.comm.measure.sweep`, arithmetic and text to `hvdtrain.planning.exchange.choice`.
+Measuring is left to `hvdtrain.comm.measure.sweep`, arithmetic and text to `hvdtrain.planning.compressor_choice`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.data_parallel.attach import unlike_threads
 from hvdtrain.parallel.data_parallel.replicate import Replicate
-from hvdtrain.planning.exchange import choice
-from hvdtrain.planning.exchange.choice import Baseline, CompressorChoice
-from hvdtrain.planning.exchange.link import Link
+from hvdtrain.planning import compressor_choice
+from hvdtrain.planning.compressor_choice import Baseline, CompressorChoice
+from hvdtrain.planning.linear import Link
 
 OtherWire = tuple[Mapping[str, Link], bool]
 """(links by kind of call, whether it works beside backward) of a wire that is not in use."""
@@ -116,12 +116,12 @@ class AutoCompression(Callback):
         assert self._sweep is not None
         config, wire, found = run.config, run.collectives, self._sweep
         self._base = base
-        rows = choice.predict(found.costs, found.links, base, wire.overlaps, wire.in_graph)
+        rows = compressor_choice.predict(found.costs, found.links, base, wire.overlaps, wire.in_graph)
         for name, (links, overlaps) in self._others.items():
-            rows += choice.predict(found.costs, links, base, overlaps, wire.in_graph, name, found.links)
-        decision = run.control.bcast(choice.decide(rows, config.exchange.auto_margin))
+            rows += compressor_choice.predict(found.costs, links, base, overlaps, wire.in_graph, name, found.links)
+        decision = run.control.bcast(compressor_choice.decide(rows, config.exchange.auto_margin))
         if run.control.rank == 0 and config.progress != "off":
-            say(choice.table(rows, found.refused, decision.name, wire.size, decision.wire))
+            say(compressor_choice.table(rows, found.refused, decision.name, wire.size, decision.wire))
         run.record("compression", stage="decided", choice=decision.name, reason=decision.reason, base=asdict(base),
                    rows=[asdict(row) for row in rows], refused=found.refused, sweep_s=found.seconds,
                    links={kind: asdict(link) for kind, link in found.links.items()}, wire=decision.wire or wire.name)
@@ -141,7 +141,7 @@ class AutoCompression(Callback):
     def _check(self, run: Run, measured_s: float) -> None:
         """Keep the choice if its steps are shorter than those without, else go back to none."""
         assert self._decision is not None and self._base is not None
-        keep, reason = run.control.bcast(choice.verdict(self._decision, self._base, measured_s))
+        keep, reason = run.control.bcast(compressor_choice.verdict(self._decision, self._base, measured_s))
         if not keep:
             self.choice = "none"
             run.use_compressor("none")

@@ -1,6 +1,6 @@
 """`collectives: auto`: measure the transports, use the best, check the choice, and watch whether the link changes.
 
-Rules and text are left to `hvdtrain.planning.exchange.wire_choice`, the transports to `hvdtrain.comm.wires`.
+Rules and text are left to `hvdtrain.planning.transport_choice`, the transports to `hvdtrain.comm.wires`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression, OtherWire, StepWatch
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.exchange import wire_choice
-from hvdtrain.planning.exchange.choice import Baseline
-from hvdtrain.planning.exchange.wire_choice import TransportCost, WireChoice
+from hvdtrain.planning import transport_choice
+from hvdtrain.planning.compressor_choice import Baseline
+from hvdtrain.planning.transport_choice import TransportCost, WireChoice
 
 BUDGET_S, LEAST_S = 2.0, 0.3
 """For opening the wires and measuring them; what is left for measuring at least."""
@@ -79,7 +79,7 @@ class AutoWire(Callback):
         self.choice = run.collectives.name
         if why:
             self._ruled = True
-            self._settle(run, wire_choice.by_rule(run.wires.names, why).reason, "rule")
+            self._settle(run, transport_choice.by_rule(run.wires.names, why).reason, "rule")
             self._watch_no_more()
         else:
             self._decide(run)
@@ -92,7 +92,7 @@ class AutoWire(Callback):
             return str(run.wires.why)
         if not run.dp.can_change_transport or run.parts.layout is not None:
             return f"{run.wires.why}; data_parallel {run.config.data_parallel.name} keeps the wire it began with"
-        if updates and left < wire_choice.LEAST_UPDATES:
+        if updates and left < transport_choice.LEAST_UPDATES:
             return f"{run.wires.why}; measuring is left out in a run of {left} updates"
         return ""
 
@@ -139,15 +139,15 @@ class AutoWire(Callback):
         self._in_graph = {name: wire.in_graph for name, (wire, _) in found.items() if wire is not None}
         threads = max(control.gather(run.topology.cores_of(control.rank) if not run.config.threads
                                      else run.config.threads))
-        short = wire_choice.short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
-        self._rows = wire_choice.reckon(measured, nbytes, short)
-        self._decision = control.bcast(wire_choice.decide(self._rows))
+        short = transport_choice.short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
+        self._rows = transport_choice.reckon(measured, nbytes, short)
+        self._decision = control.bcast(transport_choice.decide(self._rows))
         self._take(run, self._decision.name)
         for name in wires.names:
             if name != self.choice:
                 wires.give_back(name)
         if control.rank == 0 and run.config.progress != "off":
-            say(wire_choice.table(self._rows, left_out, self.choice, nbytes))
+            say(transport_choice.table(self._rows, left_out, self.choice, nbytes))
         run.note(f"collectives auto: {self._decision.reason}")
         run.record("wire", stage="decided", choice=self.choice, reason=self._decision.reason, bytes=int(nbytes),
                    rows=[asdict(row) for row in self._rows], measured=[asdict(m) for m in measured], refused=left_out,
@@ -178,13 +178,15 @@ class AutoWire(Callback):
         assert self._decision is not None
         if self._base is not None:
             first = self._decision.name
-            best, reason = run.control.bcast(wire_choice.better(first, self._base.step_s, self.choice, measured.step_s))
+            best, reason = run.control.bcast(transport_choice.better(first, self._base.step_s, self.choice,
+                                                                     measured.step_s))
             base = self._base if best == first else measured
             self._take(run, best)
             self._settle(run, reason, "checked", base)
             return
         easy = [name for name, in_graph in self._in_graph.items() if in_graph == run.collectives.in_graph]
-        other = run.control.bcast(wire_choice.doubt(self._rows, self._decision, measured.step_s, measured.wait_s, easy))
+        other = run.control.bcast(transport_choice.doubt(self._rows, self._decision, measured.step_s, measured.wait_s,
+                                                         easy))
         wait = f"steps of {1e3 * measured.step_s:.4g} ms wait {1e3 * measured.wait_s:.4g} ms"
         if other is None:
             self._settle(run, f"{self.choice} stays: {wait}", "checked", measured)
@@ -238,7 +240,8 @@ class AutoWire(Callback):
             self._base = window
             return
         self._windows = [*self._windows, (window.step_s, window.wait_s)][-3:]
-        if not wire_choice.changed((self._base.step_s, self._base.wait_s), self._windows):  # the same on every rank
+        if not transport_choice.changed((self._base.step_s, self._base.wait_s),
+                                        self._windows):  # the same on every rank
             return
         self._times += 1
         waits = statistics.median(wait for _, wait in self._windows)

@@ -20,7 +20,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter, meter_of
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch import plan as plans
-from hvdtrain.planning.batch.line import Line, Speed, least
+from hvdtrain.planning.linear import Line, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
 from hvdtrain.planning.batch.sampler import BatchShares
 

@@ -1,4 +1,4 @@
-"""What every callback shares: who runs it, how often, and the method per event."""
+"""Base of callbacks: which ranks run it, how often, and a method for each event."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import span
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving.final import Room, of_disk
+from hvdtrain.engine.saving.final import DiskRoom, of_disk
 from hvdtrain.engine.saving.session import begin, save
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Checkpoint(Callback):
             last = f", the last {self._in_a_row} in a row" if self._in_a_row else ""
             run.note(f"{count(self._failed, 'checkpoint')} could not be written{last}")
         if run.begun and self._needs_last(run):
-            room, error = Room(run), save(run)
+            room, error = DiskRoom(run), save(run)
             while error and room.made(error):
                 error = save(run)
             if error:

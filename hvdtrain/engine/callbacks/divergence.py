@@ -18,7 +18,7 @@ from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.compare_ranks import kinds
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.weight_checks import Bits, Diverged, Fingerprints, Prints, Rows, judge
+from hvdtrain.engine.weight_checks import Bits, Diverged, FingerprintRows, Fingerprints, Prints, judge
 
 EARLY = (2, 8)
 """Steps of a fit after which ranks compare besides every so many."""
@@ -133,7 +133,7 @@ class Divergence(Callback):
         specs, step = [run.parts.params.specs[i] for i in self._some[ranks]], run.state.cursor.step
         sums_GV, norms_GV = np.array([p.sums for p in prints_G]), np.array([p.norms for p in prints_G])
         bits = Bits(np.array([p.bits for p in prints_G], np.uint64), [self._kinds[r] for r in ranks])
-        return judge(Rows(sums_GV, sums_GV, norms_GV), [spoken(s.name) for s in specs], step,
+        return judge(FingerprintRows(sums_GV, sums_GV, norms_GV), [spoken(s.name) for s in specs], step,
                      max((_eps(s.dtype) for s in specs), default=0.0), ranks=ranks, bits=bits if self._exact else None,
                      updates=step - (self._equal or 0), cause=lambda *_: self._cause(step))
 

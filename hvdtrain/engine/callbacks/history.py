@@ -1,4 +1,4 @@
-"""What every epoch ended with, by name, the same on every rank; `hvdtrain.trainer.Result.history`."""
+"""Results of every epoch, by name, the same on every rank; `hvdtrain.trainer.Result.history`."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ from hvdtrain.engine import balance_probe, machine, memory_survey
 from hvdtrain.engine import memory_plan as plans
 from hvdtrain.engine.callbacks import out_of_memory
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.memory_plan import Own, Settling, reckoned
+from hvdtrain.engine.memory_plan import RankFit, Settling, estimator
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import T
-from hvdtrain.planning.batch.line import least
+from hvdtrain.planning.linear import least
 
 Reckoned = Callable[[int], int] | None
 
@@ -77,7 +77,7 @@ class MemoryFit(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kept = state
 
-    def _settled(self, run: Run, micro: bool, remat: bool) -> list[Own]:
+    def _settled(self, run: Run, micro: bool, remat: bool) -> list[RankFit]:
         """Return what each rank does, by rank; chosen by now."""
         control = run.control
         scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
@@ -96,7 +96,7 @@ class MemoryFit(Callback):
             spared = own.fit.need - own.fit.choice.peak
             run.recovery.guard.reckoned = lambda n: memory.imported_bytes() + settling.need(n) - (
                 spared * n // max(1, own.fit.micro_batch))
-        found: list[Own] = control.gather(own)
+        found: list[RankFit] = control.gather(own)
         return found
 
     def _settling(self, run: Run, scene: Any, micro: bool, remat: bool) -> Settling:
@@ -112,7 +112,7 @@ class MemoryFit(Callback):
         random = run.parts.state.rank_state()
         try:
             with deadline(run.config.control_timeout_s, "the look at a micro-batch's memory"):
-                found = agreed(run.control, lambda: _looked(run, lambda: reckoned(scene, way)), "memory")
+                found = agreed(run.control, lambda: _looked(run, lambda: estimator(scene, way)), "memory")
         finally:
             run.parts.state.load_rank(random)
         if run.recovery.guard is not None:
@@ -127,7 +127,7 @@ class MemoryFit(Callback):
             return 0
         return int(-(-settling.samples // before))
 
-    def _cut(self, run: Run, owns_P: list[Own]) -> None:
+    def _cut(self, run: Run, owns_P: list[RankFit]) -> None:
         """Cut training and evaluation into the ranks' micro-batches; balance cuts by ceilings of its own."""
         if run.config.balance != "off" and run.control.size > 1:
             return
@@ -140,7 +140,7 @@ class MemoryFit(Callback):
         if run.eval_feed is not None:
             run.eval_feed.recut(cut, 0)
 
-    def _tell(self, run: Run, owns_P: list[Own], micro: bool, remat: bool) -> None:
+    def _tell(self, run: Run, owns_P: list[RankFit], micro: bool, remat: bool) -> None:
         """Note a sentence for each rank that differs, and print the table of the one that recomputes most."""
         keys = " and ".join([*(["micro_batch auto"] if micro else []), *(["remat auto"] if remat else [])])
         equal = alike(owns_P)
@@ -178,7 +178,7 @@ COLUMNS = ("block", "saves", "costs", "recomputed")
 MOST_NAMED = 6
 
 
-def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
+def note(rank: int, own: RankFit, micro: bool, remat: bool) -> str:
     """Return what a rank does and why, in one sentence."""
     fit, free = own.fit, own.free
     if not own.samples:
@@ -199,7 +199,7 @@ def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
     return f"rank {rank}: {', '.join(words)}; needs {then} of {room}{fits}{tried}"
 
 
-def table(own: Own) -> list[list[str]]:
+def table(own: RankFit) -> list[list[str]]:
     """Return rows under `COLUMNS`: bytes and milliseconds of each block for this rank's micro-batch."""
     rows = [[cost.name, format_bytes(max(0, cost.saved_bytes)), format_ms(cost.forward_s),
              "yes" if cost.name in own.fit.choice.names else "no"] for cost in own.costs]
@@ -210,7 +210,7 @@ def table(own: Own) -> list[list[str]]:
     return rows
 
 
-def alike(owns_P: Sequence[Own]) -> bool:
+def alike(owns_P: Sequence[RankFit]) -> bool:
     """Return whether all ranks have settled on the same."""
     found = [(own.samples, own.fit.micro_batch, own.fit.choice.names) for own in owns_P]
     return all(one == found[0] for one in found)
@@ -220,7 +220,7 @@ LOOK_AFTER = 2
 """Steps after which what is held is what will be."""
 
 
-class Memory(Callback):
+class MemoryReport(Callback):
     """Writes ``run.memory``: bytes of "state", as reckoned by rank, and "peak", as measured by rank.
 
     "reckoned" and "measured" are by rank and kind (`hvdtrain.core.units`), None where nothing is known.

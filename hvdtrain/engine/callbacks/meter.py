@@ -15,7 +15,7 @@ from hvdtrain.cluster.topology import HostRanks
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.linear import Line
 from hvdtrain.planning.batch.meter import AverageStep, Reading, read
 
 SKIPPED_STEPS = 2
@@ -33,7 +33,7 @@ PHASES = ("data", "compute", "wait", "update", "idle", "channel")
 
 
 @dataclass(frozen=True)
-class Window:
+class MeterWindow:
     """Some successive steps with one cut, as all ranks know them.
 
     ``ends``: the step after the last. ``own_s_P``: each rank's own seconds in forward, backward and update (the next
@@ -52,7 +52,7 @@ class Window:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of this rank; ``full``: of a whole global batch, and not the first of its cut, which may trace."""
+    """Step times of this rank; ``full``: of a whole global batch, and not the first of its cut, which may trace."""
 
     step_s: float
     seconds: dict[str, float]
@@ -89,7 +89,7 @@ class Meter(Callback):
         return cls(run.config.rebalance.every_steps)
 
     def __init__(self, every_steps: int) -> None:
-        self.window: Window | None = None
+        self.window: MeterWindow | None = None
         self.reading: Reading | None = None
         self._every = every_steps
         self._parts, self._part_steps = every_steps, 1  # of the window at hand, and steps in each of them
@@ -156,7 +156,7 @@ class Meter(Callback):
         self._sums_P = [[a + b for a, b in zip(old, new)] for old, new in zip(self._sums_P, window_P)] or [*window_P]
         self._counted += len(steps)
         self.reading = _reading(run, self._sums_P, self._counted)
-        self.window = Window(run.state.cursor.step, own_s_P, latest_s_P, samples_P, micros_P,
+        self.window = MeterWindow(run.state.cursor.step, own_s_P, latest_s_P, samples_P, micros_P,
                              _reading(run, window_P, len(steps)))
         longest_s = max(row[0] for row in window_P) / len(steps)
         if longest_s > 0:

@@ -1,4 +1,4 @@
-"""What happens when a loss or gradient is not finite: stop at once, or skip the update on every rank."""
+"""Stop, or skip the update on every rank, where a loss or gradient is not finite."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ Each line says why its callbacks come before those of the lines below.
 - Supervised, Preempt: signals and the supervisor are heard before anything at FIT_START takes long.
 - NanGuard: a step that ends the run is not reported as one that trained.
 - Throughput, Ledger: speed and samples of a step are counted before anybody reports or saves them.
-- Memory, OutOfMemory, MemoryFit: Memory starts the findings that MemoryFit adds to, which reads what OutOfMemory has
-  heard. All precede Balance, which probes with micro-batches that fit.
+- MemoryReport, OutOfMemory, MemoryFit: MemoryReport starts the findings that MemoryFit adds to, which reads what
+  OutOfMemory has heard. All precede Balance, which probes with micro-batches that fit.
 - Meter, Stages: the window that ends with a step is closed before Balance decides by it and Recorder writes it.
 - Ema: the average follows the update before anybody evaluates or saves.
 - Balance: shares are planned at FIT_START before the transports are measured; it waits for these in later steps.
@@ -41,7 +41,7 @@ from hvdtrain.engine.callbacks.divergence import Divergence
 from hvdtrain.engine.callbacks.early_stop import EarlyStop
 from hvdtrain.engine.callbacks.ema import Ema
 from hvdtrain.engine.callbacks.ledger import Ledger
-from hvdtrain.engine.callbacks.memory_fit import Memory, MemoryFit
+from hvdtrain.engine.callbacks.memory_fit import MemoryFit, MemoryReport
 from hvdtrain.engine.callbacks.meter import Meter
 from hvdtrain.engine.callbacks.nan_guard import NanGuard
 from hvdtrain.engine.callbacks.out_of_memory import OutOfMemory
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 
 FIRST: tuple[type[Callback], ...] = (
-    AutoCompile, Supervised, Preempt, NanGuard, Throughput, Ledger, Memory, OutOfMemory, MemoryFit, Meter, Stages, Ema,
-    Balance, EarlyStop, AutoWire, AutoCompression, UnusedReport)
+    AutoCompile, Supervised, Preempt, NanGuard, Throughput, Ledger, MemoryReport, OutOfMemory, MemoryFit, Meter, Stages,
+    Ema, Balance, EarlyStop, AutoWire, AutoCompression, UnusedReport)
 """Built-in callbacks that decide and measure; those of the key ``callbacks`` follow."""
 REPORTS: tuple[type[Callback], ...] = (Trace, System, WhatIf, Recorder)
 """Built-in callbacks that report; those of the caller follow."""
@@ -69,7 +69,7 @@ LAST: tuple[type[Callback], ...] = (Divergence, Audit, Checkpoint, Seconds)
 # Each class says by `before` and `after` what its place has to keep; `tests/unit/engine/test_callback_order.py` checks.
 
 
-def in_order(run: Run, more: Callable[[Run], Sequence[protocols.Callback]] | None) -> list[protocols.Callback]:
+def in_order(run: Run, more: Callable[[Run], Sequence[protocols.RunCallback]] | None) -> list[protocols.RunCallback]:
     """Return the callbacks of ``run`` in the order in which they see an event; ``more`` makes the caller's."""
     made: dict[str, Callback] = {}
 
@@ -80,7 +80,7 @@ def in_order(run: Run, more: Callable[[Run], Sequence[protocols.Callback]] | Non
     return [*first, *own, *wanted(REPORTS), *(more(run) if more else ()), *wanted(LAST)]
 
 
-def _own_callback(text: str) -> protocols.Callback:
+def _own_callback(text: str) -> protocols.RunCallback:
     """Make the callback that ``text`` names."""
     made: Any = load_callable(text, "callbacks")()
     if not (callable(getattr(made, "on", None)) and getattr(made, "where", None) in ("root", "all")):

@@ -25,7 +25,7 @@ class OutOfMemory(Callback):
 
     def told(self, run: Run) -> None:
         """Note what ranks have just told; the first time that one takes smaller micro-batches also what that bends."""
-        for rank, shortage in heard(run):
+        for rank, shortage in reported_shortages(run):
             run.shortages.append({"rank": rank, **shortage._asdict()})
             run.note(f"step {shortage.step}: rank {rank} {shortage.words()}")
             fields = run.shortages[-1]
@@ -41,7 +41,7 @@ class OutOfMemory(Callback):
 if TYPE_CHECKING:
     from hvdtrain.engine.memory_survey import Scene
     from hvdtrain.engine.run import Run
-    from hvdtrain.planning.memory.facts import MemoryFacts
+    from hvdtrain.planning.memory.forecast import MemoryFacts
 
 MOST = 4
 """Ways out that are named."""
@@ -67,7 +67,7 @@ def tell(run: Run, shortage: Shortage, meets: bool) -> None:
     run.tell_all(REPEAT if meets else ALONE, shortage.spelled())
 
 
-def heard(run: Run) -> list[tuple[int, Shortage]]:
+def reported_shortages(run: Run) -> list[tuple[int, Shortage]]:
     """Take note of what ranks have just told; return it, by rank."""
     found = list(among(run.state.told, REPEAT, ALONE))
     for rank, shortage in found:
@@ -90,7 +90,7 @@ def repeats(run: Run) -> bool:
     return bool(found)
 
 
-def mended(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> bool:
+def recovers(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> bool:
     """Tell the callbacks of what happened in an evaluation, by rank; every rank calls it alike.
 
     Returns whether all are to measure again: a rank of a pipeline was short, and all of its copy now cut alike.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import cast
 
 import numpy as np
 
@@ -15,15 +16,14 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned, measured_text, record, rows
-from typing import cast
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""
 
 
 @dataclass(frozen=True)
-class Spent:
-    """One rank's mean seconds of a full step. ``idle_s``: it waited for stages of its copy between its forwards and
+class StageSeconds:
+    """Mean seconds of a full step on a rank. ``idle_s``: it waited for stages of its copy between its forwards and
     backwards; ``after_s``: for others and for the exchange, after them; ``step_s``: all of it, with input and update.
     """
 
@@ -34,10 +34,10 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What all ranks have measured. ``wire_s``: mean seconds of the exchange between copies in a step."""
+class StageTimes:
+    """Times of all ranks. ``wire_s``: mean seconds of the exchange between copies in a step."""
 
-    ranks: tuple[Spent, ...]
+    ranks: tuple[StageSeconds, ...]
     steps: int
 
     @property
@@ -69,8 +69,8 @@ class Stages(Callback):
         return run.parts.layout is not None
 
     def __init__(self) -> None:
-        self.seen: Seen | None = None
-        self._sums = dict.fromkeys((f.name for f in fields(Spent)), 0.0)
+        self.seen: StageTimes | None = None
+        self._sums = dict.fromkeys((f.name for f in fields(StageSeconds)), 0.0)
         self._steps, self._skip = 0, SKIPPED_STEPS
         self._before: tuple[float, ...] = ()
 
@@ -97,8 +97,8 @@ class Stages(Callback):
         """Bring the ranks' seconds together, record and print; collective."""
         if not self._steps:
             return
-        own = Spent(**{name: seconds / self._steps for name, seconds in self._sums.items()})
-        self.seen = seen = Seen(tuple(run.control.gather(own)), self._steps)
+        own = StageSeconds(**{name: seconds / self._steps for name, seconds in self._sums.items()})
+        self.seen = seen = StageTimes(tuple(run.control.gather(own)), self._steps)
         layout = run.parts.layout
         if run.control.rank or not isinstance(layout, Planned):
             return

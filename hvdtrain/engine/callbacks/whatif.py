@@ -1,6 +1,6 @@
 """Estimate how fast the run would be without one of its ranks.
 
-Arithmetic is left to `hvdtrain.planning.batch.whatif`.
+Arithmetic is left to `hvdtrain.planning.batch.plan`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.batch.line import Line, fit
-from hvdtrain.planning.batch.whatif import BatchDivision, Forecast, Steps, forecast
+from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.batch.plan import BatchDivision, Forecast, Steps, forecast
 
 MOST_STEPS, MOST_NUMBERS, LEAST_KEPT = 256, 16384, 32
 """Steps that are looked at, fewer where ranks are many: so many of all ranks' together, but some at least."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,8 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import os
-import time
 
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.adapters import PartitionedModel
@@ -38,7 +38,7 @@ from hvdtrain.engine import summary
 from hvdtrain.engine.average import averaged
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.saving import callback_states, held_by
-from hvdtrain.engine.weight_checks import trained
+from hvdtrain.engine.weight_checks import trainable_names
 
 NATIVE = {"torch": "model.pt", "tensorflow": "model.keras"}
 """What a whole model is written as besides, by framework."""
@@ -50,7 +50,7 @@ def export(run: Run) -> list[str]:
     On a full disk older checkpoints go for it, then the run waits, then the model is written under TMPDIR.
     """
     run.written.sync(run)
-    room, directory = Room(run), run.out / RunDirectory.MODEL
+    room, directory = DiskRoom(run), run.out / RunDirectory.MODEL
     with averaged(run.average):
         while True:
             try:
@@ -70,7 +70,7 @@ def _export(run: Run, directory: Path) -> list[str]:
         if run.control.rank != 0:
             return []
         if not parted:
-            check_finite(run.parts.state.state(view)[0]["model"], trained(run.parts))
+            check_finite(run.parts.state.state(view)[0]["model"], trainable_names(run.parts))
         with _room_for_the_model(run, directory):
             directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
             return [] if parted else run.parts.state.export(directory)
@@ -156,7 +156,7 @@ def _weights(run: Run) -> list[Shard]:
     assert holders is not None
     held = PartitionedModel(run.control.rank, holders, run.parts.state, among=False)
     shards = in_order(one for one in held.shards(view) if one.group == "model")
-    check_shards(shards, trained(run.parts))
+    check_shards(shards, trainable_names(run.parts))
     return shards
 
 
@@ -179,7 +179,7 @@ def of_disk(error: str) -> bool:
     return "[Errno " in error or is_full(error)
 
 
-class Room:
+class DiskRoom:
     """Make room before each further attempt: rank 0 removes a checkpoint, or waits."""
 
     def __init__(self, run: Run) -> None:

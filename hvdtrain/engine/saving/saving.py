@@ -1,4 +1,4 @@
-"""One save of a run at a time: each rank copies its state, threads bring it to rank 0, which writes it.
+"""Saves of a run, one at a time: each rank copies its state, threads bring it to rank 0, which writes it.
 
 When to save is left to `hvdtrain.engine.callbacks.checkpoint`, the file format to `hvdtrain.checkpoint`.
 """
@@ -37,7 +37,7 @@ from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.average import WithAverage
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.weight_checks import trained
+from hvdtrain.engine.weight_checks import trainable_names
 
 
 LONGEST_SLEEP_S = 2e-3
@@ -77,7 +77,7 @@ class Saving:
         self._step = run.state.cursor.step  # not before: a thread at work has a step of its own
         if not self._opened and control.size > 1:
             self._channel = control.channel(LONGEST_SLEEP_S)
-        self._trainable = self._trainable or trained(run.parts)
+        self._trainable = self._trainable or trainable_names(run.parts)
         self._opened = True
         run.written.sync(run)
         run.call("saving")

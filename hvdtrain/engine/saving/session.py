@@ -23,7 +23,7 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config, ScheduleConfig, cut_over_ranks, run_length, schema
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Before
-from hvdtrain.core.protocols import Callback, Control
+from hvdtrain.core.protocols import RunCallback, Control
 from hvdtrain.core.protocols.run import Head, Want
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute
@@ -246,7 +246,7 @@ def _schedule_before(run: Run, meta: Mapping[str, Any], at: Cursor) -> dict[str,
     return kept
 
 
-def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[Callback, dict[str, Any]]]:
+def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[RunCallback, dict[str, Any]]]:
     """Return the callbacks that get a state back: the nth of a key the nth of that key in ``kept``.
 
     The first checkpoints of 0.1.0 hold a mapping by class name instead, in which the last of a class had replaced the

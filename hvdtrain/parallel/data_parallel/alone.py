@@ -12,7 +12,7 @@ from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.reducer.reducer import OTHER, sum_squares
 from hvdtrain.core.protocols import Array, Compressor, Control, Ops, Optimizer, ParamSpec
 from hvdtrain.data.weighting import loss_scale
-from hvdtrain.parallel.data_parallel.whole import Whole
+from hvdtrain.parallel.data_parallel.reducing import Whole
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import Bucket, StepBatch

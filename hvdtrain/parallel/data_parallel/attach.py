@@ -6,9 +6,13 @@ Owns the checks that compressor, optimizer and shares go together. Does not choo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config, ExchangeConfig
@@ -16,6 +20,9 @@ from hvdtrain.core.buckets import plan_buckets, plan_some
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.units import GIB, MIB, format_bytes
+from hvdtrain.planning import shards
+from hvdtrain.planning.memory.forecast import Sharding, forecast
 
 if TYPE_CHECKING:
     from hvdtrain.parallel.data_parallel import DataParallelSetup
@@ -107,3 +114,118 @@ def check(setup: DataParallelSetup, name: str) -> None:
         raise UserError(f"{key} with balance {config.balance}", equal, f"set balance: off, or leave out {key}")
     if made.pairs_ranks and size & (size - 1):
         raise UserError(f"{key} on {size} ranks", "1, 2, 4, 8, ... ranks", "start another number of ranks")
+
+
+if TYPE_CHECKING:
+    from hvdtrain.parallel.data_parallel import DataParallelSetup
+
+MOST_NAMED = 8
+"""Ranks whose numbers are written out."""
+
+
+def parts_of(setup: DataParallelSetup) -> tuple[list[float], str]:
+    """Return each rank's part of the state, in sum 1, and why: by the memory that it has free; collective.
+
+    Free is what the device has left, or the rank's part of what its host has, once each rank holds the parameters.
+    The probe's ceilings are not counted, nor what activations will take: it measures at the start of a fit, when the
+    parts are cut and state may have been loaded into them. Where shares make ranks need more of their memory for
+    activations than others, ``data_parallel.shards`` says the parts.
+    """
+    on_device = setup.ops.free_bytes()
+    found_P = setup.control.gather((on_device is not None, memory.host_room_bytes(1) if on_device is None
+                                    else int(memory.DEVICE_PART * on_device)))
+    rooms_P = divided(found_P, [host.ranks for host in setup.topology.hosts])
+    if not all(rooms_P):
+        return [1 / len(rooms_P)] * len(rooms_P), "alike: how much memory is free cannot be told on every rank"
+    parts_P = shards.by_room(rooms_P)
+    free = f"by free memory: {listed([room / GIB for room in rooms_P])} GiB"
+    return parts_P, free if len(set(parts_P)) > 1 else f"alike {free}"
+
+
+def divided(found_P: Sequence[tuple[bool, int | None]], hosts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the bytes that each rank may take, from (whether of a device, bytes free) of each. Pure.
+
+    The ranks of a host that compute in its memory share what the one that sees most of it has found: a control group
+    of one rank's own may allow that one less, and ranks read at different moments. 0 where it is not known.
+
+    >>> divided([(False, 12), (False, 11), (False, 4), (True, 80)], [[0, 1, 2, 3]])
+    [4, 4, 4, 80]
+    >>> divided([(False, 12), (False, 3), (False, None)], [[0, 1], [2]])
+    [6, 3, 0]
+    """
+    rooms_P = [found or 0 for _, found in found_P]
+    for ranks in hosts:
+        together = [rank for rank in ranks if not found_P[rank][0]]
+        for rank in together:
+            rooms_P[rank] = min(rooms_P[rank], max(found_P[r][1] or 0 for r in together) // len(together))
+    return rooms_P
+
+
+def owners(sizes_BP: Sequence[Sequence[int]], itemsizes_B: Sequence[int], why: str) -> str:
+    """Return in words how many MiB of parameters each rank updates and keeps the state of.
+
+    >>> owners([[3 << 18, 1 << 18]], [4], "by free memory: 3, 1 GiB")
+    'ranks own 3, 1 MiB of parameters with their optimizer state, by free memory: 3, 1 GiB'
+    """
+    bytes_P = [sum(k * itemsize for k, itemsize in zip(of_rank, itemsizes_B)) for of_rank in zip(*sizes_BP)]
+    return owned(bytes_P, why)
+
+
+def owned(bytes_P: Sequence[float], why: str) -> str:
+    """Return `owners` of ranks that own ``bytes_P`` of parameters."""
+    return f"ranks own {listed([b / MIB for b in bytes_P])} MiB of parameters with their optimizer state, {why}"
+
+
+def listed(numbers: Sequence[float]) -> str:
+    """Return numbers in words; of many ranks the first and the range of all.
+
+    >>> listed([3.14159, 100]), listed([1.0] * 6 + [2, 3, 4])
+    ('3.14, 100', '1, 1, 1, 1, 1, 1, 2, 3, ... (1 to 4 on 9 ranks)')
+    """
+    said = ", ".join(f"{x:.3g}" for x in numbers[:MOST_NAMED])
+    more = f", ... ({min(numbers):.3g} to {max(numbers):.3g} on {len(numbers)} ranks)"
+    return said + (more if len(numbers) > MOST_NAMED else "")
+
+
+def stage_needed(setup: DataParallelSetup) -> int:
+    """Return 0, 1 or 2: as little as lets the model fit, which the notes say why; collective.
+
+    A few samples are measured. Where no stage fits it is the one of 1 and 2 that comes nearer.
+    """
+    scene, control = setup.scene, setup.control
+    if not setup.parts.optimizer.elementwise:
+        setup.notes.append("data_parallel.stage auto divides nothing: the optimizer looks at whole tensors")
+        return 0
+    facts = agreed(control, scene.facts_of_replica, "memory")
+    free_P = control.gather(facts.rank.free_bytes)
+    parts_P = setup.config.data_parallel.shards or parts_of(setup)[0]
+    way = Sharding(0, scene.buckets(), parts_P, scene.wire.name, compression_of(setup))
+    needs_PS = control.gather([forecast(replace(facts, way=replace(way, stage=stage))).total for stage in (0, 1, 2)])
+    stage, words = least_stage(needs_PS, free_P)
+    setup.notes.append(words)
+    return stage
+
+
+def least_stage(needs_PS: Sequence[Sequence[int]], free_P: Sequence[int | None]) -> tuple[int, str]:
+    """Return the least of stages 0, 1, 2 that every rank has room for, and why in words; pure.
+
+    ``needs_PS``: bytes of each rank by stage. ``free_P``: what each may hold; None, which is unknown, is room enough.
+
+    >>> least_stage([[15_200, 9_000, 6_400], [15_200, 9_000, 6_400]], [11_900, 20_000])[0]
+    1
+    """
+    loads_S = [[0.0 if free is None else need_S[s] / max(1, free) for need_S, free in zip(needs_PS, free_P)]
+               for s in range(3)]
+    fitting = [s for s in range(3) if max(loads_S[s]) <= 1]
+    stage = fitting[0] if fitting else min((2, 1), key=lambda s: max(loads_S[s]))
+    rank = max(range(len(free_P)), key=lambda r: (loads_S[0][r], needs_PS[r][0]))
+    free = free_P[rank]
+    room = "whose room is unknown" if free is None else f"which has {format_bytes(free)} free"
+    words = f"unsharded needs {format_bytes(needs_PS[rank][0])} on rank {rank}, {room}"
+    if stage == 0:
+        return 0, f"data_parallel.stage auto divides nothing: {words}"
+    tight = max(range(len(free_P)), key=lambda r: loads_S[stage][r])
+    where = "" if tight == rank else f" on rank {tight}, which has {format_bytes(free_P[tight] or 0)} free"
+    fits = "" if fitting else ": no stage fits, and this one comes nearest"
+    return stage, (f"zero stage {stage}: {words}; stage {stage} needs {format_bytes(needs_PS[tight][stage])}{where}"
+                   f"{fits}")

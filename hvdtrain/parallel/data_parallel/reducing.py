@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.core.buckets import more_buckets
-from hvdtrain.core.protocols import Compressor, Ops, ParamSpec
+from hvdtrain.core.protocols import Array, Compressor, Control, Ops, Optimizer, ParamSpec
 from hvdtrain.data.weighting import loss_scale
 
 if TYPE_CHECKING:
@@ -104,3 +105,27 @@ class Reducing:
     def restart(self) -> None:
         """Forget compressor state."""
         self.reducer.state.restart()
+
+
+if TYPE_CHECKING:
+    from hvdtrain.core.protocols.types import Bucket
+
+
+class Whole:
+    """The gradient of all ranks together. ``control``: of all of them; ``clip_norm``: norm to clip to, 0: none."""
+
+    def __init__(self, control: Control, clip_norm: float) -> None:
+        self._control, self._clip_norm = control, clip_norm
+
+    def step(self, optimizer: Optimizer, grads: Sequence[Array], buckets: Sequence[Bucket],
+             squares: float, unused: Collection[int] = ()) -> tuple[bool, float]:
+        """Update by ``optimizer``, clipped by the norm that the ranks' ``squares`` make together; collective if so.
+
+        Returns (finite, norm) as `Optimizer.step`.
+        """
+        norm = self.norm(squares) if self._clip_norm > 0 else math.nan
+        return optimizer.step(grads, buckets, self._clip_norm, False, norm, unused)
+
+    def norm(self, squares: float) -> float:
+        """Return the norm of the whole gradient, added in float64 in the order of the ranks; collective."""
+        return math.sqrt(float(self._control.sum(np.array([squares]))[0]))

@@ -16,8 +16,7 @@ from hvdtrain.core.protocols import Array, Collectives, Compressor, Control, Dat
 from hvdtrain.parallel.data_parallel import DataParallelSetup
 from hvdtrain.parallel.data_parallel.alone import Alone
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
-from hvdtrain.parallel.data_parallel.reducing import Reducing
-from hvdtrain.parallel.data_parallel.whole import Whole
+from hvdtrain.parallel.data_parallel.reducing import Reducing, Whole
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import Bucket

@@ -24,7 +24,7 @@ from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Array, Collectives, Control, DataParallel, Handle, ParamSpec
 from hvdtrain.core.protocols.types import Shards, itemsize
-from hvdtrain.parallel.data_parallel import DataParallelSetup, replicate, room
+from hvdtrain.parallel.data_parallel import DataParallelSetup, attach, replicate
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
 from hvdtrain.parallel.data_parallel.reducing import Reducing
 from hvdtrain.planning import shards
@@ -59,12 +59,12 @@ def make(setup: DataParallelSetup) -> DataParallel:
                         f"{count(setup.control.size, 'rank')}",
                         "one per rank", f"give {setup.control.size} numbers")
     if stage == "auto":
-        stage = room.stage_needed(setup)
+        stage = attach.stage_needed(setup)
         if stage == 0:
             return replicate.make(setup)
     name = compression_of(setup)
     check(setup, name)
-    parts_P, why = (given, "as data_parallel.shards says") if given else room.parts_of(setup)
+    parts_P, why = (given, "as data_parallel.shards says") if given else attach.parts_of(setup)
     buckets = buckets_of(setup)
     sizes_BP = _cut(setup, buckets, parts_P)
     setup.notes.append(_owners(setup, buckets, sizes_BP, why))
@@ -104,9 +104,9 @@ def _owners(setup: DataParallelSetup, buckets: Sequence[Bucket], sizes_BP: Seque
     """Return in words what each rank owns; collective where ranks have unlike buckets."""
     itemsizes_B = [itemsize(b.dtype) for b in buckets]
     if setup.parts.layout is None:
-        return room.owners(sizes_BP, itemsizes_B, why)
+        return attach.owners(sizes_BP, itemsizes_B, why)
     own = sum(sizes_P[setup.control.rank] * n for sizes_P, n in zip(sizes_BP, itemsizes_B))
-    return room.owned(setup.control.gather(own), why)
+    return attach.owned(setup.control.gather(own), why)
 
 
 class Zero(Reducing):

@@ -9,7 +9,7 @@ from hvdtrain.core.protocols import GradientSink, Stage, StepGradients
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import StepBatch
-    from hvdtrain.parallel.recovery.guard import MemoryGuard
+    from hvdtrain.parallel.recovery.attempt import MemoryGuard
 
 
 class Accumulate:

@@ -18,10 +18,9 @@ from hvdtrain.core.protocols.types import Lost, first_line
 from hvdtrain.core.timeline import idle, span
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
+from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MEASURED, MessageLabel, Post
 from hvdtrain.parallel.pipeline.origin import Looking, Places
-from hvdtrain.parallel.pipeline.post import BACK, FORTH, MEASURED, MessageLabel, Post
-from hvdtrain.parallel.recovery.recovery import Recovery, largest
-from hvdtrain.parallel.recovery.schedule import Recovering
+from hvdtrain.parallel.recovery.recovery import Recovering, Recovery, largest
 from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, Action, Order, order_of
 
 if TYPE_CHECKING:

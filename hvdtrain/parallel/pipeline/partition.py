@@ -18,11 +18,10 @@ from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
-from hvdtrain.parallel.pipeline import link
-from hvdtrain.parallel.pipeline.link import MessageTime
+from hvdtrain.parallel.pipeline.messages import measure_links
 from hvdtrain.parallel.pipeline.plan import CopyPlan, DevicePlan, Planned, span, text
-from hvdtrain.planning.batch.sampler import cut
-from hvdtrain.planning.batch.sampler import micro_batches as bounds_of
+from hvdtrain.planning.batch.sampler import cut, micro_batches as bounds_of
+from hvdtrain.planning.linear import Link
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, evened, micro_samples, slowest, split_micros
 from hvdtrain.planning.pipeline.search import Partition, Task, fullness, search, spread
 
@@ -31,7 +30,7 @@ MORE_STAGES = 8
 
 
 def agree(measured: DeviceProfile, config: Config, control: Control, mesh: Mesh,
-          links: Sequence[MessageTime] | None = None) -> Planned:
+          links: Sequence[Link] | None = None) -> Planned:
     """Return the one layout of all ranks, from what each found; collective. Rank 0 prints its table.
 
     So it is told what will be where before a rank drops what it does not keep. ``links``: what messages take within
@@ -44,7 +43,7 @@ def agree(measured: DeviceProfile, config: Config, control: Control, mesh: Mesh,
     hosts = [node for _, node in rows]
     if links is None:
         cargo_bytes = max(b.cargo_bytes for row, _ in rows for b in row.blocks[:-1] or row.blocks)
-        links = link.measured(control, mesh, cargo_bytes, hosts)
+        links = measure_links(control, mesh, cargo_bytes, hosts)
     layout = agreed(control, lambda: planned([row for row, _ in rows], config, mesh, hosts, links), "pipeline")
     # Heterogeneous processors may round a sum differently: rank 0's choice is valid for all.
     copies, starts = control.bcast((layout.mesh.copies, layout.starts))
@@ -58,7 +57,7 @@ def agree(measured: DeviceProfile, config: Config, control: Control, mesh: Mesh,
 
 
 def planned(rows: Sequence[DeviceProfile], config: Config, mesh: Mesh, hosts: Sequence[str] = (),
-            links: Sequence[MessageTime] = ()) -> Planned:
+            links: Sequence[Link] = ()) -> Planned:
     """Return the layout for what the ranks have found; ``links``: of each copy. Pure."""
     names = rows[0].names
     _check_same(rows)
@@ -68,7 +67,7 @@ def planned(rows: Sequence[DeviceProfile], config: Config, mesh: Mesh, hosts: Se
     for number, copy in enumerate(mesh.copies):
         ranks = sorted(copy)
         task = _task(config, number, len(mesh.copies), kinds, [kind_of[r] for r in ranks], names,
-                     links[number] if links else MessageTime(0.0, 0.0))
+                     links[number] if links else Link(0.0, 0.0))
         again = _as_before(mesh, number, task, kind_of, names)
         if again is not None:
             plans.append(again)
@@ -156,7 +155,7 @@ def _as_before(mesh: Mesh, copy: int, task: Task, kind_of: Sequence[int], names:
 
 
 def _task(config: Config, copy: int, copies: int, kinds: Sequence[DeviceProfile], kind_of: Sequence[int],
-          names: Sequence[str], between: MessageTime) -> Task:
+          names: Sequence[str], between: Link) -> Task:
     depth = len(kind_of)
     chunks = config.pipeline.chunks if config.pipeline.order == "interleaved" and depth > 1 else 1
     if depth * chunks > len(names):
@@ -173,7 +172,7 @@ def _task(config: Config, copy: int, copies: int, kinds: Sequence[DeviceProfile]
     samples = max(1, math.ceil(config.global_batch * shares[copy] / sum(shares)))
     micros = _parts(config, depth, samples)
     return Task(tuple(kinds), tuple(sorted(kind_of)), config.pipeline.order, micros, chunks, fixed,
-                between.latency_s, between.byte_s)
+                between.alpha_s, between.beta_s_per_byte)
 
 
 def _fixed(cut: Sequence[str], names: Sequence[str], parts: int) -> tuple[int, ...]:

@@ -7,14 +7,16 @@ and the vote is `schedule`'s.
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Batch
-from hvdtrain.core.protocols.types import Ceiling, Shortage, StepBatch, first_line
-from hvdtrain.parallel.recovery.attempt import T, attempt
-from hvdtrain.parallel.recovery.guard import MemoryGuard
+from hvdtrain.core.protocols import Batch, StepGradients, Evaluator, GradientSink, Schedule, Stage
+from hvdtrain.core.protocols.types import Ceiling, Lost, Shortage, StepBatch, first_line
+from hvdtrain.parallel.recovery.attempt import MemoryGuard, T, attempt
 from hvdtrain.planning.batch.sampler import micro_batches
 
 LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "
@@ -118,3 +120,112 @@ def recut(batch: StepBatch, limit: int) -> StepBatch:
     if not limit or largest(batch) <= limit:
         return batch
     return replace(batch, micros=[part for micro in batch.micros for part in parts(micro, limit)])
+
+
+if TYPE_CHECKING:
+    from hvdtrain.core.protocols.types import StepBatch
+
+
+class Recovering:
+    """`hvdtrain.core.protocols.Schedule` around ``schedule`` over ``stage``.
+
+    A rank that ran out hands over poison for every bucket whose exchange it has not begun yet, in their order, so that
+    no rank waits for it: between the error and the vote lies no collective that the other ranks do not enter too.
+    """
+
+    def __init__(self, schedule: Schedule, stage: Stage, recovery: Recovery) -> None:
+        self._schedule, self._stage, self._recovery = schedule, stage, recovery
+
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
+        """Sum the gradients of ``batch``, or give poison and say in ``lost`` why.
+
+        Errors: `UserError`, on this rank alone, where memory lacks and the step cannot be repeated: the exchange of a
+        bucket broke off midway, memory lacks for the poison too, or the run is to end with that.
+        """
+        recovery, fits, own = self._recovery, True, True
+
+        def answers(error: BaseException) -> bool:
+            if isinstance(error, Lost) or recovery.answers(error):
+                return True
+            if error.__cause__ is not None and recovery.out_of_memory(error.__cause__):
+                raise no_repeat("a step", first_line(error)) from error  # such as an update that is half made
+            return False
+
+        def caught(error: Exception) -> None:
+            nonlocal fits, own
+            if isinstance(error, Lost):
+                fits, own = error.fits, error.own
+                return
+            fits = not isinstance(error, UserError)
+            if not recovery.shrinks:
+                raise stopped(largest(batch), "training", first_line(error), recovery.because) from error
+
+        done, why = recovery.attempt(lambda: self._schedule.gradients(batch, scale, sink), caught, answers)
+        if done is not None:
+            return done
+        if sink.owed() is None:
+            raise no_repeat("the exchange of gradients", why)
+        lost = recovery.ran_out(batch, why, fits) if own else None  # else another rank of the copy tells it
+        with recovery.once("what ends a step that is to be repeated"):
+            self._stage.nothing(sink, poison=True)
+            begin = time.perf_counter()
+            grads = sink.collect()
+        waited_s = self._stage.waited_s + sink.waited_s + time.perf_counter() - begin
+        return StepGradients(grads, [], waited_s, lost)
+
+
+if TYPE_CHECKING:
+    from hvdtrain.core.protocols.types import StepBatch
+
+
+class RecoveringEvaluator:
+    """Adds batches to ``evaluator``'s totals at step ``step``. ``shortages``: those met so far, in their order.
+
+    ``lost``: no smaller size is left. The rank adds nothing more then, but goes on through the data with all others.
+    """
+
+    def __init__(self, evaluator: Evaluator, recovery: Recovery, step: int) -> None:
+        self._evaluator, self._recovery, self._step = evaluator, recovery, step
+        self.shortages: list[Shortage] = []
+        self.lost = False
+
+    def add(self, batch: StepBatch) -> None:
+        """Add this rank's part of one global batch, in parts that fit.
+
+        Errors: `UserError`, on this rank alone, where the run is to end when memory lacks.
+        """
+        due: deque[Batch] = deque(batch.micros)
+        while due and not self.lost:
+            first, *rest = parts(due.popleft(), self._recovery.evaluation.limit)
+            due.extendleft(reversed(rest))
+            why = self._tried(first)
+            if not why:
+                continue
+            size = len(first[0])
+            then = self._recovery.evaluation.lower(size)
+            self.shortages.append(Shortage(self._step, "evaluation", size, then, why))
+            self.lost = then < 0
+            due.appendleft(first)
+
+    def ended(self) -> list[Shortage]:
+        """Return the shortages, once `Evaluator.totals` was called.
+
+        A rank that computes with others cannot add a part again by itself: its evaluator says what it was short of.
+        Errors: as `add`.
+        """
+        evaluator: Any = self._evaluator
+        short = getattr(evaluator, "short", None)
+        if short is not None:
+            evaluator.short, (size, why) = None, short
+            if not self._recovery.in_evaluation:
+                raise stopped(size, "evaluation", why, self._recovery.because)
+            self.shortages.append(Shortage(self._step, "evaluation", size, self._recovery.evaluation.lower(size), why))
+        return self.shortages
+
+    def _tried(self, micro: Batch) -> str:
+        """"" where ``micro`` was added, else why memory lacked; then none of it was added."""
+        def caught(error: Exception) -> None:
+            if not self._recovery.in_evaluation:
+                raise stopped(len(micro[0]), "evaluation", first_line(error), self._recovery.because) from error
+
+        return self._recovery.attempt(lambda: self._evaluator.add(micro), caught)[1]

@@ -35,8 +35,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.core.errors import count
-from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.plan import BatchPlan, Ceilings, Parts, RankShare, of_shares, plan, predicted
+from hvdtrain.planning.linear import Line
 
 TRUST = 4
 """Windows that the probe's line is worth."""

@@ -10,14 +10,14 @@ are gone and the optimizer has its scratch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.protocols import BlockCost, ParamSpec
+from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.units import Footprint
 from hvdtrain.planning import shards
-from hvdtrain.planning.memory.facts import MemoryFacts
-from hvdtrain.planning.memory.pass_trace import first_copies
 
 MARGIN = {"torch": 0.17, "tensorflow": 0.08, "numpy": 0.06}
 """Part of what is allocated and freed in a step that fragmentation of the heap takes beside it, as measured on CPUs."""
@@ -104,3 +104,184 @@ def _buckets(facts: MemoryFacts, divided: bool) -> int:
     if way.stage:
         held += 2 * largest  # parameters on the wire: own part and the whole
     return held
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What an optimizer keeps of one parameter: bytes for each of its elements, and bytes whatever its size."""
+
+    per_element: float
+    fixed: int = 0
+
+    def bytes(self, n: int) -> int:
+        """Return the bytes for a slice of ``n`` elements; none for an empty one."""
+        return round(self.per_element * n) + self.fixed if n else 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its optimizer, on one rank's device.
+
+    ``specs``: its trainable tensors. ``other_bytes``: frozen parameters and buffers. ``slots``: of each of ``specs``;
+    ``common_bytes``: what the optimizer holds once. ``elementwise``: its state can be cut anywhere. ``average_bytes``:
+    the moving average of the weights, which no stage of ZeRO divides.
+    """
+
+    specs: Sequence[ParamSpec]
+    other_bytes: int
+    slots: Sequence[Slots]
+    common_bytes: int = 0
+    elementwise: bool = True
+    framework: str = "torch"
+    average_bytes: int = 0
+
+    @property
+    def param_bytes(self) -> list[int]:
+        """Of each trainable tensor."""
+        return [spec.n * itemsize(spec.dtype) for spec in self.specs]
+
+    def state_bytes(self, spans: Sequence[tuple[int, int]] | None = None) -> int:
+        """Return the bytes of optimizer state for whole tensors, or for one slice [begin, end) of each."""
+        lengths = [spec.n for spec in self.specs] if spans is None else [end - begin for begin, end in spans]
+        return sum(slot.bytes(n) for slot, n in zip(self.slots, lengths)) + self.common_bytes
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """What a few samples have told of this rank.
+
+    ``line``: bytes of a pass (`hvdtrain.planning.memory.forecast`); None: nothing was measured. ``with_gradients``:
+    they were counted in it. ``scratch``: bytes beyond the line for each sample, and at least: kernels' own memory.
+    ``held_bytes``: what the process holds beside counted tensors: framework, program, data. ``blocks``: what
+    recomputing each block saves and costs with ``block_samples``; none of them was recomputed in the line. ``spared``:
+    bytes by which recomputing makes a pass less.
+    """
+
+    line: MemoryLine | None = None
+    with_gradients: bool = False
+    scratch: tuple[float, float] = (0.0, 0.0)
+    held_bytes: int = 0
+    blocks: tuple[BlockCost, ...] = ()
+    block_samples: int = 1
+    spared: int = 0
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank of ``size``: ``local`` of them share its host. ``free_bytes``: what it may take in all; None: unknown.
+
+    ``micro_batch``: samples of its largest micro-batch. ``micros``: how many a step has.
+    ``batch_bytes``: bytes of the samples of a step; ``ahead``: how many steps' samples lie in memory.
+    ``saves``: the run writes checkpoints beside training, for which state is copied.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local: int = 1
+    free_bytes: int | None = None
+    micro_batch: int = 1
+    micros: int = 1
+    batch_bytes: int = 0
+    ahead: int = 1
+    saves: bool = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the copies of the model stay one: ``stage`` 0 (every rank holds all), 1 or 2 of ZeRO.
+
+    ``buckets``: none where nothing is sent. ``parts_P``: of the state, by rank, in ZeRO; ``sizes_BP``: elements of each
+    bucket by rank where they are cut already. ``wire``: its name.
+    ``remembered``: bytes that the compressor keeps; ``compression``: its name.
+    """
+
+    stage: int = 0
+    buckets: Sequence[Bucket] = ()
+    parts_P: Sequence[float] = ()
+    wire: str = "null"
+    compression: str = "none"
+    remembered: int = 0
+    sizes_BP: Sequence[Sequence[int]] = ()
+
+    def cut(self) -> Sequence[Sequence[int]]:
+        """Return how many elements of each bucket each rank owns in ZeRO."""
+        return self.sizes_BP or [shards.sizes(b.n, self.parts_P) for b in self.buckets]
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """All of it."""
+
+    model: Model
+    rank: RankMemory = field(default_factory=RankMemory)
+    way: Sharding = field(default_factory=Sharding)
+    measured: MeasuredMemory = field(default_factory=MeasuredMemory)
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """A pass of ``samples``: ``live_E`` bytes after each of E allocations, without the gradients of parameters.
+
+    ``made``: (how many allocations were before it, index of the parameter) for each gradient, in order.
+    """
+
+    samples: int
+    live_E: np.ndarray
+    made: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """Bytes at each moment of a pass of any number of samples, by two traces: ``base_E`` + n x ``slope_E``."""
+
+    base_E: np.ndarray
+    slope_E: np.ndarray
+    made: tuple[tuple[int, int], ...]
+
+    def live_E(self, samples: float) -> np.ndarray:
+        """Return the bytes of a pass of so many samples, without gradients; none are below 0."""
+        return np.maximum(0.0, self.base_E + samples * self.slope_E)
+
+    def peak(self, samples: float, held_E: np.ndarray | float = 0.0) -> int:
+        """Return the most bytes of a pass, with ``held_E`` beside them at each moment."""
+        live_E = self.live_E(samples) + held_E
+        return int(live_E.max()) if live_E.size else 0
+
+
+def line(small: MemoryTrace, large: MemoryTrace) -> MemoryLine:
+    """Return the line through two traces; through their peaks alone where they differ in more than sizes.
+
+    So does a pass that takes other operations for other sizes. Of one size twice it is a multiple of the samples.
+    """
+    a, b = small, large
+    if len(a.live_E) != len(b.live_E) or a.made != b.made:
+        ends = tuple((1, i) for _, i in b.made)
+        a, b = (MemoryTrace(t.samples, np.array([t.live_E.max(initial=0)]), ends) for t in (a, b))
+    if a.samples == b.samples:
+        return MemoryLine(np.zeros(len(b.live_E)), b.live_E / max(1, b.samples), b.made)
+    slope_E = (b.live_E - a.live_E) / float(b.samples - a.samples)
+    return MemoryLine(a.live_E - a.samples * slope_E, slope_E, b.made)
+
+
+def first_copies(made: Sequence[tuple[int, int]], n_events: int, param_bytes: Sequence[int],
+                 groups: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return int64 (E,): bytes of gradients that wait at each moment until all of their group have been made.
+
+    ``groups``: parameters by bucket: when the last of a bucket is there, all are copied into it and let go. Without
+    groups gradients stay. The last group is taken in when backward has ended.
+    """
+    held_E = np.zeros(n_events + 1, np.int64)
+    group_of = {i: g for g, group in enumerate(groups) for i in group}
+    missing = [set(group) for group in groups]
+    waiting = [0] * len(groups)
+    for at, i in made:
+        held_E[min(at, n_events)] += param_bytes[i]
+        if i not in group_of:
+            continue
+        g = group_of[i]
+        waiting[g] += param_bytes[i]
+        missing[g].discard(i)
+        if not missing[g] and g + 1 < len(groups):  # let go after the next allocation at the earliest
+            held_E[min(at + 1, n_events)] -= waiting[g]
+    found_E: np.ndarray = np.cumsum(held_E)[:n_events] if n_events else held_E[:0]
+    return found_E

@@ -13,10 +13,9 @@ from hvdtrain.config import Config
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.units import Footprint, format_bytes
-from hvdtrain.planning.memory import knapsack
-from hvdtrain.planning.memory.facts import MemoryFacts
-from hvdtrain.planning.memory.forecast import MARGIN, forecast
-from hvdtrain.planning.memory.knapsack import RematChoice
+from hvdtrain.planning.memory import fit
+from hvdtrain.planning.memory.fit import RematChoice
+from hvdtrain.planning.memory.forecast import MARGIN, MemoryFacts, forecast
 
 LEAST_PART = 0.01
 """Part of what a rank holds that an option has to save to be worth a line."""
@@ -160,12 +159,12 @@ def ranked(found: Sequence[Option], now_P: Sequence[Footprint], free_P: Sequence
 def costs(facts: MemoryFacts, micro_batch: int) -> list[BlockCost]:
     """Return what recomputing each block saves and costs with so many samples; fragmentation is saved along."""
     measured = facts.measured
-    return knapsack.scaled(measured.blocks, micro_batch / measured.block_samples, MARGIN[facts.model.framework])
+    return fit.scaled(measured.blocks, micro_batch / measured.block_samples, MARGIN[facts.model.framework])
 
 
 def choice(facts: MemoryFacts, free: int | None) -> RematChoice:
     """Return the cheapest blocks that bring what this rank holds down to ``free`` bytes; None: there is room."""
-    return knapsack.cheapest(costs(facts, facts.rank.micro_batch), forecast(facts).total,
+    return fit.cheapest(costs(facts, facts.rank.micro_batch), forecast(facts).total,
                              sys.maxsize if free is None else free)
 
 

@@ -1,4 +1,4 @@
-"""What a section of the page is made of: charts, bars, tables, each drawn by the template's macro of its ``kind``."""
+"""Blocks of a section of the page: charts, bars, tables, each drawn by the template's macro of its ``kind``."""
 
 from __future__ import annotations
 

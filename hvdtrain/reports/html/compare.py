@@ -23,7 +23,7 @@ MOST = 8
 
 @dataclass(frozen=True)
 class Side:
-    """One of the runs: what stands in its column."""
+    """Column of one run."""
 
     name: str
     color: str
@@ -34,7 +34,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Compared:
-    """The page of several runs."""
+    """Page of several runs."""
 
     headline: str
     sides: list[Side]
@@ -53,7 +53,7 @@ def compare(runs: Sequence[RunFacts]) -> Compared:
 
 
 def _names(runs: Sequence[RunFacts]) -> list[str]:
-    """Short names that differ: a directory's name, with its parents' as far as it takes."""
+    """Return short names that differ: a directory's name, with its parents' as far as it takes."""
     for parts in range(1, 4):
         names = ["/".join(one.path.parts[-parts:]) for one in runs]
         if len(set(names)) == len(names):
@@ -62,14 +62,14 @@ def _names(runs: Sequence[RunFacts]) -> list[str]:
 
 
 def _speed(facts: RunFacts) -> float:
-    """Samples a second, the mean of what is recorded of the second half of the steps that stand; NaN: not known."""
+    """Return samples a second, the mean over the second half of the recorded steps; NaN: not known."""
     _, values = standing(facts, "samples_per_s")
     late = [value for value in values[len(values) // 2:] if value == value]
     return sum(late) / len(late) if late else math.nan
 
 
 def _sentence(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
-    """How the runs differ most plainly: in speed."""
+    """Return the headline: the runs compared by speed."""
     speeds = [_speed(one) for one in runs]
     known = [i for i, speed in enumerate(speeds) if speed > 0]
     same = len({(one.start.get("model"), words_of(one.config.get("data"))) for one in runs}) == 1
@@ -83,7 +83,7 @@ def _sentence(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
 
 
 def _numbers(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
-    """The top numbers of each run, row by row."""
+    """Return the top numbers of each run, row by row."""
     tiles = [{tile.name: tile.value for tile in headline.tiles(one)} for one in runs]
     for row, one in zip(tiles, runs):
         row["speed, later half"] = f"{short(_speed(one))} samples/s"
@@ -93,7 +93,7 @@ def _numbers(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
 
 
 def _curves(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
-    """Each curve once, with a line for each run."""
+    """Return each curve once, with a line for each run."""
     charts: list[Chart | None] = []
     for column, title, unit, zero in (
         ("loss", "Training loss", "", False),
@@ -111,7 +111,7 @@ def _curves(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
 
 
 def _seconds(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
-    """All ranks' time by cause, as parts of each run's whole."""
+    """Return all ranks' time by cause, in percent of each run's."""
     rows, used = [], set()
     for name, one in zip(names, runs):
         if one.spent.basis == "seconds" and one.spent.all_s > 0:
@@ -131,7 +131,7 @@ def _seconds(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
 
 
 def _settings(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
-    """The keys that the runs were given otherwise."""
+    """Return the keys that differ between the runs."""
     configs = [dict(flat(one.config)) for one in runs]
     keys = sorted({key for config in configs for key in config})
     rows = [[key, *("" if key not in config else words_of(config[key]) for config in configs)] for key in keys

@@ -39,7 +39,7 @@ class Axis:
 
 def linear(low: float, high: float, zero: bool = False, about: int = 4,
            words: Callable[[float], str] = short) -> Axis:
-    """An axis that holds ``low`` to ``high``, ending at ticks; ``zero``: it begins at 0."""
+    """Return an axis that holds ``low`` to ``high``, ending at ticks; ``zero``: it begins at 0."""
     if not (math.isfinite(low) and math.isfinite(high)):
         low, high = 0.0, 1.0
     low = min(0.0, low) if zero else low
@@ -54,7 +54,7 @@ def linear(low: float, high: float, zero: bool = False, about: int = 4,
 
 
 def along(low: float, high: float, about: int = 5, words: Callable[[float], str] = short) -> Axis:
-    """An axis from exactly ``low`` to exactly ``high``, ticks at round numbers between."""
+    """Return an axis from exactly ``low`` to exactly ``high``, ticks at round numbers between."""
     if not high > low:
         low, high = low - 0.5, low + 0.5
     step = round_step((high - low) / about)
@@ -64,7 +64,7 @@ def along(low: float, high: float, about: int = 5, words: Callable[[float], str]
 
 
 def logarithmic(low: float, high: float) -> Axis:
-    """A logarithmic axis; ticks at 1, 2 and 5 times powers of ten, or fewer where there are many."""
+    """Return a logarithmic axis; ticks at 1, 2 and 5 times powers of ten, or fewer where there are many."""
     low, high = low / 1.1, high * 1.1
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     wide = last - first
@@ -76,7 +76,7 @@ def logarithmic(low: float, high: float) -> Axis:
 
 
 def fitting(low: float, high: float, zero: bool) -> Axis:
-    """The axis for a curve's values: from 0 where asked for, logarithmic where they are positive and far apart."""
+    """Return the axis for a curve's values: from 0 with ``zero``, logarithmic where they are positive and far apart."""
     if not zero and low > 0 and high > WIDE * low:
         return logarithmic(low, high)
     return linear(low, high, zero)
@@ -115,7 +115,7 @@ def clock_words(seconds: float) -> str:
 
 
 def _clean(value: float, step: float) -> float:
-    """A multiple of ``step`` without the rounding of its sum."""
+    """Return a multiple of ``step`` without the rounding of its sum."""
     return round(value, max(0, 2 - math.floor(math.log10(step))))
 
 
@@ -238,7 +238,7 @@ def path(points: Sequence[tuple[float, float] | None]) -> str:
 
 
 def _band(drawn: Chart, x: np.ndarray, low: np.ndarray, high: np.ndarray) -> str:
-    """A closed path between least and greatest, for each stretch without NaN."""
+    """Return a closed path between least and greatest, for each stretch without NaN."""
     upper = [place(drawn, a, b) for a, b in zip(x, high)]
     lower = [place(drawn, a, b) for a, b in zip(x, low)]
     words, begin = [], 0
@@ -252,5 +252,5 @@ def _band(drawn: Chart, x: np.ndarray, low: np.ndarray, high: np.ndarray) -> str
 
 
 def _digits(value: float) -> float | None:
-    """A number short enough for a page; None for NaN."""
+    """Return a number short enough for a page; None for NaN."""
     return float(f"{value:.5g}") if math.isfinite(value) else None

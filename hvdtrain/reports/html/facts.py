@@ -63,12 +63,12 @@ class RunFacts:
 
     @cached_property
     def begin_s(self) -> float:
-        """When the first attempt began, unix seconds; NaN where nothing did."""
+        """Return the begin of the first attempt, unix seconds; NaN without one."""
         return min((one.begin_s for one in self.attempts), default=math.nan)
 
     @cached_property
     def end_s(self) -> float:
-        """When the run ended, or was heard of last."""
+        """Return the end of the run, or its last sign of life."""
         if self.alive:
             return self.looked_s
         return max((one.end_s for one in self.attempts), default=math.nan)
@@ -130,7 +130,7 @@ class RunFacts:
 
     @cached_property
     def spent(self) -> TimeBreakdown:
-        """Where the ranks' seconds went."""
+        """Return the time breakdown of the ranks."""
         return add_up(self.log)
 
     @cached_property
@@ -215,7 +215,7 @@ def _checkpoints(run: RunDirectory) -> list[tuple[int, float, int]]:
 
 
 def _alive(path: Path, log: Log) -> bool:
-    """Whether the run goes on: its rank 0, if it is on this machine, holds the run's directory open for its lock.
+    """Return whether the run is under way: its rank 0, if on this host, holds the run's directory open for its lock.
 
     Elsewhere a log that was written a moment ago counts. Never by taking the lock: a job that starts would be refused.
     """
@@ -230,7 +230,7 @@ def _alive(path: Path, log: Log) -> bool:
 
 
 def _here(environment: Mapping[str, Any]) -> bool:
-    """Whether rank 0 ran on this machine, as far as is known."""
+    """Return whether rank 0 ran on this host, as far as is known."""
     import platform
 
     first = by_rank(environment.get("hosts"), "", 1)[0]
@@ -273,5 +273,5 @@ def flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def words_of(value: Any) -> str:
-    """A value of a configuration as it is written in YAML's short form."""
+    """Return a value of a configuration as it is written in YAML's short form."""
     return cut(json.dumps(value, default=str, ensure_ascii=False) if not isinstance(value, str) else value or '""', 200)

@@ -78,7 +78,7 @@ def tiles(facts: RunFacts) -> list[Tile]:
 
 
 def _mean_speed(facts: RunFacts) -> float:
-    """Samples a second over all recorded steps: each record stands for as many samples, so times are averaged."""
+    """Return samples a second over all recorded steps: records stand for equal numbers, so times are averaged."""
     speed = facts.log.steps["samples_per_s"]
     known = speed[np.isfinite(speed) & (speed > 0)]
     return float(len(known) / np.sum(1.0 / known)) if len(known) else math.nan
@@ -91,7 +91,7 @@ def _ranks_time(facts: RunFacts) -> str:
 
 
 def _peak(facts: RunFacts) -> float:
-    """The most bytes that a rank is known to have held."""
+    """Return the most bytes that a rank is known to have held."""
     memory = facts.log.last("end").get("memory")
     peaks = memory.get("peak") if isinstance(memory, dict) else None
     values = [number(one) for one in peaks] if isinstance(peaks, list) else []
@@ -153,7 +153,7 @@ def _where(facts: RunFacts) -> str:
 
 
 def _left(facts: RunFacts) -> str:
-    """What is left, at the pace of the latest attempt."""
+    """Return the time that is left, at the pace of the latest attempt."""
     last = facts.attempts[-1]
     done, left = last.step_end - max(0, last.step_begin), facts.steps - last.step_end
     ran_s = last.seen_s - last.trained_s

@@ -31,7 +31,7 @@ BEFORE_START = ("environment", "clocks", "note", "memory_fit", "compile", "compr
 
 @dataclass(frozen=True)
 class LogRecord:
-    """One record but a step's: ``order``: how many "start" records came before it, its own included."""
+    """A record but a step's: ``order``: how many "start" records came before it, its own included."""
 
     name: str
     time_s: float
@@ -105,7 +105,7 @@ def _belongs(events: list[LogRecord], step: int, order: int) -> None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None where there is none."""
+    """Return the record in a line; None where there is none."""
     try:
         record = json.loads(str(line, "utf-8"))
     except (ValueError, RecursionError):
@@ -129,7 +129,7 @@ ENDED = re.compile(r"rank (\d+) on (?:host )?(\S+), ended(?:, in step (\d+))?(?:
 
 @dataclass
 class RunAttempt:
-    """One start of a run. Times are unix seconds; steps -1 and ``rank`` -1: not known.
+    """A start of a run. Times are unix seconds; steps -1 and ``rank`` -1: not known.
 
     ``trained_s``: when training began in it, NaN where it never did; ``seen_s``: of its last record. ``cause``: ""
     where nobody wrote down why it ended. ``parts``: seconds of its start and end by part, as the supervisor found them.
@@ -154,19 +154,19 @@ class RunAttempt:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it came to the end it was meant to come to."""
+        """Return whether it ended as intended."""
         return self.cause in ("done", "requeue")
 
     @property
     def fault_s(self) -> float:
-        """When what ended it badly happened: before its supervisor noticed it, as far as that is known."""
+        """Return the time of the failure: before the supervisor noticed it, as far as that is known."""
         notice_s = self.parts.get("notice", 0.0)
         found = self.end_s - notice_s - self.parts.get("kill", 0.0) if notice_s > 0 else self.end_s
         return max(self.begin_s, found)
 
     @property
     def fault(self) -> str:
-        """Why it ended, in a few words."""
+        """Return the cause of its end in a few words."""
         return FAULTS.get(self.cause, self.cause)
 
 
@@ -194,7 +194,7 @@ def find(log: Log, history: Sequence[Mapping[str, Any]]) -> list[RunAttempt]:
 
 
 def _of_history(row: Mapping[str, Any]) -> RunAttempt:
-    """A supervisor's line about an attempt that has ended."""
+    """Return the attempt of a line of the supervisor's history."""
     seconds = row.get("seconds") if isinstance(row.get("seconds"), dict) else {}
     assert isinstance(seconds, dict)
     begin_s, ran_s = number(row.get("time")), number(seconds.get("ran"))
@@ -241,7 +241,7 @@ def _fill(one: RunAttempt, log: Log) -> None:
 
 
 def _why(one: RunAttempt, events: Sequence[LogRecord]) -> None:
-    """The cause in the attempt's own records; "" where it has none."""
+    """Take the cause from the attempt's own records, where they have one."""
     for event in reversed(events):
         if event.name == "end":
             stop = cut(event.values.get("stop") or "")
@@ -254,7 +254,7 @@ def _why(one: RunAttempt, events: Sequence[LogRecord]) -> None:
 
 
 def _kind(error: str) -> str:
-    """The kind of cause that the words of a "failed" record tell; one of `FAULTS`."""
+    """Return the kind of cause of a "failed" record; one of `FAULTS`."""
     return "silent" if error == SILENT else "interrupted" if error.startswith("KeyboardInterrupt") else "exception"
 
 

@@ -86,7 +86,7 @@ def _render(template: str, live: bool, **values: Any) -> str:
 
 @lru_cache
 def _environment() -> Any:
-    """The templates, with everything escaped that comes from files."""
+    """Return the templates, with everything escaped that comes from files."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

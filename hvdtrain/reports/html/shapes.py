@@ -46,7 +46,7 @@ class Areas:
 
 def bar(label: str, parts: Mapping[str, float], full: float, words: Mapping[str, str], total: str,
         small: str = "", mark: float = -1.0) -> StackedBar:
-    """A bar whose whole width is ``full``, of ``parts`` in their order; those that are 0 are left out.
+    """Return a bar whose whole width is ``full``, of ``parts`` in their order; those that are 0 are left out.
 
     A part too narrow to be seen is drawn `SEEN` wide, at the cost of the widest one.
     """
@@ -229,7 +229,7 @@ class TimeAxis:
         return before[3]
 
     def breaks(self) -> list[TimelineSpan]:
-        """The pauses that are cut short."""
+        """Return the pauses that are cut short."""
         return [TimelineSpan(one[3], two[2] - one[3], "break", f"nothing ran for {duration(two[0] - one[1])}",
                      f"{duration(two[0] - one[1])} later") for one, two in zip(self.pieces, self.pieces[1:])]
 

@@ -27,7 +27,7 @@ CAUSE_WORDS = {
 
 
 class Answer(NamedTuple):
-    """What is said, its tone ("good", "bad", "warn" or "") and one line each below it."""
+    """Text of an answer, its tone ("good", "bad", "warn" or "") and one line each below it."""
 
     answer: str
     tone: str = ""
@@ -50,7 +50,7 @@ def tell(facts: RunFacts) -> list[Chapter]:
 
 
 def _told(question: str, tell_it: Callable[[RunFacts], Answer], facts: RunFacts) -> Chapter:
-    """A chapter; where the records are too odd for it, one that says so: a page must come of any crash."""
+    """Return a chapter; where the records are too odd for it, one that says so: a page must come of any crash."""
     try:
         answer = tell_it(facts)
     except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
@@ -92,7 +92,7 @@ def _cost(facts: RunFacts) -> Answer:
 
 
 def _shares(spent: TimeBreakdown) -> str:
-    """What the recorded time went to, in percent of it that add up to 100."""
+    """Return the breakdown of the recorded time, in percent that add up to 100."""
     useful = spent.part(*USEFUL)
     rest = sorted(((c, spent.part(c)) for c in spent.total if c not in (*USEFUL, "other")), key=lambda one: -one[1])
     top = [(CAUSE_WORDS.get(c, c), part) for c, part in rest if part >= 1.0][:3]
@@ -104,7 +104,7 @@ def _shares(spent: TimeBreakdown) -> str:
 
 
 def _held_up(facts: RunFacts) -> Answer:
-    """Who was waited for, and what that cost."""
+    """Name the straggler and its cost."""
     spent = facts.spent
     if facts.ranks == 1 and max((one.ranks for one in facts.attempts), default=1) <= 1:
         return Answer("Nobody: there was one rank.", "good")
@@ -202,7 +202,7 @@ def _wrong(facts: RunFacts) -> Answer:
 
 
 def _bad_end(facts: RunFacts, one: RunAttempt) -> str:
-    """The one bad end of a run, and whether it went on, in plain words."""
+    """Return the one bad end of a run, and whether it went on, in plain words."""
     where = f"At step {one.step_end:,}" if one.step_end >= 0 else "Before the first step"
     who = f" ({facts.who(one.rank)})" if one.rank >= 0 and f"rank {one.rank}" not in one.words else ""
     what = "ended badly" if one.cause else "ended without a message"
@@ -217,7 +217,7 @@ def _bad_end(facts: RunFacts, one: RunAttempt) -> str:
 
 
 def _fault(one: RunAttempt) -> str:
-    """An attempt's bad end in a sentence."""
+    """Return an attempt's bad end in a sentence."""
     after = f"after {duration(one.end_s - one.begin_s)}"
     where = f" at step {one.step_end:,}" if one.step_end >= 0 else " before its first step"
     what = f"{one.fault}: {one.words}" if one.cause else "it ended without a message"
@@ -295,7 +295,7 @@ def give(facts: RunFacts) -> list[str]:
 
 
 def _about_deaths(facts: RunFacts) -> list[str]:
-    """Where to look for what killed ranks, the latest first."""
+    """Say where to look for what killed ranks, the latest first."""
     found = []
     for one in reversed(facts.attempts):
         if one.cause == "lost" and one.rank >= 0 and ("killed" in one.words or "without a message" in one.words):
@@ -307,7 +307,7 @@ def _about_deaths(facts: RunFacts) -> list[str]:
 
 
 def _about_the_end(facts: RunFacts) -> list[str]:
-    """What the last attempt's end asks for, where it was not a good one."""
+    """Say what to do about the last attempt's failure."""
     last = facts.attempts[-1] if facts.attempts else None
     if last is None or facts.completed is not None or facts.alive:
         return []

@@ -1,1 +1,1 @@
-"""What a person sees while a run goes on: whose terminal it is, the line that is drawn on it, and words for silence."""
+"""Progress of a run on a terminal or as plain lines, and announcements of long phases."""

@@ -1,4 +1,4 @@
-"""Lays the one line of progress out for a terminal of any width. Pure.
+"""Layout of the line of progress for a terminal of any width. Pure.
 
 The line fills the width to its last column: what others write after it, such as the words of a rank that fails, then
 begins on a line of its own.
@@ -20,7 +20,7 @@ Styled = tuple[str, str]
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands: ``step`` of ``total`` (None: not known), and what a person wants to know beside it.
+    """Position of a run: ``step`` of ``total`` (None: not known), and what else the line shows.
 
     ``epoch``: whole epochs before. ``percent``: of the sum of solo speeds, None for one rank. ``left_s``: seconds.
     """
@@ -81,7 +81,7 @@ def silent(doing: str, columns: int, beat: int) -> list[Styled]:
 
 
 def _pieces(s: Standing, doing: str, brief: bool) -> list[_Piece]:
-    """What is to be said, in order: all that is known."""
+    """Return the pieces of the line in order, all that is known."""
     found = [_Piece(2, f"{'ep' if brief else 'epoch'} {min(s.epoch + 1, s.epochs)}/{s.epochs}", "bold")]
     found += [_Piece(4, "", "green", bar=True)] if s.total else []
     found.append(_Piece(9, f"{s.step}/{s.total}" if s.total else f"step {s.step}", ""))
@@ -104,7 +104,7 @@ def _width(pieces: list[_Piece]) -> int:
 
 
 def _filled(s: Standing, pieces: list[_Piece], room: int) -> list[Styled]:
-    """The pieces with gaps between; the bar, or blanks at the end, take the ``room`` that is left."""
+    """Return the pieces with gaps between; the bar, or blanks at the end, take the ``room`` that is left."""
     out: list[Styled] = []
     for piece in pieces:
         out += [(GAP, "")] if out else []
@@ -119,7 +119,7 @@ def _filled(s: Standing, pieces: list[_Piece], room: int) -> list[Styled]:
 
 
 def _cut(styled: list[Styled], columns: int) -> list[Styled]:
-    """The first ``columns`` characters."""
+    """Return the first ``columns`` characters."""
     out: list[Styled] = []
     for text, style in styled:
         out.append((text[:columns], style))

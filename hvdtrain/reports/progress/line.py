@@ -1,26 +1,53 @@
-"""One line at the bottom of a terminal that is drawn anew, with what is printed meanwhile above it.
+"""The line of progress at the bottom of a terminal; what is printed meanwhile appears above it.
 
-Owns the drawing, by rich, from two threads: the run's, and that which tells what a silent run does.
+Owns the drawing, by rich, from two threads: the run's, and that which announces the phase of a silent run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
+from hvdtrain.core.terminal import Stdout
 from hvdtrain.reports.progress import layout
-from hvdtrain.reports.progress.terminal import Terminal
 
 LOCK_S = 1.0
 """Longest wait for the other thread to end its drawing before a run's last words."""
 
 
+class OwnTerminal(Stdout):
+    """This process' standard output."""
+
+    def columns(self) -> int:
+        """Return its width now; 80 where it does not tell."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        return 80
+
+
+def line_terminal(kind: str, launched: bool, env: Mapping[str, str] = os.environ) -> OwnTerminal | None:
+    """Return the terminal for config ``progress`` of ``kind``; None where lines are to be printed, or nothing.
+
+    "rich" draws also where no terminal is found. ``launched``: mpirun gives ranks pseudo-terminals even where its own
+    output goes to a file.
+    """
+    own = OwnTerminal()
+    return own if kind == "rich" or kind == "auto" and not launched and moves(env) and own.isatty() else None
+
+
+def moves(env: Mapping[str, str]) -> bool:
+    """Return whether a line can be redrawn here, by ``TERM`` and ``CI`` (whose terminals only feed a log)."""
+    return env.get("TERM", "") not in ("", "dumb", "unknown") and env.get("CI", "").lower() not in ("1", "true")
+
+
 class Line:
     """A line on ``terminal``. It shows ``standing`` and ``doing`` (either may be absent), when `draw` is called."""
 
-    def __init__(self, terminal: Terminal) -> None:
+    def __init__(self, terminal: OwnTerminal) -> None:
         self.standing: layout.Standing | None = None
         self.doing = ""
         self._terminal = terminal
@@ -63,7 +90,6 @@ class Line:
         try:
             self._closed = True
             self._stop()
-            self._terminal.close()
         finally:
             if held:
                 self._lock.release()
@@ -97,7 +123,7 @@ def _text(pieces: list[layout.Styled]) -> Any:
 
 
 def _on_terminal(stream: Any) -> bool:
-    """Whether a stream leads to a terminal itself: only then may rich print for it there."""
+    """Return whether a stream leads to a terminal: only then may rich print for it there."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return bool(stream.isatty())
     return False

@@ -1,4 +1,4 @@
-"""What a person sees of a run's steps: one line that moves on a terminal, plain lines elsewhere; rank 0 only.
+"""Reports of a run's steps: a line that moves on a terminal, plain lines elsewhere; rank 0 only.
 
 Owns what of the records is shown, and the time that is left. `hvdtrain.reports.progress` owns the terminal and the
 line, and tells what a run does while it makes no steps.
@@ -17,8 +17,7 @@ from hvdtrain.core.protocols import Record, Report
 from hvdtrain.core.terminal import say
 from hvdtrain.reports.progress import silence
 from hvdtrain.reports.progress.layout import Standing
-from hvdtrain.reports.progress.line import Line
-from hvdtrain.reports.progress.terminal import line_terminal
+from hvdtrain.reports.progress.line import Line, line_terminal
 
 OVER_S = 60.0
 """The time that is left is reckoned from the speed of so many seconds, evaluations and saves with it."""
@@ -27,8 +26,7 @@ OVER_S = 60.0
 def make(config: Config, launched: bool) -> list[Report]:
     """Return the progress reports for config ``progress``.
 
-    ``auto`` draws a line on a terminal: this process' own, or under a launcher (``launched``) the launcher's, since
-    mpirun gives ranks pseudo-terminals even where its own output goes to a file. Elsewhere it prints lines.
+    ``auto`` draws a line on this process' terminal; under a launcher (``launched``) and elsewhere it prints lines.
     """
     if config.progress == "off":
         return []
@@ -48,7 +46,7 @@ def _loss(loss: float) -> str:
 
 
 def _used(percent: float | None) -> str:
-    """What part of the ranks' solo speeds the run reaches, where there are several."""
+    """Return the scaling efficiency, where there are several ranks."""
     return "" if percent is None else f"{percent:.0f} % of solo"
 
 
@@ -62,8 +60,7 @@ def say_parts(*parts: str) -> None:
 
 
 class Remaining:
-    """How long a run still takes, from its last `OVER_S` seconds; the first step, which traces and compiles, is left
-    out as soon as there is another one."""
+    """Estimate of the time left, from the last `OVER_S` seconds, without the first step, which traces and compiles."""
 
     def __init__(self, total: int | None) -> None:
         self._total = total
@@ -83,7 +80,7 @@ class Remaining:
 
 
 class _Shown:
-    """What both ways of showing progress share: they take records by their event."""
+    """Base of both: shows records by a method for each event."""
 
     at_once = True
     every = ""
@@ -116,7 +113,7 @@ class PlainProgress(_Shown):
         self.every = f"{seconds} s"
 
     def _step(self, record: Record, v: dict[str, Any]) -> None:
-        """Where the run is and when it should end."""
+        """Print the step and the time left."""
         where = f"step {record.step}" + (f"/{self._total}" if self._total else "")
         left_s = self._remaining.after(record.step)
         eta = "" if left_s is None else f"eta {datetime.timedelta(seconds=round(left_s))}"
@@ -124,13 +121,13 @@ class PlainProgress(_Shown):
                   _rate(v["samples_per_s"]), _used(v["percent_of_solo"]), eta)
 
     def _eval(self, record: Record, v: dict[str, Any]) -> None:
-        """Metrics of the evaluation data."""
+        """Print the metrics of an evaluation."""
         say_parts(f"epoch {v['epoch']}/{self._epochs}", f"step {record.step}", f"test {_metrics(v['metrics'])}",
                   _rate(v["samples_per_s"]))
 
 
 class ProgressBar(_Shown):
-    """One line that moves, on ``line``'s terminal; evaluations are printed above it."""
+    """Draws the line of progress on ``line``'s terminal; evaluations are printed above it."""
 
     every = "0.2 s"
 

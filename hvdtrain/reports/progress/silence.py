@@ -1,9 +1,7 @@
-"""Tells what a run does, and since when, where it has been silent for over 3 s: its start, the first graph, a probe.
+"""Announce phases longer than 3 s with their duration: the start, the first graph, a probe.
 
-Owns the thread on rank 0 that looks twice a second whether the run's phase (`hvdtrain.cluster.liveness.pulse`) stands
-still, and when it speaks: on a terminal a line that counts seconds, elsewhere plain lines, seldomer the longer it
-lasts, and what a phase that was spoken of has taken. It does nothing while steps are made, and says nothing after a
-run's last words.
+Owns the thread on rank 0 that checks the run's phase (`hvdtrain.cluster.liveness.pulse`) twice a second. It is silent
+while steps are made and after a run's last message.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.terminal import say
 from hvdtrain.reports.progress.layout import clock
-from hvdtrain.reports.progress.line import Line
-from hvdtrain.reports.progress.terminal import line_terminal
+from hvdtrain.reports.progress.line import Line, line_terminal
 
 SILENT_S = 3.0
 LOOK_S = 0.5
@@ -190,7 +187,7 @@ class Watch:
 
 
 class _Pace:
-    """How long steps take, as seen twice a second; ``moved``: when a new step was seen last, 0: never."""
+    """Duration of steps, as seen twice a second; ``moved``: when a new step was seen last, 0: never."""
 
     def __init__(self) -> None:
         self.steps = 0

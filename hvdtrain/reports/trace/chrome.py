@@ -32,7 +32,7 @@ MOST_ROWS = 1000
 
 @dataclass
 class RankTrace:
-    """What one rank did: its ``spans`` by its own clock. ``host``: its name. ``dropped``: spans without room.
+    """Trace of one rank: its ``spans`` by its own clock. ``host``: its name. ``dropped``: spans without room.
 
     ``profiler_within_s``: how far events of the framework's profiler may be off by the rank's own clock.
     """
@@ -75,7 +75,7 @@ def _named(kind: str, pid: int, tid: int, name: str, index: int) -> list[dict[st
 
 
 def _short(value: Any) -> Any:
-    """A number as it is, anything else as a text of bounded length."""
+    """Return a number as it is, anything else as a text of bounded length."""
     return value if isinstance(value, (int, float)) else str(value)[:LONGEST_TEXT]
 
 

@@ -1,4 +1,4 @@
-"""What a trace says: how much of the exchange ran beside computing, and which chain of work made a step last. Pure.
+"""Summary of a trace: the overlap of exchange and computing, and the critical path of a step. Pure.
 
 An exchange is paired over the ranks by its name and by how often the name came before: all ranks enter the same ones in
 one order (law 5). It begins when the last rank has handed over its part. Before that it is waiting for that rank.
@@ -26,7 +26,7 @@ Interval = tuple[float, float]
 
 
 class Activity(NamedTuple):
-    """What a main thread did from ``begin_s`` to ``end_s``; ``key``: the exchange it stood in, or None."""
+    """Work of a main thread from ``begin_s`` to ``end_s``; ``key``: the exchange it stood in, or None."""
 
     begin_s: float
     end_s: float
@@ -36,7 +36,7 @@ class Activity(NamedTuple):
 
 
 class RankActivity(NamedTuple):
-    """One rank's window on the common axis: ``pieces`` in order without overlaps; ``entered``, ``left``: by exchange,
+    """A rank's window on the common axis: ``pieces`` in order without overlaps; ``entered``, ``left``: by exchange,
     when the rank handed over its part and when it had the result; ``sent``: those of gradients, and whether they may go
     on beside other work; ``computing``: when."""
 

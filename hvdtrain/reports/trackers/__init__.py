@@ -1,4 +1,4 @@
-"""What hands a run's records on to other tools: key ``trackers``, a file each, on rank 0 alone.
+"""Trackers hand a run's records on to other tools: key ``trackers``, a file each, on rank 0 alone.
 
 Owns the names that the key takes, and what is asked of them before a run starts. A file here has a class of its name
 (``Csv`` in csv.py), a `hvdtrain.core.protocols.Tracker` made from the run and what stands after a colon; ``MODULE`` and
@@ -91,7 +91,7 @@ def _beside(run: ReportedRun, text: str) -> Report:
 
 
 def _own(run: ReportedRun, text: str) -> Tracker:
-    """A tracker of the user's."""
+    """Return a tracker of the user's."""
     made: Any = load_callable(text, "trackers")(run)
     if not (callable(getattr(made, "write", None)) and callable(getattr(made, "close", None))):
         raise TypeError(f"it gave a {type(made).__name__}, not what has write(record) and close()")
@@ -103,7 +103,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _installed(module: str) -> bool:
-    """Whether ``module`` can be imported; a mere folder of that name, such as W&B leaves, is none."""
+    """Return whether ``module`` can be imported; a mere folder of that name, such as W&B leaves, is none."""
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None
 

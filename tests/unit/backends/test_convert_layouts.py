@@ -46,7 +46,7 @@ def layer(kind, shapes, name="a", said="", **more):
 
 
 def models(*kinds, names=None, keras_names=None):
-    """A torch and a Keras model of these kinds of layers."""
+    """Return a torch and a Keras model of these kinds of layers."""
     names = names or [f"layer_{i}" for i in range(len(kinds))]
     sides = [tuple(layer(kind, SHAPES[kind][side], name) for kind, name in zip(kinds, those))
              for side, those in ((0, names), (1, keras_names or names))]

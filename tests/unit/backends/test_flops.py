@@ -1,4 +1,5 @@
-"""Operations of a sample and the part of a peak that a run uses: alike in both frameworks, and told only if known."""
+"""Operations of a sample and the share of a peak that a run uses: the same in both frameworks, printed only if known.
+"""
 
 import doctest
 import math
@@ -22,7 +23,7 @@ DATA = {"gpt": (DRAW.integers(0, 6, (8, 4)), DRAW.integers(0, 6, (8, 4))),
 
 
 def trained(given, data, **keys):
-    """A run of a few steps on a device of a billion operations a second."""
+    """Return a run of a few steps on a device of a billion operations a second."""
     keys = {"epochs": 1, "global_batch": 4, "metrics": [], "peak_tflops": [1e-3], **keys}
     return fitted(solo(config(**keys), given, data))
 

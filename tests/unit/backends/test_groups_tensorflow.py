@@ -1,4 +1,4 @@
-"""Parameter groups and optimizers that a Keras model's file gives on TensorFlow: a plain loop's curve, on any ranks."""
+"""Parameter groups and optimizers that a Keras model's file gives on TensorFlow: a plain loop's results, any ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made(rate=0.05):
 
 
 def by_hand(opt, rate=lambda step: 1.0):
-    """What a plain loop trains, with ``rate(step)`` times the rate."""
+    """Return the results of a plain loop, with ``rate(step)`` times the rate."""
     model = grouped_keras.build()
     opt.exclude_from_weight_decay([v for v in model.trainable_variables if len(v.shape) < 2])
     x, y = (tf.constant(a) for a in DATA)

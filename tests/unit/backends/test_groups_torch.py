@@ -1,4 +1,5 @@
-"""Parameter groups and optimizers that a PyTorch model's file gives: a plain loop's curve, any ranks, and refusals."""
+"""Parameter groups and optimizers that a PyTorch model's file gives: a plain loop's results, any ranks, and refusals.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ def one_thread():
 
 
 def groups_of(model):
-    """The groups of `grouped_torch`, with the rest, for torch.optim itself."""
+    """Return the groups of `grouped_torch`, with the rest, for torch.optim itself."""
     small, head = grouped_torch.parameter_groups(model)
     rest = [p for p in model.parameters() if p.ndim > 1 and p is not model.head.weight]
     return [small, head, {"params": rest}]
 
 
 def by_hand(make, rate=lambda step: 1.0, steps=8):
-    """What a plain loop trains, with ``rate(step)`` times each group's rate."""
+    """Return the results of a plain loop, with ``rate(step)`` times each group's rate."""
     model = grouped_torch.build()
     opt = make(groups_of(model))
     own = [group["lr"] for group in opt.param_groups]
@@ -59,7 +60,7 @@ def by_hand(make, rate=lambda step: 1.0, steps=8):
 
 
 def of_file(model, config):
-    """A file's own optimizer, with groups of its own."""
+    """Return a file's own optimizer, with groups of its own."""
     return torch.optim.Adagrad(groups_of(model), lr=torch.tensor(config.lr), weight_decay=0.1,
                                initial_accumulator_value=0.1)
 
@@ -88,7 +89,7 @@ def test_training_is_that_of_a_plain_loop(named, make, monkeypatch):
 
 
 def held(runs):
-    """(weights, moments) by name, of all ranks; each the same wherever two have it."""
+    """Return (weights, moments) by name, of all ranks; each the same wherever two have it."""
     found = {}
     for run in runs:
         parts = run.parts.state.state()[0]

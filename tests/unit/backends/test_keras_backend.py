@@ -1,4 +1,4 @@
-"""Which framework a Keras model belongs to: made-up modules stand for Keras, no framework is imported."""
+"""Framework of a Keras model: made-up modules replace Keras, no framework is imported."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""What Keras cannot write is told before the first step, and never costs the weights."""
+"""Parts of a Keras model that it cannot write are reported before the first step, and never cost the weights."""
 
 import os
 

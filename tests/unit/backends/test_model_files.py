@@ -1,4 +1,4 @@
-"""Which functions of a model file count: those of the file that was named, and none that only happen to be there."""
+"""Functions of a model file that count: those of the named file, and none that only happen to be there."""
 
 import sys
 from dataclasses import replace

@@ -34,7 +34,7 @@ def plain():
 
 
 def half():
-    """A model with one compiled layer inside of DataParallel, as a model in a model may come."""
+    """Return a model with one compiled layer inside of DataParallel, as a model in a model may come."""
     model = plain()
     name, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear))
     model.set_submodule(name, torch.nn.DataParallel(compiled(layer)))
@@ -140,7 +140,7 @@ def with_wrappers(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of the plain model that nothing interrupts."""
+    """Return a run of the plain model without interruption."""
     return fitted(solo(settings(tmp_path_factory.mktemp("whole") / "run", max_steps=6), plain(), DATA))
 
 

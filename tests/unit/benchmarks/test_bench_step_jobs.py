@@ -15,7 +15,7 @@ import pytest
 from benchmarks import jobs
 from benchmarks.jobs import Job, JobFailed
 from benchmarks.worker import MARK
-from hvdtrain.commands.build_horovod.run import logged
+from hvdtrain.commands.build_horovod.child_log import logged
 from hvdtrain.core.processes import orderly_signals, processes
 
 pytestmark = pytest.mark.timeout(60)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hvdtrain.cluster.devices import DeviceFacts, count_gpus, overlap, sharing, unlike, usable, visible_devices
+from hvdtrain.cluster.devices import (
+    DeviceFacts, count_gpus, describe_difference, overlap, sharing, usable, visible_devices)
 from hvdtrain.core.errors import UserError
 
 V = "CUDA_VISIBLE_DEVICES"
@@ -140,4 +141,4 @@ def device(kind="cuda", arch="sm_80", name="A100", memory_bytes=0):
     ([device("rocm", "", "MI250"), device("rocm", "", "MI100")], "rocm MI250 (rank 0), rocm MI100 (rank 1)"),
 ], ids=range(9))
 def test_unlike(devices, want):
-    assert unlike(devices) == (want and f"unlike devices: {want}")
+    assert describe_difference(devices) == (want and f"different devices: {want}")

@@ -16,7 +16,7 @@ from hvdtrain.cluster.messages.channel import ALIGNED
 from hvdtrain.cluster.messages.shared_memory import TAGS, _LANE, Doorbells, SharedMemoryCarrier
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
 from hvdtrain.core.protocols import Cargo
-from hvdtrain.parallel.pipeline.post import BACK, FORTH, MessageLabel, Post
+from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MessageLabel, Post
 
 
 def pair(timeout_s: float = 10.0) -> tuple[Post, Post]:

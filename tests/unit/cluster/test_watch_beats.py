@@ -33,7 +33,7 @@ def test_a_beat_is_heard_and_counts_the_other_ranks(pair):
     assert not b.others().known
     a.send(COUNTS)
     b.receive()
-    assert b.hosts[0].met and b.hosts[0].counts == COUNTS
+    assert b.hosts[0].seen and b.hosts[0].counts == COUNTS
     assert (b.others().ranks, b.others().waiting, b.others().known) == (2, 1, True)
 
 
@@ -73,7 +73,7 @@ def test_a_datagram_counts_once_and_only_with_the_seal_of_the_job(pair):
         for data in (kept[1][:-1] + b"\0", kept[1] + b"x", b"", seal(b"other" * 6, kept[1][:-16])):
             stranger.sendto(data, to)
         b.receive()
-        assert not b.hosts[0].met
+        assert not b.hosts[0].seen
         for data in (kept[1], kept[0]):  # the older one comes later
             stranger.sendto(data, to)
     b.receive()

@@ -311,9 +311,9 @@ def test_state_of_another_plan_starts_anew_in_words():
     counts(reducer, 3)
     saved = reducer.state.saved()
     for other in (counting(setting=2), counting(plan=(5, 3, 5))):
-        assert "starts anew: compression, buckets or parameters are others" in other.state.restore(saved)
+        assert "starts from scratch: compression, buckets or parameters differ" in other.state.restore(saved)
         assert [s["count"][0] for s in other.state.all()] == [0, 0, 0] and other.state.steps == 0
-    assert "starts anew: the checkpoint has none" in counting().state.restore({})
+    assert "starts from scratch: the checkpoint has none" in counting().state.restore({})
 
 
 def test_without_state_there_is_nothing_to_save_or_to_miss():

@@ -13,7 +13,7 @@ from hvdtrain.backends.numpy import Ops
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.comm.compressors import create
 from hvdtrain.comm.reducer.reducer import Reducer
-from hvdtrain.comm.reducer.watched import Asker, Watched
+from hvdtrain.comm.reducer.transport import Asker, TracedBucket
 from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec
@@ -41,7 +41,7 @@ class Handle:
 @pytest.mark.parametrize("error", [False, True])
 def test_a_request_is_done_before_anybody_waits_for_it(error: bool) -> None:
     taken, handle = SpanRecorder(10), Handle(error)
-    watched = Watched(taken, 400, True, Asker())
+    watched = TracedBucket(taken, 400, True, Asker())
     watched.made("b0.r0", handle)
     assert handle.asked.wait(5)
     handle.ended.set()

@@ -119,7 +119,7 @@ def test_horovods_own_options_take_horovod(job, option):
         job.open(**{option: True})
 
 
-SAID = ["gradients go over host memory: unlike devices: cuda sm_80 (rank 0), cuda sm_86 (rank 1) "
+SAID = ["gradients go over host memory: different devices: cuda sm_80 (rank 0), cuda sm_86 (rank 1) "
         "(exchange_device: device forbids it)"]
 
 
@@ -131,7 +131,7 @@ SAID = ["gradients go over host memory: unlike devices: cuda sm_80 (rank 0), cud
     ("auto", (A100, RTX), "horovod over host memory", SAID),
     ("device", (A100, RTX), "horovod", []),
     ("auto", (CPU, A100), "horovod over host memory",
-     ["gradients go over host memory: unlike devices: cpu (rank 0), cuda sm_80 (rank 1) "
+     ["gradients go over host memory: different devices: cpu (rank 0), cuda sm_80 (rank 1) "
       "(exchange_device: device forbids it)"]),
 ], ids=range(7))
 def test_unlike_devices_exchange_over_host_memory(job, device, devices, want, notes):

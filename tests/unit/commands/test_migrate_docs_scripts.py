@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from hvdtrain.commands.migrate import finding, plan, source
+from hvdtrain.commands.migrate import finding, plan
+from hvdtrain.commands.migrate import plan as source
 from hvdtrain.config import Config, Named
 from hvdtrain.core import ROOT
 

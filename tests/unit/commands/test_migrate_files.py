@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from hvdtrain.commands.migrate import source
 from hvdtrain.commands.migrate import cli as command
+from hvdtrain.commands.migrate import plan as source
 from hvdtrain.core.errors import UserError
 
 BEFORE = "import horovod.keras as hvd\nhvd.init()\n"

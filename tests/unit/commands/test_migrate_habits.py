@@ -3,8 +3,7 @@
 import pytest
 
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.plan import migrate
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import migrate, of_text
 
 KERAS = "import horovod.tensorflow.keras as hvd\nimport keras\n"
 TORCH = "import horovod.torch as hvd\nimport torch\n"

@@ -3,8 +3,7 @@
 import pytest
 
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.plan import migrate
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import migrate, of_text
 
 
 def moved(text: str) -> str:

@@ -3,8 +3,7 @@
 import pytest
 
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.plan import Migration, migrate
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import Migration, migrate, of_text
 from hvdtrain.core.errors import UserError
 
 PIN = ('gpus = tf.config.list_physical_devices("GPU")\n'
@@ -206,11 +205,12 @@ if trainer.run.control.rank == 0:
 
 
 def test_names_that_are_taken_are_not_taken_again():
-    after = moved(PLAIN.format("Trainer = trainer = Data = 1\nmodel.fit(x, y, shuffle=False)"), target="trainer").after
+    script = PLAIN.format("Trainer = trainer = DataConfig = 1\nmodel.fit(x, y, shuffle=False)")
+    after = moved(script, target="trainer").after
     assert """from hvdtrain import Config, Trainer as HvdTrainer
-from hvdtrain.config import DataConfig as HvdData
+from hvdtrain.config import DataConfig as HvdDataConfig
 """ in after.decode() and after.decode().endswith("""
-hvd_trainer = HvdTrainer(Config(epochs=1, global_batch=32, data=HvdData(shuffle=False)))
+hvd_trainer = HvdTrainer(Config(epochs=1, global_batch=32, data=HvdDataConfig(shuffle=False)))
 hvd_trainer.fit(model, (x, y))
 """)
 

@@ -7,8 +7,7 @@ import pytest
 
 from hvdtrain.commands.migrate import plan
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.plan import Migration, migrate
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import Migration, migrate, of_text
 
 
 def planned(text: str, target: str = "auto") -> Migration:
@@ -61,8 +60,8 @@ def test_undefined_names(text, names):
     (KERAS + "def get():\n    return keras.models.load_model('m.keras')\nmodel = get()\nmodel.fit(x, y)\n",
      "can come from a file"),
     (KERAS + "model.fit(x, y)\nmodel.compile(model.optimizer, 'mse')\nmodel.fit(x, y)\n", "compiled a second time"),
-    (KERAS + "go = model.fit\nmodel.fit(x, y)\n", "trains beside fit"),
-    (KERAS + "model.fit(x, y)\nmodel.train_on_batch(x, y)\n", "trains beside fit"),
+    (KERAS + "go = model.fit\nmodel.fit(x, y)\n", "trains outside of fit"),
+    (KERAS + "model.fit(x, y)\nmodel.train_on_batch(x, y)\n", "trains outside of fit"),
     (KERAS + "model.fit(x, y)\nbuild().fit(x, y)\n", "no compile is seen of"),
     (KERAS + "def g():\n    yield 1\nmodel.fit(g())\n", "fit gets a generator"),
 ])

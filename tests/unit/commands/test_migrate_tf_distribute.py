@@ -3,8 +3,7 @@
 import pytest
 
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.plan import Migration, migrate
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import Migration, migrate, of_text
 
 PIN = ('gpus = tf.config.list_physical_devices("GPU")\n'
        'tf.config.set_visible_devices(gpus[hvd.local_rank():][:1] or gpus[:1], "GPU")\n')

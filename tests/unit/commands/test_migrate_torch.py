@@ -5,7 +5,7 @@ import pytest
 from hvdtrain.config import Config, DataConfig, ExchangeConfig, Named, ScheduleConfig  # noqa: F401
 from hvdtrain.commands.migrate.plan import Migration, migrate
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import of_text
 
 
 def looked(text: str, kind: str, ranks: int = 1) -> Migration:
@@ -103,6 +103,13 @@ def test_the_batch_is_that_of_all_processes(size, ranks, batch):
     assert f"\n    global_batch={batch},\n" in found.snippet and "global_batch is that" not in told(found)
 
 
+def test_a_loader_in_order_and_losses_of_two_names():
+    text = DDP.replace("sampler=sampler", "shuffle=False").replace(
+        "    criterion =", "    other = nn.MSELoss()\n    criterion =")
+    snippet = looked(text, "ddp").snippet
+    assert "data=DataConfig(shuffle=False)," in snippet and 'loss=Named("..."),' in snippet
+
+
 def test_several_loaders_leave_the_batch_open():
     other = DDP.replace("    tests = ", "    more = DataLoader(extra, batch_size=8)\n    tests = ")
     assert "\n    global_batch=...,\n" in looked(other, "ddp").snippet
@@ -140,6 +147,7 @@ def test_a_schedule_is_reported(line):
     ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(weight=w)", "the loss is"),
     ("model.parameters(), lr", "groups, lr", "the optimizer is of groups"),
     ("lr=0.1 * dist.get_world_size(), momentum=0.9", "0.1, 0.9", "has no name: 0.9"),
+    ("lr=0.1 * dist.get_world_size(), momentum=0.9", "**options", "has no name: **options"),
     ("num_workers=2", "collate_fn=pad", "the loader has collate_fn=pad"),
     ("sampler=sampler", "sampler=WeightedSampler(w)", "the loader has sampler=WeightedSampler(w)"),
     ("            loss.backward()", "            with model.no_sync():\n                loss.backward()", "no_sync()"),

@@ -19,12 +19,13 @@ A, B, C = HostSlots("a", 2), HostSlots("b", 2), HostSlots("c", 2)
 @pytest.mark.parametrize(("stages", "hosts", "depths", "why"), [
     (2, (A, B), (2, 2), ""),
     (2, (A,), (2,), ""),
-    (3, (A,), (2,), "2 ranks are no multiple of pipeline.stages 3: the model is cut over 2"),
-    (3, (A, B), (2, 2), "4 ranks are no multiple of pipeline.stages 3: the model is cut over 2 in each of 2 copies"),
+    (3, (A,), (2,), "2 ranks are no multiple of pipeline.stages 3: the model is partitioned over 2"),
+    (3, (A, B), (2, 2),
+     "4 ranks are no multiple of pipeline.stages 3: the model is partitioned over 2 in each of 2 replicas"),
     (3, (A, B, HostSlots("c", 1)), (3, 2),
-     "5 ranks are no multiple of pipeline.stages 3: the model is cut over 3 and 2 in "
-                                      "2 copies"),
-    (2, (HostSlots("a", 1),), (1,), "1 rank is no multiple of pipeline.stages 2: the model is trained whole on each"),
+     "5 ranks are no multiple of pipeline.stages 3: the model is partitioned over 3 and 2 in "
+     "2 replicas"),
+    (2, (HostSlots("a", 1),), (1,), "1 rank is no multiple of pipeline.stages 2: the model is unpartitioned on each"),
 ])
 def test_stages_are_kept_where_they_can_be(stages: int, hosts: tuple[HostSlots, ...], depths: tuple[int, ...],
                                            why: str) -> None:
@@ -56,7 +57,8 @@ def test_the_options_of_an_attempt_are_ones_that_train_takes(tmp_path: Path) -> 
         assert (got.pipeline.stages, got.pipeline.depths, got.pipeline.cut) == (
             want.stages, want.depths, want.cut), hosts
         assert len(got.shares) == len(got.pipeline.depths or range(sum(h.slots for h in hosts) // got.pipeline.stages))
-    assert job.cut_anew((A,)) and not job.cut_anew((C, HostSlots("d", 1))) and not job.cut_anew(())
+    assert job.partition_change((A,))
+    assert not job.partition_change((C, HostSlots("d", 1))) and not job.partition_change(())
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())

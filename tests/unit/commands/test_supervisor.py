@@ -320,7 +320,7 @@ def test_hosts_of_which_nobody_spoke():
 
 def test_a_host_that_is_gone_whole_is_named_and_not_the_rank_that_waited_for_it(supervisor, tmp_path):
     one, _ = supervisor(f"causes.leave('lost', 'rank 0, ended, {pulse.WAITING} a vote', rank=0)", restarts=0)
-    one.around.candidates = lambda where: [HostCandidate(HERE, here=True), HostCandidate(HostSlots("far", 1))]
+    one.environment.candidates = lambda where: [HostCandidate(HERE, here=True), HostCandidate(HostSlots("far", 1))]
     one.run()
     row, = history.read(tmp_path / "run")
     assert (row["cause"], row["rank"], row["host"]) == ("lost", -1, "far")

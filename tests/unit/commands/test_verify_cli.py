@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from hvdtrain.cluster.machine.software import Mpi
 from hvdtrain.commands import verify
-from hvdtrain.commands.build_horovod.run import ChildFailed
+from hvdtrain.commands.build_horovod.child_log import ChildFailed
 from hvdtrain.core.errors import UserError
 
 

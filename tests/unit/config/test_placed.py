@@ -16,7 +16,7 @@ from hvdtrain.config import yaml_file as recipe
 from hvdtrain.config.placed import RankPlace, absent, as_yaml, by_rank, entries, meaning
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
-from hvdtrain.engine.compare_ranks import spelled_out
+from hvdtrain.engine.compare_ranks import resolved_config
 
 H200 = RankPlace("node1.cluster.org", "cuda", "NVIDIA H200")
 A100 = RankPlace("node2", "cuda", "NVIDIA A100-SXM4-40GB")
@@ -63,7 +63,7 @@ def facts(*places):
 def spelled(settings, *places):
     notes = []
     topology = arrange([(place.node, [0], 9.0) for place in places])
-    return spelled_out(settings.check(), topology, facts(*places), notes), notes
+    return resolved_config(settings.check(), topology, facts(*places), notes), notes
 
 
 def test_all_three_settings_follow_the_ranks_that_there_are():
@@ -85,7 +85,7 @@ def test_no_names_at_all_are_no_setting():
 
 
 def test_auto_may_be_one_of_several_by_name():
-    from hvdtrain.parallel.precision.policy import resolve
+    from hvdtrain.parallel.precision import resolve
 
     made, _ = spelled(Config(precision={"old": "fp16", "*": "auto"}), A100, OLD)
     devices = [DeviceFacts("cuda", "NVIDIA A100", "sm_80"), DeviceFacts("cpu", "Xeon", "x86_64")]

@@ -17,7 +17,7 @@ CASES = [
     ("import hvdtrain.callbacks.base as m", "hvdtrain.engine.callbacks.base"),
     ("from hvdtrain.callbacks import base as m", "hvdtrain.engine.callbacks.base"),
     ("from hvdtrain.callbacks.base import Callback as m", "hvdtrain.engine.callbacks.base:Callback"),
-    ("from hvdtrain.balance import line as m", "hvdtrain.planning.batch.line"),
+    ("from hvdtrain.balance import line as m", "hvdtrain.planning.linear"),
     ("from hvdtrain.balance.plan import Plan as m", "hvdtrain.planning.batch.plan:Plan"),
     ("import hvdtrain.sections; m = hvdtrain.sections", "hvdtrain.config.sections"),
     ("from hvdtrain.sections import Schedule as m", "hvdtrain.config.sections:ScheduleConfig"),

@@ -81,7 +81,7 @@ def alive(pid: int) -> bool:
 @pytest.fixture(autouse=True)
 def own_server(monkeypatch):
     """A server that no other test of this process holds."""
-    monkeypatch.setattr(start, "_held", {"server": None, "users": 0, "pid": 0})
+    monkeypatch.setattr(start, "_shared", {"server": None, "users": 0, "pid": 0})
 
 
 def test_samples_read_in_the_rank_are_drawn_as_in_a_worker():
@@ -314,8 +314,8 @@ def test_data_that_no_other_process_can_have():
 
 def test_no_server_is_left_where_none_was_needed():
     with pytest.raises(KeyError), start.early(True):
-        server = start._held["server"]
+        server = start._shared["server"]
         raise KeyError
-    assert gone([server.pid]) and start._held["server"] is None
+    assert gone([server.pid]) and start._shared["server"] is None
     env = start.clean({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_FD": "4", "HOME": "/h"})
     assert env == {"HOME": "/h", **start.ALONE}

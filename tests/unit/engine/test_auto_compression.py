@@ -15,8 +15,8 @@ from hvdtrain.core.events import Event
 from hvdtrain.core.records import stream
 from hvdtrain.engine.callbacks import auto_compression
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
-from hvdtrain.planning.exchange.choice import CompressorChoice, CompressorCost
-from hvdtrain.planning.exchange.link import Link, Traffic
+from hvdtrain.planning.compressor_choice import CompressorChoice, CompressorCost
+from hvdtrain.planning.linear import Link, Traffic
 
 STEPS = WARM_STEPS + WINDOW_STEPS
 
@@ -226,9 +226,9 @@ def test_a_real_run_decides_alike_on_all_ranks(size, tmp_path):
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_real_run_changes_its_exchange_between_steps(keep, tmp_path, monkeypatch):
     """The decisions are scripted, and differ on rank 1, which must follow rank 0."""
-    monkeypatch.setattr(auto_compression.choice, "decide", lambda rows, margin: CompressorChoice(
+    monkeypatch.setattr(auto_compression.compressor_choice, "decide", lambda rows, margin: CompressorChoice(
         "powersgd" if threading.current_thread().name == "lockstep-0" else "none", 1.0, "scripted"))
-    monkeypatch.setattr(auto_compression.choice, "verdict", lambda decision, base, measured_s: (
+    monkeypatch.setattr(auto_compression.compressor_choice, "verdict", lambda decision, base, measured_s: (
         (threading.current_thread().name == "lockstep-0") is keep, "scripted too"))
     results = auto_run(2, tmp_path)
     assert results[0] == results[1]

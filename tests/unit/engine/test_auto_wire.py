@@ -14,8 +14,8 @@ from hvdtrain.engine.callbacks import auto_wire
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
 from hvdtrain.engine.callbacks.auto_wire import LOOK_STEPS, MOST_TIMES, AutoWire
 from hvdtrain.parallel.data_parallel.replicate import Replicate
-from hvdtrain.planning.exchange.link import Link
-from hvdtrain.planning.exchange.wire_choice import MeasuredTransport
+from hvdtrain.planning.linear import Link
+from hvdtrain.planning.transport_choice import MeasuredTransport
 
 STEPS = WARM_STEPS + WINDOW_STEPS
 TWO = Topology((HostRanks("a", (0,), 2), HostRanks("b", (1,), 2)))
@@ -63,7 +63,7 @@ class Script:
         def measure(wires, *_):
             self.sweeps += 1
             return [m for m in found if m.name in wires]
-        monkeypatch.setattr(auto_wire.wire_sweep, "measure", measure)
+        monkeypatch.setattr(auto_wire.transports, "measure", measure)
         if state:
             self.auto.load_state_dict(state)
             self.auto.restored(run)

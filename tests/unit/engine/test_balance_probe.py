@@ -17,7 +17,7 @@ from hvdtrain.config import Config, RebalanceConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import balance_probe as cache
 from hvdtrain.engine import balance_probe as probe
-from hvdtrain.planning.batch.line import Line, least
+from hvdtrain.planning.linear import Line, least
 
 
 class Device:

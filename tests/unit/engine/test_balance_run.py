@@ -17,7 +17,7 @@ from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks import balance as room
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run_parts import RunState
-from hvdtrain.planning.batch.line import Line, Speed
+from hvdtrain.planning.linear import Line, Speed
 
 BATCH, STEPS = 48, 60
 FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)

@@ -5,14 +5,15 @@ import pickle
 import numpy as np
 import pytest
 
-from hvdtrain.engine.weight_checks import Diverged, Rows, apart, judge, tolerance
+from hvdtrain.engine.weight_checks import Diverged, FingerprintRows, apart, judge, tolerance
 
 NAMES = ["dense/kernel", "dense/bias"]
 
 
 def rows(now, before=None, norm=10.0):
     now = np.asarray(now, float)
-    return Rows(np.zeros_like(now) if before is None else np.asarray(before, float), now, np.full(now.shape, norm))
+    before = np.zeros_like(now) if before is None else np.asarray(before, float)
+    return FingerprintRows(before, now, np.full(now.shape, norm))
 
 
 def test_equal_ranks_pass():
@@ -58,6 +59,6 @@ def test_the_likely_cause_follows_from_the_start(before, distributed, cause):
 
 def test_rows_are_unpacked_and_ranks_have_their_global_numbers():
     packed = np.array([[1, 1, 5, 5, 9, 9], [1, 1, 6, 5, 9, 9]])
-    error = judge(Rows.unpack(packed), NAMES, 2, ranks=[4, 7])
+    error = judge(FingerprintRows.unpack(packed), NAMES, 2, ranks=[4, 7])
     assert error.ranks == (7,) and "rank 7 of ranks 4, 7" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FRAMEWORKS, config, fitted, lockstep, make_model, samples, solo
 
-from hvdtrain.cluster.machine import nvml, process
+from hvdtrain.cluster.machine import usage
 from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.units import KINDS
 from hvdtrain.engine import machine as environment
@@ -23,7 +23,7 @@ def test_a_process_is_read_from_the_kernel(tmp_path):
     (tmp_path / "self").mkdir()
     (tmp_path / "self/status").write_text(STATUS)
     walls, busy = iter([0.0, 2.0, 2.0]), iter([1.0, 4.0, 4.0])
-    read = process.Process(str(tmp_path), lambda: next(walls), lambda: next(busy))
+    read = usage.Process(str(tmp_path), lambda: next(walls), lambda: next(busy))
     assert read.reading() == {"rss_bytes": 2 << 20, "swap_bytes": 0, "threads": 7, "cpu_percent": 150.0,
                               "quota_percent": None}
     assert read.reading()["cpu_percent"] is None  # no time has passed
@@ -39,14 +39,14 @@ def test_a_quota_that_is_used_up_is_told(tmp_path, group, folder):
     (tmp_path / folder / "b/cpu.stat").write_text("usage_usec 5\n")
     stat, counts = tmp_path / folder / "cpu.stat", folder != "."
     stat.write_text("nr_periods 100\nnr_throttled 50\n" if counts else "usage_usec 9\n")
-    read = process.Process(str(tmp_path), cgroup=str(tmp_path))
+    read = usage.Process(str(tmp_path), cgroup=str(tmp_path))
     assert read.reading()["quota_percent"] is None  # no period has passed
     stat.write_text("nr_periods 300\nnr_throttled 200\n" if counts else "usage_usec 10\n")
     assert read.reading()["quota_percent"] == (75.0 if counts else None)
 
 
 def test_what_a_kernel_does_not_tell_is_none(tmp_path):
-    found = process.Process(str(tmp_path)).reading()
+    found = usage.Process(str(tmp_path)).reading()
     assert [found[name] for name in ("rss_bytes", "swap_bytes", "threads")] == [None] * 3
 
 
@@ -102,25 +102,25 @@ class Nvml:
 
 def test_made_up_gpus_are_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    both = nvml.Gpus({})
+    both = usage.Gpus({})
     first, second = both.readings()
     assert first == {"utilisation_percent": 90, "sm_mhz": 1200, "most_sm_mhz": 1980, "power_w": 350.5,
                      "throttled": ["power cap", "hardware thermal"], "temperature_c": 71, "used_bytes": 100}
     assert (second["power_w"], second["throttled"], second["utilisation_percent"]) == (None, None, 89)
     assert both.driver() == "580.1"
-    assert [gpu["utilisation_percent"] for gpu in nvml.Gpus({"CUDA_VISIBLE_DEVICES": "GPU-b"}).readings()] == [89]
-    assert nvml.total_bytes({"CUDA_VISIBLE_DEVICES": "1"}) == 2000 and nvml.total_bytes({}) == 1000
+    assert [gpu["utilisation_percent"] for gpu in usage.Gpus({"CUDA_VISIBLE_DEVICES": "GPU-b"}).readings()] == [89]
+    assert usage.total_bytes({"CUDA_VISIBLE_DEVICES": "1"}) == 2000 and usage.total_bytes({}) == 1000
 
 
 @pytest.mark.parametrize("library", [Nvml(driver=False), None], ids=["no driver", "no library"])
 def test_without_gpus_there_are_no_readings(monkeypatch, library):
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    gpus = nvml.Gpus({})
-    assert (gpus.readings(), gpus.driver(), nvml.total_bytes({})) == ([], None, 0) and gpus.why
+    gpus = usage.Gpus({})
+    assert (gpus.readings(), gpus.driver(), usage.total_bytes({})) == ([], None, 0) and gpus.why
 
 
 def test_words_of_modules():
-    assert doctest.testmod(nvml).attempted and not doctest.testmod(nvml).failed
+    assert doctest.testmod(usage).attempted and not doctest.testmod(usage).failed
     assert doctest.testmod(environment).attempted and not doctest.testmod(environment).failed
 
 

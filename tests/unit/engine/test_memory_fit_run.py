@@ -18,10 +18,8 @@ from hvdtrain.engine import loop
 from hvdtrain.engine import memory_plan as settle
 from hvdtrain.engine import memory_survey as survey
 from hvdtrain.engine.callbacks import balance
-from hvdtrain.planning.batch.line import Speed
-from hvdtrain.planning.batch.line import Line as Seconds
-from hvdtrain.planning.memory.facts import MeasuredMemory
-from hvdtrain.planning.memory.pass_trace import MemoryLine
+from hvdtrain.planning.linear import Line as Seconds, Speed
+from hvdtrain.planning.memory.forecast import MeasuredMemory, MemoryLine
 
 PER_SAMPLE, DATA = 1 << 20, samples(96)
 """Bytes that a pass takes for each sample: so many that the tiny model's own do not count."""

@@ -18,7 +18,7 @@ from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks.balance import Balance
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.parallel.pipeline.partition import planned
-from hvdtrain.planning.batch.line import Line, Speed
+from hvdtrain.planning.linear import Line, Speed
 from hvdtrain.planning.batch.plan import plan
 from hvdtrain.planning.batch.sampler import BatchShares
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs

@@ -12,18 +12,19 @@ from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import PipelineConfig
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.build_model import Slowed
-from hvdtrain.engine.callbacks.stages import Seen, Spent, Stages
-from hvdtrain.parallel.pipeline import link
+from hvdtrain.engine.callbacks.stages import Stages, StageSeconds, StageTimes
+from hvdtrain.parallel.pipeline.messages import measure_links
 from hvdtrain.parallel.pipeline.partition import planned
+from hvdtrain.planning.linear import Link
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 
 def test_idle_is_what_is_neither_computing_nor_exchange() -> None:
-    seen = Seen((Spent(10.0, 6.0, 2.0, 1.0), Spent(10.0, 4.0, 1.0, 4.0)), 5)
+    seen = StageTimes((StageSeconds(10.0, 6.0, 2.0, 1.0), StageSeconds(10.0, 4.0, 1.0, 4.0)), 5)
     assert seen.wire_s == 1.0
     assert seen.passes_s == 8.0
     assert seen.idle_share == pytest.approx((2 + 1 + 3) / (2 + 1 + 3 + 10))
-    assert Seen((Spent(0.0, 0.0, 0.0, 0.0),), 1).idle_share == 0.0
+    assert StageTimes((StageSeconds(0.0, 0.0, 0.0, 0.0),), 1).idle_share == 0.0
 
 
 def test_run_records_what_was_planned_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,21 +69,21 @@ def test_links_are_those_of_the_slowest_neighbours_of_copies_alike() -> None:
     """Two copies within a host, and one over two."""
     mesh, hosts = [2, 2, 3], ["a", "a", "a", "a", "b", "b", "c"]
 
-    def work(control: Any, wire: Any) -> list[link.MessageTime]:
-        return link.measured(control, Mesh.of(mesh, control.rank), 1000, hosts)
+    def work(control: Any, wire: Any) -> list[Link]:
+        return measure_links(control, Mesh.of(mesh, control.rank), 1000, hosts)
 
     found = LockstepWorld(7).run(work, timeout_s=30.0)
     assert all(rows == found[0] for rows in found)
     assert found[0][0] == found[0][1]
-    assert all(row.latency_s > 0 and row.byte_s >= 0 for row in found[0])
-    alone = LockstepWorld(1).run(lambda control, wire: link.measured(control, Mesh.of([1], 0), 10, ["a"]), timeout_s=9)
-    assert alone == [[link.MessageTime(0.0, 0.0)]]
+    assert all(row.alpha_s > 0 and row.beta_s_per_byte >= 0 for row in found[0])
+    alone = LockstepWorld(1).run(lambda control, wire: measure_links(control, Mesh.of([1], 0), 10, ["a"]), timeout_s=9)
+    assert alone == [[Link(0.0, 0.0)]]
 
 
 def test_messages_make_the_predicted_step_longer() -> None:
     rows = [DeviceProfile(tuple(Block(f"b{i}", 1.0, 0, 0, 0.0, 100) for i in range(4)), 1, 0, Needs(), "cpu")] * 2
     settings = config(global_batch=8, pipeline=PipelineConfig(2))
     quick = planned(rows, settings, Mesh.of([2], 0))
-    slow = planned(rows, settings, Mesh.of([2], 0), (), [link.MessageTime(0.5, 0.01)])
+    slow = planned(rows, settings, Mesh.of([2], 0), (), [Link(0.5, 0.01)])
     assert slow.step_s >= quick.step_s + 2 * 1.5
     assert slow.idle_share > quick.idle_share

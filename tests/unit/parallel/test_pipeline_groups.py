@@ -20,7 +20,7 @@ from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.weight_checks import Diverged
 from hvdtrain.parallel.pipeline.partition import even_layout
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale
 
 SIZES = (FEATURES, 16, 14, 12, 10, CLASSES)
 MOMENTUM = config(max_steps=20, global_batch=24, lr=0.05, optimizer=Named("SGD", {"momentum": 0.9}))

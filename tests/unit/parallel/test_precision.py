@@ -8,8 +8,7 @@ import pytest
 
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision.policy import FP32, Precision, on, remarks, resolve, words
-from hvdtrain.parallel.precision.scaler import MOST, LossScale
+from hvdtrain.parallel.precision import FP32, MOST, LossScale, Precision, on, remarks, resolve, words
 
 A100 = DeviceFacts("cuda", "NVIDIA A100", "sm_80")
 V100 = DeviceFacts("cuda", "Tesla V100", "sm_70")

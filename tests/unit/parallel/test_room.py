@@ -9,7 +9,7 @@ from small_runs import bits, config, fitted, lockstep, make_model, samples
 
 from hvdtrain.config import DataParallelConfig, Named
 from hvdtrain.engine import summary
-from hvdtrain.parallel.data_parallel import room
+from hvdtrain.parallel.data_parallel import attach as room
 from hvdtrain.planning import shards
 
 GIB = 1 << 30

@@ -10,7 +10,7 @@ from small_runs import config, lockstep, make_model, samples
 from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
 from hvdtrain.core.units import GIB
 from hvdtrain.engine import memory_survey as survey
-from hvdtrain.parallel.data_parallel.room import least_stage
+from hvdtrain.parallel.data_parallel.attach import least_stage
 from hvdtrain.parallel.data_parallel.zero import Zero
 
 NEEDS = [int(15.2 * GIB), 9 * GIB, int(6.4 * GIB)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.planning.batch.line import LEAST_SLOPE, Line, fit
+from hvdtrain.planning.linear import LEAST_SLOPE, Line, fit
 
 
 @given(st.floats(0, 1), st.floats(1e-6, 1), st.lists(st.integers(1, 512), min_size=2, max_size=6, unique=True))

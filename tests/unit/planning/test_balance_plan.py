@@ -8,11 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.minmax import CommonParts, OwnParts, solve
 from hvdtrain.planning.batch.plan import (
-    COLUMNS, BatchPlan, RankLabel, RankShare, advise_drop, equal, of_shares, plan, predicted, speed, table)
+    COLUMNS,
+    BatchPlan,
+    RankLabel,
+    RankShare,
+    advise_drop,
+    equal,
+    of_shares,
+    plan,
+    predicted,
+    speed,
+    table,
+)
 from hvdtrain.planning.batch.sampler import cut, micro_batches
+from hvdtrain.planning.linear import Line
 
 # Round numbers make ties, which random ones never do.
 LINES = st.builds(Line, st.one_of(st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.floats(0, 100)),

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.plan import equal, plan
 from hvdtrain.planning.batch.rebalance import HOLD, LONGEST_WAIT, REST, Rebalancer
+from hvdtrain.planning.linear import Line
 
 LINE = Line(0.001, 0.001)
 

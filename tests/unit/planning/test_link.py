@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.planning.exchange.link import Link, Traffic, fit, wire_seconds
+from hvdtrain.planning.linear import Link, Traffic, fit_link, wire_seconds
 
 SIZES = [4096 * 4**i for i in range(6)]
 
@@ -13,7 +13,7 @@ SIZES = [4096 * 4**i for i in range(6)]
 @settings(deadline=None)
 @given(st.floats(1e-6, 1e-1), st.floats(1e-11, 1e-6), st.integers(2, 6))
 def test_points_on_a_line_give_that_line(alpha_s, beta, n):
-    link = fit([(x, alpha_s + beta * x) for x in SIZES[-n:]])
+    link = fit_link([(x, alpha_s + beta * x) for x in SIZES[-n:]])
     for x in SIZES:
         assert link.seconds(x) == pytest.approx(alpha_s + beta * x, rel=1e-4, abs=0)
 
@@ -21,33 +21,33 @@ def test_points_on_a_line_give_that_line(alpha_s, beta, n):
 def test_noise_moves_it_little():
     draw = np.random.default_rng(1)
     points = [(x, (5e-5 + 1e-8 * x) * draw.uniform(0.9, 1.1)) for x in SIZES for _ in range(5)]
-    link = fit(points)
+    link = fit_link(points)
     assert link.alpha_s == pytest.approx(5e-5, rel=0.15) and link.beta_s_per_byte == pytest.approx(1e-8, rel=0.1)
 
 
 def test_small_messages_count_as_much_as_large_ones():
     """An unweighted fit would give the microseconds of the small ones away for a percent of the largest."""
     points = [(x, 2e-5 + 1e-8 * x) for x in SIZES[:-1]] + [(SIZES[-1], 1.05 * (2e-5 + 1e-8 * SIZES[-1]))]
-    assert fit(points).alpha_s == pytest.approx(2e-5, rel=0.2)
+    assert fit_link(points).alpha_s == pytest.approx(2e-5, rel=0.2)
 
 
 def test_no_part_is_negative():
-    falling = fit([(1000, 2.0), (2000, 1.0)])
+    falling = fit_link([(1000, 2.0), (2000, 1.0)])
     assert falling.beta_s_per_byte == 0
     assert falling.alpha_s == pytest.approx((1 / 2 + 1) / (1 / 4 + 1))  # sum(1/y) / sum(1/y^2)
-    steep = fit([(1000, 1e-3), (2000, 4e-3)])
+    steep = fit_link([(1000, 1e-3), (2000, 4e-3)])
     assert steep.alpha_s == 0
     assert steep.beta_s_per_byte == pytest.approx((1e6 + 5e5) / (1e12 + 2.5e11))  # sum(x/y) / sum((x/y)^2)
 
 
 def test_one_size_tells_bytes_only():
-    assert fit([(1000, 1e-3)]) == Link(0.0, pytest.approx(1e-6))
-    assert fit([(1000, 1e-3), (1000, 1e-3)]) == Link(0.0, pytest.approx(1e-6))
-    assert fit([(0, 1e-3)]) == Link(pytest.approx(1e-3), 0.0)
+    assert fit_link([(1000, 1e-3)]) == Link(0.0, pytest.approx(1e-6))
+    assert fit_link([(1000, 1e-3), (1000, 1e-3)]) == Link(0.0, pytest.approx(1e-6))
+    assert fit_link([(0, 1e-3)]) == Link(pytest.approx(1e-3), 0.0)
 
 
 def test_a_clock_that_stands_still_breaks_nothing():
-    link = fit([(1000, 0.0), (2000, 0.0)])
+    link = fit_link([(1000, 0.0), (2000, 0.0)])
     assert 0 <= link.seconds(1000) < 1e-8
 
 

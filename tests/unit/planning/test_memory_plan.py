@@ -12,13 +12,22 @@ from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import BlockCost, ParamSpec
 from hvdtrain.core.units import Footprint
 from hvdtrain.engine.average import average_bytes
-from hvdtrain.engine.memory_plan import Plan
-from hvdtrain.parallel.data_parallel.room import least_stage
+from hvdtrain.engine.memory_plan import MemoryPlan
+from hvdtrain.parallel.data_parallel.attach import least_stage
 from hvdtrain.planning.memory import options
-from hvdtrain.planning.memory.facts import MeasuredMemory, MemoryFacts, Model, RankMemory, Sharding, Slots
-from hvdtrain.planning.memory.forecast import forecast
+from hvdtrain.planning.memory.forecast import (
+    MeasuredMemory,
+    MemoryFacts,
+    MemoryTrace,
+    Model,
+    RankMemory,
+    Sharding,
+    Slots,
+    first_copies,
+    forecast,
+    line,
+)
 from hvdtrain.planning.memory.options import Option
-from hvdtrain.planning.memory.pass_trace import MemoryTrace, first_copies, line
 
 SPECS = [ParamSpec(f"layer{i}", (512, 512), "float32") for i in range(8)]
 N = sum(spec.n for spec in SPECS)
@@ -140,17 +149,17 @@ def test_a_plan_near_the_limit_says_what_to_type():
     need = Footprint(parameters=4 * 10**9, state=8 * 10**9)
     half = Option("zero stage 2", "--data_parallel zero", "gathers 4 GB of parameters a step",
                   (Footprint(4 * 10**9),) * 2)
-    plan = Plan((need, need), (13 * 10**9, 20 * 10**9), (half,))
+    plan = MemoryPlan((need, need), (13 * 10**9, 20 * 10**9), (half,))
     assert plan.sentence() == ("memory: rank 0 will hold about 11.2 GiB of the 12.1 GiB that it may take; zero stage 2 "
                                "would take 3.73 GiB (gathers 4 GB of parameters a step): add --data_parallel zero")
-    assert Plan((need,), (16 * 10**9,)).sentence() == "" and Plan((need,), (None,)).sentence() == ""
-    assert [row[-1] for row in Plan((need, need), (10**9, None)).rows()] == ["no", "unknown"]
+    assert MemoryPlan((need,), (16 * 10**9,)).sentence() == "" and MemoryPlan((need,), (None,)).sentence() == ""
+    assert [row[-1] for row in MemoryPlan((need, need), (10**9, None)).rows()] == ["no", "unknown"]
     assert plan.to_dict()["options"][0]["saves"] == 8 * 10**9
 
 
 def test_no_room_at_all_is_not_an_unknown_one():
     need = Footprint(parameters=100)
-    assert Plan((need, need), (0, None)).tightest() == 0 and Plan((need,), (0,)).sentence()
+    assert MemoryPlan((need, need), (0, None)).tightest() == 0 and MemoryPlan((need,), (0,)).sentence()
     assert least_stage([[9, 6, 4]], [0])[0] == 2 and least_stage([[9, 6, 4]], [None])[0] == 0
 
 

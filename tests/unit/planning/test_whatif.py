@@ -8,9 +8,8 @@ from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.whatif import WhatIf
-from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.batch.plan import equal, plan
-from hvdtrain.planning.batch.whatif import BatchDivision, Steps, counted, forecast, line_of
+from hvdtrain.planning.batch.plan import BatchDivision, Steps, counted, equal, forecast, line_of, plan
+from hvdtrain.planning.linear import Line
 
 N = 120
 """Global batch, divisible by 2, 3 and 4 ranks."""

@@ -24,7 +24,7 @@ from hvdtrain.engine.callbacks.seconds import Throughput
 from hvdtrain.reports.jsonl import Jsonl
 from hvdtrain.reports.progress import report as progress
 from hvdtrain.reports.progress.line import Line
-from hvdtrain.reports.progress.terminal import OwnTerminal
+from hvdtrain.reports.progress.line import OwnTerminal
 from hvdtrain.trainer import Trainer
 
 

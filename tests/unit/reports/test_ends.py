@@ -174,7 +174,7 @@ def test_a_killed_run_gets_its_page_from_the_process_that_outlives_it(tmp_path):
 
 
 def test_the_process_beside_goes_when_it_is_told_to(tmp_path):
-    child = page.started(tmp_path)
+    child = page.start_survivor(tmp_path)
     child.stdin.write(survivor.QUIT)
     child.stdin.close()
     assert child.wait(20) == 0 and not (tmp_path / "report.html").exists()

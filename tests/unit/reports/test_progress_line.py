@@ -9,8 +9,6 @@ import pty
 import re
 import select
 import struct
-import subprocess
-import sys
 import termios
 import time
 from types import SimpleNamespace
@@ -19,10 +17,9 @@ import pytest
 from screen import Screen
 
 from hvdtrain.core.terminal import say
-from hvdtrain.reports.progress import layout, terminal
+from hvdtrain.reports.progress import layout, line
 from hvdtrain.reports.progress import report as progress
 from hvdtrain.reports.progress.layout import Standing
-from hvdtrain.reports.progress.line import Line
 
 FULL = Standing(140, 300, 1, 3, 0.12345, 12345.6, 87.4, 83.0)
 
@@ -105,58 +102,17 @@ def test_the_time_that_is_left_follows_the_speed_of_now(monkeypatch):
     ({"TERM": "xterm", "CI": "true"}, False), ({"TERM": "xterm", "CI": ""}, True),
 ])
 def test_where_a_line_may_move(env, moves):
-    assert terminal.moves(env) is moves
+    assert line.moves(env) is moves
 
 
 @pytest.fixture
 def tty():
-    """(our end, the other end, its path in /proc) of a pseudo-terminal of 60 columns."""
+    """Our end and the other end of a pseudo-terminal of 60 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    yield ours, theirs, f"/proc/{os.getpid()}/fd/{theirs}"
+    yield ours, theirs
     os.close(ours)
     os.close(theirs)
-
-
-LAUNCHED = """
-import os, sys
-from hvdtrain.reports.progress.terminal import of_launcher
-found = of_launcher(os.getppid())
-print(found.columns() if found else None, file=sys.stderr)
-"""
-
-
-def test_the_terminal_of_a_launcher(tmp_path, tty):
-    """Its own output decides, not that of the ranks, which here is a pipe in any case; a shell may lie between."""
-    children = []
-    for name, output in (("mpirun", tty[1]), ("horovodrun", subprocess.PIPE), ("make", tty[1])):
-        launcher = tmp_path / name
-        launcher.write_text(f"#!/bin/sh\nsh -c '\"$0\" -c \"$1\" | cat; :' {sys.executable} '{LAUNCHED}' | cat\n")
-        launcher.chmod(0o755)
-        children.append(subprocess.Popen([launcher], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE,
-                                         text=True))
-    assert [child.communicate(timeout=60)[1].strip() for child in children] == ["60", "None", "None"]
-
-
-def test_a_terminal_that_is_held_holds_nobody(tty, monkeypatch):
-    monkeypatch.setattr(terminal, "WAIT_S", 0.05)
-    opened = terminal.Opened(tty[2])
-    begin = time.monotonic()
-    for _ in range(6):
-        assert opened.write("x" * 20_000) == 20_000  # nobody reads: the terminal is soon full
-    opened.close()
-    assert opened.write("late") == 4
-    assert time.monotonic() - begin < 10
-
-
-def test_a_terminal_that_stops_who_writes_in_the_background_is_left_alone(tty):
-    settings = termios.tcgetattr(tty[1])
-    settings[3] |= termios.TOSTOP
-    termios.tcsetattr(tty[1], termios.TCSANOW, settings)
-    with pytest.raises(OSError):
-        terminal.Opened(tty[2])
-    with pytest.raises(OSError):
-        terminal.Opened("/dev/null")
 
 
 def test_what_is_printed_stays_above_the_line(tty, monkeypatch):
@@ -174,19 +130,21 @@ def test_what_is_printed_stays_above_the_line(tty, monkeypatch):
                 return True
         return False
 
-    line = Line(terminal.Opened(tty[2]))
-    line.say("reading the data  0:04")
+    terminal = line.OwnTerminal()
+    terminal._stream = os.fdopen(os.dup(tty[1]), "w")
+    drawn = line.Line(terminal)
+    drawn.say("reading the data  0:04")
     assert shows("⠙ reading the data  0:04"), screen.lines
     say("note: one")
-    line.show(Standing(1, 10, 0, 2, 0.5))
+    drawn.show(Standing(1, 10, 0, 2, 0.5))
     say("epoch 1/2  test loss 0.25")
     above, first = ["note: one", "epoch 1/2  test loss 0.25"], "epoch 1/2  ━  1/10  loss 0.5000"
     assert shows(*above, first), screen.lines
     os.write(tty[1], "another rank's words\r\n".encode())  # by somebody who knows of no line
-    line.show(Standing(2, 10, 0, 2, 0.5))
+    drawn.show(Standing(2, 10, 0, 2, 0.5))
     assert shows(*above, first, "another rank's words", "epoch 1/2  ━  2/10  loss 0.5000"), screen.lines
-    line.close()
-    line.show(Standing(3, 10, 0, 2, 0.5))
-    line.say("late")
+    drawn.close()
+    drawn.show(Standing(3, 10, 0, 2, 0.5))
+    drawn.say("late")
     os.write(tty[1], b"the end\r\n")
     assert shows(*above, first, "another rank's words", "the end"), screen.lines

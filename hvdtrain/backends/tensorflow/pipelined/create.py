@@ -42,8 +42,7 @@ from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control, ModelSpec
 from hvdtrain.parallel.parts import ModelParts, replicas_of
 from hvdtrain.parallel.pipeline.partition import agree, measured_samples
-from hvdtrain.parallel.precision.policy import Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LossScale, Precision
 from hvdtrain.planning.pipeline.blocks import DeviceProfile, Needs
 
 Sample = Callable[[int], Batch]
@@ -96,7 +95,7 @@ class _Making:
         self._opt = Optimization(self._config, self._spec, steps_per_epoch, whole=False)
         if self._opt.optimizer.built:
             raise UserError("a pipeline over ranks with a compiled optimizer that has trained before, whose state is "
-                            "of the whole model", "a fresh one", f"compile the model anew, or {UNDO}")
+                            "of the whole model", "a fresh one", f"compile the model again, or {UNDO}")
         self._names = Names(self._spec.model)
         return chain
 
@@ -154,7 +153,6 @@ class _Making:
 
 
 def _refuse(model: Any, config: Config) -> None:
-    """Raise `UserError` for settings that exclude a partition over ranks."""
     for key, on in (("sync_batchnorm", config.sync_batchnorm), ("compile: auto", config.compile == "auto")):
         if on:
             raise UserError(f"{key} with a pipeline over ranks and Keras", "one of the two",
@@ -207,9 +205,9 @@ def _check_task(chain: Chain, task: Any, batch: tuple[Any, ...]) -> list[tf.Tens
     with tf.GradientTape() as tape, reads() as found:
         loss_sum, weight = task(last, batch, True)
     if not last.called:
-        raise UserError("the task does not call the model", "a task that calls model(x)", "mend the model file's task")
+        raise UserError("the task does not call the model", "a task that calls model(x)", "fix the model file's task")
     if found or tape.watched_variables():
-        raise UserError("the task reads parameters of a model that is cut over ranks", "a loss of the outputs of "
+        raise UserError("the task reads parameters of a partitioned model", "a loss of the outputs of "
                         "model(x) and the batch alone: the rank that has it has only the last blocks",
                         f"add what it takes from them by add_loss or a regularizer in their layers, or {UNDO}")
     return [loss_sum, weight]

@@ -133,7 +133,7 @@ class ModelPlaceholder:
     It is equal to its model, so that `hvdtrain.backends.keras.compiled.setup_of` finds the model's set-up.
     """
 
-    def __init__(self, model: keras.Model, place: str = "cut over ranks", undo: str = UNDO) -> None:
+    def __init__(self, model: keras.Model, place: str = "partitioned over ranks", undo: str = UNDO) -> None:
         self._model, self._place, self._undo = model, place, undo
         self.losses: list[tf.Tensor] = []
 
@@ -155,7 +155,6 @@ class First(ModelPlaceholder):
     """Placeholder on the rank of the first chunk: `input_of` gets the model's input from it."""
 
     def __call__(self, x: Any, training: bool | None = None) -> Any:
-        """Leave the task."""
         raise _Reached(x)
 
 
@@ -179,7 +178,7 @@ class Last(ModelPlaceholder):
         same = not self.called or len(leaves) == len(self._x) and all(a is b for a, b in zip(leaves, self._x))
         self.called, self._x = self.called + 1, leaves
         if self.called > self._most or not same:
-            raise UserError("the task calls a model that is cut over ranks more than once for a batch", "a single call",
+            raise UserError("the task calls a partitioned model more than once for a batch", "a single call",
                             f"put what it calls for into one forward pass, or {UNDO}")
         made = self._run(x, self._came, bool(training))
         self.losses = made.losses
@@ -192,7 +191,7 @@ def input_of(task: Callable[[Any, Any, bool], Any], first: First, batch: Sequenc
         task(first, batch, training)
     except _Reached as reached:
         return reached.x
-    raise UserError("the task does not call the model", "a task that calls model(x)", "mend the model file's task")
+    raise UserError("the task does not call the model", "a task that calls model(x)", "fix the model file's task")
 
 
 class Runs:
@@ -219,5 +218,4 @@ class Runs:
         return self.run(self.ending, self.entered(x) if whole else came, training)
 
     def entered(self, x: Any) -> Crossing:
-        """Return the input of the first block."""
         return Crossing(self._chain.entry(x), [])

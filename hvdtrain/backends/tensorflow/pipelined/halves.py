@@ -186,7 +186,6 @@ def _origin(grad: Any, origins: dict[str, int]) -> int:
 
 
 def _before(ops: Iterable[Any]) -> set[str]:
-    """Return the names of ``ops`` and of all that they need, placeholders left out."""
     found: set[str] = set()
     todo = list(ops)
     while todo:

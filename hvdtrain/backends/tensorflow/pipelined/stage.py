@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.tensorflow import recompute
-from hvdtrain.backends.tensorflow.buffers import Kept, holding
+from hvdtrain.backends.tensorflow.buffers import VariableCopies, holding
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.graphs import PLAIN, Graph
 from hvdtrain.backends.tensorflow.pipelined.crossing import (
@@ -184,7 +184,6 @@ class Chunks(Stage):
             return self.calls.call(key, trace, leaves, scale * self._gradients.loss_scale, self._exact)
 
     def _entered(self, batch: Batch, leaves: Sequence[tf.Tensor], training: bool) -> Crossing:
-        """Return the input of the model's first chunk."""
         packed = tf.nest.pack_sequence_as(batch, leaves)
         return self.runs.entered(input_of(self.task, self._first, packed, training))
 
@@ -202,7 +201,6 @@ def _tensors(batch: Batch) -> list[tf.Tensor]:
 
 
 def _filled(inputs: Sequence[tf.Tensor], grads: Sequence[Any]) -> list[tf.Tensor]:
-    """Return the gradients of ``inputs``, the first of ``grads``, with zeros if the loss does not depend on one."""
     return [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(inputs, grads)]
 
 
@@ -219,7 +217,6 @@ class Sums:
         self._clear: Callable[[], None] | None = None
 
     def variables(self, chunk: int) -> list[tf.Variable]:
-        """Return those of a chunk."""
         return [self._all[i] for i in self._numbers.get(chunk, ())]
 
     def clear(self) -> None:
@@ -239,7 +236,6 @@ class Sums:
         self._clear()
 
     def numbers(self, chunk: int, exist: Sequence[bool]) -> frozenset[int]:
-        """Return the indices of a chunk's variables that have a gradient."""
         return frozenset(i for i, there in zip(self._numbers.get(chunk, ()), exist) if there)
 
     def add(self, chunk: int, grads: Sequence[Any]) -> None:
@@ -251,7 +247,6 @@ class Sums:
                 self._sums[i].assign_add(grad, read_value=False)
 
     def read(self) -> list[tf.Tensor]:
-        """Return the sums by variable."""
         return [total.read_value() for total in self._sums]
 
 
@@ -278,7 +273,7 @@ class PartEvaluator(Evaluator):
             if self._kept is None:
                 self._take(came, form, len(tf.nest.flatten(tensors)[0]))
                 self._evaluation.build(tensors)
-                self._kept = Kept(self._evaluation.variables())
+                self._kept = VariableCopies(self._evaluation.variables())
             try:
                 with holding([self._kept]):
                     pairs = self._function_of(form)(tensors, list(came))

@@ -99,11 +99,9 @@ class Names:
         self._params = _numbers(self.trainable)
 
     def weight(self, variable: keras.Variable) -> str:
-        """Return the name among all weights."""
         return f"{self._weights[id(variable)]:05d}/{variable.path}"
 
     def param(self, variable: keras.Variable) -> str:
-        """Return the name among the trainable variables."""
         return f"{self._params[id(variable)]:05d}/{variable.path}"
 
     def of_optimizer(self, own: Any, variables: Sequence[Any]) -> tuple[list[str], list[Any]]:
@@ -116,8 +114,9 @@ class Names:
         held, labels = _skeleton(own, variables, self._params)
         known = {label: place for place, label in enumerate(places)}
         if any(label not in known for label in labels):
-            raise UserError(f"optimizer {type(own).__name__} with a model that is cut over ranks: its state cannot be "
-                            "told by variable", "an optimizer with slots for each variable", "use SGD, Adam or AdamW")
+            raise UserError(f"optimizer {type(own).__name__} with a partitioned model: its state cannot be "
+                            "divided by variable", "an optimizer with slots for each variable",
+                            "use SGD, Adam or AdamW")
         of = {self._params[id(v)]: v for v in variables}
         return ([f"{known[label]:05d}/{v.path}" for label, v in zip(labels, held)],
                 [of.get(owner) for owner, _ in labels])

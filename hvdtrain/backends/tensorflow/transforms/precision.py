@@ -14,8 +14,7 @@ from typing import Any
 import keras
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision.policy import LONG, Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LONG, LossScale, Precision
 
 _given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The policies that layers had before a run changed them."""

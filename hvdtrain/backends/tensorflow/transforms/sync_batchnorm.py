@@ -119,7 +119,6 @@ class Across:
         return joint_moments(x, mask, layer._reduction_axes, self._wire.size, gather, total, if_present)
 
     def _timed(self, x: tf.Tensor, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Count the seconds from x to the collective's result."""
         with tf.control_dependencies([x]):
             begin_s = tf.timestamp()
         result = collective()

@@ -41,7 +41,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Collectives
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision import Precision
 
 _STRIDE = 1_000_003
 """Distance of two ranks' seeds."""
@@ -246,7 +246,8 @@ class KerasModule(torch.nn.Module):
         weights = keras_model.weights
         names = dict(zip(map(id, weights), stable_names(weights)))
         trained = keras_model.trainable_variables
-        meant = _meant_to_train(keras_model) - {id(v) for v in trained}
+        meant = {id(v) for layer in keras_model._flatten_layers() for v in layer._trainable_variables}
+        meant -= {id(v) for v in trained}
         frozen = [v for v in weights if id(v) in meant]
         rest = [v for v in weights if id(v) not in meant and not any(v is t for t in trained)]
         for variable in (*trained, *frozen):
@@ -268,11 +269,6 @@ class KerasModule(torch.nn.Module):
                                 "unset KERAS_TORCH_DEVICE, and build the model in no keras.device(...)")
             tensor.data = moved
         return self
-
-
-def _meant_to_train(model: keras.Model) -> set[int]:
-    """Return ids of the variables that layers made to be trained, frozen or not."""
-    return {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
 
 
 def seed_states(model: keras.Model) -> list[Any]:

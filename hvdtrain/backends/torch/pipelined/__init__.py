@@ -1,1 +1,1 @@
-"""A PyTorch model that is cut over ranks, or over the devices of one: how parts are built, measured and computed."""
+"""PyTorch models partitioned over ranks, or over the devices of one."""

@@ -1,8 +1,7 @@
-"""What PyTorch's tensors are between two ranks: trees of them packed into `Cargo` and unpacked again.
+"""PyTorch's tensors between two ranks: trees of them packed into `Cargo` and unpacked again.
 
-Owns the form of a tree as text, the way to host memory and back, and the node of autograd's graph at which gradients
-leave a chunk for the one before it. Sends nothing. A tensor arrives as it lay in memory (a convolution computes
-otherwise on channels that come last): its array has the axes in that order, which stands behind its type's name.
+Sends nothing. A tensor arrives as it lay in memory (a convolution computes otherwise on channels_last): its array has
+the axes in that order, which stands behind its type's name.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def tree_of(form: str, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def has_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a gradient of such a tensor goes back to whoever made it."""
+    """Return whether such a tensor has a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -76,7 +75,7 @@ def unpack_gradients(cargo: Cargo, device: torch.device) -> list[torch.Tensor | 
 
 
 class Arrived(torch.autograd.Function):
-    """Gives tensors that came from another rank a place in autograd's graph; their gradients go to ``keep``.
+    """Places tensors that came from another rank in autograd's graph; their gradients go to ``keep``.
 
     They are no leaves, so that a block may begin with an operation in place; nothing is copied.
     """
@@ -123,7 +122,7 @@ def _form(part: Any, tensors: list[torch.Tensor], where: str) -> Any:
 
 
 def _packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor], form: str = "") -> Cargo:
-    """Cargo of tensors, their axes in the orders of ``like``."""
+    """Return the cargo of tensors, their axes in the orders of ``like``."""
     orders = [_order(t) for t in like]
     laid = [t.permute(order) if order else t for t, order in zip(tensors, orders)]
     names = (str(t.dtype).removeprefix("torch.") + (f":{','.join(map(str, order))}" if order else "")
@@ -132,7 +131,7 @@ def _packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor], form:
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
-    """A dense tensor's axes from the one with the longest way to the one with the shortest; [] where in order."""
+    """Return a dense tensor's axes from the longest stride to the shortest; [] where in order."""
     if tensor.is_contiguous():
         return []
     ways: tuple[int, ...] = tensor.stride()
@@ -141,7 +140,7 @@ def _order(tensor: torch.Tensor) -> list[int]:
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """Contiguous host arrays of the tensors; those on a GPU by way of pinned memory, all of them in one wait."""
+    """Return contiguous host arrays of the tensors; those on a GPU through pinned memory, all of them in one wait."""
     devices = {t.device for t in tensors if t.device.type == "cuda"}
     found = []
     for tensor in tensors:

@@ -1,4 +1,7 @@
-"""How the parts of a PyTorch model are made that is cut over ranks: checked, measured, cut by one plan of all ranks."""
+"""Parts of a PyTorch model that is partitioned over ranks: checked, measured, partitioned by one plan of all ranks.
+
+Blocks are measured by `measuring` and `outline`; `stage` computes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ from hvdtrain.core.protocols import Batch, Collectives, Control, Writable
 from hvdtrain.core.terminal import say
 from hvdtrain.parallel.parts import ModelParts, ReplicaGroup, replicas_of
 from hvdtrain.parallel.pipeline.partition import agree, measured_samples
-from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision import Precision
 from hvdtrain.parallel.recovery.attempt import attempt_halving
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
@@ -60,8 +63,8 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     All ranks measure at once where none needs the whole model for it: in training, too, those of a host share its
     caches and memory, which costs some blocks more than others.
 
-    Errors: `UserError` for a model that cannot be cut, a task that needs more than its outputs, and what does not go
-    together with a pipeline.
+    Errors: `UserError` for a model that cannot be partitioned, a task that needs more than its outputs, and what does
+    not go together with a pipeline.
     """
     def of(model: torch.nn.Module, source: Source | None = None) -> PartMaker:
         build_lazy_as_alone(model, spec, config.seed, sample)
@@ -116,7 +119,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
 
 
 def built(spec: Any) -> torch.nn.Module:
-    """Return the whole model of ``spec`` in host memory, built anew if it is an outline; generators are as before."""
+    """Return the whole model of ``spec`` in host memory, built again if it is an outline; restores generators."""
     if spec.again is None:
         return spec.model  # type: ignore[no-any-return]
     random = placement.random_arrays()
@@ -127,7 +130,7 @@ def built(spec: Any) -> torch.nn.Module:
 
 
 def build_lazy_as_alone(model: torch.nn.Module, spec: Any, seed: int, sample: Sample | None) -> None:
-    """`build_lazy` with the random numbers of one process, whatever this rank's are; generators are as before."""
+    """Do `build_lazy` with the random numbers of one process, whatever this rank's are; restores generators."""
     random = placement.random_arrays()
     rng.seed(seed, 0)
     torch.manual_seed(seed)
@@ -138,7 +141,7 @@ def build_lazy_as_alone(model: torch.nn.Module, spec: Any, seed: int, sample: Sa
 
 
 def refuse(spec: Any, config: Config) -> None:
-    """Raise `UserError` for what cannot be cut over ranks, or does not go together with it."""
+    """Raise `UserError` for what cannot be partitioned over ranks, or does not go together with it."""
     if keras.is_keras(spec.model):
         raise UserError("pipeline with a Keras model on PyTorch", "a model of PyTorch's own, or Keras on TensorFlow",
                         "leave pipeline out, or set KERAS_BACKEND=tensorflow")
@@ -150,11 +153,11 @@ def refuse(spec: Any, config: Config) -> None:
 
 
 class PartMaker(Maker):
-    """A `Maker` for the blocks that one rank has of a model.
+    """Makes the parts of the blocks that one rank has of a model.
 
-    ``source``: of a model that is an outline, what fills its blocks. ``came``: what came into each block when it was
-    measured. ``layout``: who has which, once `cut`. ``replicas``: this rank's blocks by who else has them, to be set
-    then.
+    ``source``: of a model that is an outline, what fills its blocks. ``came``: the input of each block when it was
+    measured. ``layout``: the blocks of each rank, once `cut`. ``replicas``: this rank's blocks by the ranks that share
+    them, to be set then.
     """
 
     whole = False
@@ -168,11 +171,10 @@ class PartMaker(Maker):
         super().__init__(spec, config, mesh.rank, wire, steps_per_epoch, precision, sample)
 
     def place(self) -> Placement:
-        """Leave the model on the host."""
         return Placement(self.spec, self.config, whole=False)
 
     def scaled(self, precision: Precision) -> Collection[int]:
-        """Return all ranks of each copy in which one computes in float16: a loss goes back through all of them."""
+        """Return all ranks of each replica in which one computes in float16: a loss goes back through all of them."""
         return {rank for copy in self._mesh.copies if set(copy) & set(precision.scaled) for rank in copy}
 
     def measure(self, control: Control) -> DeviceProfile:
@@ -193,9 +195,10 @@ class PartMaker(Maker):
         assert self.sample is not None
         random, host = placement.random_arrays(), torch.device("cpu")
         batch = self.sample(samples)
+        turned = tuple(np.roll(array, 1) for array in batch)  # another batch, whose arrays keep their kind
         try:
             with told(self.spec.model, batch), attributes_kept(Modules(self.model)):
-                one, other = (self.placement.tensors(b, host) for b in (batch, _turned(batch)))
+                one, other = (self.placement.tensors(b, host) for b in (batch, turned))
                 if self._source is not None:
                     x = outline.check_outline(self.model, self.named, self.task, one)
                 else:
@@ -227,55 +230,43 @@ class PartMaker(Maker):
         self._evaluator = super().evaluator()
 
     def stage(self, params: TorchParams, buffers: Buffers) -> TorchStage:
-        """The blocks of this rank."""
         return PipelineStage(
             self.layout, self.chunks, self.forward, self._evaluator, self._narrow(), self._came,
             model=self.model, task=self.task, params=params, buffers=buffers, placement=self.placement,
             precision=self.precision, sync=None, generators=self.generators, rank=self.rank, caveats=self.caveats)
 
     def _narrow(self) -> set[int]:
-        """The ranks whose blocks give 16 bits where their parameters have 32."""
+        """Return the ranks whose blocks give 16 bits where their parameters have 32."""
         return {rank for rank, name in enumerate(self.policy.names) if name != "fp32"}
 
     def evaluator(self) -> TorchEvaluator:
-        """Metrics of the task, to which the stage with the last block adds."""
         return self._evaluator
 
     def buffers(self) -> Buffers:
-        """Those of the blocks that this rank has, by who else has them."""
         return PartBuffers(self.model, self.named, self.replicas)
 
     def blocks(self) -> list[torch.nn.Module]:
-        """All blocks by their numbers; those of other ranks hold nothing."""
+        """Return all blocks by their numbers; those of other ranks hold nothing."""
         return [block for _, block in self.named]
 
     def remat(self, stage: TorchStage) -> Remat | None:
-        """What recomputes blocks of this rank."""
         own = [self.named[i] for i in self.layout.blocks]
         return Remat(self.model, own, stage, None, self.sample, self.layout.names)
 
     def caveats(self) -> list[str]:
-        """Layers of the whole model whose result depends on how a batch is cut."""
         return self._caveats
 
     def parts(self) -> ModelParts:
-        """Make them."""
         parts = super().parts()
         parts.layout, parts.replicas = self.layout, self.replicas
         return parts
-
-
-def _turned(batch: Batch) -> Batch:
-    """Another batch: the samples' values one place further, so that each array stays what it is."""
-    return tuple(np.roll(array, 1) for array in batch)
 
 
 Named = Sequence[tuple[str, torch.nn.Module]]
 
 
 class PartBuffers(Buffers):
-    """Implements `hvdtrain.core.protocols.Buffers`: one `Buffers` for the blocks that each group of ranks has in
-    common."""
+    """Implements `hvdtrain.core.protocols.Buffers`: one `Buffers` for the blocks that each group of ranks shares."""
 
     def __init__(self, model: torch.nn.Module, blocks: Named, replicas: Sequence[ReplicaGroup]) -> None:
         paths = {id(module): name for name, module in model.named_modules()}
@@ -283,61 +274,49 @@ class PartBuffers(Buffers):
                                paths) for each in replicas]
 
     def saw(self, samples: int) -> None:
-        """Count the samples of one forward pass."""
         for part in self._parts:
             part.saw(samples)
 
     def loaded(self) -> None:
-        """Note that every rank has been given the same buffers."""
         for part in self._parts:
             part.loaded()
 
     def keep(self) -> None:
-        """Remember the buffers as they are before a step."""
         for part in self._parts:
             part.keep()
 
     def discard(self) -> None:
-        """Give the buffers the values they had at `keep`."""
         for part in self._parts:
             part.discard()
 
     def share(self) -> None:
-        """Give every rank the parameters and buffers of the first that has them; collective."""
         for part in self._parts:
             part.share()
 
     def sync(self) -> list[str]:
-        """Make the buffers equal; return those that are no statistics and differed; collective."""
         return [name for part in self._parts for name in part.sync()]
 
     def appeared(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Note what the first samples have filled or registered."""
         self._parts[0].appeared(buffers)
 
     def writable(self) -> dict[str, Writable]:
-        """Return what forward passes may write to in this rank's blocks, by name."""
         return {name: one for part in self._parts for name, one in part.writable().items()}
 
     def statistics(self) -> list[str]:
-        """Return the names of BatchNorm's statistics."""
         return [name for part in self._parts for name in part.statistics()]
 
     def aliases(self) -> dict[str, str]:
-        """Return nothing: PyTorch's names are those of the whole model."""
+        """Return {}: PyTorch's names are those of the whole model."""
         return {}
 
     def noticed(self) -> list[str]:
-        """Return what was written to since `keep`, without what is tracked."""
         return [name for part in self._parts for name in part.noticed()]
 
     def track(self, names: Iterable[str]) -> None:
-        """Have `keep` copy these always."""
         names = list(names)
         for part in self._parts:
             part.track(names)
 
     def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
-        """Reduce those of ``reductions`` that this rank's blocks have; collective over the ranks with a block."""
         for part in self._parts:
             part.combine(reductions, samples, force)

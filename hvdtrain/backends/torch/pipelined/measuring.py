@@ -1,7 +1,6 @@
-"""What a PyTorch model must be that is cut over ranks, and what its blocks cost on this rank's device.
+"""Checks and costs of the blocks of a PyTorch model that is to be partitioned over ranks.
 
-Owns the search for blocks in a model whose file names none, and the proof that a task needs nothing of the model but
-its outputs. Everything is as before afterwards.
+Restores everything. A model may also be built block by block (`block_names`, `build_block`): no rank has it whole.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from hvdtrain.backends.torch import blocks, placement
 from hvdtrain.backends.torch.blocks import Named
 from hvdtrain.backends.torch.buffers import remember
-from hvdtrain.backends.torch.modules import like, tensors_of
+from hvdtrain.backends.torch.modules import flat_bytes, like, tensors_of
 from hvdtrain.backends.torch.pipelined.stage import UNDO
 from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
 from hvdtrain.core import rng
@@ -28,9 +27,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def chain(spec: Any) -> Named:
-    """The named blocks of a model; of one whose file names none its children, if they could be blocks.
+    """Return the named blocks of a model; of one whose file names none its children, which `check` tests.
 
-    Whether they are is for `check` to say. A child that is an `nn.Sequential` itself stands for its own children.
+    A child that is an `nn.Sequential` itself stands for its own children.
     """
     model = spec.model
     if isinstance(model, Blocks):
@@ -55,7 +54,7 @@ def _children(module: torch.nn.Module, prefix: str = "") -> Named:
 
 
 def _hooked(module: torch.nn.Module) -> bool:
-    """Whether a call of a module does more than its forward, or its backward than that of its children."""
+    """Return whether a module has hooks beside its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
                 or module._backward_pre_hooks)
 
@@ -80,7 +79,7 @@ def check(spec: Any, named: Named, task: Task, one: Tensors, other: Tensors) -> 
 
 
 def input_of(model: torch.nn.Module, task: Task, batch: Tensors) -> Any:
-    """What the task gives to the model; `UserError` where it draws random numbers before it, or calls it otherwise."""
+    """Return the model's input; `UserError` where the task draws random numbers before it, or calls it otherwise."""
     before = placement.random_arrays()
     x = blocks.model_input(model, task, batch, UNDO)
     if not blocks.equal(before, placement.random_arrays()):
@@ -92,10 +91,10 @@ def input_of(model: torch.nn.Module, task: Task, batch: Tensors) -> Any:
 
 
 def _check_task(model: torch.nn.Module, task: Task, one: Tensors, other: Tensors) -> None:
-    """Raise `UserError` where the task's loss of given outputs depends on parameters, or on what a forward has left.
+    """Raise `UserError` where the task's loss of given outputs depends on parameters, or on an earlier forward pass.
 
     The loss is taken twice for the same outputs, with other parameters and after another forward pass the second time.
-    Nothing is said where ``task`` cannot run here at all.
+    A ``task`` that cannot run here at all passes.
     """
     random, buffers_back = placement.random_arrays(), remember(model)
     params: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
@@ -132,7 +131,7 @@ def _check_task(model: torch.nn.Module, task: Task, one: Tensors, other: Tensors
 
 
 def loss_of(model: torch.nn.Module, task: Task, batch: Tensors, outputs: Any) -> torch.Tensor:
-    """The loss that ``task`` gives where the model gives ``outputs``."""
+    """Return the loss of ``task`` where the model gives ``outputs``."""
     calls = 0
 
     def forward(*args: Any, **named: Any) -> Any:
@@ -147,21 +146,20 @@ def loss_of(model: torch.nn.Module, task: Task, batch: Tensors, outputs: Any) ->
         loss_sum = torch.as_tensor(task(model, batch)[0])
     placement.load_random(state_of)
     if calls != 1:
-        raise UserError(f"task calls the model {calls} times", "model(x), once", f"mend task, or {UNDO}")
+        raise UserError(f"task calls the model {calls} times", "model(x), once", f"fix task, or {UNDO}")
     return loss_sum
 
 
 def measure(named: Named, x: Any, device: torch.device) -> tuple[tuple[Block, ...], list[Any]]:
-    """Return what each block costs for ``x``, one at a time on ``device``, and what came into each, on the host."""
+    """Return each block's costs for ``x``, one at a time on ``device``, and each block's input on the host."""
     came: list[Any] = []
     return blocks.measure(named, x, device, came), came
 
 
 class Blocks(torch.nn.Module):
-    """A chain of named blocks: each gets what the one before gives."""
+    """Chain of named blocks: each gets the output of the one before."""
 
     def forward(self, x: Any) -> Any:
-        """Give what the last block gives."""
         for block in self.children():
             x = block(x)
         return x
@@ -178,12 +176,12 @@ class ByBlock:
         odd = [name for name in self.names if not name or "." in name or self.names.count(name) > 1]
         if odd or not self.names:
             raise UserError(f"block_names gives {self.names[:6]}", "the names of the model's blocks, each once and "
-                            "without a dot", "mend block_names in the model file")
+                            "without a dot", "fix block_names in the model file")
 
     def block(self, name: str) -> torch.nn.Module:
-        """Return a block; generators are as before. Errors: `UserError` for one that has other weights than before.
+        """Return a block and restore generators. Errors: `UserError` for one that has other weights than before.
 
-        The generators are at another place each time.
+        The generators are in another state each time.
         """
         random = placement.random_arrays()
         self._built += 1
@@ -195,7 +193,7 @@ class ByBlock:
             placement.load_random(random)
         if not isinstance(block, torch.nn.Module):
             raise UserError(f"build_block gives a {type(block).__name__} for {name!r}", "a torch.nn.Module",
-                            "mend build_block in the model file")
+                            "fix build_block in the model file")
         found = _print(block)
         if self._prints.setdefault(name, found) != found:
             raise UserError(f"build_block gives block {name!r} other weights when random generators are at another "
@@ -212,10 +210,9 @@ class ByBlock:
 
 
 def _print(block: torch.nn.Module) -> int:
-    """A checksum of a block's parameters and buffers."""
+    """Return a checksum of a block's parameters and buffers."""
     found = 0
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
         found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        found = zlib.crc32(bits.numpy().tobytes(), found)
+        found = zlib.crc32(flat_bytes(tensor).numpy().tobytes(), found)
     return found

@@ -1,4 +1,8 @@
-"""The outline of a PyTorch model: built as its user builds it, but without the memory of its tensors."""
+"""Outline of a PyTorch model that no rank has whole: built without the memory of its tensors, measured, and filled.
+
+Values come from a tape of the builder or from a file's blocks. Where a proof fails, `Inexact` is raised, and the model
+is built whole instead.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,11 @@ from hvdtrain.core.errors import UserError
 
 def outline(make: Callable[[], Any], names: Callable[[], Any] | None = None,
             build_block: Callable[[str], Any] | None = None) -> Any:
-    """Return what ``make`` builds with its parameters and buffers on the device "meta", which holds no values.
+    """Return the model of ``make`` with its parameters and buffers on the device "meta", which holds no values.
 
-    It is built there at once, and what its builder does is recorded. Where that cannot be, its blocks are built one
+    It is built there at once, and its builder's operations are recorded. Where that cannot be, its blocks are built one
     after the other, if the model file builds blocks (``names``, ``build_block``); else it is built on the host, whose
-    memory is given back. A model of Keras, which cannot be cut, is returned as it is. `source_of` tells what fills it.
+    memory is given back. A model of Keras, which cannot be partitioned, is returned as it is.
     """
     tape = Tape()
     try:
@@ -59,7 +63,7 @@ _WHY: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionar
 
 
 def why_whole(model: torch.nn.Module) -> str:
-    """Return why an outline cannot be filled in parts, in words; "" where it can, or is none."""
+    """Return why an outline cannot be filled in parts; "" where it can, or is none."""
     return _WHY.get(model, "")
 
 
@@ -69,7 +73,7 @@ def source_of(model: torch.nn.Module) -> Tape | ByBlock | None:
 
 
 def free() -> None:
-    """Give the memory of what nobody holds any more back to the host."""
+    """Return the memory of unreachable objects to the host."""
     gc.collect()
     memory.give_back()
 
@@ -80,8 +84,8 @@ MADE_UP_STD = 0.02
 def check_outline(model: torch.nn.Module, named: Named, task: measuring.Task, batch: measuring.Tensors) -> Any:
     """Raise `Inexact` unless blocks are the model and ``task`` needs its outputs alone; return the model's input.
 
-    The model is run once without values: each block must get the very thing that the one before gave, and the model
-    give the very thing that the last gave; a loss that depends on anything of the model then has no value.
+    The model is run once without values: each block must get the very object that the one before gave, and the model
+    return that of the last; a loss that depends on anything of the model then has no value.
     """
     try:
         x = measuring.input_of(model, task, batch)
@@ -101,7 +105,7 @@ def check_outline(model: torch.nn.Module, named: Named, task: measuring.Task, ba
 
 @contextlib.contextmanager
 def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
-    """After it, an outline's modules have the buffers that they had before it, with the same values."""
+    """Restore an outline's buffers and their values after the body."""
     before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
@@ -116,7 +120,7 @@ def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _passed(model: torch.nn.Module, named: Named, x: Any) -> Any:
-    """Run the model and hear what its blocks get and give."""
+    """Run the model and record the inputs and outputs of its blocks."""
     heard: list[tuple[torch.nn.Module, Any, Any]] = []
 
     def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -143,7 +147,7 @@ def _passed(model: torch.nn.Module, named: Named, x: Any) -> Any:
 
 def measure_in_parts(named: Named, source: Tape | ByBlock, x: Any,
             device: torch.device) -> tuple[tuple[Any, ...], list[Any]]:
-    """As `measuring.measure`, with one block in memory at a time; one from a tape has made-up weights."""
+    """Do `measuring.measure` with one block in memory at a time; one from a tape has made-up weights."""
     came: list[Any] = []
     made = _made_up(named, source) if isinstance(source, Tape) else ((name, source.block(name)) for name, _ in named)
     return blocks.measure(made, x, device, came), came
@@ -170,7 +174,7 @@ def _made_up(named: Named, tape: Tape) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def fill(model: torch.nn.Module, named: Named, numbers: Sequence[int], source: Tape | ByBlock) -> Named:
-    """Give the blocks ``numbers`` of an outline the values that they have in the model; return its blocks then."""
+    """Give the blocks ``numbers`` of an outline their values in the model; return its blocks then."""
     if isinstance(source, Tape):
         _fill([named[i][1] for i in numbers], source)
         return named
@@ -195,7 +199,7 @@ def _fill(own: Sequence[torch.nn.Module], tape: Tape) -> None:
 
 
 def _refuse_meta(block: torch.nn.Module) -> None:
-    """Raise `Inexact` for a tensor without values that is no parameter or buffer, and for one of those."""
+    """Raise `Inexact` for a tensor without values, also one that is neither parameter nor buffer."""
     for module in block.modules():
         for value in vars(module).values():
             if any(t.is_meta for t in _held(value)):

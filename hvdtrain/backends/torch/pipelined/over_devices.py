@@ -1,14 +1,9 @@
-"""The forward pass of a PyTorch model that is cut over the devices of a rank, in GPipe's order.
+"""Forward pass of a PyTorch model that is partitioned over the devices of a rank, in GPipe's order.
 
-Owns the parts of a micro-batch, the copies at the cuts, and what is measured of it once. The backward pass is
-autograd's: each device has a thread of its own there, which takes the part that came last first, as GPipe does, and
-adds up a parameter's gradients of all parts before it tells that it is made. So each gradient is ready once in a
-backward, as in a model that is not split. The partition comes from
-`hvdtrain.parallel.pipeline.partition`.
-
-Graphs that end at the cuts, with backward called part by part, were measured: exact, but each part adds to all
-gradients in a pass of its own. On a CPU as two devices a step took 1.8 % longer (GPT of 3M parameters, 0.46 s), 6 %
-(GPT of 0.8M, 0.09 s) and 10 % (perceptron of 1.6M, 0.025 s).
+Backward is autograd's: each device has a thread of its own there, which takes the part that came last first, as GPipe
+does, and sums a parameter's gradients of all parts before its hook runs. Backward part by part was measured: each part
+adds to all gradients in a pass of its own, which on a CPU as two devices made a step 1.8 % (GPT of 3M parameters, 0.46
+s) to 10 % (perceptron of 1.6M, 0.025 s) longer.
 """
 
 from __future__ import annotations
@@ -31,11 +26,11 @@ WATCHED_PASS = 3
 
 
 class OverDevices:
-    """Stands in for the ``forward`` of a model whose blocks are cut into ``stages``, each on its device.
+    """Replacement of the ``forward`` of a model whose blocks are partitioned into ``stages``, each on its device.
 
     ``micros``: parts of a micro-batch, where it has that many times ``least`` samples. Between `install` and `release`
     the model's own ``forward`` is this one: ``forward(x)`` with tensors (B, ...), or tuples, lists and dicts of them,
-    gives what the blocks give one after the other, on the last device.
+    gives the blocks' output on the last device.
     """
 
     def __init__(self, stages: Sequence[Stage], devices: Sequence[torch.device], micros: int, least: int = 1) -> None:
@@ -53,12 +48,12 @@ class OverDevices:
         vars(model)["forward"] = self.forward
 
     def leave(self, model: torch.nn.Module) -> None:
-        """Give the model its own forward pass back, unless it could not run: its blocks are on several devices."""
+        """Restore the model's own forward pass, unless its blocks are on several devices, where it could not run."""
         if len(set(self.devices)) == 1:
             release(model)
 
     def forward(self, x: Any) -> Any:
-        """Outputs on the last device, the parts put together again."""
+        """Return the outputs on the last device, the parts concatenated."""
         samples = count_samples(x)
         parts = cut(x, parts_of(samples // self.least, self.micros)) if samples else [x]
         watch = self._begin_watch(len(parts))
@@ -69,15 +64,14 @@ class OverDevices:
         return parts[0] if len(parts) == 1 else joined(parts)
 
     def bubble(self) -> float | None:
-        """The bubble of the pass that was measured, None where there was none. Waits for the devices."""
+        """Return the bubble of the pass that was measured, None where there was none. Waits for the devices."""
         return self.watch.bubble() if self.watch else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model measures anew."""
         return {**vars(self), "watch": None}
 
     def _computed(self, stage: int, part: int, value: Any, watch: Watch | None) -> Any:
-        """One slot: a part copied to the stage's device, if it is not there, and put through its blocks."""
+        """Copy a part to the stage's device and compute its blocks."""
         begun = value = moved(value, self.devices[stage])
         for block in self.stages[stage]:
             value = block(value)
@@ -86,7 +80,7 @@ class OverDevices:
         return value
 
     def _begin_watch(self, parts: int) -> Watch | None:
-        """What measures this pass, if it is the one."""
+        """Return the watch of this pass, if it is the one to measure."""
         if parts != self.micros or not torch.is_grad_enabled() or self.watch is not None:
             return None
         self._passes += 1
@@ -102,10 +96,7 @@ def release(model: torch.nn.Module) -> None:
 
 
 class Watch:
-    """When each slot of one forward and backward ended, by the clocks of their devices.
-
-    All devices are idle when it begins, so that their clocks begin together.
-    """
+    """End of each slot of one forward and backward, by the clocks of their devices, which are idle at the begin."""
 
     def __init__(self, devices: Sequence[torch.device], parts: int) -> None:
         self._devices, self._parts = list(devices), parts
@@ -114,7 +105,7 @@ class Watch:
         self._base = {device: _mark(device) for device in set(devices)}
 
     def slot(self, stage: int, part: int, begun: Any, ended: Any) -> None:
-        """The forward of a slot has been queued, from ``begun`` to ``ended``; its backward is to be marked."""
+        """Note that the forward of a slot has been queued, from ``begun`` to ``ended``; mark its backward."""
         self._note(stage, part, FORWARD)
         note = self._noting(stage, part)
         inputs = [t for t in tensors_of(begun) if t.requires_grad]
@@ -133,7 +124,7 @@ class Watch:
         self._marks[stage, part, phase] = _mark(self._devices[stage])
 
     def bubble(self) -> float | None:
-        """Part of all stages' time that they did not compute; None before its backward, or where one had none."""
+        """Return the share of all stages' time without computation; None before a backward, or where one had none."""
         slots = [slot[1:] for slot in gpipe_slots(len(self._devices), self._parts)]
         if len(self._marks) < len(slots):
             return None
@@ -143,7 +134,7 @@ class Watch:
 
 
 def _mark(device: torch.device) -> Any:
-    """Now, on a device's own clock."""
+    """Return the time of now, on a device's own clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -156,7 +147,7 @@ def _seconds(base: Any, mark: Any) -> float:
 
 
 def _last_nodes(ended: Sequence[torch.Tensor]) -> list[Any]:
-    """The nodes of a graph behind which only parameters are: what backward comes to last."""
+    """Return the nodes of a graph with only parameters behind them: those that backward reaches last."""
     found, seen = [], set()
     todo: list[Any] = [t.grad_fn for t in ended]
     while todo:

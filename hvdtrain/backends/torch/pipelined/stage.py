@@ -1,4 +1,7 @@
-"""Forward and backward of the blocks that a rank has of a PyTorch model which is cut over ranks."""
+"""Forward and backward of a rank's blocks of a PyTorch model that is partitioned over ranks.
+
+Blocks of other ranks are replaced by placeholders; `cargo` packs what goes between ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,21 @@ Chunk = Sequence[torch.nn.Module]
 
 
 class _Back:
-    """Takes the gradients of what came; apart from `_Kept`, as autograd's graph holds it, which `_Kept` holds: a cycle
-    through both would never be freed."""
+    """Takes the gradients of inputs. Apart from `_InFlight`, or it and autograd's graph were a cycle, never freed."""
 
     def __init__(self) -> None:
         self.grads: Sequence[torch.Tensor | None] | None = None
 
     def keep(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Take them."""
         self.grads = grads
 
 
-class _Kept:
-    """What a chunk keeps of a micro-batch until its backward.
+class _InFlight:
+    """State of a chunk and micro-batch from its forward to its backward.
 
-    ``like``: the shapes and types of tensors that came which have a gradient. ``ends``: where backward begins, None for
-    a tensor that was given and depends on no parameter; so the tensors themselves can be freed once they are sent.
-    ``loss``: the scaled one. ``back``: the gradients of ``like``, once backward has made them.
+    ``like``: the shapes and types of inputs which have a gradient. ``ends``: where backward begins, None for a tensor
+    that depends on no parameter; so the tensors themselves can be freed once they are sent. ``loss``: the scaled one.
+    ``back``: the gradients of ``like``, once backward has made them.
     """
 
     def __init__(self) -> None:
@@ -54,8 +55,8 @@ class PipelineStage(TorchStage):
     """Implements `hvdtrain.core.protocols.PipelineStage` over the blocks of ``layout``.
 
     ``own``: this rank's chunks of blocks. ``cut``: the model's forward pass. ``narrow``: the ranks that give 16 bits
-    where their parameters have 32. ``samples``: for each own chunk a tree that it may get, on the host; None for the
-    model's first, and where nothing was measured.
+    where their parameters have 32. ``samples``: for each own chunk an input tree on the host; None for the model's
+    first, and where nothing was measured.
     """
 
     def __init__(self, layout: Layout, own: Sequence[Chunk], cut: Cut, evaluator: TorchEvaluator,
@@ -69,18 +70,16 @@ class PipelineStage(TorchStage):
         self._last = len(layout.chunks()) - 1
         widens = mesh.rank not in narrow
         self._wide = [widens and n > 0 and mesh.ranks[(n - 1) % mesh.depth] in narrow for n in self._numbers]
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._kept: dict[tuple[int, int], _InFlight] = {}
         self.held = self.most_held = 0
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Open a step; what one that broke off has kept is forgotten."""
         self.drop()
         super().begin()
 
     def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
-        """Compute a chunk that is not the model's last."""
         kept = self._keep(chunk, micro, batch)
         with few_samples(self._rank), self._precision.computing():
             value = self._input(batch) if came is None else self._received(chunk, came, kept)
@@ -90,14 +89,12 @@ class PipelineStage(TorchStage):
         return cargos.pack(value, f"block {self._name(chunk)}")
 
     def loss(self, chunk: int, micro: int, came: Cargo | None, batch: Batch, scale: float) -> Pair:
-        """Compute the model's last chunk within the task."""
         kept = self._keep(chunk, micro, batch)
         loss_sum, weight = self._loss(chunk, came, batch, kept)
         kept.loss = loss_sum * (scale * self._precision.factor)
         return loss_sum.detach(), weight
 
     def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
-        """Add the gradients of a chunk's parameters."""
         kept = self._kept.pop((chunk, micro))
         self.held -= 1
         if came is None:
@@ -113,18 +110,15 @@ class PipelineStage(TorchStage):
         return cargos.pack_gradients(kept.back.grads or [None] * len(kept.like), kept.like)
 
     def hand_over(self, sink: GradientSink) -> None:
-        """Hand every bucket over, divided by the loss scale."""
         self.waited_s = 0.0
         self._gradients.hand_over(self._precision.factor)
         if self._clock:
             self._clock.stop()
 
     def drop(self) -> None:
-        """Forget what is kept for backward."""
         self._kept, self.held = {}, 0
 
     def evaluate(self, chunk: int, came: Cargo | None, batch: Batch) -> Cargo | None:
-        """Compute a chunk as evaluations do; the last adds to the metrics."""
         with self._evaluator.evaluating():
             tensors = self._placement.tensors(batch)
             value = None if came is None else self._received(chunk, came)
@@ -139,18 +133,18 @@ class PipelineStage(TorchStage):
 
     @contextlib.contextmanager
     def once(self, batch: Batch, factor: float = 1.0) -> Iterator[None]:
-        """Compute the gradients of this rank's chunks for made-up inputs, there within the body; then all is as before.
+        """Compute the gradients of this rank's chunks for made-up inputs, available within the body; restore all.
 
-        An input is what came when the blocks were measured, for as many samples as ``batch`` has.
+        An input is that of the measuring of blocks, for as many samples as ``batch`` has.
         """
         with restoring(self._model, self._params.tensors, self.generators):
             for chunk, number in enumerate(self._numbers):
                 came = None if number == 0 else self._made_up(chunk, len(batch[0]))
                 if number == self._last:
-                    loss_sum, _ = self._loss(chunk, came, batch, _Kept())
+                    loss_sum, _ = self._loss(chunk, came, batch, _InFlight())
                     (loss_sum * (factor / max(1, len(batch[0])))).backward()
                 else:
-                    kept = _Kept()
+                    kept = _InFlight()
                     with self._precision.computing():
                         value = self._input(batch) if came is None else self._received(chunk, came, kept)
                         ends = [t for t in tensors_of(self._through(chunk, value)) if t.requires_grad]
@@ -160,16 +154,16 @@ class PipelineStage(TorchStage):
             yield
 
     def culprit(self, batch: Batch) -> str:
-        """Return the first parameter whose gradient of the step is not finite: it cannot be computed again alone."""
+        """Return the first parameter whose gradient of the step is not finite: a batch cannot be computed alone."""
         found = first_not_finite(self._params.tensors)
         return "" if found is None else self._params.names[found]
 
     def alone(self, batch: Batch) -> list[torch.Tensor]:
-        """Refuse: a rank's part of a model has no gradient of its own."""
+        """Raise `UserError`: a rank's blocks have no gradient of their own."""
         raise UserError("audit with a pipeline over ranks", "a model that each rank has whole", "leave audit out")
 
     def _made_up(self, chunk: int, samples: int) -> Cargo:
-        """What may come into a chunk for so many samples."""
+        """Return a possible input of a chunk for so many samples."""
         tree = self._came_like[chunk]
         assert tree is not None, "blocks were measured"
         tensors = tensors_of(tree)
@@ -180,20 +174,19 @@ class PipelineStage(TorchStage):
 
     # --- parts of it -------------------------------------------------------------------------------------------------
 
-    def _keep(self, chunk: int, micro: int, batch: Batch) -> _Kept:
+    def _keep(self, chunk: int, micro: int, batch: Batch) -> _InFlight:
         if chunk == 0:
             self._buffers.saw(len(batch[0]))
-        kept = self._kept[chunk, micro] = _Kept()
+        kept = self._kept[chunk, micro] = _InFlight()
         self.held += 1
         self.most_held = max(self.most_held, self.held)
         return kept
 
     def _input(self, batch: Batch) -> Any:
-        """What the task gives to the model."""
         return model_input(self._model, self._task, self._placement.tensors(batch), UNDO)
 
-    def _received(self, chunk: int, came: Cargo, kept: _Kept | None = None) -> Any:
-        """What the chunk before gave, in the types that this rank computes with."""
+    def _received(self, chunk: int, came: Cargo, kept: _InFlight | None = None) -> Any:
+        """Return the output of the chunk before, in the types that this rank computes with."""
         tensors = cargos.unpack(came, self._placement.home)
         if kept is not None:
             kept.like = [torch.empty_like(t, device="meta") for t in tensors if cargos.has_gradient(t)]
@@ -207,7 +200,7 @@ class PipelineStage(TorchStage):
             value = block(value)
         return value
 
-    def _loss(self, chunk: int, came: Cargo | None, batch: Batch, kept: _Kept) -> Pair:
+    def _loss(self, chunk: int, came: Cargo | None, batch: Batch, kept: _InFlight) -> Pair:
         calls = 0
 
         def outputs(x: Any) -> Any:
@@ -218,8 +211,8 @@ class PipelineStage(TorchStage):
         with self._cut.giving(outputs):
             pair = self.loss_of(batch)
         if calls != 1:
-            raise UserError(f"task calls a model that is cut over ranks {calls} times", "model(x), once",
-                            "mend task, or leave pipeline out")
+            raise UserError(f"task calls a partitioned model {calls} times", "model(x), once",
+                            "fix task, or leave pipeline out")
         check_loss(self._model, pair[0])
         return pair
 
@@ -228,7 +221,7 @@ class PipelineStage(TorchStage):
 
 
 class _Outputs:
-    """Gives what a model gives for one x, however often it is called with it, as by a task and by metrics."""
+    """Caches a model's output for one x, which a task and metrics may both ask for."""
 
     def __init__(self, compute: Callable[[Any], Any]) -> None:
         self._compute = compute
@@ -240,8 +233,8 @@ class _Outputs:
             self._found = tensors, self._compute(x)
         same = len(tensors) == len(self._found[0]) and all(map(torch.equal, tensors, self._found[0]))
         if not same:
-            raise UserError("metrics give a model that is cut over ranks another x than task does", "one x",
-                            "mend metrics, or leave pipeline out")
+            raise UserError("metrics give a partitioned model another x than task does", "one x",
+                            "fix metrics, or leave pipeline out")
         return self._found[1]
 
 
@@ -252,18 +245,18 @@ UNDO = "leave pipeline out"
 
 
 class NotHere(UserError, AttributeError):
-    """What a task looks for is on another rank; to `hasattr` it is not there."""
+    """A task needs something of another rank; to `hasattr` it does not exist."""
 
 
-class Elsewhere(torch.nn.Module):
-    """Stands for a block that another rank has; without parameters and buffers."""
+class RemoteBlock(torch.nn.Module):
+    """Placeholder of a block that another rank has; without parameters and buffers."""
 
     def __init__(self, block: str) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Say whose it is."""
+        """Raise the error that names the block."""
         raise self._told("it was called")
 
     def __getattr__(self, name: str) -> Any:
@@ -281,7 +274,7 @@ class Elsewhere(torch.nn.Module):
 
 
 def take_out(model: torch.nn.Module, blocks: Named, own: Collection[int]) -> None:
-    """Put a placeholder where each block is that is not among ``own`` (numbers), and free its memory."""
+    """Put a placeholder in place of each block that is not among ``own`` (numbers), and free its memory."""
     kept = {id(m) for i in own for m in blocks[i][1].modules()}
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
@@ -297,7 +290,7 @@ def take_out(model: torch.nn.Module, blocks: Named, own: Collection[int]) -> Non
                 out(name, child)
             return
         for parent, attribute in found:
-            parent._modules[attribute] = Elsewhere(name)
+            parent._modules[attribute] = RemoteBlock(name)
         module.to("meta")  # whoever still holds it (a list beside the modules) holds no memory
 
     for i, (name, block) in enumerate(blocks):
@@ -306,8 +299,8 @@ def take_out(model: torch.nn.Module, blocks: Named, own: Collection[int]) -> Non
 
 
 def is_cut(model: torch.nn.Module) -> bool:
-    """Whether blocks of ``model`` have been taken out."""
-    return any(isinstance(module, Elsewhere) for module in model.modules())
+    """Return whether blocks of ``model`` have been taken out."""
+    return any(isinstance(module, RemoteBlock) for module in model.modules())
 
 
 def refuse_cut(model: torch.nn.Module) -> None:
@@ -318,7 +311,7 @@ def refuse_cut(model: torch.nn.Module) -> None:
 
 
 class Cut:
-    """The forward pass of ``model``, of which this rank has some blocks; all, where ``whole``: then it is its own."""
+    """Forward pass of ``model``, of which this rank has some blocks; all, where ``whole``: then its own."""
 
     def __init__(self, model: torch.nn.Module, whole: bool = False) -> None:
         self._model, self._own = model, model.forward if whole else None
@@ -326,7 +319,7 @@ class Cut:
         vars(model)["forward"] = self.forward
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """What the model gives here and now."""
+        """Return the output within `giving`; `UserError` for a partitioned model elsewhere."""
         if self._give is None and self._own is not None:
             return self._own(*args, **named)
         if self._give is None:
@@ -338,7 +331,7 @@ class Cut:
 
     @contextlib.contextmanager
     def giving(self, outputs: Callable[[Any], Any]) -> Iterator[None]:
-        """Within it a call ``model(x)`` gives ``outputs(x)``."""
+        """Let a call ``model(x)`` return ``outputs(x)`` within the body."""
         before, self._give = self._give, outputs
         try:
             yield

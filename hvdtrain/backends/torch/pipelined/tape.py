@@ -1,10 +1,10 @@
-"""What a model's builder does to tensors, written down without their memory, and done once more for some of them.
+"""Recording of a model builder's tensor operations without their memory, and replay of some of them.
 
 A model is built on the device "meta", where tensors have shapes and no values, while every operation is recorded.
-`Tape.fill` does those again on the host that the wanted tensors come from, in the builder's order; of the others it
-draws the random numbers alone, each into memory that is freed at once, so that the generator goes on as in the builder.
-So a rank gets some blocks of a model with the bits they have in all of it, and never holds the rest. What cannot be
-known to come out the same raises `Inexact`: a builder that looks at values, or has generators of its own.
+`Tape.fill` replays on the host the operations that the wanted tensors come from, in the builder's order; of the others
+it draws the random numbers alone, so that the generator advances as in the builder. So a rank gets some blocks of a
+model to the bit, and never holds the rest. A builder that looks at values, or has generators of its own, raises
+`Inexact`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WHERE: dict[Any, Any] = {vars(torch._C.TensorBase)[name].__get__: value
 
 
 class Inexact(Exception):
-    """Not an error: a model that cannot be built in parts to the same values."""
+    """A model cannot be built in parts to the same values."""
 
 
 class Ref(NamedTuple):
@@ -55,12 +55,12 @@ class Ref(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Ref:
-        """The window of a tensor on "meta"."""
+        """Return the window of a tensor on "meta"."""
         return cls(tensor.untyped_storage()._cdata, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()),
                    int(tensor.storage_offset()))
 
     def covers(self, nbytes: int) -> bool:
-        """Whether it is all of a memory of ``nbytes``."""
+        """Return whether it is all of a memory of ``nbytes``."""
         n = 1
         for dim in self.size:
             n *= dim
@@ -83,7 +83,7 @@ class Operation(NamedTuple):
 
 
 class _ToMeta(TorchFunctionMode):
-    """Gives every tensor that is made without values the device "meta"; who asks is told that it is on the CPU."""
+    """Gives every tensor that is made without values the device "meta", which it reports as the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _ToMeta(TorchFunctionMode):
 
 
 class Tape(TorchDispatchMode):
-    """The operations of a builder that is called within it, in order."""
+    """Operations of a builder that is called within it, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what the body does. Errors: `Inexact`, or whatever a builder raises that needs values."""
+        """Record the body's operations. Errors: `Inexact`, or whatever a builder raises that needs values."""
         self._before = torch.get_rng_state()
         torch.manual_seed(0x5EED_07A9E)  # nothing draws from it; whoever seeds or draws is noticed
         self._mark = torch.get_rng_state()
@@ -130,7 +130,7 @@ class Tape(TorchDispatchMode):
             raise Inexact(self._why)
 
     def _stand_ins(self) -> Iterator[tuple[Any, str, Any]]:
-        """(module, name of a function in it, what stands in for it while a builder runs)."""
+        """Yield (module, name of a function in it, its replacement while a builder runs)."""
         for name in ("get_rng_state", "set_rng_state", "seed", "initial_seed"):
             for module in (torch, torch.random):
                 yield module, name, lambda *_, **__: self._refuse(OWN_RANDOM)
@@ -217,12 +217,12 @@ class Tape(TorchDispatchMode):
             self._refuse(OWN_RANDOM)
 
     def _refuse(self, why: str) -> NoReturn:
-        """Raise `Inexact`, also at the end, should the builder go on."""
+        """Raise `Inexact`, also at the end, should the builder continue."""
         self._why = why
         raise Inexact(why)
 
     def fill(self, wanted: Collection[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return tensors on "meta" with their values on the host, by id; random generators are as before."""
+        """Return tensors on "meta" with their values on the host, by id; restores random generators."""
         there = {id(t): t.detach() for t in wanted if not t.is_meta}
         wanted = [t for t in wanted if t.is_meta]
         keys = {Ref.of(t).key for t in wanted if t.numel()}
@@ -272,7 +272,7 @@ class Tape(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _standing_in(functions: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within it, functions of modules are others."""
+    """Replace functions of modules within the body."""
     own = [(module, name, getattr(module, name)) for module, name, _ in functions]
     try:
         for module, name, other in functions:
@@ -284,7 +284,7 @@ def _standing_in(functions: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operation writes to; BatchNorm's do not declare that they write to its statistics."""
+    """Return the tensors that an operation writes to; BatchNorm's do not declare that they write to its statistics."""
     found: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write or argument.name in STATISTICS:

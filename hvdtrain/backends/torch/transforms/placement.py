@@ -1,7 +1,6 @@
-"""Where a PyTorch model's tensors are: on one device, or, of a split model, each on the device of its part.
+"""Devices of a PyTorch model's tensors: one device, or, of a split model, each block on its own.
 
-Owns the places of blocks, batches, parameters, gradient buckets and compressor state. What blocks cost is measured in
-`blocks`, the partition is `hvdtrain.parallel.pipeline.partition`'s, the forward pass `pipelined.over_devices`'.
+Blocks are measured in `hvdtrain.backends.torch.blocks`; the forward pass is `pipelined.over_devices`'.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, part_
 class Placement:
     """Implements `hvdtrain.core.protocols.Transform`: the devices of a rank and what is on which; one until `split`.
 
-    ``devices``: in the order of the parts. ``home``: the first. ``whole``: whether the model is to be there at once.
+    ``devices``: in the order of the stages. ``home``: the first. ``whole``: the model is to be there at once.
     """
 
     collective = False
@@ -91,7 +90,7 @@ class Placement:
                 for d, own in zip(self.devices, capacity_bytes)]
 
     def _memory(self, local_size: int) -> tuple[tuple[int, ...], int]:
-        """Bytes that each device has to give, and all together where they are one CPU, which ranks of a host share."""
+        """Return the bytes of each device, and of all together where they are one CPU, which ranks of a host share."""
         ranks = max(1, local_size)
         own = tuple(placement.memory_bytes(d) // (ranks if d.type == "cpu" else 1) for d in self.devices)
         return (own, 0) if self.on_gpu else ((0,) * len(own), own[0])
@@ -107,21 +106,19 @@ class Placement:
         self._split.install(self._spec.model)
 
     def install(self, model: torch.nn.Module, blocks: Sequence[Any] = ()) -> None:
-        """Put the parts of a split model where they belong, wherever its user had it."""
         if self._split:
             self._split.install(model)
 
     def remove(self, model: torch.nn.Module) -> None:
-        """Let the model run by itself."""
         if self._split:
             self._split.leave(model)
 
     # --- what is where -----------------------------------------------------------------------------------------
 
     def of_batch(self, index: int) -> torch.device:
-        """For array ``index`` of a batch: targets where the loss is, on the last device; x on the first.
+        """Return the device of array ``index`` of a batch: x on the first, targets on the last, where the loss is.
 
-        But a task of the model file may use x beside the outputs: then it is there too, and copied in parts.
+        But a task of the model file may use x beside the outputs: then it is on the last too, and copied in parts.
         """
         return self.home if index == 0 and self._spec.task is None else self.devices[-1]
 
@@ -130,7 +127,7 @@ class Placement:
         return self.uploads.take(batch) if where is None else Uploads(lambda _: where, self.dtype).take(batch)
 
     def places(self) -> dict[int, int]:
-        """Return the part that each parameter of a split model is in, by the parameter's id."""
+        """Return the stage of each parameter of a split model, by the parameter's id."""
         stages = self._split.stages if self._split else []
         return {id(p): number for number, stage in enumerate(stages) for block in stage for p in block.parameters()}
 
@@ -139,13 +136,11 @@ class Placement:
         return flat_N.to(self.devices[bucket.place])
 
     def ops(self) -> list[Ops]:
-        """Return the array operations of each device of a split model."""
         return [Ops(device) for device in self.devices] if self._split else []
 
     # --- in words ----------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, str]:
-        """Devices, cut and bubble, for the summary."""
         words = {"device": ", ".join(str(d) for d in self.devices)}
         if self._split is None or self._plan is None:
             return words
@@ -155,7 +150,6 @@ class Placement:
                           + ("not measured" if found is None else f"{found:.1%} measured")}
 
     def caveats(self) -> list[str]:
-        """What depends on the parts of a micro-batch."""
         if self._split is None or self._split.micros == 1:
             return []
         norms = _normalised(self._spec.model)
@@ -172,7 +166,7 @@ def _normalised(module: torch.nn.Module) -> bool:
 
 
 def _beside_batchnorm(model: torch.nn.Module, buffers: Sequence[str]) -> list[str]:
-    """The modules other than BatchNorm that have one of these buffers, each by name and class."""
+    """Return the modules other than BatchNorm that have one of these buffers, each by name and class."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in buffers)
     modules = {name: model.get_submodule(name) for name in owners}
     return [f"{name or 'the model'} ({type(module).__name__})" for name, module in modules.items()
@@ -180,5 +174,5 @@ def _beside_batchnorm(model: torch.nn.Module, buffers: Sequence[str]) -> list[st
 
 
 def least_samples(named: blocks.Named) -> int:
-    """Fewest samples of a part: BatchNorm takes its statistics over more than one value per channel."""
+    """Return the fewest samples of a part: BatchNorm needs more than one value per channel."""
     return 2 if any(_normalised(block) for _, block in named) else 1

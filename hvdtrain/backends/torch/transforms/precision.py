@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision.policy import LONG, Precision
-from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.precision import LONG, LossScale, Precision
 
 
 class MixedPrecision:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.backends.torch.modules import flat_bytes, same_bits
 from hvdtrain.backends.torch.placement import synchronize
-from hvdtrain.backends.torch.recompute import (
-    OUTSIDE, Block, Check, Clock, Frame, Seconds, Storages, block_costs, flat_bytes, same_bits)
+from hvdtrain.backends.torch.recompute import OUTSIDE, Block, Check, Clock, Frame, Seconds, Storages, block_costs
 from hvdtrain.backends.torch.snapshot import Generators, Modules, attributes, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm

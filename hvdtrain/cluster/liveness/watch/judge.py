@@ -118,7 +118,6 @@ class Judge:
         return any(c.gone_at is not None and now - c.gone_at < self.moment_s for c in self._clocks.values())
 
     def _lost(self, now: float, sights: Sequence[Sight]) -> WatchdogVerdict | None:
-        """Judge ranks that are gone without a message while others run."""
         if any(sight.leaving for sight in sights):
             return None
         gone = [sight.rank for sight in sights if sight.gone]
@@ -178,6 +177,5 @@ class Judge:
 
 
 def _judged(sight: Sight) -> bool:
-    """Return whether a rank that runs is in a place where it can be judged."""
     return (sight.phase in COMPUTING and sight.steps >= SETTLED and not sight.leaving
             and sight.state in ("R", "S", "D"))

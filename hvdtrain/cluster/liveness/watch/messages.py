@@ -101,7 +101,7 @@ class PeerHost:
     counts: Counts = Counts()
     number: int = 0
     silent_s: float = 0.0
-    met: bool = False
+    seen: bool = False
     left: bool = False
 
 
@@ -167,7 +167,7 @@ class Beats:
         host = self.hosts.get(sender)
         if magic != _BEAT_MAGIC or host is None or number <= host.number:
             return
-        host.number, host.met, host.silent_s, host.addresses = number, True, 0.0, [address]
+        host.number, host.seen, host.silent_s, host.addresses = number, True, 0.0, [address]
         host.counts = Counts(ranks, waiting, stopped, leaving)
         host.left = host.left or kind in (BYE, END)
         self.ended = self.ended or kind == END
@@ -175,7 +175,7 @@ class Beats:
     def pass_time(self, passed_s: float) -> None:
         """Count ``passed_s`` seconds, in which this watcher ran, for every host that was heard before."""
         for host in self.hosts.values():
-            host.silent_s += passed_s if host.met and not host.left else 0.0
+            host.silent_s += passed_s if host.seen and not host.left else 0.0
 
     def silent(self, bound_s: float) -> list[PeerHost]:
         """Return the hosts that were not heard for longer than ``bound_s``, the worst first."""
@@ -187,7 +187,7 @@ class Beats:
         here = [host for host in self.hosts.values() if not host.left]
         rows = [host.counts for host in here]
         return Others(sum(r.ranks for r in rows), sum(r.waiting for r in rows), sum(r.stopped for r in rows),
-                      all(host.met for host in here))
+                      all(host.seen for host in here))
 
     def leaving(self) -> bool:
         """Return whether a rank of another host leaves, or the job is being ended there."""

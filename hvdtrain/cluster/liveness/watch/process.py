@@ -90,7 +90,7 @@ class Watcher:
     """Whether a rank has come, even if it was gone by then."""
     orphaned_at: float | None = None
     ends_at: float | None = None
-    """When what is left of the job is killed; None: it goes on."""
+    """When what is left of the job is killed; None: it continues."""
 
     def __post_init__(self) -> None:
         self.poll = select.poll()
@@ -199,7 +199,6 @@ class Watcher:
         self.judge.bound_s, self.judge.pause_s = bound_s, self.pause_s
 
     def _welcome(self, message: Message, pid: int, fds: list[int]) -> None:
-        """Begin to watch a rank."""
         if not self.came:  # from here on there are the ranks' own: horovodrun waits until nobody has the first one's
             os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 2)
         number, self.size, _, self.local_size = message.numbers
@@ -274,7 +273,6 @@ class Watcher:
         return self.beats.others()
 
     def _act(self, verdict: WatchdogVerdict) -> None:
-        """Report it, leave the cause, and end the job."""
         everyone = {**self.strangers, **self.ranks}
         report(verdict, [everyone[r] for r in verdict.ranks], list(self.ranks.values()), self.bound_s)
         for number in verdict.ranks:

@@ -26,7 +26,7 @@ OF_PACKAGE = {"run", "runner", "__version__"}
 """What of Horovod's package itself is left in place: it starts jobs, and is no part of training."""
 ELASTIC = ("Horovod's elastic rendezvous runs what anybody on its port sends it (CVE-2024-10190), so hvdtrain has "
            "none",
-           "save checkpoints and start the job anew: load the last one on every rank and give fit its "
+           "save checkpoints and restart the job: load the last one on every rank and give fit its "
            "initial_epoch, or use Trainer with resume: auto")
 
 
@@ -48,7 +48,9 @@ def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
     if moved:
         keras2.rewrite(scan, made)
         _passes(scan, made)
-        made.tell(_first(scan), "changed", "trains through hvdtrain, with Horovod's names and arguments",
+        first = next(node for node in scan.nodes if isinstance(node, (cst.Import, cst.ImportFrom))
+                     and "horovod" in scan.code(node))
+        made.tell(scan.line(first), "changed", "trains through hvdtrain, with Horovod's names and arguments",
                   "Horovod's own wrappers train a different model on every rank under Keras 3, without an error",
                   "start it as before (horovodrun or mpirun), and compare the first epoch with an old log")
     return made
@@ -62,7 +64,8 @@ def home(scan: Scan, module: str, names: set[str]) -> tuple[str, set[str]]:
     if module not in HOMES:
         return "", names
     to = HOMES[module]
-    if "DistributedOptimizer" in names and _fits(scan) and names <= _has("hvdtrain.keras"):
+    fits = any(True for _ in scan.methods("fit", "compile")) and scan.imports_any("keras", "tensorflow")
+    if "DistributedOptimizer" in names and fits and names <= _has("hvdtrain.keras"):
         to = "hvdtrain.keras"  # Horovod's TensorFlow module wraps Keras optimizers, too
     return to, names - _has(to)
 
@@ -70,10 +73,6 @@ def home(scan: Scan, module: str, names: set[str]) -> tuple[str, set[str]]:
 def _has(module: str) -> set[str]:
     """Return the names of Horovod's API that hvdtrain's module has; its import loads no framework."""
     return set(importlib.import_module(module).__all__) - {"elastic"}
-
-
-def _fits(scan: Scan) -> bool:
-    return any(True for _ in scan.methods("fit", "compile")) and scan.imports_any("keras", "tensorflow")
 
 
 def _used(scan: Scan, local: str) -> set[str]:
@@ -227,7 +226,3 @@ def _launcher(scan: Scan, alias: cst.ImportAlias, module: str) -> bool:
     served = {(name_of(a.name) or "").split(".")[1] for n in scan.all(cst.Import) for a in n.names
               if (name_of(a.name) or "").startswith("horovod.")} if alias.asname is None else set()
     return module != "horovod" or _used(scan, local_name(alias)) <= OF_PACKAGE | served
-
-
-def _first(scan: Scan) -> int:
-    return min(scan.line(n) for n in [*scan.all(cst.Import), *scan.all(cst.ImportFrom)] if "horovod" in scan.code(n))

@@ -122,7 +122,7 @@ def _generators(scan: Scan) -> Iterator[OldCall]:
         if steps and (old or _flows(scan, call)):
             yield OldCall(call, f"fit of a generator gets {' and '.join(steps)}", "leave that out where the generator "
                           "has a length (flow, flow_from_directory, a PyDataset), and give each rank its own part of "
-                          "the data", None, "Keras 2 began such a generator anew in mid-epoch; in Keras 3 the epoch "
+                          "the data", None, "Keras 2 restarted such a generator in mid-epoch; in Keras 3 the epoch "
                           "ends there, however few its steps")
 
 

@@ -20,7 +20,7 @@ FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_spl
 COMPILE = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics", "run_eagerly", "steps_per_execution",
            "jit_compile", "auto_scale_loss")
 DATASET = ("a tf.data.Dataset that is more than from_tensor_slices, shuffle, batch, cache and prefetch",
-           "every rank has to get its own part of each global batch, in as many steps as the others, and what "
+           "every rank has to get its own share of each global batch, in as many steps as the others, and what "
            "maps and filters do to that cannot be read here",
            "hand arrays to hvd.shard(x, y, global_batch=...) for hvdtrain.keras; Trainer takes the dataset as it is "
            "(its shuffle needs a seed)")
@@ -145,13 +145,13 @@ def check(scan: Scan) -> None:
         if owner in fitted and not _compiled_behind(scan, owner, load):
             raise Refused(scan.line(load), f"{owner} can come from a file: {scan.short(load)}",
                           "it brings the plain optimizer that it was saved with; " + UNDISTRIBUTED,
-                          f"load it by hvd.load_model of hvdtrain.keras, or compile {owner} anew right behind")
+                          f"load it by hvd.load_model of hvdtrain.keras, or compile {owner} again right behind")
     for node in scan.all(cst.Attribute):
         word, owner, up = node.attr.value, scan.code(node.value), scan.parent[node]
         called = isinstance(up, cst.Call) and up.func is node
         if owner in known and word in ("train_on_batch", "fit_generator", "train_step") or (
                 owner in known and word == "fit" and not called):
-            raise Refused(scan.line(node), f"{scan.short(scan.statement(node))} trains beside fit",
+            raise Refused(scan.line(node), f"{scan.short(scan.statement(node))} trains outside of fit",
                           "which part of the data is whose cannot be read there", "call fit itself there")
         if word == "fit" and called and owner not in known and _unknown(scan, node.value):
             raise Refused(scan.line(node), f"{scan.short(node)} is called, of something that no compile is seen of",

@@ -119,7 +119,7 @@ def _fit(scan: Scan, made: Rewrite, call: cst.Call, datasets: set[str]) -> None:
     where = given(scan, call, FIT)
     line = scan.line(call)
     if "x" not in where:
-        raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "mend the script first")
+        raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "fix the script first")
     for name in ("validation_split", "steps_per_epoch"):
         if name in where:
             raise Refused(line, f"fit gets {name}", "hvd.shard cuts whole epochs of what it is given",
@@ -147,7 +147,7 @@ def _fit(scan: Scan, made: Rewrite, call: cst.Call, datasets: set[str]) -> None:
                            lambda new: new.with_changes(leading_lines=[*new.leading_lines, *said]))
     made.tell(line, "changed", "fit: batch_size is the batch of all ranks together"
               if "y" in where else "fit: the dataset's batch is the batch of all ranks together",
-              "so the curve stays that of one process with this batch, whatever the number of ranks",
+              "so the results stay those of one process with this batch, whatever the number of ranks",
               "nothing, unless each rank shall take this batch: then multiply it by hvd.size(), and look at the rate")
 
 

@@ -87,9 +87,9 @@ def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
                           "see docs/config.md (early_stop, checkpoint, schedule), and take it out of fit" + (
                               "; or run migrate with --to hvdtrain.keras" if name in KEPT_BY_KERAS else ""))
     if "x" not in where:
-        raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "mend the script first")
+        raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "fix the script first")
     if "sample_weight" in where and "y" not in where:
-        raise Refused(line, "fit gets sample_weight without y", "it belongs to arrays", "mend the script first")
+        raise Refused(line, "fit gets sample_weight without y", "it belongs to arrays", "fix the script first")
 
 
 def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> str:
@@ -123,7 +123,8 @@ def _endless(scan: Scan, made: Rewrite, data: cst.BaseExpression) -> None:
         if name == "shuffle" and argument(link, "seed", 1) is None:
             made.edits.put(link, lambda new: with_args(new, [*new.args, arg("0", "seed")]))
             made.tell(scan.line(link), "changed", f"{scan.short(link, 40)} gets a seed",
-                      "all ranks read the dataset and take their parts of one order", "nothing, or choose another seed")
+                      "all ranks read the dataset and take their shares of one order",
+                      "nothing, or choose another seed")
 
 
 def _legible(scan: Scan, size: cst.BaseExpression, at: cst.CSTNode) -> str:

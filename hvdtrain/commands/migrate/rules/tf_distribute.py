@@ -118,7 +118,7 @@ def _tf_config(scan: Scan, made: Rewrite, to_trainer: bool) -> None:
         if _reads(scan, node.value) and not to_trainer:
             _read(scan, made, node)
     for read in scan.nodes:
-        if _is_tf_config(scan, read) and not _covered(scan, made, read):
+        if _is_tf_config(scan, read) and scan.statement(read) not in made.edits.changes:
             raise Refused(scan.line(read), "TF_CONFIG is read",
                           "no launcher of hvdtrain sets it: ranks and hosts come from mpirun or horovodrun",
                           "use hvd.rank() and hvd.size(), then run migrate again")
@@ -153,7 +153,3 @@ def _read(scan: Scan, made: Rewrite, node: cst.Assign) -> None:
                   "a worker of tf.distribute may have held several GPUs; a rank has one",
                   "look at the batch and the rate where workers held several GPUs")
     made.edits.remove(sole(scan, node))
-
-
-def _covered(scan: Scan, made: Rewrite, node: cst.CSTNode) -> bool:
-    return scan.statement(node) in made.edits.changes

@@ -185,7 +185,9 @@ def _loader(draft: TorchDraft, ranks: int) -> None:
         if given is not None and not known:
             draft.decide(given, f"the loader has {scan.short(given)}", f"give fit the loader itself: it keeps {word}, "
                          "and global_batch rules the batch size", "Trainer makes its own batches of a dataset")
-    if not starred(train) and argument(train, "shuffle", 2) is None and argument(train, "sampler", 3) is None:
+    shuffle = argument(train, "shuffle", 2)
+    ordered = shuffle is None or scan.code(shuffle.value) == "False"
+    if ordered and not starred(train) and argument(train, "sampler", 3) is None:
         draft.keys["data"] = "DataConfig(shuffle=False)"
 
 
@@ -219,8 +221,7 @@ def _optimizer(draft: TorchDraft) -> None:
                      "write the number you mean", "Trainer's rate and batch are those of all ranks together")
     elif whole and not starred(call):  # groups may have rates of their own
         draft.keys["lr"] = RATES.get(name, "...")
-    unnamed = [arg for arg in call.args[2:] if arg.keyword is None or arg.star]
-    for arg in unnamed:
+    for arg in (arg for at, arg in enumerate(call.args) if arg.star or arg.keyword is None and at > 1):
         draft.decide(arg, f"an argument of {name} has no name: {scan.short(arg)}", "add it to the optimizer's in the "
                      "code below", "its meaning depends on the optimizer")
     draft.keys["optimizer"] = _named(name, {
@@ -229,25 +230,27 @@ def _optimizer(draft: TorchDraft) -> None:
 
 
 def _loss(draft: TorchDraft) -> None:
-    """Draft ``loss`` from the first loss of torch.nn; no accuracy for one that is not of classes."""
+    """Draft ``loss`` from the losses of torch.nn, if all have one name; no accuracy where it is not of classes."""
     scan = draft.scan
-    for call in scan.all(cst.Call):
-        last = (name_of(call.func) or "").rpartition(".")[2]
-        name = LOSSES.get(last, last)
-        if not scan.dotted(call.func).startswith("torch.nn") or name not in LOSSES.values():
-            continue
-        args = {arg.keyword.value: draft.code(arg.value) for arg in call.args if arg.keyword is not None
-                and arg.keyword.value not in ("input", "target")}
-        odd = sorted(set(args) - set(LOSS_ARGS))
-        if odd:
-            draft.decide(call, f"the loss is {scan.short(call)}", "give the model's file a task(model, batch) -> "
-                         "(loss_sum, weight)",
-                         f"Trainer takes losses by name whose mean is that over samples, without {', '.join(odd)}")
-        draft.keys["loss"] = _named(name, {key: text for key, text in args.items() if key in LOSS_ARGS})
-        if name not in OF_CLASSES:
-            draft.keys["metrics"] = "[]"
-        return
     draft.keys["loss"] = 'Named("...")'
+    calls = []
+    for call in scan.all(cst.Call):
+        module, _, last = scan.dotted(call.func).rpartition(".")
+        if module.startswith("torch.nn") and LOSSES.get(last, last) in LOSSES.values():
+            calls.append((LOSSES.get(last, last), call))
+    if len({name for name, _ in calls}) != 1:
+        return
+    name, call = calls[0]
+    args = {arg.keyword.value: draft.code(arg.value) for arg in call.args if arg.keyword is not None
+            and arg.keyword.value not in ("input", "target")}
+    odd = sorted(set(args) - set(LOSS_ARGS))
+    if odd:
+        draft.decide(call, f"the loss is {scan.short(call)}", "give the model's file a task(model, batch) -> "
+                     "(loss_sum, weight)",
+                     f"Trainer takes losses by name whose mean is that over samples, without {', '.join(odd)}")
+    draft.keys["loss"] = _named(name, {key: text for key, text in args.items() if key in LOSS_ARGS})
+    if name not in OF_CLASSES:
+        draft.keys["metrics"] = "[]"
 
 
 def _step(draft: TorchDraft) -> None:

@@ -58,7 +58,7 @@ def _attempts(facts: RunFacts) -> Table:
 
 
 def _saves(facts: RunFacts) -> Table | None:
-    """Saves as recorded; in older logs what lies on the disk."""
+    """Return saves as recorded; in older logs what lies on the disk."""
     events = facts.log.all("saved")
     on_disk = {step for step, _, _ in facts.checkpoints}
     if not events:

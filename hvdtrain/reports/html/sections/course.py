@@ -78,7 +78,7 @@ def _attempts(facts: RunFacts, axis: TimeAxis) -> Lane:
 
 
 def _stop(one: RunAttempt, end_s: float, going: bool) -> float:
-    """When an attempt did not train any more: what comes then is its end (last save, export, ends of processes)."""
+    """Return when an attempt's training ended: last save, export and ends of processes follow."""
     if going:
         return end_s
     stop_s = one.seen_s if one.ended_well else one.fault_s
@@ -86,7 +86,7 @@ def _stop(one: RunAttempt, end_s: float, going: bool) -> float:
 
 
 def _legend(lanes: Sequence[Lane]) -> list[tuple[str, str]]:
-    """The kinds that are there."""
+    """Return the kinds that are there."""
     there = {span.kind for lane in lanes for span in (*lane.spans, *lane.ticks)}
     return [(kind, words) for kind, words in LEGEND if kind in there]
 
@@ -98,7 +98,7 @@ def _span(lane: Lane, axis: TimeAxis, begin_s: float, end_s: float, kind: str, w
 
 
 def _time_at(facts: RunFacts, order: int, step: int) -> float:
-    """When an attempt had come to ``step``, as near as its records tell; NaN where they do not."""
+    """Return when an attempt had reached ``step``, as near as its records tell; NaN where they do not."""
     own = facts.log.steps["order"] == order
     times, steps = facts.log.steps["time"][own], facts.log.steps["step"][own]
     after = np.searchsorted(steps, step, side="right")
@@ -106,7 +106,7 @@ def _time_at(facts: RunFacts, order: int, step: int) -> float:
 
 
 def _trouble(facts: RunFacts, axis: TimeAxis) -> Lane:
-    """Steps without update, memory that ran out, and times without any record."""
+    """Return steps without update, memory that ran out, and times without any record."""
     ticks = []
     ends = {one.order: one.fault_s for one in facts.attempts if one.order and not one.ended_well}
     for event in facts.log.events:
@@ -175,7 +175,7 @@ def _decisions(facts: RunFacts, axis: TimeAxis) -> Lane:
 
 
 def _decision(values: dict[str, object]) -> str:
-    """What was decided, in a few words."""
+    """Return the decision in a few words."""
     samples = values.get("samples")
     if isinstance(samples, Sequence) and not isinstance(samples, str):
         return f"{values.get('stage', 'plan')} {', '.join(str(one) for one in samples[:8])}"

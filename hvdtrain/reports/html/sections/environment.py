@@ -53,7 +53,7 @@ def make(facts: RunFacts) -> Section | None:
 
 
 def _pipeline(facts: RunFacts) -> Table | None:
-    """Which rank has which blocks of a model that is cut over ranks."""
+    """Return the table of ranks and blocks of a partitioned model."""
     told = facts.start.get("pipeline")
     named = told.get("blocks") if isinstance(told, dict) else None
     rows = []

@@ -1,4 +1,4 @@
-"""What carries gradients, what was decided about it, compression and compilation, with the tables of the decisions."""
+"""Transport of gradients, compression and compilation, with the tables of the decisions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _head(name: str) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    """A number by its key's unit."""
+    """Return a number by its key's unit."""
     if isinstance(value, str) or value is None or isinstance(value, bool):
         return "" if value is None else str(value)
     if str(name).endswith("bytes"):

@@ -105,6 +105,6 @@ def _last(facts: RunFacts) -> float:
 
 
 def _latest(values: np.ndarray, words: Callable[[float], str] = metric) -> str:
-    """The last finite number of a curve."""
+    """Return the last finite number of a curve."""
     finite = values[np.isfinite(values)]
     return words(float(finite[-1])) if len(finite) else ""

@@ -1,4 +1,4 @@
-"""What processes and devices did: load, memory of processes, GPUs' utilisation, clocks, temperature, MFU."""
+"""Processes and devices: load, memory of processes, GPUs' utilisation, clocks, temperature, MFU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make(facts: RunFacts) -> Section | None:
 
 
 def _axis(facts: RunFacts) -> Axis | None:
-    """The time line's own axis, in seconds since the begin; from 0 without its breaks where it has some."""
+    """Return the time line's own axis, in seconds since the begin; from 0 without its breaks where it has some."""
     last_s = facts.end_s - facts.begin_s
     if not last_s > 0:
         return None
@@ -69,7 +69,7 @@ def _lines(events: list[Any], key: str, begin: float) -> list[Series]:
 
 
 def _in_bytes(drawn: Chart) -> Any:
-    """The axis with its ticks in bytes' words."""
+    """Return the axis with its ticks in bytes' words."""
     from dataclasses import replace
 
     axis = drawn.y

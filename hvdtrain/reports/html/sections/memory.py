@@ -39,7 +39,7 @@ def make(facts: RunFacts) -> Section | None:
 
 
 def _lead(memory: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Why the figures for one rank differ."""
+    """Say why the figures for one rank differ."""
     peaks = [_at(memory.get("peak"), r) for r in range(len(rows))]
     rss = [number(row.get("rss_bytes")) for row in rows]
     if not any(p == p for p in peaks) or not any(one == one for one in rss):
@@ -107,7 +107,7 @@ def _planned(facts: RunFacts, memory: dict[str, Any], rows: list[dict[str, Any]]
 
 
 def _fit(facts: RunFacts) -> Table | None:
-    """What micro_batch auto and remat auto chose."""
+    """Return the choices of micro_batch auto and remat auto."""
     found = facts.log.last("memory_fit").get("ranks")
     rows = []
     for rank, row in enumerate(found if isinstance(found, list) else ()):

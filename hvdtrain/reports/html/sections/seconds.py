@@ -55,7 +55,7 @@ def make(facts: RunFacts) -> Section | None:
 
 
 def _bars(facts: RunFacts) -> Bars:
-    """A bar for each rank; where there are many, those that differ most and the mean of the others."""
+    """Return a bar for each rank; where there are many, those that differ most and the mean of the others."""
     spent = facts.spent
     whole = {rank: math.fsum(row.values()) for rank, row in spent.ranks.items()}
     full = max(whole.values())

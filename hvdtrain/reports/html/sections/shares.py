@@ -1,4 +1,4 @@
-"""Which part of a batch each rank got over time, what the probe found, and what the run would be without a rank."""
+"""Shares of the batch over time, the probe's table, and the forecast of the run without one of its ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _latest(facts: RunFacts, samples: list[float]) -> Bars:
 
 
 def _without(facts: RunFacts) -> Table | None:
-    """The table "without rank 3: +7 %"."""
+    """Return the table "without rank 3: +7 %"."""
     found = facts.log.last("whatif")
     gains, without = found.get("ranks"), found.get("without_s")
     if not isinstance(gains, list) or not any(number(one) == number(one) for one in gains):

@@ -1,4 +1,4 @@
-"""What a trace found: overlap of the exchange with backward, the critical path, and where its file is."""
+"""Findings of a trace: overlap of the exchange with backward, the critical path, and its file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make(facts: RunFacts) -> Section | None:
 
 
 def _lead(facts: RunFacts, event: LogRecord) -> str:
-    """Which steps the trace covers, when in the run they were, and how long a mean step was then."""
+    """Name the steps of the trace, their place in the run, and the length of a mean step."""
     found = event.values
     steps, at = found.get("steps"), math.nan
     if isinstance(steps, list) and len(steps) == 2 and all(number(one) >= 0 for one in steps):
@@ -61,7 +61,7 @@ def _lead(facts: RunFacts, event: LogRecord) -> str:
 
 
 def _chain(found: Any) -> list[tuple[int, str, float]]:
-    """The links of a "trace" record's critical path that make sense: (rank, what, seconds)."""
+    """Return the links of a "trace" record's critical path that make sense: (rank, what, seconds)."""
     return [(int(number(row[0])), str(row[1]), number(row[2])) for row in found if isinstance(row, list)
             and len(row) == 3 and number(row[0]) >= 0 and number(row[2]) > 0] if isinstance(found, list) else []
 
@@ -80,7 +80,7 @@ def plainly(what: str) -> str:
 
 
 def _critical(facts: RunFacts, found: Any) -> list[Bars]:
-    """The longest chain of a mean step: a row a link in its order, each where the one before it ends."""
+    """Return the longest chain of a mean step: a row a link in its order, each where the one before it ends."""
     chain = _chain(found)
     if not chain:
         return []

@@ -1,4 +1,4 @@
-"""Who waited for whom."""
+"""Matrix of ranks that waited for other ranks."""
 
 from __future__ import annotations
 

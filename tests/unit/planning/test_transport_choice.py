@@ -2,10 +2,23 @@
 
 import pytest
 
-from hvdtrain.planning.exchange.link import Link
-from hvdtrain.planning.exchange.wire_choice import (
-    MeasuredTransport, TransportCost, TransportJob, WireChoice, better, by_rule, candidates, changed, decide, doubt,
-    rationed, reckon, short_of_cores, table)
+from hvdtrain.planning.linear import Link
+from hvdtrain.planning.transport_choice import (
+    MeasuredTransport,
+    TransportCost,
+    TransportJob,
+    WireChoice,
+    better,
+    by_rule,
+    candidates,
+    changed,
+    decide,
+    doubt,
+    rationed,
+    reckon,
+    short_of_cores,
+    table,
+)
 
 NO = float("inf")
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from hvdtrain.core.table import as_text
 from hvdtrain.core.units import format_bytes, format_ms
-from hvdtrain.planning.exchange.link import Link
+from hvdtrain.planning.linear import Link
 
 HEADERS = ("", "wire", "MB/s", "wire ms", "cpu ms", "cost ms", "idle cpu")
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from hvdtrain.core.table import as_text
 from hvdtrain.core.units import MIB, format_ms
-from hvdtrain.planning.exchange.link import Link, Traffic, wire_seconds
+from hvdtrain.planning.linear import Link, Traffic, wire_seconds
 
 HEADERS = ("", "choice", "numerics", "MiB sent", "codec ms", "wire ms", "step ms", "over")
 

@@ -1,29 +1,34 @@
-"""What the ranks of a pipeline send each other: a micro-batch's tensors with a header that says what they are.
+"""Messages between the ranks of a pipeline: a micro-batch's tensors with a header, and the time of a message.
 
-Owns the header and what it must say. A receiver knows nothing of the shapes before: they come first, so that they may
-differ from one micro-batch to the next. What is not what the receiver expects is an error that names both sides, on
-both: who finds it tells the other in place of the next message. In place of tensors a message may say that its
-micro-batch is lost, for which memory lacked. `hvdtrain.core.protocols.Carrier` moves the bytes.
+`hvdtrain.core.protocols.Carrier` moves the bytes.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from hvdtrain.cluster.messages.channel import ALIGNED, ROOM
-from hvdtrain.core.protocols import Cargo, Carrier, PendingMessage
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.protocols import Cargo, Carrier, Control, PendingMessage
+from hvdtrain.planning.linear import Link
 
 FORTH, BACK, MEASURED = 0, 1, 2
 """Kinds of messages: outputs in training, their gradients, outputs in evaluation."""
+
+ROUNDS, WARM = 8, 2
+"""Messages there and back of each size that are timed, and messages before, which open the connection."""
 
 WORDS = {FORTH: "the outputs", BACK: "the gradients of what came out", MEASURED: "the outputs in evaluation"}
 
 
 class MessageLabel(NamedTuple):
-    """What a message is of: ``chunk`` of the copy gave it for micro-batch ``micro``, which has so many ``samples``."""
+    """Content of a message: output or gradient of ``chunk`` for micro-batch ``micro`` of ``samples`` samples."""
 
     kind: int
     chunk: int
@@ -31,7 +36,7 @@ class MessageLabel(NamedTuple):
     samples: int
 
     def words(self, step: int) -> str:
-        """Say it."""
+        """Format for an error."""
         return (f"{WORDS[self.kind]} of chunk {self.chunk} for micro-batch {self.micro} of step {step}, "
                 f"of {self.samples} samples")
 
@@ -39,7 +44,8 @@ class MessageLabel(NamedTuple):
 class Post:
     """Sends and receives `Cargo` between the ranks of a copy over ``carrier``, for step ``step``.
 
-    ``node``: this rank's host. ``room``: messages that may wait for a receiver before the next one waits for room.
+    A header before the tensors tells their shapes, which may differ between micro-batches. ``node``: this rank's host.
+    ``room``: messages that may wait for a receiver before `send` blocks.
     """
 
     def __init__(self, carrier: Carrier, node: str = "", room: int = ROOM) -> None:
@@ -50,12 +56,12 @@ class Post:
         self.sent_bytes = 0
 
     def begin(self, step: int) -> None:
-        """Begin a step."""
+        """Start step ``step``."""
         self.step = step
         self._shapes.clear()
 
     def send(self, cargo: Cargo | None, to: int, label: MessageLabel) -> None:
-        """Send what ``label`` says, None where it is lost; its memory is the caller's again."""
+        """Send the cargo of ``label``, None if its micro-batch is lost; the caller may reuse its memory at once."""
         arrays = cargo.arrays if cargo is not None else ()
         what: dict[str, Any] = {"step": self.step, "of": label, "node": self._node}
         if cargo is None:
@@ -68,17 +74,17 @@ class Post:
         self._carrier.put([_spelled(what), *arrays], to, label.kind, self._room)
 
     def expect(self, source: int, kind: int) -> None:
-        """Ask for the next message of ``source``, that it may come while this rank computes."""
+        """Post the receive of the next message of ``source``, so that it arrives while this rank computes."""
         if (source, kind) not in self._coming:
             self._coming[source, kind] = self._carrier.take(source, kind)
 
     def wait_begun(self, source: int, kind: int) -> None:
-        """Wait until ``source`` sends its next message."""
+        """Wait until the next message of ``source`` begins to arrive."""
         self.expect(source, kind)
         self._coming[source, kind].wait_begun()
 
     def receive(self, source: int, label: MessageLabel) -> Cargo | None:
-        """Wait for what ``label`` says; None where it is lost. Errors: RuntimeError where something else comes."""
+        """Return the cargo of ``label``, None if it is lost. Errors: RuntimeError for any other message."""
         self.expect(source, label.kind)
         message = self._coming.pop((source, label.kind)).wait()
         what, at = _read(message)
@@ -104,11 +110,11 @@ class Post:
         return cargo
 
     def flush(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all messages have left."""
         self._carrier.flush()
 
     def _refuse(self, source: int, node: str, sent: str, label: MessageLabel, more: str = "") -> NoReturn:
-        """Raise the error of a message that is not what was expected; the sender gets it in place of its next one."""
+        """Raise the error of an unexpected message, and send it to the sender in place of its next message."""
         text = (f"the ranks of a pipeline have come apart: rank {source} on host {node} sent {sent}, where rank "
                 f"{self._carrier.rank} on host {self._node} expects {label.words(self.step)}{more}")
         for kind in WORDS:
@@ -117,19 +123,69 @@ class Post:
 
 
 def _spelled(what: dict[str, Any]) -> np.ndarray:
-    """A header: how long it is, int64, then its text."""
+    """Return a header: its length as int64, then its text."""
     text = json.dumps(what).encode()
     return np.frombuffer(np.int64(len(text)).tobytes() + text, np.uint8)
 
 
 def _read(message: np.ndarray) -> tuple[dict[str, Any], int]:
-    """A message's header, and where its first tensor begins."""
+    """Return a message's header, and the offset of its first tensor."""
     end = 8 + int(message[:8].view(np.int64)[0])
     what: dict[str, Any] = json.loads(message[8:end].tobytes())
     return what, -(-end // ALIGNED) * ALIGNED
 
 
 def _differentiable(cargo: Cargo) -> list[list[int]]:
-    """Shapes of the tensors whose gradients come back."""
+    """Return the shapes of the tensors that get a gradient."""
     return [list(array.shape) for array, dtype in zip(cargo.arrays, cargo.dtypes)
             if "float" in dtype or "complex" in dtype]
+
+
+def measure_links(control: Control, mesh: Mesh, nbytes: int, hosts: Sequence[str]) -> list[Link]:
+    """Return the link between the ranks of each copy: the slowest pair of neighbours of any copy of its kind.
+
+    ``nbytes``: of a micro-batch's tensors at a stage border. ``hosts``: of each rank. Copies within a host are one
+    kind, those over several hosts another. Collective.
+    """
+    carrier = control.carrier()
+    if carrier is None:  # the run is refused when it opens its own
+        return [Link(0.0, 0.0)] * len(mesh.copies)
+    post, own = Post(carrier, control.node), Link(0.0, 0.0)
+    ranks = sorted(mesh.ranks)
+    try:
+        for first in range(mesh.deepest - 1):
+            pair = ranks[first:first + 2]
+            if len(pair) == 2 and control.rank in pair:
+                small_s, large_s = (_there(post, pair, control.rank, size) for size in (64, 64 + nbytes))
+                found = Link(small_s, max(0.0, large_s - small_s) / nbytes if nbytes else 0.0)
+                own = Link(max(own.alpha_s, found.alpha_s), max(own.beta_s_per_byte, found.beta_s_per_byte))
+            control.agree(False)
+    finally:
+        carrier.free()
+    rows = control.gather(own)
+    kinds: dict[bool, list[int]] = {}
+    for copy, members in enumerate(mesh.copies):
+        kinds.setdefault(len({hosts[rank] for rank in members}) > 1, []).append(copy)
+    links = [Link(0.0, 0.0)] * len(mesh.copies)
+    for copies in kinds.values():
+        some = [rows[rank] for copy in copies for rank in mesh.copies[copy]]
+        for copy in copies:
+            links[copy] = Link(max(link.alpha_s for link in some), max(link.beta_s_per_byte for link in some))
+    return links
+
+
+def _there(post: Post, pair: Sequence[int], rank: int, nbytes: int) -> float:
+    """Return the median seconds of a message of ``nbytes`` one way."""
+    other, first = (pair[1], True) if rank == pair[0] else (pair[0], False)
+    cargo, label = Cargo((np.zeros(nbytes, np.uint8),), ("uint8",)), MessageLabel(MEASURED, 0, 0, 0)
+    took_s = []
+    for _ in range(WARM + ROUNDS):
+        begin = time.perf_counter()
+        if first:
+            post.send(cargo, other, label)
+        post.receive(other, label)
+        if not first:
+            post.send(cargo, other, label)
+        took_s.append((time.perf_counter() - begin) / 2)
+    post.flush()
+    return statistics.median(took_s[WARM:])

@@ -6,8 +6,9 @@ whatever is decided here, so ranks may differ: what they exchange is of one type
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.core.errors import UserError
@@ -91,3 +92,71 @@ def on(ranks: Sequence[int]) -> str:
             runs.append([rank])
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"
+
+
+MOST = 2.0**24
+
+
+class LossScale:
+    """A power of two: halved (not below 1) when gradients overflow, doubled after ``growth_interval`` clean steps.
+
+    ``value``: the first. ``ranks``: those that compute in float16; without any it never moves and scales nothing.
+    ``skipped``: steps that were left out so far because they overflowed.
+    """
+
+    def __init__(self, value: float = 1.0, ranks: Collection[int] = (), growth_interval: int = 2000) -> None:
+        self.value = self._first = float(value)
+        self.skipped = 0
+        self._ranks = frozenset(ranks)
+        self._growth_interval = growth_interval
+        self._clean = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether some rank scales, so that every rank has to look whether gradients are finite."""
+        return bool(self._ranks)
+
+    def of(self, rank: int) -> float:
+        """What ``rank`` multiplies its loss by."""
+        return self.value if rank in self._ranks else 1.0
+
+    def update(self, bad: Collection[int]) -> bool:
+        """Take note of a step: ``bad`` are the ranks that were not finite (all, where the sum of gradients was not).
+
+        Returns True for an overflow: the scale is smaller now, and the step no more than left out. False for a clean
+        step, and for one that a smaller scale would not mend: only ranks that do not scale were bad, or the scale is
+        1 already.
+        """
+        if not self._ranks:
+            return False
+        if not bad:
+            self._clean += 1
+            if self._clean == self._growth_interval:
+                self.value, self._clean = min(2 * self.value, MOST), 0
+            return False
+        if not self._ranks & set(bad) or self.value <= 1:
+            return False
+        self.value, self._clean = self.value / 2, 0
+        self.skipped += 1
+        return True
+
+    def describe(self) -> dict[str, str]:
+        """For the summary, in words; nothing where no rank scales."""
+        if not self.on:
+            return {}
+        left = f", {self.skipped} step{'' if self.skipped == 1 else 's'} left out as overflowed" if self.skipped else ""
+        return {"loss scale": f"{self.value:g}{left}"}
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state for a checkpoint: under the key "loss_scale"; {} where no rank scales."""
+        return {"loss_scale": [self.value, self._clean, self.skipped]} if self.on else {}
+
+    def restart(self) -> None:
+        """Start from the first value again, as where another one is configured than in the run that is resumed."""
+        self.value, self._clean = self._first, 0
+
+    def load(self, rest: dict[str, Any]) -> None:
+        """Undo `state`; nothing changes where no rank scales, or none did when the state was kept."""
+        if self.on and "loss_scale" in rest:
+            value, clean, skipped = rest["loss_scale"]
+            self.value, self._clean, self.skipped = float(value), int(clean), int(skipped)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.core.protocols import BlockCost
-from hvdtrain.planning.memory import knapsack
-from hvdtrain.planning.memory.knapsack import RematChoice, cheapest, peak, scaled
+from hvdtrain.planning.memory import fit
+from hvdtrain.planning.memory.fit import RematChoice, cheapest, peak, scaled
 
 
 def blocks(*rows):
@@ -35,7 +35,7 @@ def test_no_set_that_fits_is_cheaper(rows, beside, budget):
     assert got.peak == peak(costs, got.names, whole)
     assert not any(c.name in got.names for c in costs if c.saved_bytes <= 0), "what saves nothing is never chosen"
     if seconds is None:
-        assert not got.fits and got.peak <= least + max(1, int(knapsack.NEAR * whole))
+        assert not got.fits and got.peak <= least + max(1, int(fit.NEAR * whole))
     else:
         assert got.fits and got.peak <= budget and got.seconds == seconds
         assert got.names == () or whole > budget
@@ -67,7 +67,7 @@ def test_very_many_unlike_blocks_are_chosen_nearly_as_well(monkeypatch):
     costs = blocks(*((1000 + 37 * i % 101, 1.0 + (i * 7919 % 1000) / 1e3) for i in range(60)))
     whole = sum(c.saved_bytes for c in costs)
     rough = cheapest(costs, whole, whole // 2)
-    monkeypatch.setattr(knapsack, "MOST_SETS", 20_000)
+    monkeypatch.setattr(fit, "MOST_SETS", 20_000)
     fine = cheapest(costs, whole, whole // 2)
     assert rough.fits and fine.fits and rough.seconds <= 1.02 * fine.seconds
 

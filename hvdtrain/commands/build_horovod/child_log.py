@@ -31,7 +31,7 @@ class ChildFailed(Exception):
         """Return the last lines of the log, then what failed and where the whole log is."""
         return "\n".join([*self._last_lines(), f"{self.what} {self.how}. The whole log: {self.log}"])
 
-    def told(self, expected: str, do: str) -> UserError:
+    def user_error(self, expected: str, do: str) -> UserError:
         """Print the last lines of the log; return the error to raise."""
         print("\n".join(self._last_lines()), file=sys.stderr)
         return UserError(f"{self.what} {self.how}", expected, do)

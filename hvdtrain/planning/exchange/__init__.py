@@ -1,1 +1,0 @@
-"""Choice of a transport and a compressor by measured times."""

@@ -1,5 +1,5 @@
 """Writes docs/config.md from the dataclasses in hvdtrain/config/keys.py, and docs/records.md from
-hvdtrain/core/records.py: ``python docs/generate.py``.
+hvdtrain/core/records/__init__.py: ``python docs/generate.py``.
 
 Owns the pages' layout and examples; names, types, units, defaults and meanings are read from the code.
 """
@@ -96,7 +96,7 @@ HEAD = "| key | type | default | unit | meaning |\n|---|---|---|---|---|\n"
 
 
 RECORDS_INTRO = """\
-<!-- Made by docs/generate.py from hvdtrain/core/records.py; change it there. -->
+<!-- Made by docs/generate.py from hvdtrain/core/records/__init__.py; change it there. -->
 # Records
 
 What happens in a run is told as records. Each has an `event`, the `step` (how many have ended), the `time` (unix

@@ -31,7 +31,7 @@ from benchmarks.chaos.plan import CUT, OUTAGE, RANK, STEP, Fault
 from hvdtrain.cluster.launchers.prepare import find, here
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.core.errors import UserError
-from hvdtrain.reports import launch_history as history
+from hvdtrain.reports import jsonl as history
 
 HOSTS = ("host0", "host1")
 """What the rig calls its hosts; each has one rank."""
@@ -94,7 +94,7 @@ def judged(cut: Cut, row: Mapping[str, Any] | None, told: Sequence[Mapping[str, 
 
 def findings(cuts: Sequence[Cut]) -> list[Finding]:
     """Judge every cut for good, from what lies in its run's folder."""
-    rows = {out: {row.get("attempt"): row for row in history.read(out)}
+    rows = {out: {row.get("attempt"): row for row in history.read_attempts(out)}
             for out in {cut.folder.parent.parent for cut in cuts}}
     return [judged(cut, rows[cut.folder.parent.parent].get(int(cut.folder.name)), causes.read(cut.folder))
             for cut in cuts]

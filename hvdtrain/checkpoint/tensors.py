@@ -44,15 +44,12 @@ class Content(Protocol):
     @property
     def meta(self) -> Mapping[str, Any]:
         """Return the JSON-able small state."""
-        ...
 
     def specs(self) -> Mapping[str, Mapping[str, Spec]]:
         """Return the arrays by group and name. `CheckpointError` for one that no file can hold."""
-        ...
 
     def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
         """Yield the bytes of arrays of ``group``, end to end, little-endian, each block valid until the next."""
-        ...
 
 
 @dataclass(frozen=True)

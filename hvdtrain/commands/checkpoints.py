@@ -148,7 +148,7 @@ def _prune(root: Path, keep: int) -> int:
     folder = root.parent if root.name == RunDirectory.CHECKPOINTS else root
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _held(lock, root)
+        _lock_run(lock, root)
         kept, going = sorted_out(root, keep)
         for path in going:
             files.discard(path)
@@ -185,7 +185,7 @@ def sorted_out(root: Path, keep: int) -> tuple[list[Path], list[Path]]:
     return list(kept.values()), going
 
 
-def _held(lock: int, root: Path) -> None:
+def _lock_run(lock: int, root: Path) -> None:
     """Keep jobs from training in the run meanwhile; `UserError` where one does."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

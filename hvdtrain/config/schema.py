@@ -212,6 +212,5 @@ def shown(value: Any, width: int = 60) -> str:
 
 @lru_cache(maxsize=None)
 def _fields(cls: Any) -> tuple[tuple[dataclasses.Field, Any], ...]:
-    """Return the fields of a dataclass with their types resolved."""
     hints = get_type_hints(cls)
     return tuple((f, hints[f.name]) for f in dataclasses.fields(cls))  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ class Named:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Schedule of the learning rate."""
+    """Learning-rate schedule."""
 
     name: str = key(
         "none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name, or module:callable "
@@ -123,7 +123,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class ExchangeConfig:
-    """Exchange of gradients between ranks."""
+    """Summation of gradients over ranks."""
 
     bucket_mb: float | Literal["auto"] = key(
         16.0, "MiB",
@@ -221,7 +221,7 @@ class RebalanceConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints: when, where and how many."""
+    """Saves of a run: interval, number and layout."""
 
     every: Literal["auto", "off"] = key(
         "auto", "", "auto: after the first minute, and then so often that saves cost less than 3 % of the time; off: "
@@ -256,7 +256,7 @@ class EarlyStopConfig:
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """Trace of all ranks over some steps, as one file for Perfetto and chrome://tracing."""
+    """Recording of all ranks over some steps, as one file for Perfetto and chrome://tracing."""
 
     steps: str = key(
         "", "", "20:30: a trace of the steps after the first 20 until 30 have ended, in trace.json.gz in the run's "

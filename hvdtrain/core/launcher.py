@@ -46,13 +46,11 @@ def launch_facts(env: Mapping[str, str]) -> LaunchFacts:
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    """Return the integer in ``env[name]``, or ``default`` where it is absent or no integer."""
     text = env.get(name, "").strip()
     return int(text) if re.fullmatch(r"-?\d+", text) else default
 
 
 def _gloo(env: Mapping[str, str]) -> LaunchFacts | None:
-    """Read what ``horovodrun --gloo`` sets."""
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in env:
         return None
     return _four(env, "HOROVOD_", "gloo", "horovodrun --gloo")
@@ -85,7 +83,6 @@ def _hydra(env: Mapping[str, str]) -> LaunchFacts | None:
 
 
 def _slurm(env: Mapping[str, str]) -> LaunchFacts | None:
-    """Read a parallel step of srun."""
     step = _number(env, "SLURM_STEP_ID", -1)
     if not 0 <= step < SLURM_FIRST_SPECIAL_STEP:
         return None

@@ -95,13 +95,11 @@ def load_module(where: str, key: str) -> ModuleType:
 
 
 def _unreadable(error: SyntaxError, key: str) -> UserError:
-    """Return the words for a file that is not Python."""
     return UserError(f"{key}: {error.filename}, line {error.lineno}: {error.msg}", "a file that Python can read",
                      "correct that line")
 
 
 def _lacking(where: object, missing: str, key: str) -> UserError:
-    """Return the words for a module of the user's that imports what is not installed."""
     package = missing.partition(".")[0]
     pinned = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}.get(package)
     remedy = f"run `pip install -r requirements/{pinned}-cpu.txt`" if pinned else f"run `pip install {package}`"

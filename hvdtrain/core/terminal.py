@@ -49,7 +49,6 @@ class Stdout:
         self.encoding = getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        """Write, or drop."""
         with contextlib.suppress(*_UNREAD):
             try:
                 self._stream.write(text)
@@ -58,12 +57,10 @@ class Stdout:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or do nothing."""
         with contextlib.suppress(*_UNREAD):
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Return whether a person may look at it."""
         with contextlib.suppress(*_UNREAD):
             return bool(self._stream.isatty())
         return False

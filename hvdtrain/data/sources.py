@@ -32,11 +32,9 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """Return the number of samples, the same on every rank."""
-        ...
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
         """Return arrays (n, ...) of the samples ``indices_n`` (int64[n], n >= 1), in that order."""
-        ...
 
 
 @runtime_checkable
@@ -48,7 +46,6 @@ class EpochSource(Source, Protocol):
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
         """Return arrays (n, ...) of the samples ``indices_n`` as they are in ``epoch``."""
-        ...
 
 
 class Unreadable(UserError):

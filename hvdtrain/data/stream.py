@@ -25,7 +25,6 @@ class Stream(Protocol):
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         """Yield tuples of arrays (B, ...) of one B each; arity, trailing shapes and dtypes stay the same."""
-        ...
 
 
 def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[Arrays]:

@@ -25,7 +25,7 @@ from hvdtrain.config import Config, run_length
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
-from hvdtrain.core.protocols import RunCallback, Collectives, Control, Schedule, Transform
+from hvdtrain.core.protocols import Collectives, Control, RunCallback, Schedule, Transform
 from hvdtrain.core.records.stream import RecordStream
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
@@ -204,6 +204,6 @@ def _transforms(config: Config) -> list[Transform]:
 
 
 def _mesh(config: Config, control: Control) -> Mesh:
-    """Return the copies of the model; each rank has one where none is cut over ranks."""
+    """Return the replicas of the model; each rank has one where none is cut over ranks."""
     depths = depths_of(config.pipeline.stages, config.pipeline.depths, control.size)
     return Mesh.of(depths, control.rank)

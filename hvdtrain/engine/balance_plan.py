@@ -17,8 +17,8 @@ from hvdtrain.engine.balance_probe import LEAST_REPEATS, sizes_of
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned
-from hvdtrain.planning.linear import Speed, fit, least
 from hvdtrain.planning.batch.plan import COLUMNS, RankLabel
+from hvdtrain.planning.linear import Speed, fit, least
 
 
 SIZES = 3

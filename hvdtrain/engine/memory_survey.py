@@ -22,16 +22,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 from hvdtrain.planning.memory.fit import peak as peak_with
 from hvdtrain.planning.memory.forecast import (
-    MeasuredMemory,
-    MemoryFacts,
-    MemoryLine,
-    MemoryTrace,
-    Model,
-    RankMemory,
-    Sharding,
-    first_copies,
-    line,
-)
+    MeasuredMemory, MemoryFacts, MemoryLine, MemoryTrace, Model, RankMemory, Sharding, first_copies, line)
 
 
 PARTS = (8, 4)
@@ -126,7 +117,7 @@ def room_bytes(scene: Scene) -> int | None:
 
 
 def way_of(scene: Scene, dp: DataParallel) -> Sharding:
-    """Return how the copies of the model stay one in ``dp``."""
+    """Return how the replicas of the model stay one in ``dp``."""
     if not dp.buckets:
         return Sharding(wire=scene.wire.name)
     zero = cast(DividesState, dp) if dp.divides_state else None

@@ -1,1 +1,1 @@
-"""How ranks share a model: data parallelism, pipelines, recovery from too little memory."""
+"""Models shared by ranks: data parallelism, pipelines, recovery from a shortage of memory."""

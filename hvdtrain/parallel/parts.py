@@ -1,4 +1,4 @@
-"""A model on one rank, taken apart into what a run drives: `ModelParts`, which each backend's ``make_parts`` makes."""
+"""The parts of a model on one rank that a run drives; each backend's ``make_parts`` makes them."""
 
 from __future__ import annotations
 
@@ -9,35 +9,22 @@ from typing import Any
 
 from hvdtrain.core.mesh import Group, Layout
 from hvdtrain.core.protocols import (
-    Buffers,
-    Collectives,
-    Compile,
-    Evaluator,
-    ModelFacts,
-    ModelState,
-    Ops,
-    Optimizer,
-    Params,
-    ParamSpec,
-    Remat,
-    Stage,
-    Transform,
-)
+    Buffers, Collectives, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, ParamSpec, Params, Remat, Stage,
+    Transform)
 from hvdtrain.data.weighting import LabelWeight
 from hvdtrain.parallel.precision import LossScale, Precision
 
 
 @dataclass
 class ModelParts:
-    """The parts. ``precision``: what every rank computes in; ``scale``: the loss scale.
+    """Stage, parameters, optimizer and state of a model. ``precision``: compute type of every rank; ``scale``: the loss
+    scale.
 
-    ``transforms``: in the order in which they are installed (`hvdtrain.backends.TRANSFORMS`). ``ops_of_place``:
-    of a model that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes
-    blocks, None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks
-    for it. ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by
-    who else has them; ``stage`` is an `hvdtrain.core.protocols.PipelineStage` then. ``facts``: finds what callbacks
-    change of the model; None where nobody looks. ``batch_weight``: weighs a numpy batch as a loss by name does that
-    ignores labels or weighs classes; None for other losses and a model file's task.
+    ``transforms``: in the order of installation (`hvdtrain.backends.transforms.ORDER`). ``ops_of_place``: array
+    operations of each device of a split model. ``remat``, ``compile``: those of ``transforms`` that recompute blocks
+    and compile. ``layout``, ``replicas``: of a model partitioned over ranks, whose ``stage`` is an
+    `hvdtrain.core.protocols.PipelineStage`. ``facts``: finds changes by callbacks. ``batch_weight``: weighs a numpy
+    batch as a named loss that ignores labels or weighs classes.
     """
 
     model: Any
@@ -61,7 +48,7 @@ class ModelParts:
     _installed: list[Transform] = field(default_factory=list)
 
     def install(self, collective: bool = True) -> None:
-        """Take the model for a run, the first transform first; without ``collective`` for this rank alone."""
+        """Install the transforms, the first one first; without ``collective`` for this rank alone."""
         for transform in self.transforms:
             if collective or not transform.collective:
                 transform.install(self.model, self.blocks)
@@ -69,32 +56,28 @@ class ModelParts:
                     self._installed.append(transform)
 
     def remove(self) -> None:
-        """Give the model back as its user made it, from the last transform that was installed to the first.
-
-        All are removed, whichever raises; then the first error is raised.
-        """
+        """Remove all transforms, the last one first, whichever raises; then raise the first error."""
         with contextlib.ExitStack() as stack:
             for transform in self._installed:
                 stack.callback(transform.remove, self.model)
         self._installed = []
 
     def describe(self) -> dict[str, str]:
-        """Return the model's training in words, for the summary."""
+        """Return the rows of the summary."""
         words = {**self.optimizer.describe(), **self.stage.describe()}
         for transform in self.transforms:
             words |= transform.describe()
         return words
 
     def caveats(self) -> list[str]:
-        """Return what in this model depends on how a batch is cut, in words (law 2)."""
+        """Return what depends on how a batch is divided (law 2)."""
         return [*self.stage.caveats(), *(caveat for transform in self.transforms for caveat in transform.caveats())]
 
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """``group``: one rank of each copy of the model; ``blocks``: the numbers of the blocks that just these ranks have.
-
-    ``wire``: between the group's ranks alone.
+    """Ranks with the same blocks, one of each copy of the model (``group``), the ``blocks``' numbers, and their
+    transport.
     """
 
     group: Group
@@ -102,14 +85,14 @@ class ReplicaGroup:
     wire: Collectives
 
     def params(self, specs: Sequence[ParamSpec]) -> list[int]:
-        """The indices of those of this rank's ``specs`` that these ranks hold."""
+        """Return the indices of the ``specs`` that these ranks hold."""
         return [i for i, spec in enumerate(specs) if spec.block in self.blocks]
 
 
 def replicas_of(layout: Layout, wire: Collectives) -> list[ReplicaGroup]:
-    """Return those of this rank, the model's last blocks first; collective over all ranks of the job.
+    """Return the groups of this rank, the model's last blocks first; collective over all ranks of the job.
 
-    A rank may be in several groups, where copies are of unlike depth. All ranks make the wires of their groups in one
-    order, by the last block of each, so that none waits for one that waits for it.
+    A rank is in several groups if copies differ in depth. All ranks make the transports in one order, by the last block
+    of each group, so that none waits for another in a circle.
     """
     return [ReplicaGroup(group, blocks, wire.among(group)) for group, blocks in layout.replicas()]

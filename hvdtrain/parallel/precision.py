@@ -1,7 +1,7 @@
-"""Which type each rank computes in: as configured, or what its device does well.
+"""Compute types of the ranks, and the loss scale of float16.
 
-Owns names and the decision. Parameters, gradients, optimizer and what is exchanged keep the parameters' own type
-whatever is decided here, so ranks may differ: what they exchange is of one type.
+Parameters, gradients and exchange keep the parameters' own type, so ranks may differ. How a framework computes in a
+type is in each backend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Precision:
-    """What every rank computes in ("fp32", "bf16" or "fp16", by rank), as rank ``rank`` sees it."""
+    """Compute type of every rank ("fp32", "bf16" or "fp16"), seen from rank ``rank``."""
 
     names: tuple[str, ...] = ("fp32",)
     rank: int = 0
@@ -31,15 +31,14 @@ class Precision:
 
     @property
     def scaled(self) -> frozenset[int]:
-        """The ranks that scale their loss: float16 holds no gradient below 6e-8, nor above 65504."""
+        """Ranks that scale their loss: float16 holds no gradient below 6e-8, nor above 65504."""
         return frozenset(rank for rank, name in enumerate(self.names) if name == "fp16")
 
     def describe(self) -> dict[str, str]:
-        """For the summary, in words; nothing where all ranks compute in the model's own types."""
         return {"compute": words(self.names)} if set(self.names) != {"fp32"} else {}
 
     def caveats(self) -> list[str]:
-        """What of it depends on how a batch is cut (law 2), in words."""
+        """Return what depends on how a batch is divided (law 2)."""
         narrow = set(self.names) != {"fp32"}
         return [f"computing in {words(self.names)} rounds by how a batch is cut"] if narrow else []
 
@@ -50,9 +49,9 @@ FP32 = Precision()
 def resolve(precision: str, devices: Sequence[DeviceFacts]) -> list[str]:
     """Return "fp32", "bf16" or "fp16" for each rank. Pure.
 
-    ``precision``: one of these for all ranks; one for each, such as "bf16:fp32"; or "auto": the better one of the
-    16-bit types that a rank's device multiplies faster, else fp32; "auto" may be one of several. ``devices``: by rank.
-    Errors: `UserError` for a list of another length than the ranks.
+    ``precision``: one of these for all ranks; one for each, such as "bf16:fp32"; or "auto", also among several: the
+    faster 16-bit type of the rank's device, else fp32. ``devices``: by rank. Errors: `UserError` for a list of another
+    length.
     """
     names = precision.split(":")
     if len(names) == 1:
@@ -66,7 +65,7 @@ def resolve(precision: str, devices: Sequence[DeviceFacts]) -> list[str]:
 
 
 def remarks(names: Sequence[str], devices: Sequence[DeviceFacts]) -> list[str]:
-    """What the user should know of types that were asked for by name, in words. Pure."""
+    """Return notes about configured types that devices are not known to compute faster. Pure."""
     vain: dict[tuple[str, str], list[int]] = {}
     for rank, (name, device) in enumerate(zip(names, devices)):
         if name != "fp32" and LONG[name] not in device.fast:
@@ -76,14 +75,14 @@ def remarks(names: Sequence[str], devices: Sequence[DeviceFacts]) -> list[str]:
 
 
 def words(names: Sequence[str]) -> str:
-    """Types and their ranks: "bf16 on ranks 0, 1, fp32 on rank 2"; the type alone where all have the same. Pure."""
+    """Return types and their ranks, "bf16 on ranks 0, 1, fp32 on rank 2"; the type alone if all have the same."""
     if len(set(names)) == 1:
         return names[0]
     return ", ".join(f"{name} on {on([r for r, n in enumerate(names) if n == name])}" for name in dict.fromkeys(names))
 
 
 def on(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2" or, of three or more in a row, "ranks 0-7". Pure."""
+    """Return "rank 3", "ranks 0, 2" or, of three or more in a row, "ranks 0-7"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -98,10 +97,13 @@ MOST = 2.0**24
 
 
 class LossScale:
-    """A power of two: halved (not below 1) when gradients overflow, doubled after ``growth_interval`` clean steps.
+    """Factor that keeps float16 gradients off zero and infinity: halved on overflow (not below 1), doubled after
+    ``growth_interval`` clean steps.
 
-    ``value``: the first. ``ranks``: those that compute in float16; without any it never moves and scales nothing.
-    ``skipped``: steps that were left out so far because they overflowed.
+    Every rank feeds `update` the same facts, so all skip the same step without an agreement. A rank divides its
+    gradients by the factor in float32 before the exchange. ``value``: the first. ``ranks``: those in float16; without
+    any nothing is scaled. ``skipped``: steps discarded by overflow. Source: Micikevicius et al., Mixed Precision
+    Training, ICLR 2018, section 3.2 and appendix.
     """
 
     def __init__(self, value: float = 1.0, ranks: Collection[int] = (), growth_interval: int = 2000) -> None:
@@ -113,19 +115,18 @@ class LossScale:
 
     @property
     def on(self) -> bool:
-        """Whether some rank scales, so that every rank has to look whether gradients are finite."""
+        """True if a rank scales, so that every rank checks gradients for finiteness."""
         return bool(self._ranks)
 
     def of(self, rank: int) -> float:
-        """What ``rank`` multiplies its loss by."""
+        """Return the factor of ``rank``'s loss."""
         return self.value if rank in self._ranks else 1.0
 
     def update(self, bad: Collection[int]) -> bool:
-        """Take note of a step: ``bad`` are the ranks that were not finite (all, where the sum of gradients was not).
+        """Note a step: ``bad`` are the ranks that were not finite (all, if the sum of gradients was not).
 
-        Returns True for an overflow: the scale is smaller now, and the step no more than left out. False for a clean
-        step, and for one that a smaller scale would not mend: only ranks that do not scale were bad, or the scale is
-        1 already.
+        Returns True for an overflow: the scale is lower now and the step discarded. False for a clean step, and if a
+        lower scale would not help: only ranks that do not scale were bad, or the scale is 1 already.
         """
         if not self._ranks:
             return False
@@ -141,22 +142,21 @@ class LossScale:
         return True
 
     def describe(self) -> dict[str, str]:
-        """For the summary, in words; nothing where no rank scales."""
         if not self.on:
             return {}
         left = f", {self.skipped} step{'' if self.skipped == 1 else 's'} left out as overflowed" if self.skipped else ""
         return {"loss scale": f"{self.value:g}{left}"}
 
     def state(self) -> dict[str, Any]:
-        """JSON-able state for a checkpoint: under the key "loss_scale"; {} where no rank scales."""
+        """Return JSON-able state under the key "loss_scale"; {} if no rank scales."""
         return {"loss_scale": [self.value, self._clean, self.skipped]} if self.on else {}
 
     def restart(self) -> None:
-        """Start from the first value again, as where another one is configured than in the run that is resumed."""
+        """Start from the first value again, after another one was configured."""
         self.value, self._clean = self._first, 0
 
     def load(self, rest: dict[str, Any]) -> None:
-        """Undo `state`; nothing changes where no rank scales, or none did when the state was kept."""
+        """Restore `state`, if a rank scales and one did when the state was made."""
         if self.on and "loss_scale" in rest:
             value, clean, skipped = rest["loss_scale"]
             self.value, self._clean, self.skipped = float(value), int(clean), int(skipped)

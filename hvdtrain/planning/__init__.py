@@ -1,1 +1,2 @@
-"""Pure functions that decide from measurements: batch shares, memory, pipelines, compressors, compilation."""
+"""Decisions as pure functions of measurements: batch shares, memory, pipelines, compressors, transports, compilation.
+"""

@@ -1,8 +1,7 @@
-"""Decide which ways of computing are kept, from the ranks' times; pure.
+"""Decision which compile options are kept, from the ranks' times. Pure.
 
-Ranks that compute alike (one kind of device) choose alike: by the slowest of them, which the others wait for, and so
-that what one computes another can compute again to the bit (`hvdtrain.engine.recompute`). Unlike ranks choose
-each for their kind: nothing of the choice is seen in what they exchange but rounding.
+Ranks with one kind of device decide alike, by the slowest of them, so that one can repeat another's step to the bit
+(`hvdtrain.engine.recompute`).
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ MARGIN = 0.05
 
 @dataclass(frozen=True)
 class Tried:
-    """What one rank found of an option.
+    """Times of one rank with an option.
 
-    ``kind``: text of what computes. ``base_s``, ``tried_s``: seconds of a micro-batch without and with the option, in
-    turns, as many of each; () on a rank that has no samples. ``why``: why it cannot be, in words; "" where it can.
-    ``left``: what of the model stays as it was, in words.
+    ``kind``: text of what computes. ``base_s``, ``tried_s``: seconds of a micro-batch without and with the option,
+    interleaved; () on a rank without samples. ``why``: why it cannot be used, or "". ``left``: what of the model is
+    excluded.
     """
 
     kind: str
@@ -34,7 +33,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class OptionVerdict:
-    """Whether an option is kept by the ranks of a kind. ``ratio``: its time over the time without; NaN: not timed."""
+    """Decision of the ranks of a kind. ``ratio``: time with the option over the time without; NaN: not timed."""
 
     kept: bool
     ratio: float
@@ -44,14 +43,13 @@ class OptionVerdict:
 
 
 def verdict(rows: Sequence[Tried]) -> OptionVerdict:
-    """Judge an option from what all ranks of one kind found.
-
-    Of each turn the slowest rank counts. An option that one of the ranks cannot use none of them uses.
+    """Decide about an option for the ranks of one kind: the slowest rank of each repeat counts, and all must be able to
+    use it.
     """
     why = next((row.why for row in rows if row.why), "")
     timed = [row for row in rows if row.base_s]
     if not why and len({row.left for row in timed}) > 1:
-        why = f"its ranks would compute unlike parts in it; {next(row.left for row in timed if row.left)}"
+        why = f"its ranks would compute different parts in it; {next(row.left for row in timed if row.left)}"
     if why or not timed:
         return OptionVerdict(False, math.nan, math.nan, math.nan, why or "no rank of the kind has samples")
     base_s = [max(turn) for turn in zip(*(row.base_s for row in timed))]
@@ -66,7 +64,7 @@ def verdicts(rows: Sequence[Tried]) -> dict[str, OptionVerdict]:
 
 
 def words(option: str, rows: Sequence[Tried], found: dict[str, OptionVerdict]) -> list[str]:
-    """Tell what was decided of ``option`` and why, a sentence for each kind; the kind is named where there are more."""
+    """Return the decisions about ``option`` and their reasons, a sentence for each kind."""
     told = []
     for kind, one in found.items():
         ranks = [r for r, row in enumerate(rows) if row.kind == kind]

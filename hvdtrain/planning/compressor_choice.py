@@ -1,24 +1,20 @@
-"""Which compressor to use, from what was measured: predictions, the decision and its reason, the check afterwards.
+"""Choice of the compressor from measurements: predictions, decision with its reason, check afterwards. Pure.
 
-Owns the formula and the words; pure. Does not measure (`hvdtrain.comm.measure.sweep`) or act
-(`hvdtrain.engine.callbacks.auto_compression`). Let, for a step without compression::
+Let, for a step without compression::
 
     step_0, wait_0      measured: seconds of a step, and of it the wait for sums
     wire_0              predicted from the links: seconds of its requests
-    shown = wait_0 / wire_0             how much of the wire the step waits for
+    shown = wait_0 / wire_0             fraction of the transport that the step waits for
     rest  = step_0 - shown * wire_0     what stays, whatever is sent: compute, update, data
 
 Then, for a compressor c, whose requests take first_c seconds, and later_c for those that need an answer first::
 
     step_c = rest + codec_c + shown * first_c + later_c
 
-Where the wire works beside backward, shown is the part that backward did not hide, 1 at most: what a wait holds beyond
-the wire (a thread that finds no core) would stay. Eagerly, a request that needs an answer is issued after backward, so
-nothing hides it. Where the wire works only while it is waited for, shown tells how much slower it is in use than in
-the sweep (other algorithms for long messages, cold memory), and may exceed 1. There, and inside a graph, which issues
-every request as early as it can, later_c is multiplied by shown too. For none, codec and later are 0, so that
-step_none = step_0: the prediction is right where it can be checked. Over another wire the same, by its own links: rest
-and shown are those of the wire that was measured in use.
+If the transport works during backward, shown is at most 1: waiting beyond the transport (a thread without a core) would
+stay, and later_c, issued after backward, is not hidden. If it works only while it is waited for, shown tells how much
+slower it is in use than in the sweep, and may exceed 1; there, and inside a graph, which issues requests as early as it
+can, later_c is multiplied by shown too.
 """
 
 from __future__ import annotations
@@ -44,10 +40,10 @@ OFF = 0.25
 
 @dataclass(frozen=True)
 class CompressorCost:
-    """What one compressor was measured to cost in a step, on the slowest rank.
+    """Measured cost of one compressor in a step, on the slowest rank.
 
-    ``codec_s``: encoding and decoding of all buckets. ``wire_bytes``: what one rank sends in all. ``numerics``: what
-    the compressor does to gradients, in words.
+    ``codec_s``: encoding and decoding of all buckets. ``wire_bytes``: sent by one rank in all. ``numerics``: effect on
+    gradients, as text.
     """
 
     name: str
@@ -93,10 +89,10 @@ class CompressorChoice:
 def predict(costs: Sequence[CompressorCost], links: Mapping[str, Link], base: Baseline, overlaps: bool,
             in_graph: bool = False, wire: str = "",
             in_use: Mapping[str, Link] | None = None) -> list[CompressorPrediction]:
-    """A row for each of ``costs``, of which "none" must be one; see the formula above.
+    """Return a row for each of ``costs``, of which "none" must be one, by the formula above.
 
-    ``overlaps``: the wire works beside backward. ``in_graph``: requests are issued by a graph, not after backward.
-    ``wire``: whose ``links`` these are, where that is another one than was measured in use, whose links are ``in_use``.
+    ``overlaps``: the transport works during backward. ``in_graph``: requests are issued by a graph, not after backward.
+    ``wire``: another transport, whose ``links`` these are; ``in_use``: links of the one that was measured in use.
     """
     wire_0 = sum(wire_seconds(next(c for c in costs if c.name == "none").traffic, in_use or links))
     wires = {c.name: wire_seconds(c.traffic, links) for c in costs}
@@ -124,9 +120,10 @@ def best_wires(rows: Sequence[CompressorPrediction], margin: float = 0.05) -> li
 
 
 def decide(rows: Sequence[CompressorPrediction], margin: float) -> CompressorChoice:
-    """The compressor with the shortest predicted step, if it saves more than ``margin`` of the step without; else none.
+    """Return the compressor with the shortest predicted step, if it saves more than ``margin`` of the step without;
+    else none.
 
-    ``rows`` have the gentlest compressor first, to which ties (within `TIE`) go. Each takes its best wire
+    ``rows`` have the gentlest compressor first, which wins ties (within `TIE`). Each takes its best transport
     (`best_wires`).
     """
     rows = best_wires(rows)
@@ -173,11 +170,11 @@ def table(rows: Sequence[CompressorPrediction], refused: Mapping[str, str], chos
 
 def pick_bucket(totals_s: Mapping[float, float], tails_s: Mapping[float, float],
                 overlaps: bool) -> tuple[float, str]:
-    """The bucket size in MiB whose exchange costs least, and the numbers in words.
+    """Return the bucket size in MiB whose exchange costs least, and the numbers as text.
 
-    ``totals_s``: seconds of a whole exchange by size; ``tails_s``: seconds of the last bucket alone, which is full only
-    when backward has ended, so that nothing can hide it. Cost: the total, plus the tail where the rest ``overlaps``
-    backward. Ties (within `BUCKET_TIE`) go to the larger bucket.
+    ``totals_s``: seconds of a whole exchange by size; ``tails_s``: of the last bucket alone, which backward cannot
+    hide. Cost: the total, plus the tail if the rest ``overlaps`` backward. The larger bucket wins ties (within
+    `BUCKET_TIE`).
     """
     costs_s = {mb: total_s + (tails_s[mb] if overlaps else 0.0) for mb, total_s in totals_s.items()}
     least_s = min(costs_s.values())

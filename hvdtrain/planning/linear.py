@@ -1,6 +1,4 @@
-"""How long a rank takes over b samples: a fixed cost and a cost per sample, fitted to measured points.
-
-Owns the fit and the arithmetic on it; pure. Measures nothing: `hvdtrain.engine.balance_probe` does.
+"""Costs that grow linearly: seconds of a micro-batch by samples, and of a message by bytes; fits to measurements. Pure.
 """
 
 from __future__ import annotations
@@ -17,24 +15,28 @@ batches leave idle shows no cost per sample at all, and a plan needs one that is
 
 
 @dataclass(frozen=True)
-class Line:
-    """One micro-batch of b samples takes ``t(b) = a_s + c_s * b`` seconds, forward and backward; a >= 0, c > 0."""
+class LinearTime:
+    """Seconds of one micro-batch of b samples, forward and backward: ``t(b) = a_s + c_s * b``; a >= 0, c > 0."""
 
     a_s: float
     c_s: float
 
     def seconds(self, samples: int, parts: int) -> float:
-        """Seconds of ``samples`` in ``parts`` micro-batches; ``parts`` without samples cost ``a_s`` each."""
+        """Return the seconds of ``samples`` in ``parts`` micro-batches; ``parts`` without samples cost ``a_s`` each."""
         return parts * self.a_s + self.c_s * samples
 
-    def scaled(self, factor: float) -> Line:
-        """The line of a device that takes ``factor`` times as long."""
+    def scaled(self, factor: float) -> LinearTime:
+        """Return the line of a device that takes ``factor`` times as long."""
         assert factor > 0
-        return Line(self.a_s * factor, self.c_s * factor)
+        return LinearTime(self.a_s * factor, self.c_s * factor)
 
     def describe(self) -> str:
-        """In words: "3.1 ms + 0.52 ms a sample"."""
+        """Return text such as "3.1 ms + 0.52 ms a sample"."""
         return f"{1e3 * self.a_s:.3g} ms + {1e3 * self.c_s:.3g} ms a sample"
+
+
+Line = LinearTime
+"""The name in earlier releases, to which `hvdtrain.balance.line` leads."""
 
 
 def fit_line(points: Sequence[tuple[float, float]], least_slope: float = 0.0) -> tuple[float, float]:
@@ -55,22 +57,22 @@ def fit_line(points: Sequence[tuple[float, float]], least_slope: float = 0.0) ->
     return (a, b) if a >= 0 and b >= least_slope else (max((u1 - least_slope * uv) / uu, 0.0), least_slope)
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> LinearTime:
     """Return the line of micro-batches of ``sizes`` samples that took ``seconds``, with c_s > 0; see `fit_line`."""
     assert len(sizes) == len(seconds) > 0 and min(sizes) >= 1, "a fit needs a time for each size of 1 or more"
     times_s = [max(float(t), SHORTEST_S) for t in seconds]
-    return Line(*fit_line(list(zip(sizes, times_s)), LEAST_SLOPE * min(t / b for b, t in zip(sizes, times_s))))
+    return LinearTime(*fit_line(list(zip(sizes, times_s)), LEAST_SLOPE * min(t / b for b, t in zip(sizes, times_s))))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What one rank found.
+    """Measured speed of one rank.
 
-    ``line``: seconds of a micro-batch by its samples. ``ceiling``: largest micro-batch, 0 for no limit. ``sizes``,
-    ``seconds``: what the line was fitted to. ``remembered``: it comes from an earlier run, confirmed in this one.
+    ``ceiling``: largest micro-batch, 0 for no limit. ``sizes``, ``seconds``: what the line was fitted to.
+    ``remembered``: it comes from an earlier run, confirmed in this one.
     """
 
-    line: Line
+    line: LinearTime
     ceiling: int
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -78,37 +80,36 @@ class Speed:
 
 
 def least(*limits: int) -> int:
-    """The smallest of limits of which 0 is none."""
+    """Return the smallest of limits of which 0 is none."""
     return min((limit for limit in limits if limit > 0), default=0)
 
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of call takes ``alpha_s + wire_bytes * beta_s_per_byte`` seconds.
+    """Seconds of one kind of call: ``alpha_s + wire_bytes * beta_s_per_byte`` (Hockney 1994).
 
-    Source: the postal or Hockney model (Hockney 1994); bytes are those a rank hands to the wire, as in
-    `hvdtrain.comm.collectives.lockstep.ring_bytes`.
+    Bytes are those a rank hands to the transport, as in `hvdtrain.comm.collectives.lockstep.ring_bytes`.
     """
 
     alpha_s: float
     beta_s_per_byte: float
 
     def seconds(self, wire_bytes: float, calls: float = 1.0) -> float:
-        """Seconds of ``calls`` calls that hand ``wire_bytes`` to the wire together, one after the other."""
+        """Return the seconds of ``calls`` calls, one after the other, with ``wire_bytes`` together."""
         return calls * self.alpha_s + wire_bytes * self.beta_s_per_byte
 
     def describe(self) -> str:
-        """In words: "45 us + 112.4 MB/s"."""
+        """Return text such as "45 us + 112.4 MB/s"."""
         rate = f"{1e-6 / self.beta_s_per_byte:.1f} MB/s" if self.beta_s_per_byte > 0 else "no time per byte"
         return f"{1e6 * self.alpha_s:.0f} us + {rate}"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank's exchange of one step asks of one kind of call.
+    """Calls of one kind in the exchange of one step, on one rank.
 
-    ``kind`` names the `Link`, such as "allreduce float32". ``later``: the requests need the answer to one before them,
-    so they can begin only when that has come. ``calls``: start-ups that are paid one after the other.
+    ``kind`` names the `Link`, such as "allreduce float32". ``later``: the requests need the answer to an earlier one.
+    ``calls``: start-ups paid one after the other.
     """
 
     kind: str
@@ -123,7 +124,7 @@ def fit_link(points: Sequence[tuple[float, float]]) -> Link:
 
 
 def wire_seconds(traffic: Iterable[Traffic], links: Mapping[str, Link]) -> tuple[float, float]:
-    """(seconds of the requests that nothing precedes, seconds of those that need an answer first)."""
+    """Return (seconds of the requests that nothing precedes, seconds of those that need an answer first)."""
     first_s = later_s = 0.0
     for t in traffic:
         seconds = links[t.kind].seconds(t.wire_bytes, t.calls)

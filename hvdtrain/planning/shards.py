@@ -1,7 +1,4 @@
-"""Which part of the flat buckets each rank owns. Pure.
-
-Owns the arithmetic alone: how much memory a rank has free is measured elsewhere.
-"""
+"""Shares of the flat buckets that each rank owns. Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ Span = tuple[int, int]
 
 
 def by_room(room_bytes_P: Sequence[float]) -> list[float]:
-    """Return each rank's part of the state, in sum 1, in proportion to the memory that it has free.
+    """Return each rank's share of the state, in sum 1, in proportion to its free memory.
 
-    A part so made exceeds no rank's room as long as the state fits anywhere: part x state <= room where state is at
-    most the sum of rooms. Rooms that differ by less than `ALIKE` count as equal, since what is free is never still.
+    A share so made exceeds no rank's memory if the state fits at all. Amounts that differ by less than `ALIKE` count as
+    equal, since free memory is never still.
 
     >>> by_room([30, 10]), by_room([100, 96]), by_room([0, 0])
     ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5])
@@ -52,9 +49,9 @@ def sizes(n: int, parts_P: Sequence[float]) -> list[int]:
 
 
 def spans(buckets: Sequence[Bucket], sizes_BP: Sequence[Sequence[int]], rank: int, n_params: int) -> list[Span]:
-    """Return which elements of each parameter ``rank`` owns; (0, 0): none of it.
+    """Return the elements of each parameter that ``rank`` owns; (0, 0): none of it.
 
-    A parameter lies in one bucket in one piece, and so does what a rank owns of the bucket: one span is enough.
+    A parameter lies in one bucket in one piece, and so do a rank's elements of the bucket: one span is enough.
     """
     found: list[Span] = [(0, 0)] * n_params
     for bucket, sizes_P in zip(buckets, sizes_BP):

@@ -1,16 +1,14 @@
-"""Which wire ``collectives: auto`` takes: who is a candidate, what is reckoned of each, the decision and its words.
+"""Choice of the transport by ``collectives: auto``: candidates, estimates, decision and its reason. Pure.
 
-Owns the rules and the formula; pure. Does not open a wire (`hvdtrain.comm.wires`), measure one
-(`hvdtrain.comm.measure.transports`) or act (`hvdtrain.engine.callbacks.auto_wire`). Let, for a step's gradients of N
-bytes::
+For a step's gradients of N bytes::
 
     wire_s = alpha + beta N             of sums of at most 8 MiB in pieces of 2 MiB, beyond those at their rate
     busy_s = busy_cores wire_s          processor seconds of a rank in them
-    short  = 1 where computing leaves a rank no core of its own for the wire, 0 where it leaves a whole one
+    short  = 1 where computing leaves a rank no core of its own for the transport, 0 where it leaves a whole one
     cost_s = wire_s + short * busy_s
 
-A step waits for what of wire_s backward does not hide; where cores are short it also computes so much later as the wire
-has taken of them. So cost_s is the most that a step pays for its wire: what is measured of a run is compared with that.
+cost_s is the most that a step pays for its transport: a step waits for what of wire_s backward does not hide, and with
+few cores computes later by what the transport has taken of them.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ TIE = 0.05
 """Costs this near to the least count as equal; of those the wire that takes the least processor time is taken."""
 
 OFF = 0.25
-"""A wait this much longer than reckoned is looked into."""
+"""A wait this much longer than estimated is looked into."""
 
 NEAR = 0.15
 """Costs this near to each other are within what a sweep of two seconds may be wrong by."""
@@ -45,15 +43,15 @@ nothing."""
 
 WHAT = {"shared": "sums within each host first, by memory (hierarchical)", "mpi": "plain MPI from rank to rank (flat)",
         "horovod": "Horovod's operations", "null": "nothing"}
-"""A wire in words."""
+"""Descriptions of transports."""
 
 
 @dataclass(frozen=True)
 class TransportJob:
-    """What decides about candidates. ``hosts``: how many ranks each has; of CPUs that MPI connects.
+    """Conditions of the candidates. ``hosts``: number of ranks of each; of CPUs that MPI connects.
 
-    ``no_shared``, ``no_horovod``: why the wire cannot be had, "" where it can; ``rationed``: a rank whose processor
-    time a quota limits, in words; ``waits_within``: layers exchange within a step (sync_batchnorm).
+    ``no_shared``, ``no_horovod``: why the transport is missing, or ""; ``rationed``: text about a rank with a processor
+    quota; ``waits_within``: layers exchange within a step (sync_batchnorm).
     """
 
     hosts: tuple[int, ...]
@@ -64,7 +62,7 @@ class TransportJob:
 
 
 def candidates(job: TransportJob) -> tuple[list[str], dict[str, str]]:
-    """(names of the wires to choose from, the one of the rule first; why the others are left out). Pure."""
+    """Return (names of the transports to choose from, that of the rule first; why the others are left out)."""
     found, left_out = [], {}
     if job.no_shared:
         left_out["shared"] = job.no_shared
@@ -87,7 +85,8 @@ def candidates(job: TransportJob) -> tuple[list[str], dict[str, str]]:
 
 
 def rationed(quotas: Sequence[tuple[str, float, int]]) -> str:
-    """The first rank whose quota is below its cores, in words, or "". ``quotas``: by rank (node, quota, cores)."""
+    """Return text about the first rank whose quota is below its cores, or ""; ``quotas``: by rank (node, quota, cores).
+    """
     for rank, (node, quota, cores) in enumerate(quotas):
         if quota < cores:
             return f"a quota gives rank {rank} on {node} {quota:.3g} of {cores} cores"
@@ -96,8 +95,10 @@ def rationed(quotas: Sequence[tuple[str, float, int]]) -> str:
 
 @dataclass(frozen=True)
 class MeasuredTransport:
-    """One wire as the slowest rank found it. ``link``: seconds by bytes of gradients; ``busy_cores``: how many it keeps
-    busy meanwhile; ``idle_cores``: and while nothing is under way; ``most_bytes``: of one sum measured.
+    """A transport as the slowest rank found it. ``link``: seconds by bytes of gradients.
+
+    ``busy_cores``: cores that it keeps busy meanwhile; ``idle_cores``: without traffic; ``most_bytes``: of one sum
+    measured.
     """
 
     name: str
@@ -109,8 +110,7 @@ class MeasuredTransport:
 
 @dataclass(frozen=True)
 class TransportCost:
-    """What is reckoned of one wire for a step's gradients; ``rate_Bps``: bytes of gradients a second, without start-up.
-    """
+    """Estimate of one transport for a step's gradients; ``rate_Bps``: bytes of gradients a second, without start-up."""
 
     name: str
     wire_s: float
@@ -130,15 +130,15 @@ class WireChoice:
 
 
 def short_of_cores(hosts: Sequence[tuple[int, int]], threads: int) -> float:
-    """What part of a core a wire's thread lacks where cores are shortest, 0 to 1. Pure.
+    """Return the fraction of a core that a transport's thread lacks where cores are shortest.
 
-    ``hosts``: (ranks, cores) of each; ``threads``: a rank's that compute.
+    ``hosts``: (ranks, cores) of each; ``threads``: compute threads of a rank.
     """
     return max(min(1.0, max(0.0, 1.0 - (cores / ranks - threads))) for ranks, cores in hosts)
 
 
-def reckon(found: Sequence[MeasuredTransport], nbytes: float, short: float) -> list[TransportCost]:
-    """A row for each wire by the formula above, in the order given. Pure."""
+def estimate(found: Sequence[MeasuredTransport], nbytes: float, short: float) -> list[TransportCost]:
+    """Return the estimate of each transport, in the order given."""
     rows = []
     for m in found:
         wire_s, busy_s = m.link.seconds(nbytes), m.busy_cores * m.link.seconds(nbytes)
@@ -148,7 +148,7 @@ def reckon(found: Sequence[MeasuredTransport], nbytes: float, short: float) -> l
 
 
 def decide(rows: Sequence[TransportCost]) -> WireChoice:
-    """The wire that costs a step least; within `TIE` the one that takes the least processor time. Pure."""
+    """Return the cheapest transport; within `TIE` the one that takes the least processor time."""
     least_s = min(row.cost_s for row in rows)
     near = [row for row in rows if row.cost_s <= least_s * (1 + TIE)]
     best = min(near, key=lambda row: row.busy_s)
@@ -165,17 +165,17 @@ def decide(rows: Sequence[TransportCost]) -> WireChoice:
 
 
 def by_rule(names: Sequence[str], why: str) -> WireChoice:
-    """The choice without measuring: the first candidate. Pure."""
+    """Return the choice without measuring: the first candidate."""
     return WireChoice(names[0], f"{names[0]}, {WHAT.get(names[0], names[0])}, by rule: {why}")
 
 
 def doubt(rows: Sequence[TransportCost], choice: WireChoice, step_s: float, wait_s: float,
           easy: Sequence[str] = ()) -> tuple[str, str] | None:
-    """(a wire to try in place of ``choice``, why), from steps with that; None: keep it. Pure.
+    """Return (a transport to try in place of ``choice``, why), from steps with the choice; None: keep it.
 
-    One is worth a try where the wait is `OFF` beyond the most that was reckoned, by more than `SEEN` of a step, and it
-    was reckoned to cost less than that wait. And of those that are ``easy`` to go over to, one that was reckoned within
-    `NEAR` of the choice, where that much of a step waits: the steps themselves tell better than a sweep then.
+    One is worth a try if the wait is `OFF` beyond the most estimated, by more than `SEEN` of a step, and it was
+    estimated to cost less than that wait. Also one of those ``easy`` to change to that was estimated within `NEAR` of
+    the choice, if that much of a step waits.
     """
     own = next((row for row in rows if row.name == choice.name), None)
     others = sorted((row for row in rows if row.name != choice.name), key=lambda row: row.cost_s)
@@ -183,19 +183,19 @@ def doubt(rows: Sequence[TransportCost], choice: WireChoice, step_s: float, wait
         return None
     wait = f"steps of {format_ms(step_s)} wait {format_ms(wait_s)}"
     if wait_s > own.cost_s * (1 + OFF) and wait_s - own.cost_s > SEEN * step_s and others[0].cost_s < wait_s:
-        return others[0].name, f"{wait}, longer than was reckoned"
+        return others[0].name, f"{wait}, longer than estimated"
     near = [row.name for row in others if row.name in easy and row.cost_s <= own.cost_s * (1 + NEAR)]
-    return (near[0], f"{wait}, and it was reckoned within {NEAR:.0%}") if near else None
+    return (near[0], f"{wait}, and it was estimated within {NEAR:.0%}") if near else None
 
 
 def better(choice: str, step_s: float, tried: str, tried_s: float) -> tuple[str, str]:
-    """(the wire with the shorter measured step, why). Pure."""
+    """Return (the transport with the shorter measured step, why)."""
     numbers = f"{choice} took {format_ms(step_s)} a step, {tried} {format_ms(tried_s)}"
     return (tried, f"{tried} from here on: {numbers}") if tried_s < step_s else (choice, f"{choice} stays: {numbers}")
 
 
 def changed(settled: tuple[float, float], windows: Sequence[tuple[float, float]], n: int = 3) -> bool:
-    """Whether the last ``n`` windows all waited much longer than the settled one, or all much less. Pure.
+    """Return whether the last ``n`` windows all waited much longer than the settled one, or all much less.
 
     Each is (seconds of a step, seconds of it that waited).
     """

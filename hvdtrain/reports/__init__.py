@@ -19,7 +19,7 @@ def make(run: ReportedRun, launched: bool) -> list[Report]:
     """
     # Imported here: processes without site-packages, such as the one that outlives rank 0, import modules below.
     from hvdtrain.reports import jsonl
-    from hvdtrain.reports.progress.report import make as make_progress
+    from hvdtrain.reports.progress import make as make_progress
     from hvdtrain.reports.trackers import make as make_trackers
 
     return [jsonl.Jsonl(run), *make_progress(run.config, launched), *make_trackers(run)]

@@ -1,7 +1,6 @@
-"""The run's log as JSON lines: every record, for tools to read.
+"""JSON lines in a run's directory: every record in log.jsonl, every attempt of a supervised job in history.jsonl.
 
-A log never ends a run: what cannot be written (a full or read-only disk, a directory that is gone) is kept and tried
-again with the next record.
+A file never ends a run: a record that cannot be written is kept and tried again with the next one.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import json
 import math
 import os
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from hvdtrain.checkpoint.files import write_all
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols import Record
+from hvdtrain.core.table import as_text
 
 if TYPE_CHECKING:
     from hvdtrain.reports import ReportedRun
@@ -61,11 +62,10 @@ class Jsonl:
             self._run.note(f"{count(missing, 'record')} of {RunDirectory.LOG} could not be written and are lost")
 
     def _append(self) -> None:
-        """Append the records that wait, oldest first, and keep those that do not go."""
         if not self._waiting:
             return
         try:
-            append(self._run.out / RunDirectory.LOG, self._waiting)
+            append_lines(self._run.out / RunDirectory.LOG, self._waiting)
         except OSError as error:
             self._failed = True
             self._tell("failed", f"{RunDirectory.LOG} cannot be written ({error}); training goes on, and the last "
@@ -83,7 +83,7 @@ class Jsonl:
             self._run.note(text)
 
 
-def append(path: Path, lines: deque[bytes]) -> None:
+def append_lines(path: Path, lines: deque[bytes]) -> None:
     """Move ``lines`` to the end of the file, each whole or not at all; OSError leaves the rest in ``lines``.
 
     A line that a crash has torn is left as it is, and the first of ``lines`` starts on a fresh one.
@@ -114,3 +114,54 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+HISTORY = "history.jsonl"
+
+
+def append_attempt(out: Path, record: Mapping[str, Any]) -> str:
+    """Add a line to the run's history; return "" or why it could not be written."""
+    try:
+        append_lines(out / HISTORY, deque([json.dumps(record).encode() + b"\n"]))
+    except OSError as error:
+        return f"{out / HISTORY} could not be written: {error.strerror}"
+    return ""
+
+
+def read_attempts(out: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's history; [] without one. A line that was cut off is left out."""
+    try:
+        lines = (out / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return [one for one in found if isinstance(one, dict)]
+
+
+def attempts_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the attempts as a table: number, ranks, steps, lost steps, seconds, cause."""
+    rows = [(str(one["attempt"]), str(one["ranks"] or "?"), f"{_step(one['step_start'])}-{_step(one['step_end'])}",
+             str(one["steps_lost"]), f"{one['seconds']['ran']:.1f} s", _cause(one)) for one in records]
+    return as_text(("attempt", "ranks", "steps", "lost", "ran", "cause"), rows)
+
+
+def restarts_sentence(records: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    """Return the cost of the restarts, in a sentence."""
+    restarts, steps = len(records) - 1, sum(one["steps_lost"] for one in records[:-1])
+    many = count(restarts, "restart") if restarts else "no restart"
+    return f"{many}, {count(steps, 'step')} computed again, {seconds:.1f} s in all"
+
+
+def _step(step: int) -> str:
+    return str(step) if step >= 0 else "none"
+
+
+def _cause(one: Mapping[str, Any]) -> str:
+    who = f" (rank {one['rank']}" + (f" on host {one['host']})" if one["host"] else ")") if one["rank"] >= 0 else ""
+    text = str(one["words"]).strip().splitlines()
+    return f"{one['cause']}{who if one['cause'] != 'done' else ''}" + (f": {text[-1][:100]}" if text else "")

@@ -286,7 +286,7 @@ def test_ranks_train_and_evaluate_as_one_keras_process(shares):
 def sorted_weights(model):
     from hvdtrain.backends.tensorflow import state
 
-    return [array for _, array in sorted(state.arrays(model.weights).items())]
+    return [array for _, array in sorted(state.arrays(state.named(model.weights)).items())]
 
 
 def test_keys_that_a_compiled_optimizer_overrules_are_named():

@@ -72,7 +72,7 @@ def test_a_terminal_has_one_line_that_moves(job):
     screen.feed(written)
     shown = "\n".join(screen.lines)
     assert "━" not in shown and not re.search(r"batch +0:", shown), shown
-    assert shown.count("a word of the user's own") == 1 and re.search(r"\| steps +\| 25 in", shown), shown
+    assert shown.count("a word of the user's own") == 1 and re.search(r"[|│] steps +[|│] 25 in", shown), shown
 
 
 def test_mpirun_into_a_file_has_plain_lines(job):

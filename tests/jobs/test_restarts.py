@@ -16,7 +16,7 @@ import uuid
 import pytest
 from runner import _env, _flags, _path, end, processes, run
 
-from hvdtrain.reports import launch_history as history
+from hvdtrain.reports import jsonl as history
 
 AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 
@@ -70,7 +70,7 @@ def test_a_killed_rank_costs_a_restart(framework, script, tmp_path):
                "--progress", "off", "--out", str(out)], 150.0)
     assert job.returncode == 0, job.text
     assert (out / "completed.json").exists() and not job.orphans
-    first, second = history.read(out)
+    first, second = history.read_attempts(out)
     assert (first["cause"], first["step_end"], first["checkpoint"], first["steps_lost"]) == ("lost", 7, 5, 2), first
     assert (second["cause"], second["step_start"], second["step_end"]) == ("done", 5, 10), second
     assert "resumed at step 5" in job.text and "recovered in " in job.text
@@ -115,7 +115,7 @@ def test_sigterm_saves_and_ends_with_75(supervised):
     child, out, job_id = supervised
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=60) == 75
-    row, = history.read(out)
+    row, = history.read_attempts(out)
     assert row["cause"] == "requeue" and row["steps_lost"] == 0, "saved at its last step"
     assert not (out / "completed.json").exists() and until(lambda: not processes(job_id), 5.0)
 

@@ -200,7 +200,7 @@ def test_root_only_callbacks_call_nothing_collective():
     root = [cls for cls in callbacks() if cls.where == "root"]
     assert "Recorder" in {cls.__name__ for cls in root} and len(root) > 1
     shown = [member for module in (
-                "hvdtrain.reports.trackers.prometheus", "hvdtrain.reports.jsonl", "hvdtrain.reports.progress.report")
+                "hvdtrain.reports.trackers.prometheus", "hvdtrain.reports.jsonl", "hvdtrain.reports.progress")
              for member in vars(importlib.import_module(module)).values()
              if isinstance(member, type) and member.__module__ == module]
     assert {"Jsonl", "PlainProgress"} <= {cls.__name__ for cls in shown}

@@ -7,6 +7,8 @@ import gc
 import os
 import resource
 import subprocess
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -99,6 +101,22 @@ def test_memory_of_messages_is_used_again_and_none_of_it_has_a_name(comm, contro
     assert len(slots) <= 2
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "hvdtrain" in name]
     made.free()
+
+
+@pytest.mark.parametrize("carrier", ["MPI"], indirect=True)
+def test_memory_of_a_message_needs_no_garbage_collection(carrier, control):
+    gc.disable()
+    try:
+        carrier.put([np.ones(100_000)], (control.rank + 1) % control.size, FORTH)
+        message = carrier.take((control.rank - 1) % control.size, FORTH)
+        assert message.wait().nbytes == 800_000
+        alive, ends_at = weakref.ref(message), time.monotonic() + 5
+        del message
+        while alive() is not None and time.monotonic() < ends_at:
+            time.sleep(0.001)  # the thread that has moved it lets go of it
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("carrier", ["memory"], indirect=True)

@@ -81,11 +81,11 @@ def export_names(variables: Sequence[Any]) -> list[str]:
     return list(names)
 
 
-def arrays(variables: Sequence[Any], group: str = "", place: Place | None = None) -> dict[str, np.ndarray]:
-    """Return `named`, as copies, in the memory that ``place`` gives; not copied if it gives None."""
+def arrays(variables: Mapping[str, Any], group: str = "", place: Place | None = None) -> dict[str, np.ndarray]:
+    """Return copies by name, in the memory that ``place`` gives; not copied if it gives None."""
     if place is None:
-        return {name: to_numpy(v) for name, v in named(variables).items()}
-    return {name: copied(view(variable), group, name, place) for name, variable in named(variables).items()}
+        return {name: to_numpy(v) for name, v in variables.items()}
+    return {name: copied(view(variable), group, name, place) for name, variable in variables.items()}
 
 
 def copied(value: np.ndarray, group: str, name: str, place: Place | None) -> np.ndarray:
@@ -190,11 +190,14 @@ class ModelState:
         self.facts: Callable[[], dict[str, Any]] = dict
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-        own = self._opt.optimizer
-        groups = {"model": arrays(self._model.weights, "model", place)}
+        groups = {"model": arrays(self._named("model", self._model.weights), "model", place)}
         if self._opt.slices is None:
-            groups["optimizer"] = arrays(own.variables, "optimizer", place)
+            groups["optimizer"] = arrays(self._named("optimizer", self._opt.optimizer.variables), "optimizer", place)
         return groups, self.rest()
+
+    def _named(self, group: str, variables: Sequence[Any]) -> dict[str, Any]:
+        """Return ``variables`` by their names in a checkpoint."""
+        return named(variables)
 
     def rest(self) -> dict[str, Any]:
         """Return the numbers and settings of optimizer and loss scale, JSON-able."""
@@ -209,6 +212,14 @@ class ModelState:
         if rest.get("optimizer", own) != own:
             raise UserError(f"the checkpoint was made with {rest['optimizer']}", own,
                             "resume with the optimizer of that run")
+        self._assign(groups, rest)
+        if self._opt.slices is not None:
+            self._rests = [rest]  # the rate comes with the slices
+        self._scale.load(rest)
+        self._restart()
+
+    def _assign(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        """Assign the arrays of a checkpoint."""
         load("model", self._model.weights, groups["model"])
         if self._opt.slices is None:
             held, given = named(self._opt.optimizer.variables), groups["optimizer"]
@@ -216,10 +227,6 @@ class ModelState:
             load("optimizer", [v for name, v in held.items() if name not in alone],
                  {name: array for name, array in given.items() if name not in alone})
             self._begin({name: held[name] for name in held if name in alone}, rest)
-        else:
-            self._rests = [rest]  # the rate comes with the slices
-        self._scale.load(rest)
-        self._restart()
 
     def _begin(self, alone: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Give variables of the optimizer that the checkpoint lacks their first values, and the rate its own."""
@@ -238,7 +245,8 @@ class ModelState:
         """Yield (name, variable, whole shape, begin, end) of each of the optimizer's variables."""
         assert self._opt.slices is not None
         variables = self._opt.optimizer.variables
-        for place, (name, variable) in enumerate(zip(self._opt.names or named(variables), variables)):
+        names = self._opt.names or self._named("optimizer", variables)
+        for place, (name, variable) in enumerate(zip(names, variables)):
             part = self._opt.slices.get(place)
             whole = tuple(variable.shape)
             yield (name, variable, whole, 0, math.prod(whole)) if part is None else (

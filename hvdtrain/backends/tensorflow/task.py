@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -105,16 +105,23 @@ class Evaluator:
         self._kept: VariableCopies | None = None
 
     def add(self, batch: Batch) -> None:
+        self._add(batch, self._function)
+
+    def _add(self, batch: Batch, function: Callable[..., Any], *inputs: Any,
+             first: Callable[[int], None] = lambda samples: None) -> None:
+        """Add ``function(batch, *inputs)``; all of it, or nothing after a failure. ``first``: called before `build`."""
         with self._class_numbers.checked(tuple(batch)):
             tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
-            self._evaluation.build(tensors)
-            self._kept = kept = self._kept or VariableCopies(self._evaluation.variables())
+            if self._kept is None:
+                first(len(tf.nest.flatten(tensors)[0]))
+                self._evaluation.build(tensors)
+                self._kept = VariableCopies(self._evaluation.variables())
             try:
-                with holding([kept]):
-                    pairs = self._function(tensors)
+                with holding([self._kept]):
+                    pairs = function(tensors, *inputs)
                 self._evaluation.count(pairs)
             except BaseException:
-                kept.put_back()
+                self._kept.put_back()
                 raise
 
     def _measure(self, batch: Any) -> Any:

@@ -177,9 +177,9 @@ def kept_freed() -> Iterator[None]:
 def map_large(settles: bool = False) -> bool:
     """Map blocks of `MAPPED_BYTES` and more by themselves; return whether that took effect.
 
-    ``settles``: until `settled`. Undoes `keep_freed`, for as long as blocks are made that stay (an optimizer's state in
-    its first step) among such that go (gradients): what is freed between blocks that stay is no use to larger ones. It
-    costs the system's clearing of pages, about 0.25 ms a MiB.
+    ``settles``: until `end_mapping`. Undoes `keep_freed`, for as long as blocks are made that stay (an optimizer's
+    state in its first step) among such that go (gradients): what is freed between blocks that stay is no use to larger
+    ones. It costs the system's clearing of pages, about 0.25 ms a MiB.
     """
     global _mapping
     if any(name in os.environ for name in _OWN):
@@ -190,7 +190,7 @@ def map_large(settles: bool = False) -> bool:
     return done
 
 
-def settled() -> bool:
+def end_mapping() -> bool:
     """Keep what is freed from now on, where `map_large` has taken effect; return whether it had.
 
     What stays has been made by now, each block in a place of its own. Not blocks of `LARGEST_KEPT_BYTES` and more: a

@@ -48,6 +48,7 @@ class OutgoingMessage(Operation):
     def _sent(self) -> None:
         self._left -= 1
         if not self._left:
+            self._parts.clear()  # the carrier may hold the message until its next put
             self.end()
 
 
@@ -63,8 +64,11 @@ class IncomingMessage(Operation):
         self._first, self._whole = room_for(FIRST), np.empty(0, np.uint8)
         self._came, self._left = False, 0
         self._begun = Operation()
-        self.followers.append(lambda message: self._begun.end(error=message.error))
         self._what = f"a message with {KINDS[tag]} from rank {source}"
+
+    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+        super().end(value, error)
+        self._begun.end(error=error)
 
     def begin(self) -> None:
         self._line.append(self)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LauncherProgram, LaunchSpec
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LaunchSpec, LauncherProgram
 from hvdtrain.cluster.launchers.mpich import LAST
 from hvdtrain.cluster.launchers.prepare import Here, add_options, find, here, hosts_of, interpreter, prepare, wishes
 from hvdtrain.cluster.launchers.spec import (

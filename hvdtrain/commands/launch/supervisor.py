@@ -29,7 +29,7 @@ from hvdtrain.commands.launch.restart_policy import (
     silent_hosts)
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import Child, processes
-from hvdtrain.reports import launch_history as history
+from hvdtrain.reports import jsonl as history
 
 TICK_S = 0.05
 GRACE_S = 3.0
@@ -216,14 +216,15 @@ class Supervisor:
                 decision = self._decide(hosts)
                 self.records.append(row(self.attempts[-1], seen.began, seen.ended - seen.began, seen.parts,
                                         decision.why))
-                trouble = history.append(self.job.out, self.records[-1])
+                trouble = history.append_attempt(self.job.out, self.records[-1])
                 self.environment.page(self.job.out)
                 for text in filter(None, (trouble, decision.why)):
                     self.environment.say(text)
                 before = seen
         if len(self.records) > 1:
-            self.environment.say(history.table(self.records))
-        self.environment.say(f"{history.sentence(self.records, time.monotonic() - begin)}; files in {self.job.out}")
+            self.environment.say(history.attempts_table(self.records))
+        cost = history.restarts_sentence(self.records, time.monotonic() - begin)
+        self.environment.say(f"{cost}; files in {self.job.out}")
         return self.signals.status if decision.status == EXIT_REQUEUE else decision.status
 
     def _decide(self, hosts: Sequence[HostCandidate]) -> Launch | End:

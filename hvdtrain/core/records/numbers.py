@@ -54,7 +54,6 @@ def settings(record: Record) -> dict[str, bool | int | float | str]:
 
 
 def _percent(causes: dict[str, float]) -> dict[str, float]:
-    """Seconds by cause as percent of their sum."""
     whole_s = sum(causes.values())
     return {cause: 100.0 * seconds / whole_s for cause, seconds in causes.items()} if whole_s > 0 else {}
 
@@ -74,7 +73,6 @@ def _flat(values: dict[str, Any], rank: str = "") -> Iterator[tuple[str, float]]
 
 
 def _plain(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """(dotted name, value) of nested settings."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _plain(value, f"{prefix}{name}.")

@@ -23,7 +23,7 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config, ScheduleConfig, cut_over_ranks, run_length, schema
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Before
-from hvdtrain.core.protocols import RunCallback, Control
+from hvdtrain.core.protocols import Control, RunCallback
 from hvdtrain.core.protocols.run import Head, Want
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.resolve import absolute
@@ -47,7 +47,7 @@ def save(run: Run) -> str:
 
 
 def begin(run: Run) -> None:
-    """Copy the run's state and have it written while the run goes on; collective.
+    """Copy the run's state and have it written while the run continues; collective.
 
     What comes of it is told by `finish` or, on the rank that has met an error, by ``run.saver.settled()``.
     """
@@ -185,7 +185,7 @@ def _in_own_names(run: Run, heads: list[Head]) -> tuple[dict[tuple[str, str], st
 
 
 def _alike(meta: Mapping[str, Any], copies: list[list[int]], run: Run) -> tuple[bool, str]:
-    """(whether each rank has the blocks that it had, else what the ranks are now in words)."""
+    """(whether each rank has the blocks that it had, else what the ranks are now as text)."""
     layout = run.parts.layout
     now = [list(copy) for copy in run.mesh.copies]
     if list(map(len, copies)) != list(map(len, now)):

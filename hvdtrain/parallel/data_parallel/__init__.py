@@ -1,7 +1,6 @@
-"""How the copies of a model stay one model: a file for each way, which the key ``data_parallel`` names.
+"""Data-parallel strategies, one file for each value of the key ``data_parallel``.
 
-A file offers ``make(setup) -> DataParallel``, and raises `UserError` there for what its way does not go together with.
-Another way is one more file, here or anywhere (``module:callable`` or ``path/file.py:callable`` of such a function).
+A file offers ``make(setup) -> DataParallel``; it raises `UserError` for settings that it does not support.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ OWN = ("replicate", "zero")
 
 @dataclass(frozen=True)
 class DataParallelSetup:
-    """What ``make`` gets. ``group``: the ranks that hold copies. ``notes``: remarks for the summary, to be added to.
+    """Arguments of a strategy's ``make``. ``group``: ranks with replicas. ``notes``: remarks for the summary, to append
+    to.
 
-    ``control``: of all ranks of the job. Of a model that is cut over ranks ``group`` and ``collectives`` are those of
-    the last blocks of this rank; `wires` has all of them. ``scene``: what the memory plan looks at
+    ``control``: of all ranks of the job. With a model partitioned over ranks, ``group`` and ``collectives`` are those
+    of this rank's last blocks; `wires` has all. ``scene``: input of the memory plan
     (`hvdtrain.engine.memory_survey.Scene`).
     """
 
@@ -47,25 +47,26 @@ class DataParallelSetup:
 
     @property
     def wires(self) -> dict[str, Collectives]:
-        """The wire of each group that this rank sums buckets with (`Bucket.group`), of a model cut over ranks."""
+        """Transport of each group that this rank sums buckets with (`Bucket.group`), of a model partitioned over ranks.
+        """
         return {replicas.group.name("grad"): replicas.wire for replicas in self.parts.replicas}
 
     @property
     def ranks_of(self) -> dict[str, tuple[int, ...]]:
-        """The ranks of each group that this rank sums buckets with (`Bucket.group`)."""
+        """Ranks of each group that this rank sums buckets with (`Bucket.group`)."""
         groups = [replicas.group for replicas in self.parts.replicas] or [self.group]
         return {group.name("grad"): group.ranks for group in groups}
 
     @property
     def decides(self) -> Control | None:
-        """Who knows whether an update is made, of a model cut over ranks: no rank has all of its gradient."""
+        """Control plane that decides about updates of a model partitioned over ranks: no rank has all of its gradient.
+        """
         return self.control if self.parts.layout is not None else None
 
 
 def create(setup: DataParallelSetup) -> DataParallel:
-    """Return the way that ``config.data_parallel`` names, made of ``setup``; collective.
-
-    Errors: `UserError` for a name that is none, and for what does not go together.
+    """Return the strategy that ``config.data_parallel`` names; collective. Errors: `UserError` for an unknown name and
+    for settings that do not go together.
     """
     name, compression = setup.config.data_parallel.name, setup.config.compression
     if compression == "auto" and name != "replicate":
@@ -94,7 +95,7 @@ def create(setup: DataParallelSetup) -> DataParallel:
 
 
 class Undeclared:
-    """Capabilities of a way of a user's own that declares none: nobody relies on what it does not say."""
+    """Capabilities of a user's strategy that declares none."""
 
     divides_state = copies_equal = can_change_transport = overlaps = False
     compressor: Compressor = cast(Compressor, NoCompression())
@@ -102,23 +103,21 @@ class Undeclared:
     gathers, gathered_s = 0, 0.0
 
     def remembered_bytes(self) -> int:
-        """0."""
         return 0
 
     def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
-        """Raise `UserError`."""
         raise UserError("a callback unfroze parameters under a data_parallel of one's own, which takes in none",
                         "a way with extend(specs, first), such as replicate or zero", "unfreeze before the run begins")
 
 
 def _among_replicas(setup: DataParallelSetup) -> DataParallelSetup:
-    """``setup`` for the ranks that hold the same part of a model which is cut over ranks.
+    """Return ``setup`` for the ranks with the same blocks of a model partitioned over ranks.
 
-    Errors: `UserError` for a way of a user's own where this rank is in several groups on some rank.
+    Errors: `UserError` for a user's strategy if any rank is in several groups.
     """
     if setup.config.data_parallel.name not in OWN and setup.control.agree(len(setup.parts.replicas) > 1):
-        raise UserError(f"data_parallel {setup.config.data_parallel.name} with copies of unlike depth, whose ranks are "
-                        "in several groups", f"copies of one depth, or {' or '.join(OWN)}",
+        raise UserError(f"data_parallel {setup.config.data_parallel.name} with copies of different depth, whose ranks "
+                        "are in several groups", f"copies of one depth, or {' or '.join(OWN)}",
                         "set pipeline.stages in place of pipeline.depths")
     needs = setup.parts.optimizer.needs_all
     if needs:

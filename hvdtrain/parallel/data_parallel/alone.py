@@ -1,4 +1,4 @@
-"""One copy of the model: nothing is sent, gradients stay in the shape and place where backward makes them."""
+"""Strategy of a single replica: nothing is sent, gradients stay where backward makes them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 class Alone:
     """`hvdtrain.core.protocols.DataParallel` of one rank without compression.
 
-    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm. ``decides``: the control
-    plane of all ranks, where this one has a part of the model alone. ``fuses``: an optimizer that can be traced updates
-    inside the graph that computes the gradients, and `update` merely tells what became of it;
-    `hvdtrain.parallel.data_parallel.create` sets it where nothing of a user's stands between gradients and update.
+    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update reports the norm. ``decides``: control plane of
+    all ranks of a partitioned model. ``fuses``: an optimizer that can be traced updates inside the graph of the
+    gradients, and `update` reports the result; `hvdtrain.parallel.data_parallel.create` sets it.
     """
 
     caveats: tuple[str, ...] = ()
@@ -49,30 +48,24 @@ class Alone:
 
     @property
     def variant(self) -> int:
-        """Whether the graph updates."""
         return int(self.fuses)
 
     def describe(self) -> str:
-        """Nothing travels."""
         return "none"
 
     def begin(self, step: int) -> None:
-        """Forget the gradients of the step before."""
         self._grads, self._numbers = {}, ()
 
     def discard(self) -> None:
-        """Nothing: there is no state."""
+        pass
 
     def scale(self, batch: StepBatch) -> float:
-        """1 / W."""
         return loss_scale(batch.weight)
 
     def meets(self, step: int) -> bool:
-        """True: the vote of one rank decides as that of many does."""
         return True
 
     def buffer(self, bucket: Bucket) -> Array:
-        """Never asked for: there are no buckets."""
         raise AssertionError("gradients of one rank lie in no bucket")
 
     def put(self, index: int, x: Array) -> None:
@@ -80,11 +73,10 @@ class Alone:
         self._grads[index] = x
 
     def owed(self) -> list[int]:
-        """Nothing."""
         return []
 
     def collect(self) -> list[Array]:
-        """The gradients by parameter."""
+        """Return the gradients by parameter."""
         return [self._grads[i] for i in sorted(self._grads)]
 
     def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
@@ -94,11 +86,12 @@ class Alone:
         return self._ops.reshape(sum_squares(self._ops, sums), (1,)), sums
 
     def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:
-        """Take a graph's results."""
         self._grads, self._numbers = dict(enumerate(sums)), numbers
 
     def squares(self, grads: Sequence[Array]) -> float:
-        """Of all gradients; 0 where a device looks at them by itself, which it may not with a part of the model."""
+        """Return the squares of all gradients; 0 if the device decides by itself, which is not allowed with a shard of
+        the model.
+        """
         if not len(self._numbers):
             if not self.looks or self.optimizer.looks and self._whole is None:
                 return 0.0
@@ -106,7 +99,6 @@ class Alone:
         return float(self._numbers[0])
 
     def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Update, or tell of the update that the graph has made."""
         if self._whole is not None:
             return self._whole.step(self.optimizer, grads, self.buckets, self.squares(grads), unused)
         if len(self._numbers) > 1:
@@ -114,19 +106,17 @@ class Alone:
         return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first, unused=unused)
 
     def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
-        """Nothing: there are no buckets."""
+        pass
 
     def remembered_bytes(self) -> int:
-        """0."""
         return 0
 
     def saved(self) -> dict[str, np.ndarray]:
-        """Nothing."""
         return {}
 
     def restore(self, own: dict[str, np.ndarray]) -> str:
-        """Say that a compressor's state, of which ``own`` has some, is not taken."""
+        """Report that a compressor's state in ``own`` is not loaded."""
         return OTHER if "compressor.mark" in own else ""
 
     def restart(self) -> None:
-        """Nothing to forget."""
+        pass

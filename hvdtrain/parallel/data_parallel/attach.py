@@ -1,6 +1,6 @@
-"""Which compressor and which buckets a run's gradients get.
+"""Compressor, buckets and shards of a run's gradients and state.
 
-Owns the checks that compressor, optimizer and shares go together. Does not choose a wire: `hvdtrain.comm.wires` does.
+`hvdtrain.comm.wires` chooses the transport.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ what a call costs is hidden as well. Large ones are for wires that block, or tha
 
 
 def compression_of(setup: DataParallelSetup) -> str:
-    """Return the name of the compressor to begin with; what is not as asked is added to the notes."""
+    """Return the name of the compressor to begin with; add a note if another one was configured."""
     asked, exchange, size = setup.config.compression, setup.config.exchange, setup.collectives.size
     if exchange.adasum and size > 1:
         return "adasum"
@@ -50,11 +50,11 @@ def compression_of(setup: DataParallelSetup) -> str:
 
 
 def buckets_of(setup: DataParallelSetup) -> list[Bucket]:
-    """Return the plan for ``exchange.bucket_mb``; with Adasum, which looks at each tensor by itself, one tensor each.
+    """Return the buckets for ``exchange.bucket_mb``; with Adasum, which looks at each tensor by itself, one for each
+    tensor.
 
-    Of a model that is cut over ranks each bucket holds blocks of one group of replicas; the groups' buckets come one
-    group after the other, in the order that all ranks have (`hvdtrain.core.mesh.Layout.groups`). Collective where the
-    size is to be found by a sweep.
+    With a model partitioned over ranks a bucket holds blocks of one group of replicas; groups follow each other in the
+    order of `hvdtrain.core.mesh.Layout.groups`. Collective if a sweep finds the size.
     """
     config, specs = setup.config, setup.parts.params.specs
     by_block = config.model_parallel > 1
@@ -85,7 +85,10 @@ def buckets_of(setup: DataParallelSetup) -> list[Bucket]:
 
 
 def unlike_threads(config: Config, control: Control, topology: Topology) -> str:
-    """Return which ranks' threads keep a compressor with ``same_threads`` from the same bits, or ""; collective."""
+    """Return why ranks cannot decode powersgd to the same bits, or ""; collective.
+
+    Each rank multiplies the factors by itself, and a matrix product rounds by its number of threads.
+    """
     host = topology.host_of(control.rank)
     own = compute_threads(len(affinity()), host.cores, len(host.ranks), config.threads)
     threads = control.gather(own)
@@ -93,7 +96,7 @@ def unlike_threads(config: Config, control: Control, topology: Topology) -> str:
 
 
 def check(setup: DataParallelSetup, name: str) -> None:
-    """Raise `UserError` for what this run cannot do with compressor ``name``; collective."""
+    """Raise `UserError` for settings that compressor ``name`` does not support; collective."""
     config, size, made = setup.config, setup.collectives.size, create(name, setup.config)
     key = made.own_key or f"compression {name}"
     unlike = unlike_threads(config, setup.control, setup.topology) if made.same_threads else ""
@@ -124,12 +127,10 @@ MOST_NAMED = 8
 
 
 def parts_of(setup: DataParallelSetup) -> tuple[list[float], str]:
-    """Return each rank's part of the state, in sum 1, and why: by the memory that it has free; collective.
+    """Return each rank's share of the state, in sum 1, by free memory, and the reason; collective.
 
-    Free is what the device has left, or the rank's part of what its host has, once each rank holds the parameters.
-    The probe's ceilings are not counted, nor what activations will take: it measures at the start of a fit, when the
-    parts are cut and state may have been loaded into them. Where shares make ranks need more of their memory for
-    activations than others, ``data_parallel.shards`` says the parts.
+    Free is what the device, or the rank's share of its host, has left once each rank holds the parameters. Activations
+    do not count: set ``data_parallel.shards`` if ranks need different amounts for them.
     """
     on_device = setup.ops.free_bytes()
     found_P = setup.control.gather((on_device is not None, memory.host_room_bytes(1) if on_device is None
@@ -143,10 +144,10 @@ def parts_of(setup: DataParallelSetup) -> tuple[list[float], str]:
 
 
 def divided(found_P: Sequence[tuple[bool, int | None]], hosts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the bytes that each rank may take, from (whether of a device, bytes free) of each. Pure.
+    """Return the bytes that each rank may take, from (on a device, bytes free) of each; 0 if unknown. Pure.
 
-    The ranks of a host that compute in its memory share what the one that sees most of it has found: a control group
-    of one rank's own may allow that one less, and ranks read at different moments. 0 where it is not known.
+    The ranks of a host that compute in its memory divide the largest reading of them: a control group of one rank may
+    allow that one less, and ranks read at different moments.
 
     >>> divided([(False, 12), (False, 11), (False, 4), (True, 80)], [[0, 1, 2, 3]])
     [4, 4, 4, 80]
@@ -162,7 +163,7 @@ def divided(found_P: Sequence[tuple[bool, int | None]], hosts: Sequence[Sequence
 
 
 def owners(sizes_BP: Sequence[Sequence[int]], itemsizes_B: Sequence[int], why: str) -> str:
-    """Return in words how many MiB of parameters each rank updates and keeps the state of.
+    """Return the note about MiB of parameters that each rank updates and keeps the state of.
 
     >>> owners([[3 << 18, 1 << 18]], [4], "by free memory: 3, 1 GiB")
     'ranks own 3, 1 MiB of parameters with their optimizer state, by free memory: 3, 1 GiB'
@@ -177,7 +178,7 @@ def owned(bytes_P: Sequence[float], why: str) -> str:
 
 
 def listed(numbers: Sequence[float]) -> str:
-    """Return numbers in words; of many ranks the first and the range of all.
+    """Format numbers; of many ranks the first and the range of all.
 
     >>> listed([3.14159, 100]), listed([1.0] * 6 + [2, 3, 4])
     ('3.14, 100', '1, 1, 1, 1, 1, 1, 2, 3, ... (1 to 4 on 9 ranks)')
@@ -188,9 +189,8 @@ def listed(numbers: Sequence[float]) -> str:
 
 
 def stage_needed(setup: DataParallelSetup) -> int:
-    """Return 0, 1 or 2: as little as lets the model fit, which the notes say why; collective.
-
-    A few samples are measured. Where no stage fits it is the one of 1 and 2 that comes nearer.
+    """Return the lowest stage 0, 1 or 2 that lets the model fit, from a few measured samples; collective. Notes tell
+    why.
     """
     scene, control = setup.scene, setup.control
     if not setup.parts.optimizer.elementwise:
@@ -207,9 +207,9 @@ def stage_needed(setup: DataParallelSetup) -> int:
 
 
 def least_stage(needs_PS: Sequence[Sequence[int]], free_P: Sequence[int | None]) -> tuple[int, str]:
-    """Return the least of stages 0, 1, 2 that every rank has room for, and why in words; pure.
+    """Return the lowest of stages 0, 1, 2 that fits every rank, and why; pure. Without one: the better of 1 and 2.
 
-    ``needs_PS``: bytes of each rank by stage. ``free_P``: what each may hold; None, which is unknown, is room enough.
+    ``needs_PS``: bytes of each rank by stage. ``free_P``: memory of each; None (unknown) counts as enough.
 
     >>> least_stage([[15_200, 9_000, 6_400], [15_200, 9_000, 6_400]], [11_900, 20_000])[0]
     1

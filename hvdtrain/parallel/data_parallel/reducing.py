@@ -1,4 +1,4 @@
-"""What ways of data parallelism have in common that sum gradients by a reducer, in every step."""
+"""Base of the strategies that sum gradients by a reducer in every step, and the update of a shard of the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 class Reducing:
-    """Part of `hvdtrain.core.protocols.DataParallel` that is ``reducer``'s: its compressor with the state of that.
-
-    No decision of an owner or of all ranks is in here.
-    """
+    """Members of `hvdtrain.core.protocols.DataParallel` that follow from ``reducer``."""
 
     caveats: tuple[str, ...] = ()
     divides_state = False
@@ -33,7 +30,7 @@ class Reducing:
         self.in_graph: bool = reducer.collectives.in_graph
 
     def _extended(self, specs: Sequence[ParamSpec], first: int) -> Reducer:
-        """Return a reducer with buckets for the parameters from ``first`` on too, and the compressor's state so far."""
+        """Return a reducer that has buckets for the parameters from ``first`` on too, with the compressor's state."""
         old = self.reducer
         made = Reducer([*old.buckets, *more_buckets(old.buckets, specs, first)], old.compressor, old.collectives,
                        old.ops, old.ops_of_place, old.among)
@@ -42,68 +39,54 @@ class Reducing:
 
     @property
     def variant(self) -> int:
-        """The compressor's stage of warm-up."""
         return self.reducer.stage
 
     @property
     def compression(self) -> str:
-        """The compressor's name."""
         return self.reducer.compressor.name
 
     @property
     def compressor(self) -> Compressor:
-        """The reducer's."""
         return self.reducer.compressor
 
     @property
     def ops(self) -> Ops:
-        """The reducer's."""
         return self.reducer.ops
 
     def describe(self) -> str:
-        """The compressor with its settings."""
         return self.reducer.compressor.describe()
 
     def discard(self) -> None:
-        """Take compressor state back to where the step began; nothing else has changed."""
         self.reducer.state.discard()
 
     def scale(self, batch: StepBatch) -> float:
-        """1 / W of the whole batch, or of this rank's part for a compressor that wants each rank's own mean."""
+        """Return 1 / W of the whole batch, or of this rank's share for a compressor that needs each rank's own mean."""
         return loss_scale(batch.own_weight if self.reducer.compressor.own_mean else batch.weight)
 
     def meets(self, step: int) -> bool:
-        """True: in every step."""
         return True
 
     def owed(self) -> list[int] | None:
-        """What the reducer has not begun."""
         return self.reducer.owed()
 
     @property
     def overlaps(self) -> bool:
-        """False: whoever puts a bucket may have to wait for other ranks."""
         return False
 
     @property
     def can_change_transport(self) -> bool:
-        """False: what it made is for one transport."""
         return False
 
     def remembered_bytes(self) -> int:
-        """Of the compressor's state."""
         return self.reducer.state.nbytes()
 
     def saved(self) -> dict[str, np.ndarray]:
-        """Compressor state."""
         return self.reducer.state.saved()
 
     def restore(self, own: dict[str, np.ndarray]) -> str:
-        """Undo `saved`; state of other buckets or another compressor starts anew, which is said."""
         return self.reducer.state.restore(own)
 
     def restart(self) -> None:
-        """Forget compressor state."""
         self.reducer.state.restart()
 
 
@@ -112,14 +95,17 @@ if TYPE_CHECKING:
 
 
 class Whole:
-    """The gradient of all ranks together. ``control``: of all of them; ``clip_norm``: norm to clip to, 0: none."""
+    """Update of a shard of the model by the norm of the whole gradient, so that no rank decides by its own shard.
+
+    ``control``: of all ranks. ``clip_norm``: norm to clip to, 0: none. The agreement of the step has found all finite.
+    """
 
     def __init__(self, control: Control, clip_norm: float) -> None:
         self._control, self._clip_norm = control, clip_norm
 
     def step(self, optimizer: Optimizer, grads: Sequence[Array], buckets: Sequence[Bucket],
              squares: float, unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Update by ``optimizer``, clipped by the norm that the ranks' ``squares`` make together; collective if so.
+        """Update by ``optimizer``, clipped by the norm of the ranks' ``squares`` together; collective if it clips.
 
         Returns (finite, norm) as `Optimizer.step`.
         """

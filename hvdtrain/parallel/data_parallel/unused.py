@@ -1,7 +1,6 @@
-"""Agreement of the ranks on unused parameters: those to which no sample of the global batch gave a gradient.
+"""Agreement of the ranks on unused parameters, to which no sample of the global batch gave a gradient.
 
-Owns the agreed set and the exchange that finds it. A parameter without a gradient is not updated: weight decay,
-momentum and the optimizer's state leave it alone, as in one process (`hvdtrain.core.protocols.Optimizer.step`).
+Unused parameters are not updated, as in one process (`hvdtrain.core.protocols.Optimizer.step`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class UnusedParameters:
     """The parameters of ``parts`` that no rank used in the latest step, as indices: ``agreed``.
 
     ``control``: of all ranks. A rank's own set is the same in most steps, so the ranks gather their sets only in a step
-    in which one of them has another set than it gathered last; the vote of the step tells (`changed`).
+    in which one of them has another set than it gathered last, by the agreement of the step (`changed`).
     ``never``: parameters that no step so far has used; None before the first step.
     """
 

@@ -1,12 +1,8 @@
-"""ZeRO: every rank holds all parameters, and keeps and updates a part of the rest (Rajbhandari et al. 2020, SC20,
-arXiv 1910.02054).
+"""ZeRO: every rank holds all parameters, and a shard of optimizer state and gradients (Rajbhandari et al. 2020, arXiv
+1910.02054).
 
-Owns what happens to a step's gradients in order: each bucket's sum is cut into one part for each rank, a rank updates
-the parameters of its parts, and the parts come together again. Stage 1 divides the optimizer's state; stage 2 also the
-summed gradients: a bucket is summed as soon as backward has filled it, and its memory goes to the next one. How large
-the parts are is `hvdtrain.planning.shards`'.
-
-Bytes a parameter in float32 with Adam, over N ranks: 16 in `replicate`, 8 + 8/N in stage 1, 4 + 12/N in stage 2.
+Stage 1 divides the optimizer's state, stage 2 also the summed gradients. `hvdtrain.planning.shards` sizes the shards.
+Bytes a parameter in float32 with Adam over N ranks: 16 in `replicate`, 8 + 8/N in stage 1, 4 + 12/N in stage 2.
 """
 
 from __future__ import annotations
@@ -89,7 +85,7 @@ def make(setup: DataParallelSetup) -> DataParallel:
 
 
 def _cut(setup: DataParallelSetup, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> list[list[int]]:
-    """Return how many elements of each bucket each rank of the job owns; ranks that do not sum it own none of it."""
+    """Return the elements of each bucket that each rank of the job owns; 0 on ranks that do not sum the bucket."""
     layout, ranks_of = setup.parts.layout, setup.ranks_of
     for ranks in layout.groups() if layout is not None else ():  # of other ranks too: all refuse alike
         if not any(parts_P[rank] for rank in ranks):
@@ -101,7 +97,7 @@ def _cut(setup: DataParallelSetup, buckets: Sequence[Bucket], parts_P: Sequence[
 
 
 def _owners(setup: DataParallelSetup, buckets: Sequence[Bucket], sizes_BP: Sequence[Sequence[int]], why: str) -> str:
-    """Return in words what each rank owns; collective where ranks have unlike buckets."""
+    """Return the note about what each rank owns; collective if buckets differ between ranks."""
     itemsizes_B = [itemsize(b.dtype) for b in buckets]
     if setup.parts.layout is None:
         return attach.owners(sizes_BP, itemsizes_B, why)
@@ -110,11 +106,11 @@ def _owners(setup: DataParallelSetup, buckets: Sequence[Bucket], sizes_BP: Seque
 
 
 class Zero(Reducing):
-    """`hvdtrain.core.protocols.DataParallel` whose ranks own parts of every bucket, ``sizes_BP`` elements of all ranks.
+    """`hvdtrain.core.protocols.DataParallel` whose ranks own shards of every bucket, ``sizes_BP`` elements of all
+    ranks.
 
-    ``stage``: 1 or 2. ``reducer``: has the wires that gradients travel by; `setup` those of parameters, whose optimizer
-    is over this rank's slices. ``clip_norm``: global norm to clip to, 0: none. ``gather_s``: seconds that the latest
-    update took to bring the parameters together; ``gathered_s``: those of all ``gathers`` so far.
+    ``reducer``: has the transports of gradients; ``setup``: those of parameters. ``gather_s``: seconds in which the
+    latest update gathered the parameters; ``gathered_s``: of all ``gathers`` so far.
     """
 
     divides_state = copies_equal = True
@@ -136,7 +132,6 @@ class Zero(Reducing):
         self._broken = False
 
     def _divide(self, sizes_BP: Sequence[Sequence[int]]) -> None:
-        """Give each rank its elements of each bucket."""
         setup, rank = self._setup, self._control.rank
         self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
         self._wires = [Transport(setup.wires.get(b.group, self.wire), own.ops)
@@ -150,7 +145,7 @@ class Zero(Reducing):
         self._inside_B = [shards.in_bucket(b, *own) for b, own in zip(self.buckets, self._own_B)]
 
     def extend(self, specs: Sequence[ParamSpec], first: int) -> list[shards.Span]:
-        """Divide the parameters from ``first`` on as those before them."""
+        """Divide the parameters from ``first`` on in the same proportions."""
         known = len(self.buckets)
         self.reducer = self._extended(specs, first)
         self.buckets = self.reducer.buckets
@@ -159,17 +154,18 @@ class Zero(Reducing):
         return shards.spans(self.buckets, self.sizes_BP, self._control.rank, len(specs))[first:]
 
     def begin(self, step: int) -> None:
-        """Open a step."""
         self.reducer.begin()
         self._open, self._waiting, self._slices, self._squares = {}, {}, {}, None
         self.waited_s, self._broken = 0.0, False
         if self.gathers == LAID_OUT:
-            memory.settled()
+            memory.end_mapping()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def buffer(self, bucket: Bucket) -> Array:
-        """Memory (n,) to make a bucket's gradient in; in stage 2 that of the one in flight, where the wire has it."""
+        """Return memory (n,) for a bucket's gradient; in stage 2 that of the transport's bucket in flight, if it has
+        one.
+        """
         if self.retains or not self._in_place or not self.reducer.collectives.host:
             return self.reducer.buffer(bucket)
         ops = self.reducer.wires[bucket.index].ops
@@ -177,7 +173,7 @@ class Zero(Reducing):
         return ops.buffer(bucket.n, bucket.dtype, wire.flight(bucket.n, bucket.dtype))
 
     def put(self, index: int, x: Array) -> None:
-        """Put a full bucket on the wire, after those before it; in stage 2 wait for it where the wire blocks."""
+        """Send a full bucket, after those before it; in stage 2 wait for the sum if the transport blocks."""
         self._waiting[index] = x
         while len(self._slices) + len(self._open) in self._waiting:
             i = len(self._slices) + len(self._open)
@@ -196,24 +192,22 @@ class Zero(Reducing):
             self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
 
     def _scatter(self, i: int, x: Array) -> Handle:
-        """Issue the sum of a bucket as it is."""
         wire = self.reducer.wires[i]
         sent = wire.outgoing(x)
         self._broken = True
         return wire.collectives.reducescatterv(sent, self._sizes_BG[i], f"{self.buckets[i].name}.part")
 
     def _goes_on(self, wire: Collectives) -> bool:
-        """Return whether a bucket's shard is made without anybody waiting for it."""
+        """Return whether the transport makes a bucket's shard in the background."""
         return wire.moves_parts if self._in_place else wire.overlaps and not wire.in_graph
 
     def owed(self) -> list[int] | None:
-        """Those after the last that is on the wire, or was."""
         self._waiting.clear()
         done = len(self._slices) + len(self._open)
         return None if self._broken or self.reducer.owed() is None else list(range(done, len(self.buckets)))
 
     def collect(self) -> list[Array]:
-        """This rank's part of each bucket's sum."""
+        """Return this rank's shard of each bucket's sum."""
         assert not self._waiting, f"buckets {sorted(self._waiting)} wait for one that was not handed over"
         self._broken = True  # as in `put`
         self._arrive(0)
@@ -224,28 +218,26 @@ class Zero(Reducing):
         return [slices[b.index] for b in self.buckets]
 
     def _arrive(self, left: int) -> None:
-        """Take in the oldest sums until ``left`` are under way, as long as which a wire holds their buckets."""
+        """Receive the oldest sums until ``left`` are in flight: a transport holds their buckets meanwhile."""
         for i in sorted(self._open)[:max(0, len(self._open) - left)]:
             handle = self._open.pop(i)
             self._slices[i] = self.reducer.take(i) if handle is None else self.reducer.wires[i].arrived(handle.wait())
 
     def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
-        """The squares of this rank's parts, float64 (1,), in the graph."""
         ops = self.reducer.ops
         return ops.reshape(sum_squares(ops, sums), (1,)), sums
 
     def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:
-        """Take a graph's parts and their squares."""
         self._slices, self._squares = dict(enumerate(sums)), float(numbers[0])
 
     def squares(self, grads: Sequence[Array]) -> float:
-        """Of this rank's parts, also where the device computes by itself: an owner must not decide alone."""
+        """Return the squares of this rank's shards, on devices too: an owner must not decide alone."""
         return float(sum_squares(self.reducer.ops, grads)) if self._squares is None else self._squares
 
     # --- update ------------------------------------------------------------------------------------------------------
 
     def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Update this rank's slices and bring all parameters together; the vote has found all gradients finite."""
+        """Update this rank's slices and gather all parameters; the agreement has found all gradients finite."""
         norm, grads = math.nan, list(grads)
         if self.clip_norm > 0 or self.look_first:
             norm = global_norm([float(sum_squares(self.reducer.ops, [x])) for x in grads], self._control)
@@ -268,7 +260,7 @@ class Zero(Reducing):
         return True, norm
 
     def _gather(self) -> None:
-        """Bring the parameters that each rank has updated to all others, bucket by bucket."""
+        """Gather the updated parameters of all ranks, bucket by bucket."""
         params = self._parts.params
         open_: dict[int, Handle] = {}
         ahead = IN_FLIGHT if self.wire.moves_parts else 1
@@ -287,10 +279,10 @@ class Zero(Reducing):
 
 
 def global_norm(squares_B: Sequence[float], control: Control) -> float:
-    """Return the norm of the whole gradient from the squares of this rank's part of each bucket; collective.
+    """Return the norm of the whole gradient from the squares of this rank's shard of each bucket; NaN if one is.
+    Collective.
 
-    Added in float64 bucket by bucket and, within one, in the order of the ranks: all ranks find the same number. NaN
-    where one of them is. Ranks of a model that is cut over ranks may have unlike numbers of buckets.
+    Added in float64 by bucket, then rank: all ranks find the same number. Numbers of buckets may differ between ranks.
     """
     total = 0.0
     for of_ranks in zip_longest(*control.gather(list(squares_B)), fillvalue=0.0):

@@ -1,4 +1,4 @@
-"""One micro-batch after the other, forward and backward each; the last one hands the gradients over."""
+"""Gradient accumulation: forward and backward of one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 
 
 class Accumulate:
-    """`hvdtrain.core.protocols.Schedule` over a ``stage`` that is the whole model.
-
-    ``guard``: raises `MemoryError` in place of a micro-batch that there is no memory for.
+    """`hvdtrain.core.protocols.Schedule` over a ``stage`` that is the whole model. ``guard``: refuses micro-batches
+    without memory.
     """
 
     def __init__(self, stage: Stage, guard: MemoryGuard | None = None) -> None:
         self.stage, self._guard = stage, guard
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
-        """Sum the micro-batches' gradients; a rank without any hands over zeros."""
+        """Sum the micro-batches' gradients; zeros on a rank without any."""
         stage, guard, totals, waited_s = self.stage, self._guard, [], 0.0
         stage.begin()
         for i, micro in enumerate(batch.micros, 1):

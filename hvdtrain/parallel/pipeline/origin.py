@@ -1,7 +1,6 @@
-"""Where in a copy of a model that is cut over ranks a number is first not finite.
+"""Search for the first number that is not finite in a model partitioned over ranks.
 
-No rank can compute its part of a step alone. So all ranks of a copy compute it once more, each looks at what comes into
-its chunks and what they give, and the one is named that made the first bad number out of good ones.
+All ranks of a copy repeat the step together, and each compares the input and output of its chunks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hvdtrain.planning.pipeline.orders import FORWARD, Action
 
 
 class Places:
-    """Where the chunks before and behind those of this rank are."""
+    """Numbers and ranks of the chunks next to those of this rank."""
 
     def __init__(self, layout: Layout) -> None:
         mesh = layout.mesh
@@ -25,33 +24,33 @@ class Places:
         self.own, self.all = len(layout.mine), len(layout.chunks())
 
     def number(self, chunk: int) -> int:
-        """The copy's number of this rank's chunk ``chunk``."""
+        """Return the copy's number of this rank's chunk."""
         return chunk * self._depth + self._place
 
     def last(self, action: Action) -> bool:
-        """Whether it is the forward of the copy's last chunk."""
+        """Return whether ``action`` is the forward of the copy's last chunk."""
         return action.phase == FORWARD and self.number(action.chunk) == self.all - 1
 
     def before(self, action: Action) -> int | None:
-        """The copy's chunk that gives what ``action`` needs; None where the batch or the loss does."""
+        """Return the chunk whose output ``action`` needs; None if it needs the batch or the loss."""
         number = self.number(action.chunk) + (-1 if action.phase == FORWARD else 1)
         return number if 0 <= number < self.all else None
 
     def behind(self, action: Action) -> int | None:
-        """The copy's chunk that needs what ``action`` gives; None where no other does."""
+        """Return the chunk that needs the output of ``action``; None without one."""
         number = self.number(action.chunk) + (1 if action.phase == FORWARD else -1)
         return number if 0 <= number < self.all else None
 
     def rank(self, number: int) -> int:
-        """The rank that has the copy's chunk ``number``."""
+        """Return the rank of a chunk."""
         return self._ranks[number % self._depth]
 
 
 class Looking:
-    """`PipelineStage` that looks at what comes into the chunks of ``stage`` and what they give.
+    """`PipelineStage` that checks the input and output of the chunks of ``stage``.
 
-    ``first``: the turn of the earliest action that gave a number which is not finite though none came; None if none
-    did. ``came_bad``: whether one came into a backward.
+    ``first``: turn of the earliest action with finite input and an output that is not; None without one. ``came_bad``:
+    whether the input of a backward was not finite.
     """
 
     def __init__(self, stage: PipelineStage, places: Places) -> None:
@@ -63,31 +62,28 @@ class Looking:
         return getattr(self._stage, name)
 
     def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
-        """As the stage does."""
         gave = self._stage.forward(chunk, micro, came, batch)
         self._look(self._places.number(chunk), _good(came), _good(gave))
         return gave
 
     def loss(self, chunk: int, micro: int, came: Cargo | None, batch: Batch, scale: float) -> Pair:
-        """As the stage does."""
         pair = self._stage.loss(chunk, micro, came, batch, scale)
         self._look(self._places.number(chunk), _good(came), bool(np.isfinite(float(pair[0]))))
         self.came_bad = self.came_bad or not _good(came)
         return pair
 
     def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
-        """As the stage does."""
         gave = self._stage.backward(chunk, micro, came)
         self._look(self.turn_back(chunk), _good(came), _good(gave))
         self.came_bad = self.came_bad or not _good(came)
         return gave
 
     def turn_back(self, chunk: int) -> int:
-        """The turn of a chunk's backward."""
+        """Return the turn of a chunk's backward."""
         return 2 * self._places.all - 1 - self._places.number(chunk)
 
     def origin(self, name: str, blocks: str) -> Origin | None:
-        """Return what began here, of which the first bad gradient is ``name``'s, in ``blocks``; None if nothing did."""
+        """Return the origin on this rank, None without one; ``name``: its first bad gradient, in ``blocks``."""
         if self.first is None and (self.came_bad or not name):
             return None
         what = f"the gradient of {spoken(name)}" if name else f"what comes out of {blocks}"
@@ -99,6 +95,6 @@ class Looking:
 
 
 def _good(cargo: Cargo | None) -> bool:
-    """Whether all of it is finite; so is nothing."""
+    """Return whether all of a cargo is finite."""
     return cargo is None or all(finite(f"#{dtype.partition(':')[0]}", array)
                                 for array, dtype in zip(cargo.arrays, cargo.dtypes))

@@ -1,4 +1,4 @@
-"""A step of a model that is cut over ranks: each rank's forwards and backwards in its order, and what it sends."""
+"""Steps and evaluation of a model partitioned over ranks: actions of this rank, and its messages."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ AHEAD = 4
 
 
 class OverRanks:
-    """`hvdtrain.core.protocols.Schedule` of one rank of a model that is cut over ranks.
+    """`hvdtrain.core.protocols.Schedule` of one rank of a model partitioned over ranks.
 
-    A copy of one rank computes as any whole model does. A rank that memory lacks on goes on through its actions with
-    messages that say so in place of tensors, and so do those that get one: no rank waits for what does not come.
+    A rank out of memory sends messages that say so in place of tensors, and so do the ranks that receive one: no rank
+    waits in vain.
     """
 
     def __init__(self, stage: PipelineStage, layout: Layout, order: Order, post: Post,
@@ -50,27 +50,24 @@ class OverRanks:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of cargo that this rank has sent so far."""
+        """Bytes of cargo that this rank has sent."""
         return self._post.sent_bytes
 
     @property
     def idle_s(self) -> float:
-        """Seconds so far that this rank has waited for other stages of its copy, between a step's actions."""
+        """Seconds in which this rank has waited for other stages of its copy."""
         return self._ordered.idle_s
 
     @property
     def channel_s(self) -> float:
-        """Those of ``idle_s`` in which it sent, and received what had begun to come."""
+        """Seconds of ``idle_s`` in which a message was moving."""
         return self._ordered.channel_s
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
-        """Do this rank's forwards and backwards, then hand over its gradients."""
         return self._schedule.gradients(batch, scale, sink)
 
     def trial(self, micros: Sequence[Batch]) -> None:
-        """Do what a step with these micro-batches does of forwards and backwards, and forget it.
-
-        `Buffers.discard` puts the buffers back. Errors: `Lost`.
+        """Do the forwards and backwards of a step and discard them; `Buffers.discard` restores buffers. Errors: `Lost`.
         """
         if self._deep:
             lost: Lost | None = None
@@ -88,9 +85,9 @@ class OverRanks:
                 self._stage.trial(micro)
 
     def origin(self, batch: StepBatch, scale: float, sink: GradientSink) -> Origin | None:
-        """Compute the step at hand once more; return what is not finite if it began on this rank.
+        """Repeat the step at hand; return the number that is not finite if it began on this rank.
 
-        All ranks of a copy do so together. Nothing is exchanged between copies; buffers are to be discarded.
+        Entered by all ranks of a copy. Copies exchange nothing; the caller discards buffers.
         """
         stage, own = self._stage, [self._layout.names[block] for block in self._layout.blocks]
         looking = Looking(stage, self._ordered.places)
@@ -116,10 +113,9 @@ class OverRanks:
 
 
 class Ordered:
-    """`hvdtrain.core.protocols.Schedule` that does forwards and backwards in ``order``.
+    """`hvdtrain.core.protocols.Schedule` that follows ``order``.
 
-    ``idle_s``: seconds so far between its actions, waiting for what comes and sending. ``channel_s``: those of them in
-    which a message was on its way.
+    ``idle_s``: seconds between its actions, receiving and sending. ``channel_s``: those in which a message was moving.
     """
 
     def __init__(self, stage: PipelineStage, layout: Layout, order: Order, post: Post, recovery: Recovery) -> None:
@@ -129,7 +125,7 @@ class Ordered:
         self._lost: Lost | None = None
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
-        """Do them. Errors: `Lost` where memory lacked on a rank of this copy."""
+        """Sum the gradients. Errors: `Lost` if memory lacked on a rank of this copy."""
         stage, micros = self._stage, batch.micros
         totals, waited_s = self.passes(micros, scale, batch.cursor_before.step)
         self.idle_s += waited_s
@@ -148,8 +144,10 @@ class Ordered:
         return StepGradients(grads, totals, waited_s + time.perf_counter() - begin)
 
     def passes(self, micros: Sequence[Batch], scale: float, step: int) -> tuple[list[Pair], float]:
-        """Do this rank's forwards and backwards; return (loss and weight of each micro-batch on the rank with the last
-        block, seconds waited for other stages). Errors: `Lost`."""
+        """Do forwards and backwards; return (loss and weight of each micro-batch on the last rank, seconds of waiting).
+
+        Errors: `Lost`.
+        """
         mesh, post, waited_s, totals = self._layout.mesh, self._post, 0.0, []
         self._stage.begin()
         self._lost, self._moved_s = None, 0.0
@@ -169,7 +167,7 @@ class Ordered:
         return totals, waited_s
 
     def _did(self, action: Action, came: Cargo | None, micro: Batch, scale: float) -> Cargo | Pair | None:
-        """Do one action; return what goes to another rank, or loss and weight. Notes where memory lacks."""
+        """Do one action; return its output for another rank, or loss and weight. Note a shortage of memory."""
         recovery, stage = self._recovery, self._stage
 
         def compute() -> Cargo | Pair | None:
@@ -190,12 +188,12 @@ class Ordered:
         return recovery.attempt(compute, caught, lambda error: recovery.shrinks and recovery.answers(error))[0]
 
     def _lane(self, action: Action) -> tuple[int, int] | None:
-        """The rank that sends what ``action`` needs, and the kind of message; None where it needs nothing."""
+        """Return the sender of the input of ``action``, and the kind of message; None without one."""
         number = self.places.before(action)
         return None if number is None else (self.places.rank(number), KINDS[action.phase])
 
     def _receive(self, action: Action, samples: int, due: Counter[tuple[int, int]]) -> tuple[Cargo | None, float]:
-        """Return what comes for ``action`` and the seconds that it took; the next message there is asked for."""
+        """Return the input of ``action`` and the seconds that it took; post the receive of the next message."""
         number, lane = self.places.before(action), self._lane(action)
         if number is None or lane is None:
             return None, 0.0
@@ -217,7 +215,7 @@ class Ordered:
         return came, end - begin
 
     def _send(self, gave: Cargo | Pair | None, action: Action, samples: int) -> float:
-        """Send what ``action`` gave to who needs it; return the seconds that it took."""
+        """Send the output of ``action``; return the seconds that it took."""
         number = self.places.behind(action)
         if number is None:
             return 0.0
@@ -235,10 +233,9 @@ class Ordered:
 class PipelineEvaluator:
     """`hvdtrain.core.protocols.Evaluator` of one rank of a pipeline: batches go through all its stages.
 
-    ``inner``: the evaluator that the stage's last chunk adds to. Chunk v of this rank computes batch i when batch
-    i + v depth is added, so that ranks with several chunks need not wait for a batch to come round. ``short``: None, or
-    (samples, why) of a batch that memory lacked for on this rank: the totals then lack some, and all ranks of the copy
-    add all of the data again.
+    ``inner``: evaluator of the stage's last chunk. Chunk v of this rank computes batch i when batch i + v depth is
+    added, so that ranks with several chunks do not wait for a batch to come back. ``short``: (samples, reason) of a
+    batch without memory; the totals are incomplete then, and all ranks of the copy add all data again.
     """
 
     def __init__(self, inner: Evaluator, stage: PipelineStage, layout: Layout, post: Post,
@@ -256,7 +253,7 @@ class PipelineEvaluator:
         self._move(self._turn + 1)
 
     def totals(self) -> dict[str, np.ndarray]:
-        """Those of the rank with the last chunk; {} elsewhere."""
+        """Return the totals on the rank with the last chunk; {} elsewhere."""
         added = self._turn
         for _ in range((self._places.own - 1) * self._depth if added else 0):
             self._move(added)
@@ -267,14 +264,13 @@ class PipelineEvaluator:
         return self._inner.totals()
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """As the model's own evaluator."""
         return self._inner.results(totals)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def _move(self, added: int) -> None:
-        """One turn of all chunks, of ``added`` batches."""
+        """Advance all chunks by one batch, of ``added``."""
         for chunk in range(self._places.own):
             micro = self._turn - chunk * self._depth
             if 0 <= micro < added:
@@ -304,9 +300,9 @@ class PipelineEvaluator:
 
 
 def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery) -> OverRanks:
-    """Open what carries the ranks' messages and return the schedule over it; ``parts`` evaluate over it too.
+    """Open the channel of a pipeline and return the schedule over it; ``parts`` evaluate over it too. Collective.
 
-    Collective. Errors: `UserError` where nothing here carries messages from rank to rank.
+    Errors: `UserError` without a channel from rank to rank.
     """
     carrier = control.carrier()
     if carrier is None:

@@ -20,7 +20,8 @@ from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.parallel.pipeline.messages import measure_links
 from hvdtrain.parallel.pipeline.plan import CopyPlan, DevicePlan, Planned, span, text
-from hvdtrain.planning.batch.sampler import cut, micro_batches as bounds_of
+from hvdtrain.planning.batch.sampler import cut
+from hvdtrain.planning.batch.sampler import micro_batches as bounds_of
 from hvdtrain.planning.linear import Link
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, evened, micro_samples, slowest, split_micros
 from hvdtrain.planning.pipeline.search import Partition, Task, fullness, search, spread
@@ -31,11 +32,10 @@ MORE_STAGES = 8
 
 def agree(measured: DeviceProfile, config: Config, control: Control, mesh: Mesh,
           links: Sequence[Link] | None = None) -> Planned:
-    """Return the one layout of all ranks, from what each found; collective. Rank 0 prints its table.
+    """Return the one layout of all ranks, from each rank's profile; collective. Rank 0 prints its table.
 
-    So it is told what will be where before a rank drops what it does not keep. ``links``: what messages take within
-    each copy, () for nothing; None: they are measured.
-    Errors: `UserError` on every rank for unlike blocks, too few of them, too little memory.
+    ``links``: of messages within each copy, () for none; None: measured here. Errors: `UserError` on every rank for
+    different models, too few blocks, too little memory.
     """
     if config.emulate_speed:
         measured = measured.slowed(config.emulate_speed[control.rank])
@@ -58,7 +58,7 @@ def agree(measured: DeviceProfile, config: Config, control: Control, mesh: Mesh,
 
 def planned(rows: Sequence[DeviceProfile], config: Config, mesh: Mesh, hosts: Sequence[str] = (),
             links: Sequence[Link] = ()) -> Planned:
-    """Return the layout for what the ranks have found; ``links``: of each copy. Pure."""
+    """Return the layout for the ranks' profiles; ``links``: of each copy. Pure."""
     names = rows[0].names
     _check_same(rows)
     kind_of, kinds = evened(rows)
@@ -137,12 +137,12 @@ def measured_samples(config: Config, mesh: Mesh) -> int:
 
 
 def _parts(config: Config, depth: int, samples: int) -> int:
-    """The micro-batches of a step in which a copy takes ``samples``."""
+    """Return the micro-batches of a step in which a copy takes ``samples``."""
     return len(bounds_of(samples, micro_batches(config, depth), config.micro_batch_limit))
 
 
 def _as_before(mesh: Mesh, copy: int, task: Task, kind_of: Sequence[int], names: Sequence[str]) -> CopyPlan | None:
-    """The plan of the run that is gone on with; None without one, and where it does not fit the ranks or the keys."""
+    """Return the plan of the checkpoint being resumed; None if there is none or it does not fit ranks or keys."""
     before = mesh.before
     if before is None or before.names != tuple(names) or copy >= len(before.copies):
         return None
@@ -176,7 +176,7 @@ def _task(config: Config, copy: int, copies: int, kinds: Sequence[DeviceProfile]
 
 
 def _fixed(cut: Sequence[str], names: Sequence[str], parts: int) -> tuple[int, ...]:
-    """The first block of each part as ``pipeline.cut`` names them; () where it names none."""
+    """Return the first block of each chunk by ``pipeline.cut``; () without the key."""
     if not cut:
         return ()
     for name in cut:
@@ -195,13 +195,13 @@ def _fixed(cut: Sequence[str], names: Sequence[str], parts: int) -> tuple[int, .
 
 
 def _seated(ranks: Sequence[int], kind_of: Sequence[int], places: Sequence[int]) -> list[int]:
-    """The rank at each place: those of one kind in their own order."""
+    """Return the rank at each place, those of one kind in ascending order."""
     waiting = {kind: [r for r, own in zip(ranks, kind_of) if own == kind] for kind in set(kind_of)}
     return [waiting[kind].pop(0) for kind in places]
 
 
 def _too_large(task: Task, config: Config) -> UserError:
-    """The error that names the fullest stage of the cut that spreads memory best."""
+    """Return the error that names the fullest stage of the partition that spreads memory best."""
     choice = Partition(spread(task).places, task.fixed) if task.fixed else spread(task)
     full = fullness(task, choice)
     place = max(range(task.depth), key=lambda i: full[i])
@@ -213,7 +213,7 @@ def _too_large(task: Task, config: Config) -> UserError:
 
 
 def _remedy(task: Task, config: Config) -> str:
-    """What would help, of what is known to."""
+    """Return the changes of settings that are known to help."""
     helps = []
     if task.order == "gpipe" and not task.ordered and search(replace(task, order="1f1b")) is not None:
         helps.append("pipeline.order: 1f1b, which holds fewer activations")
@@ -239,7 +239,7 @@ def _without_activations(kind: DeviceProfile) -> DeviceProfile:
 
 
 def even_layout(config: Config, mesh: Mesh, names: Sequence[str]) -> Layout:
-    """Return the layout that ``pipeline.cut`` names, else one with about as many blocks in each chunk."""
+    """Return the layout of ``pipeline.cut``, else one with about as many blocks in each chunk."""
     assert cut_over_ranks(config)
     row = DeviceProfile(tuple(Block(name, 1.0, 0, 0) for name in names), 1, 0, Needs(), "")
     layout = planned([row] * sum(map(len, mesh.copies)), config, mesh)

@@ -89,15 +89,15 @@ class DevicePlan(CopyPlan):
 
 @dataclass(frozen=True)
 class Planned(Layout):
-    """A layout with what it was made from. ``plans``: of each copy; ``hosts``: of each rank."""
+    """A layout with its ``plans`` by copy and ``hosts`` by rank."""
 
     plans: tuple[CopyPlan, ...] = ()
     hosts: tuple[str, ...] = ()
 
     def foreseen(self, samples: Sequence[int], micros: Sequence[int]) -> Planned:
-        """The same layout with what is predicted where copies take ``samples`` in ``micros`` micro-batches.
+        """Return the layout with predictions for copies that take ``samples`` in ``micros`` micro-batches.
 
-        A block is taken to need time and room in proportion to its samples.
+        Time and memory of a block are assumed proportional to its samples.
         """
         plans = []
         for plan, n, m in zip(self.plans, samples, micros):
@@ -108,12 +108,12 @@ class Planned(Layout):
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of forwards and backwards of a step: those of the slowest copy."""
+        """Predicted seconds of forwards and backwards of a step, of the slowest copy."""
         return max(plan.step.step_s for plan in self.plans)
 
     @property
     def idle_share(self) -> float:
-        """The predicted part of all ranks' time in which they wait for other stages or copies."""
+        """Predicted fraction of all ranks' time that they wait for other stages or copies."""
         busy_s = math.fsum(s for plan in self.plans for s in plan.step.busy_s)
         ranks = sum(len(copy) for copy in self.mesh.copies)
         return max(0.0, 1 - busy_s / (ranks * self.step_s)) if self.step_s > 0 else 0.0
@@ -180,8 +180,8 @@ def measured_text(layout: Planned, busy_s: Sequence[float], step_s: float, idle_
 
 
 def facts(layout: Layout | None, config: Config) -> dict[str, Any] | None:
-    """Return who has what, JSON-able: the ranks of each copy by stage, and the blocks of each stage; None: of a whole
-    model."""
+    """Return ranks of each copy by stage and blocks of each stage, JSON-able; None for a model that is not partitioned.
+    """
     if layout is None:
         return None
     copies = range(len(layout.mesh.copies))
@@ -190,13 +190,13 @@ def facts(layout: Layout | None, config: Config) -> dict[str, Any] | None:
 
 
 def stages(layout: Layout, copy: int) -> list[str]:
-    """Return the blocks of each stage of a copy, in words: the first and the last of each run of them."""
+    """Return the names of the blocks of each stage of a copy."""
     depth, chunks = len(layout.mesh.copies[copy]), layout.chunks(copy)
     return [", ".join(span(layout.names, chunk) for chunk in chunks[place::depth]) for place in range(depth)]
 
 
 def role(layout: Layout | None) -> str:
-    """Return which stage this rank is; "" where it has the whole model."""
+    """Return this rank's stage for messages; "" for a model that is not partitioned."""
     if layout is None or layout.mesh.depth == 1:
         return ""
     mesh = layout.mesh

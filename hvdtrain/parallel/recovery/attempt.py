@@ -1,22 +1,4 @@
-"""Compute a forward or backward that may run out of memory: every one of a rank goes through `attempt`.
-
-Owns catching the error and giving memory back. Each caller decides what a shortage means there:
-
-=============================================  =======================================================================
-caller                                         on a shortage
-=============================================  =======================================================================
-`schedule.Recovering`, `pipeline.over_ranks`   all ranks repeat the step, this rank with smaller micro-batches
-`evaluating.Evaluating`                        the rank adds the same samples in halves
-`callbacks.audit`                              the pair is not audited in this step, and with half the samples later
-`balance.probe`, `balance.copies`              a smaller micro-batch is timed, and no larger one planned
-blocks of a partitioned model                  half the samples are measured, and scaled to a micro-batch
-`memory_plan.survey`                           half the samples are measured
-`callbacks.memory_fit`                         the run is refused with one sample, else the first step finds a size
-`first_sample`, `pipeline.first_sample`        the first step decides: the step may have more memory
-`loss_coupling`                                the loss is not judged on so many samples
-`faults.finite.blame`                          the step's number that is not finite keeps no name
-=============================================  =======================================================================
-"""
+"""Catch a shortage of memory in a forward or backward, and refuse one that is foreseen. Callers decide what follows."""
 
 from __future__ import annotations
 
@@ -90,23 +72,24 @@ takes long, as where processor time is rationed, waits so many times as long for
 
 
 class MemoryGuard:
-    """``local``: ranks of this host, each of which counts on its part of what is left.
+    """Refuses a micro-batch that this host has no memory for: the kernel would end the process instead.
 
-    ``reckoned``: bytes that this process holds at most with micro-batches of so many samples; None: nobody knows
-    before one has run. ``held``, ``peak``, ``left``: bytes that it holds now, has held at most, and can still have.
+    ``local``: ranks of this host, which share what is left. ``estimated``: bytes of this process by samples of a
+    micro-batch; None before one has run. ``held``, ``peak``, ``left``: bytes that it holds, has held at most, can
+    still take.
     """
 
     def __init__(self, local: int = 1, held: Callable[[], int] = memory.resident_bytes,
                  peak: Callable[[], int] = memory.peak_resident_bytes,
                  left: Callable[[], int | None] = memory.left_alive_bytes) -> None:
-        self.reckoned: Callable[[int], int] | None = None
+        self.estimated: Callable[[int], int] | None = None
         self.off = False  # where no smaller micro-batch is an answer, no forecast ends a run
         self._local, self._held, self._peak, self._left = local, held, peak, left
         self._base = self._before = self._most = self._ran = 0
         self._next_look = float("-inf")
 
     def check(self, samples: int) -> None:
-        """Raise `MemoryError` where a micro-batch of so many samples would take more than there is."""
+        """Raise `MemoryError` if a micro-batch of so many samples would take more than is left."""
         if self.off:
             return
         now = time.monotonic()
@@ -127,20 +110,20 @@ class MemoryGuard:
                               f"holds, and {format_bytes(left)} is left{ranks}")
 
     def ran(self, samples: int) -> None:
-        """Take note of what a micro-batch has taken that `check` let pass."""
+        """Note the memory of a micro-batch that has run."""
         if samples > self._ran:
             self._most, self._ran = self._taken(samples), samples
 
     def _taken(self, samples: int) -> int:
-        """Return the most bytes that were held since the first look, with micro-batches of so many samples.
+        """Return the most bytes held since the first check, with micro-batches of so many samples.
 
-        A peak from before, of the reading of data say, hides all below it; then what is held and was reckoned counts.
+        An earlier peak, of reading data say, hides all below it; then the estimate counts.
         """
         peak = self._peak()
-        return peak if peak > self._before else max(self._held(), self.reckoned(samples) if self.reckoned else 0)
+        return peak if peak > self._before else max(self._held(), self.estimated(samples) if self.estimated else 0)
 
     def wanted(self, samples: int) -> int:
-        """Return the bytes that this process will hold at most; 0 where nobody knows."""
+        """Return the bytes that this process will hold at most; 0 if unknown."""
         if self._ran:
             return self._base + (self._most - self._base) * samples // self._ran
-        return self.reckoned(samples) if self.reckoned else 0
+        return self.estimated(samples) if self.estimated else 0

@@ -1,7 +1,6 @@
-"""What a rank does about its memory from step to step: its ceilings, and whether the step at hand is to be repeated.
+"""Repetition of steps and evaluations of a rank that runs out of memory, in smaller micro-batches.
 
-Owns the decisions and the errors that end a run. How micro-batches are cut is `recut`'s, what happens between the error
-and the vote is `schedule`'s.
+`attempt` catches the error.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Batch, StepGradients, Evaluator, GradientSink, Schedule, Stage
+from hvdtrain.core.protocols import Batch, Evaluator, GradientSink, Schedule, Stage, StepGradients
 from hvdtrain.core.protocols.types import Ceiling, Lost, Shortage, StepBatch, first_line
-from hvdtrain.parallel.recovery.attempt import MemoryGuard, T, attempt
+from hvdtrain.parallel.recovery.attempt import T, MemoryGuard, attempt
 from hvdtrain.planning.batch.sampler import micro_batches
 
 LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "
@@ -24,15 +23,13 @@ LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel
 
 
 class Recovery:
-    """``out_of_memory``: whether an exception says so. ``free``: gives back what a framework keeps for itself.
-    ``shrinks``: whether training goes on with smaller micro-batches; ``in_evaluation``: whether evaluation does;
-    ``because``: why not.
+    """Ceilings of a rank's micro-batches, and what to do about a shortage. ``free``: frees what a framework caches.
 
-    ``guard``: looks before each micro-batch whether a host has room for it; None on devices, which refuse themselves.
-    ``taken_back``: called where a step is repeated, for what callbacks have counted of it.
-    ``ceilings``: rank -> samples of its largest micro-batch in training, of those that ran out; the same on every rank
-    once the shortage has been told. ``copy``: the ranks that compute one copy of the model together, whose
-    micro-batches are alike: if one runs out all of them follow.
+    ``shrinks``, ``in_evaluation``: whether training and evaluation continue with smaller micro-batches; ``because``:
+    why not. ``guard``: checks a host's memory before each micro-batch; None on devices. ``taken_back``: called when a
+    step is repeated, for what callbacks have counted. ``ceilings``: rank -> largest micro-batch in training, of those
+    that ran out; the same on every rank once announced. ``copy``: ranks of one copy of a partitioned model, which all
+    follow.
     """
 
     def __init__(self, out_of_memory: Callable[[BaseException], bool], free: Callable[[], None] = lambda: None,
@@ -51,21 +48,19 @@ class Recovery:
         return self.training.limit
 
     def cut(self, batch: StepBatch) -> StepBatch:
-        """Return ``batch`` as this rank can hold it."""
+        """Return ``batch`` in micro-batches that fit."""
         return recut(batch, self.limit)
 
     def answers(self, error: BaseException) -> bool:
-        """Return whether ``error`` in a forward or backward is one to go on from, as far as the size is concerned.
+        """Return whether a smaller micro-batch may help against ``error`` in a forward or backward.
 
-        So is a `UserError` under a micro-batch that is smaller for want of memory: BatchNorm takes no single sample.
+        So it may with a `UserError` under a micro-batch that was made smaller: BatchNorm takes no single sample.
         """
         return self.out_of_memory(error) or self.training.lowered and isinstance(error, UserError)
 
     def attempt(self, compute: Callable[[], T], caught: Callable[[Exception], None] | None = None,
                 out_of_memory: Callable[[BaseException], bool] | None = None) -> tuple[T | None, str]:
-        """Return what `hvdtrain.parallel.recovery.attempt.attempt` does, with this rank's ``out_of_memory`` and
-        ``free``.
-        """
+        """Call `hvdtrain.parallel.recovery.attempt.attempt` with this rank's ``out_of_memory`` and ``free``."""
         return attempt(compute, out_of_memory or self.out_of_memory, self.free, caught)
 
     def ran_out(self, batch: StepBatch, why: str, fits: bool = True) -> Shortage:
@@ -129,18 +124,18 @@ if TYPE_CHECKING:
 class Recovering:
     """`hvdtrain.core.protocols.Schedule` around ``schedule`` over ``stage``.
 
-    A rank that ran out hands over poison for every bucket whose exchange it has not begun yet, in their order, so that
-    no rank waits for it: between the error and the vote lies no collective that the other ranks do not enter too.
+    A rank out of memory sends poison for every bucket that it has not begun, in order, so that no rank waits in vain:
+    it enters the same collectives as the others before the agreement.
     """
 
     def __init__(self, schedule: Schedule, stage: Stage, recovery: Recovery) -> None:
         self._schedule, self._stage, self._recovery = schedule, stage, recovery
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
-        """Sum the gradients of ``batch``, or give poison and say in ``lost`` why.
+        """Sum the gradients of ``batch``, or send poison and report the shortage in ``lost``.
 
-        Errors: `UserError`, on this rank alone, where memory lacks and the step cannot be repeated: the exchange of a
-        bucket broke off midway, memory lacks for the poison too, or the run is to end with that.
+        Errors: `UserError`, on this rank alone, if the step cannot be repeated: the exchange of a bucket broke off,
+        memory lacks for the poison too, or ``on_oom`` is stop.
         """
         recovery, fits, own = self._recovery, True, True
 
@@ -179,9 +174,9 @@ if TYPE_CHECKING:
 
 
 class RecoveringEvaluator:
-    """Adds batches to ``evaluator``'s totals at step ``step``. ``shortages``: those met so far, in their order.
+    """Adds batches to ``evaluator``'s totals at step ``step``. ``shortages``: those so far, in order.
 
-    ``lost``: no smaller size is left. The rank adds nothing more then, but goes on through the data with all others.
+    ``lost``: no smaller size is left. The rank adds nothing more then, but goes through the data with all others.
     """
 
     def __init__(self, evaluator: Evaluator, recovery: Recovery, step: int) -> None:
@@ -190,9 +185,8 @@ class RecoveringEvaluator:
         self.lost = False
 
     def add(self, batch: StepBatch) -> None:
-        """Add this rank's part of one global batch, in parts that fit.
-
-        Errors: `UserError`, on this rank alone, where the run is to end when memory lacks.
+        """Add this rank's share of one global batch, in parts that fit. Errors: `UserError`, on this rank alone, to end
+        the run.
         """
         due: deque[Batch] = deque(batch.micros)
         while due and not self.lost:
@@ -208,10 +202,9 @@ class RecoveringEvaluator:
             due.appendleft(first)
 
     def ended(self) -> list[Shortage]:
-        """Return the shortages, once `Evaluator.totals` was called.
+        """Return the shortages, after `Evaluator.totals`. Errors: as `add`.
 
-        A rank that computes with others cannot add a part again by itself: its evaluator says what it was short of.
-        Errors: as `add`.
+        A rank of a pipeline cannot repeat a part alone: its evaluator reports the shortage.
         """
         evaluator: Any = self._evaluator
         short = getattr(evaluator, "short", None)

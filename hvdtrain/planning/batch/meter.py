@@ -1,11 +1,11 @@
-"""How much of the devices' speed a run turns into samples, where the rest goes, and what to do about it.
+"""Scaling efficiency of a run, lost time by cause, and what to do about it; pure. Others measure.
 
-Owns the arithmetic and the words; pure. Takes what others measured. Let, for rank r, all averages over a window::
+For rank r, averaged over a window::
 
-    solo_r  = samples_r / (data_s + compute_s + update_s)_r      samples per second, did it not wait for others
+    solo_r  = samples_r / (data_s + compute_s + update_s)_r      single-rank throughput
     percent = 100 * (sum of samples / step_s) / sum of solo
-    wire    = the least wait_s of all ranks: who waits least waits for the exchange only
-    slowest = wait_s - wire, of each rank: it waits for those who compute longer
+    wire    = least wait_s of all ranks: that rank waits for the exchange alone
+    slowest = wait_s - wire, of each rank: waiting for stragglers
 
 Lost times are percentages of all ranks' time, ranks * step_s.
 """
@@ -25,7 +25,7 @@ WORTH = 5.0
 
 @dataclass(frozen=True)
 class AverageStep:
-    """One rank's average step: samples, and seconds spent on input, compute, waiting for sums, and the update."""
+    """Samples of a rank's average step, and seconds of input, compute, waiting for sums, and the update."""
 
     samples: float
     data_s: float
@@ -41,8 +41,9 @@ class AverageStep:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the meter shows: percent of the sum of solo speeds, seconds of a step, percent of time lost by cause, the
-    rows it was read from, and one sentence that says what to do."""
+    """Scaling efficiency in percent, seconds of a step, percent of time lost by cause, and a sentence that says what to
+    do.
+    """
 
     percent: float
     step_s: float
@@ -54,14 +55,12 @@ class Reading:
 def read(rows_P: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
          solo_P: Sequence[float] | None = None, hosts: int = 2, crowded: str = "",
          stages_s: tuple[float, float] | None = None, ranks: int = 0) -> Reading:
-    """Read the meter over a window.
+    """Read the meter over a window; 0 everywhere without steps or samples.
 
-    ``labels_P``: "rank 1 on host b". ``balance``, ``compression``: as configured. ``solo_P``: samples per second of
-    each rank alone, where they are known better; else from the rows, 0 for a rank without samples. ``hosts``: how many
-    there are; ``crowded``: "4 ranks share 2 cores" where they do, since ranks then wait for their turn. A window
-    without steps or samples reads 0 everywhere.
-    Of a model that is cut over ``ranks`` the rows are of its copies, and ``stages_s`` are the ranks' seconds of a step,
-    a part of the copies' computing, in which stages of one copy wait for each other and in which they move messages.
+    ``labels_P``: "rank 1 on host b". ``balance``, ``compression``: as configured. ``solo_P``: single-rank throughputs
+    if they are known better than from the rows. ``hosts``: their number; ``crowded``: "4 ranks share 2 cores" if they
+    do. With a model partitioned over ``ranks`` the rows are of its copies, and ``stages_s`` the ranks' seconds of a
+    step of waiting for stages and of messages.
     """
     assert len(rows_P) == len(labels_P) and (solo_P is None or len(solo_P) == len(rows_P))
     rows = tuple(rows_P)
@@ -79,13 +78,12 @@ def read(rows_P: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], 
 
 
 def _ratio(above: float, below: float) -> float:
-    """``above / below``, 0 where that is no finite number."""
+    """Return ``above / below``, 0 if that is not finite."""
     value = above / below if below > 0 else 0.0
     return value if math.isfinite(value) else 0.0
 
 
 def _lost(rows: Sequence[AverageStep], step_s: float) -> dict[str, float]:
-    """Percent of the ranks' time by cause."""
     wire_s = min((row.wait_s for row in rows), default=0.0)
     seconds = {"slowest": sum(row.wait_s - wire_s for row in rows), "wire": wire_s * len(rows),
                "input": sum(row.data_s for row in rows), "update": sum(row.update_s for row in rows)}
@@ -94,7 +92,7 @@ def _lost(rows: Sequence[AverageStep], step_s: float) -> dict[str, float]:
 
 def _sentence(rows: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
               solo: Sequence[float], lost: dict[str, float], percent: float, hosts: int, crowded: str) -> str:
-    """What to do about the largest loss."""
+    """Return what to do about the largest loss."""
     cause = max(lost, key=lambda name: lost[name])
     if lost[cause] < WORTH:
         return f"nothing to do: the ranks reach {percent:.0f} % of the sum of their solo speeds"
@@ -118,14 +116,14 @@ def _sentence(rows: Sequence[AverageStep], step_s: float, labels_P: Sequence[str
 
 def _about_slowest(rows: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], balance: str,
                    solo: Sequence[float], share: str) -> str:
-    """What to do where ranks wait for the slowest: it depends on why it is that and on what is done already."""
+    """Return what to do about a straggler, by the cause of its delay and by what is configured."""
     awaited = max(range(len(rows)), key=lambda r: rows[r].busy_s)
     who, row = labels_P[awaited], rows[awaited]
     others = [r for r in range(len(rows)) if r != awaited]
     spare_data_s = row.data_s - statistics.median(rows[r].data_s for r in others)
     spare_s = row.busy_s - statistics.median(rows[r].busy_s for r in others)
     if spare_data_s > 0.5 * spare_s:
-        return f"{share} goes to waiting for {who}, which waits for its data: raise data.prefetch or mend its source"
+        return f"{share} goes to waiting for {who}, which waits for its data: raise data.prefetch or fix its source"
     idle = [r for r in others if rows[r].samples == 0]
     if len(idle) == len(others):
         return f"{who} computes all samples and the other ranks wait: a larger global_batch, or leave them out"

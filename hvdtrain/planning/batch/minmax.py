@@ -1,18 +1,12 @@
-"""The division of n samples over ranks whose slowest rank ends first: exact, and the same bits on every rank.
+"""Exact division of n samples over ranks with the shortest step, with the same bits on every rank. Pure.
 
-Owns the arithmetic on vectors; pure. It takes whole numbers and single float64 operations only, each rounded as
-IEEE 754 says, and sums in order: ranks on unlike hosts who compute it by themselves agree. (Exponentials, logarithms
-and numpy's own sum may depend on the processor.) Knows nothing of hosts or of words: `hvdtrain.planning.batch.plan`
-does.
-
-Rank r takes f_r(m) seconds over m samples, and f_r does not fall. A division x with sum n is the best there is if no
-rank takes longer than any other would with one sample more::
+Only whole numbers and single float64 operations in order: exponentials, logarithms and numpy's sum may depend on the
+processor. Rank r takes f_r(m) seconds over m samples, and f_r does not fall. A division x with sum n is optimal if::
 
     max_r f_r(x_r) <= min_r f_r(x_r + 1)
 
-because a division with a shorter step has to take a sample from the rank on the left and give it to one on the right.
-A bisection on the step finds x up to rounding. Single samples put it right: those that are missing are added, then all
-that fit in the step, then it goes down to n from whoever is the slowest, which leaves the condition true.
+because a shorter step has to move a sample from the rank on the left to one on the right. A bisection on the step finds
+x up to rounding; single samples are added and removed until the condition holds.
 """
 
 from __future__ import annotations
@@ -28,28 +22,25 @@ CLOSE = 1e-12
 
 
 class SampleCost(Protocol):
-    """What m samples cost each of P ranks; ``most_P``: int64[P], the most samples a rank can take."""
+    """Cost of m samples on each of P ranks; ``most_P``: int64[P], the most samples a rank can take."""
 
     most_P: np.ndarray
 
     def seconds(self, samples_P: np.ndarray) -> np.ndarray:
-        """float64[P] seconds of int64[P] samples, 0 for none; does not fall where samples rise."""
+        """Return float64[P] seconds of int64[P] samples, 0 for none; not falling as samples rise."""
         ...
 
     def one(self, rank: int, samples: int) -> float:
-        """`seconds` of one rank, the same bits."""
+        """Return `seconds` of one rank, the same bits."""
         ...
 
     def capacity(self, step_s: float) -> np.ndarray:
-        """int64[P], about the most samples of each rank that end within ``step_s``."""
+        """Return int64[P], about the most samples of each rank that end within ``step_s``."""
         ...
 
 
 class OwnParts:
-    """Each rank runs as few micro-batches as it may: k(m) = max(min(least, m), ceil(m / ceiling)).
-
-    ``least``: of every rank, or of each.
-    """
+    """Each rank runs as few micro-batches as it may: k(m) = max(min(least, m), ceil(m / ceiling))."""
 
     def __init__(self, a_P: np.ndarray, c_P: np.ndarray, ceiling_P: np.ndarray, least: int | Sequence[int],
                  n: int) -> None:
@@ -61,20 +52,18 @@ class OwnParts:
         self._one_s = a_P + c_P
 
     def parts(self, samples_P: np.ndarray) -> np.ndarray:
-        """int64[P] micro-batches of int64[P] samples."""
+        """Return int64[P] micro-batches of int64[P] samples."""
         return np.maximum(np.minimum(self.least_P, samples_P), -(-samples_P // self.ceiling_P))
 
     def seconds(self, samples_P: np.ndarray) -> np.ndarray:
-        """See `SampleCost`."""
         return self.parts(samples_P) * self.a_P + self.c_P * samples_P
 
     def one(self, rank: int, samples: int) -> float:
-        """See `SampleCost`."""
         parts = max(min(self._lists[3][rank], samples), -(-samples // self._lists[2][rank]))
         return parts * self._lists[0][rank] + self._lists[1][rank] * samples
 
     def capacity(self, step_s: float) -> np.ndarray:
-        """See `SampleCost`: the smaller of what full micro-batches allow and what the least number of them allows."""
+        """Return the smaller of the bounds by full micro-batches and by the least number of them."""
         full_P = np.floor(step_s / self._full_s)
         rest_P = np.floor((step_s - full_P * self._full_s - self.a_P) / self.c_P)
         by_ceiling_P = full_P * self.ceiling_P + np.clip(rest_P, 0, self.ceiling_P - 1)
@@ -84,7 +73,7 @@ class OwnParts:
 
 
 class CommonParts:
-    """All ranks run ``k`` micro-batches; a rank without samples pays for them too, which `floor_s` tells."""
+    """All ranks run ``k`` micro-batches; a rank without samples pays for them too (`floor_s`)."""
 
     def __init__(self, a_P: np.ndarray, c_P: np.ndarray, ceiling_P: np.ndarray, k: int, n: int) -> None:
         self.fixed_P, self.c_P, self.n = k * a_P, c_P, n
@@ -92,37 +81,33 @@ class CommonParts:
         self.floor_s = float(self.fixed_P.max())
 
     def seconds(self, samples_P: np.ndarray) -> np.ndarray:
-        """See `SampleCost`."""
         return np.where(samples_P > 0, self.fixed_P + self.c_P * samples_P, 0.0)
 
     def one(self, rank: int, samples: int) -> float:
-        """See `SampleCost`."""
         return float(self.fixed_P[rank] + self.c_P[rank] * samples) if samples else 0.0
 
     def capacity(self, step_s: float) -> np.ndarray:
-        """See `SampleCost`."""
         return np.clip(np.floor((step_s - self.fixed_P) / self.c_P), 0, self.most_P).astype(np.int64)
 
     def relaxed(self, step_s: float) -> float:
-        """Samples that end within ``step_s`` if they could be cut: concave in k and the step; < 0: none at all."""
+        """Return the fractional samples that end within ``step_s``: concave in k and the step; < 0: none at all."""
         if step_s < self.floor_s:
             return -1.0
         return float(np.cumsum(np.minimum((step_s - self.fixed_P) / self.c_P, self.most_P))[-1])  # in order, see above
 
     def holds(self, step_s: float) -> bool:
-        """Whether n whole samples end within ``step_s``."""
+        """Return whether n samples end within ``step_s``."""
         return step_s >= self.floor_s and int(self.capacity(step_s).sum()) >= self.n
 
     def roomy(self, step_s: float) -> bool:
-        """Whether no rank is at its ceiling within ``step_s``, so that more micro-batches would only cost."""
+        """Return whether no rank is at its ceiling within ``step_s``, so that more micro-batches would only cost."""
         return bool((self.capacity(step_s) < self.most_P).all())
 
 
 def solve(cost: SampleCost, n: int) -> np.ndarray:
-    """int64[P] samples with sum ``n`` whose slowest rank is the fastest possible.
+    """Return int64[P] samples with sum ``n`` and the shortest step.
 
-    Of the ranks that would all be the slowest, those that would end sooner with one sample less give one up first: the
-    one that saves most, then the highest rank. Every rank but these runs as many samples as fit in the step.
+    Of the ranks that would all be slowest, those give up a sample first that save most, then the highest rank.
     """
     samples_P = _start(cost, n)
     samples_P = _add(cost, samples_P, n - int(samples_P.sum()))
@@ -137,10 +122,11 @@ def solve(cost: SampleCost, n: int) -> np.ndarray:
 
 def fewest_common_parts(a_P: np.ndarray, c_P: np.ndarray, ceiling_P: np.ndarray, least: int,
                         n: int) -> tuple[int, np.ndarray]:
-    """(k, int64[P] samples): the number of micro-batches common to all ranks with the shortest step, and its division.
+    """Return (k, int64[P] samples): the number of micro-batches common to all ranks with the shortest step; ties: the
+    fewest.
 
-    Equal steps: the fewest. The step over samples that could be cut is convex in k, so a search finds its minimum, and
-    only the ks around it whose relaxed step is below the best whole one are looked at.
+    The step over fractional samples is convex in k: a search finds its minimum, and only the ks around it whose relaxed
+    step is below the best whole one are solved.
     """
     def common(k: int) -> CommonParts:
         return CommonParts(a_P, c_P, ceiling_P, k, n)
@@ -178,7 +164,7 @@ def fewest_common_parts(a_P: np.ndarray, c_P: np.ndarray, ceiling_P: np.ndarray,
 
 
 def _relaxed_step(cost: CommonParts) -> float:
-    """The step of ``cost`` if samples could be cut."""
+    """Return the step of ``cost`` with fractional samples."""
     low_s, high_s = 0.0, cost.floor_s + float(cost.c_P.max()) * cost.n
     while high_s - low_s > CLOSE * high_s:
         middle_s = 0.5 * (low_s + high_s)
@@ -190,7 +176,7 @@ def _relaxed_step(cost: CommonParts) -> float:
 
 
 def _start(cost: SampleCost, n: int) -> np.ndarray:
-    """About the best division, most often with too few samples."""
+    """Return about the best division, most often with too few samples."""
     low_s, high_s = 0.0, float(cost.seconds(cost.most_P).max())
     samples_P = np.zeros(len(cost.most_P), np.int64)
     while high_s - low_s > CLOSE * high_s:
@@ -242,11 +228,10 @@ def _remove(cost: SampleCost, samples_P: np.ndarray, surplus: int) -> np.ndarray
 
 
 def _one_more(cost: SampleCost, samples_P: np.ndarray) -> np.ndarray:
-    """float64[P] seconds with one sample more on each rank; infinite where it has no room."""
+    """Return float64[P] seconds with one sample more on each rank; infinite at its limit."""
     return np.where(samples_P < cost.most_P, cost.seconds(samples_P + 1), np.inf)
 
 
 def _more(cost: SampleCost, samples_P: np.ndarray, rank: int) -> float:
-    """`_one_more` of one rank."""
     samples = int(samples_P[rank])
     return cost.one(rank, samples + 1) if samples < cost.most_P[rank] else np.inf

@@ -1,9 +1,7 @@
-"""How many samples of a global batch each rank computes, and in how many micro-batches.
+"""Shares of a global batch and micro-batches of each rank, and the step without one of the ranks. Pure.
 
-Owns the plan, the plans to compare it with, the advice to leave a host out and the table; pure. Times nothing and moves
-no data. Which division is best is found in `hvdtrain.planning.batch.minmax`; the ranks' lines come from
-`hvdtrain.engine.balance_probe`, later from `hvdtrain.planning.batch.rebalance`. Every rank computes the same plan from
-the same lines, bit for bit.
+`hvdtrain.planning.batch.minmax` finds the best division, `hvdtrain.engine.balance_probe` measures. Every rank computes
+the same plan from the same lines, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import numpy as np
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.batch.minmax import OwnParts, fewest_common_parts, solve
 from hvdtrain.planning.batch.sampler import cut
-from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.linear import LinearTime, fit
 
 WORTH = 0.05
 """A host is advised to be left out where a step gets shorter by more than this part of it."""
@@ -36,10 +34,9 @@ Ceilings = Sequence[int | None] | None
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's part of a step: ``samples`` in ``accumulate`` micro-batches, the largest of ``micro_batch`` samples.
+    """Share of one rank: ``samples`` in ``accumulate`` micro-batches, the largest of ``micro_batch`` samples.
 
-    `hvdtrain.planning.batch.sampler.micro_batches` cuts exactly these. All three are 0 for a rank that gets nothing,
-    but for ``accumulate`` where all ranks run the same number of micro-batches.
+    All are 0 for a rank without samples, except ``accumulate`` if all ranks run the same number of micro-batches.
     """
 
     samples: int
@@ -50,7 +47,7 @@ class RankShare:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Every rank's part, by rank, and the predicted seconds of the slowest."""
+    """Share of every rank, and the predicted seconds of the slowest."""
 
     parts: tuple[RankShare, ...]
     step_s: float
@@ -61,14 +58,14 @@ class BatchPlan:
         return tuple(part.samples for part in self.parts)
 
     def same(self, other: BatchPlan) -> bool:
-        """Whether ``other`` asks every rank for the same work, whatever either predicts."""
+        """Return whether ``other`` gives every rank the same work, whatever either predicts."""
         mine = [(p.samples, p.micro_batch, p.accumulate) for p in self.parts]
         return mine == [(p.samples, p.micro_batch, p.accumulate) for p in other.parts]
 
 
 @dataclass(frozen=True)
 class RankLabel:
-    """What the table calls a rank."""
+    """Host, device and compute type of a rank, for the table."""
 
     host: str
     device: str
@@ -79,15 +76,14 @@ Plan = BatchPlan
 """The name in earlier releases, to which `hvdtrain.balance.plan` leads."""
 
 
-def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
+def plan(lines_P: Sequence[LinearTime], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
          same_parts: bool = False) -> BatchPlan:
-    """The plan for exactly ``n`` samples whose slowest rank is predicted to be the fastest possible.
+    """Return the plan for exactly ``n`` samples with the shortest predicted step.
 
-    A rank runs as few micro-batches as its ceiling allows, but at least ``least_parts`` (fewer where it has fewer
-    samples). ``same_parts``: all ranks run one number of micro-batches, as synchronised BatchNorm needs, empty ones
-    where samples lack; the number is chosen with the samples. A rank that would only hold the others up gets none.
-    Among plans with the same step: the fewest common micro-batches, then as `hvdtrain.planning.batch.minmax.solve`
-    says. Errors: `UserError` for a ceiling below 1.
+    A rank runs as few micro-batches as its ceiling allows, but at least ``least_parts`` (fewer if it has fewer
+    samples). ``same_parts``: all ranks run one number of micro-batches, as synchronised BatchNorm needs; it is chosen
+    with the samples. A straggler that only delays the others gets no samples. Errors: `UserError` for a ceiling below
+    1.
     """
     a_P, c_P, ceiling_P = _vectors(lines_P, n, ceilings_P)
     assert n >= 0 and _most(least_parts) >= 1
@@ -99,9 +95,9 @@ def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_par
     return _made(lines_P, samples_P, cost.parts(samples_P))
 
 
-def of_shares(lines_P: Sequence[Line], n: int, shares_P: Sequence[float], ceilings_P: Ceilings = None,
+def of_shares(lines_P: Sequence[LinearTime], n: int, shares_P: Sequence[float], ceilings_P: Ceilings = None,
               least_parts: Parts = 1, same_parts: bool = False) -> BatchPlan:
-    """The plan that cuts ``n`` samples in proportion to ``shares_P`` as the sampler does; arguments as in `plan`.
+    """Return the plan that divides ``n`` samples in proportion to ``shares_P``; other arguments as in `plan`.
 
     Errors: `UserError` for unusable shares and for a ceiling below 1.
     """
@@ -114,32 +110,31 @@ def of_shares(lines_P: Sequence[Line], n: int, shares_P: Sequence[float], ceilin
     return _made(lines_P, samples_P, parts_P)
 
 
-def equal(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
+def equal(lines_P: Sequence[LinearTime], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
           same_parts: bool = False) -> BatchPlan:
-    """The plan with equal shares, to compare with."""
+    """Return the plan with equal shares."""
     return of_shares(lines_P, n, [1.0] * len(lines_P), ceilings_P, least_parts, same_parts)
 
 
-def predicted(of: BatchPlan, lines_P: Sequence[Line]) -> BatchPlan:
-    """The same work, with the times that ``lines_P`` predict for it."""
+def predicted(of: BatchPlan, lines_P: Sequence[LinearTime]) -> BatchPlan:
+    """Return the same work with the times that ``lines_P`` predict."""
     assert len(of.parts) == len(lines_P)
     return _made(lines_P, of.samples_P, [part.accumulate for part in of.parts])
 
 
 def speed(of: BatchPlan, n: int) -> float:
-    """Samples per second of a step over ``n`` samples, as predicted; without what ranks do together."""
+    """Return samples per second of a predicted step over ``n`` samples, without the exchange."""
     return n / of.step_s if of.step_s > 0 else 0.0
 
 
-def advise_drop(lines_P: Sequence[Line], hosts: Sequence[tuple[str, tuple[int, ...]]], n: int, wire_s: float,
+def advise_drop(lines_P: Sequence[LinearTime], hosts: Sequence[tuple[str, tuple[int, ...]]], n: int, wire_s: float,
                 ceilings_P: Ceilings = None, least_parts: Parts = 1, same_parts: bool = False,
                 local_wire_s: float = 0.0) -> str:
-    """One sentence that names the host without which a step is predicted to be shorter by more than `WORTH`, or "".
+    """Return a sentence that names the host without which a step is predicted to be shorter by more than `WORTH`, or
+    "".
 
-    ``hosts``: (name, its ranks). ``wire_s``: what a step waits for the exchange with all hosts.
-    Assumptions: the wire is not hidden behind backward; it takes ``wire_s`` with one host less as well, though fewer
-    hosts never need longer; where one host stays it takes ``local_wire_s``, and nothing where that is one rank. So
-    the advice errs on the side of keeping a host. One host is left out at a time.
+    ``hosts``: (name, its ranks). ``wire_s``: what a step waits for the exchange with all hosts, assumed not hidden and
+    the same with one host less; ``local_wire_s``: with one host left.
     """
     def step_s(ranks: Sequence[int], hosts_left: int) -> float:
         some = [ceilings_P[r] for r in ranks] if ceilings_P else None
@@ -164,7 +159,7 @@ def advise_drop(lines_P: Sequence[Line], hosts: Sequence[tuple[str, tuple[int, .
 
 
 def table(of: BatchPlan, labels_P: Sequence[RankLabel], ceilings_P: Ceilings = None) -> list[list[str]]:
-    """Rows of text under `COLUMNS`, one for each rank; from `FOLD_FROM` ranks, equal neighbours share one ("0-3")."""
+    """Return rows of text under `COLUMNS`; from `FOLD_FROM` ranks, equal neighbours share one ("0-3")."""
     assert len(labels_P) == len(of.parts)
     limits = ceilings_P or [None] * len(of.parts)
     cells = [[label.host, label.device, label.dtype, str(part.samples),
@@ -182,8 +177,8 @@ def _most(least_parts: Parts) -> int:
     return least_parts if isinstance(least_parts, int) else max(least_parts)
 
 
-def _vectors(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(a, c, ceilings) as float64[P], float64[P], int64[P]; no limit is a ceiling of n."""
+def _vectors(lines_P: Sequence[LinearTime], n: int, ceilings_P: Ceilings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (a, c, ceilings) as float64[P], float64[P], int64[P]; no limit is a ceiling of n."""
     assert lines_P and (ceilings_P is None or len(ceilings_P) == len(lines_P))
     assert all(line.a_s >= 0 and line.c_s > 0 for line in lines_P), lines_P
     ceilings = []
@@ -197,9 +192,9 @@ def _vectors(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings) -> tuple[np.
             np.array(ceilings, np.int64))
 
 
-def _made(lines_P: Sequence[Line], samples_P: Sequence[int] | np.ndarray,
+def _made(lines_P: Sequence[LinearTime], samples_P: Sequence[int] | np.ndarray,
           parts_P: Sequence[int] | np.ndarray) -> BatchPlan:
-    """The plan of these samples and micro-batches, with the times that the lines predict."""
+    """Return the plan of these samples and micro-batches, with the times that the lines predict."""
     parts = []
     for line, samples, count in zip(lines_P, map(int, samples_P), map(int, parts_P)):
         parts.append(RankShare(samples, -(-samples // count) if count else 0, count, line.seconds(samples, count)))
@@ -222,7 +217,7 @@ LEAST_OF_A_SIZE = 3
 
 @dataclass(frozen=True)
 class Steps:
-    """What P ranks did in N successive steps; float64[N, P] seconds.
+    """Times of P ranks in N successive steps; float64[N, P] seconds.
 
     ``wall``: from the end of the step before to its end. ``work``: input, forward and backward. ``wait``: for others
     and for the exchange. ``samples``: int64[N, P].
@@ -235,19 +230,18 @@ class Steps:
 
     @property
     def rest(self) -> np.ndarray:
-        """What a rank did by itself that does not grow with its samples: the update, callbacks."""
+        """Seconds of a rank's own work that do not grow with its samples: the update, callbacks."""
         return np.maximum(0.0, self.wall - self.work - self.wait)
 
     def some(self, which: np.ndarray) -> Steps:
-        """The steps whose entry in bool[N] is true."""
+        """Return the steps whose entry in bool[N] is true."""
         return Steps(self.wall[which], self.work[which], self.wait[which], self.samples[which])
 
 
 @dataclass(frozen=True)
 class BatchDivision:
-    """How a global batch of ``n`` samples is divided: by ``shares_P``, or as planned from the lines where None.
-
-    The rest as in `hvdtrain.planning.batch.plan.plan`.
+    """Division of a global batch of ``n`` samples: by ``shares_P``, or as planned from the lines if None; the rest as
+    in `plan`.
     """
 
     n: int
@@ -259,22 +253,28 @@ class BatchDivision:
 
 @dataclass(frozen=True)
 class Forecast:
-    """``step_s``: of a step now, the mean; ``without_s_P``: without each rank, None where it cannot be told."""
+    """Mean seconds of a step now, and ``without_s_P`` without each rank, None if unknown."""
 
     step_s: float
     without_s_P: tuple[float | None, ...]
 
     @property
     def percent_P(self) -> tuple[float | None, ...]:
-        """How many percent more samples a second there would be without each rank; negative: fewer."""
+        """Percent more samples a second without each rank; negative: fewer."""
         return tuple(None if s is None else 100.0 * (self.step_s / s - 1.0) for s in self.without_s_P)
 
 
-def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[Line | None] = ()) -> Forecast | None:
-    """Reckon a step without each rank; None where too few steps are alike.
+def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[LinearTime | None] = ()) -> Forecast | None:
+    """Estimate a step without each rank; None if too few steps are alike.
 
-    ``lines_P``: as the probe has measured them; others are found from steps of unlike sizes, such as the last of each
-    epoch, where there are some.
+    With m samples now and m' without rank x, the mean over t of::
+
+        own_tr   = work_tr * line_r(m'_r) / line_r(m_r) + rest_tr
+        wire_t   = least wait of a rank in step t: who came last waits for the exchange alone
+        step_t   = max over r != x of own_tr, + wire_t * ring(P - 1) / ring(P)        ring(P) = (P - 1) / P
+
+    ``lines_P``: as measured by the probe; others are fitted to steps of different sizes. Ignored: ranks that share
+    cores get more of them when one goes, and the rest may use another transport.
     """
     size = steps.wall.shape[1]
     known = list(lines_P) if len(lines_P) == size else [None] * size
@@ -302,7 +302,7 @@ def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[Line | None] =
 
 
 def counted(steps: Steps) -> Steps:
-    """Those steps that are like the last whole one: the same parts for all ranks, and nothing else in between."""
+    """Return the steps like the last whole one: the same shares, and nothing else in between."""
     whole = steps.samples.sum(axis=1) == steps.samples.sum(axis=1).max()
     latest = steps.samples[whole][-1] if whole.any() else steps.samples[-1:]
     alike = (steps.samples == latest).all(axis=1)
@@ -311,8 +311,8 @@ def counted(steps: Steps) -> Steps:
     return steps.some(alike & ~paused & (steps.wall.max(axis=1) <= LONGEST * usual_s))
 
 
-def line_of(work_s: np.ndarray, samples: np.ndarray) -> Line | None:
-    """The line through the medians of steps of unlike sizes; None where there is one size only."""
+def line_of(work_s: np.ndarray, samples: np.ndarray) -> LinearTime | None:
+    """Return the line through the medians of steps of different sizes; None with one size."""
     found = []
     for m in np.unique(samples[samples > 0]):
         seconds = work_s[samples == m]
@@ -322,10 +322,10 @@ def line_of(work_s: np.ndarray, samples: np.ndarray) -> Line | None:
 
 
 def _changes(others: Sequence[int], samples_P: Sequence[int], work: BatchDivision,
-             lines_P: Sequence[Line | None]) -> list[tuple[float, float]] | None:
-    """(factor, seconds more) of what each of ``others`` works in a step without the rest; None where not known."""
+             lines_P: Sequence[LinearTime | None]) -> list[tuple[float, float]] | None:
+    """Return (factor, seconds more) of the work of each of ``others`` in a step without the rest; None if unknown."""
     lines = [lines_P[r] for r in others]
-    guessed = [line or Line(0.0, 1.0) for line in lines]
+    guessed = [line or LinearTime(0.0, 1.0) for line in lines]
     ceilings = [work.ceilings_P[r] for r in others] if work.ceilings_P else None
     if work.shares_P is None:
         if None in lines:
@@ -346,6 +346,6 @@ def _changes(others: Sequence[int], samples_P: Sequence[int], work: BatchDivisio
             continue
         limit = (work.ceilings_P[rank] if work.ceilings_P else None) or now
         parts_now = max(min(work.least_parts, now), -(-now // limit))
-        line = line or Line(0.0, 1.0)
+        line = line or LinearTime(0.0, 1.0)
         found.append((line.seconds(part.samples, part.accumulate) / line.seconds(now, parts_now), 0.0))
     return found

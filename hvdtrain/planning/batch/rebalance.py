@@ -1,29 +1,20 @@
-"""Decide while a run goes on when to plan anew: from each rank's own compute seconds to a better plan, or to none.
+"""Controller of ``balance: auto``: from each rank's compute seconds to a better plan, or to none. Pure.
 
-Owns the controller behind ``balance: auto``; pure. Measures nothing, agrees nothing, moves no samples: it is fed the
-same numbers on every rank, once per window of steps, and answers the same on every rank, bit for bit (no logarithms:
-they depend on the processor).
+It is fed the same numbers on every rank, once per window of steps, and answers the same, bit for bit (no logarithms:
+they depend on the processor). Rank r's factor is f_r = measured / line_r. Of it the controller keeps:
 
-Rank r's factor is how much longer it takes than its line says, f_r = measured / line_r. What is kept of it:
+- a *level*, the running mean, in which the line counts as `TRUST` windows;
+- the *noise*, from the ratios of a rank's successive windows, over all ranks. A factor beyond 1 + `BAND` times the
+  noise is out of band: once it is an outlier; in the same direction in each of the last ``lasting`` windows it is a
+  change, and the level follows at once. A drastic change shows in the latest steps of a window, for which ``closer``
+  asks for shorter windows.
 
-- a *level*, the mean of the windows so far, later a slow running mean, which noise hardly moves. The line counts as
-  `TRUST` windows in it;
-- the *noise*, from the ratios of a rank's successive windows (median, so that a change of level does not count), over
-  all ranks. A factor whose ratio to the level is beyond 1 + `BAND` times the noise is out of band. Once is an outlier
-  and leaves the level alone; in the same direction in each of the last ``lasting`` windows it is a change, and the
-  level goes there at once. A drastic change shows in the latest steps of a window already: they stand for it then,
-  ``closer`` asks for a shorter next one, and the level is taken from that alone. The plan made of so little is looked
-  at in shorter windows too.
-
-A new plan is returned when it is predicted to be more than ``margin`` faster by the levels now, and was in each of the
-last ``lasting`` windows by the levels with what is out of band taken at its word. Then counting starts again, so that
-plans are at least ``lasting`` windows apart. A plan that the run has followed before is taken again where it is about
-as good as the best: a framework may have traced a graph for each of its sizes. The brake: from the second plan on that
-did not make the measured step shorter, each such plan doubles the windows between plans, up to `LONGEST_WAIT` times
-``lasting``; when no plan was due for twice that long, it is released.
-
-A rank without samples has no measurement. Its level stays for `REST` windows and then goes back towards 1, `RETURN` of
-the way left at each, so that it is tried again about 50 windows later, with few samples at first.
+A new plan is returned if it is predicted to be more than ``margin`` faster by the levels, and was so in each of the
+last ``lasting`` windows with the factors out of band taken at face value. A plan followed before wins if it is about as
+good: a framework may have traced graphs for its sizes. From the second plan on that did not make the measured step
+shorter, each doubles the windows between plans, up to `LONGEST_WAIT` times ``lasting``. A rank without samples keeps
+its level for `REST` windows, then the level returns towards 1 by `RETURN` of the way at each, so that it is tried
+again.
 """
 
 from __future__ import annotations
@@ -36,7 +27,7 @@ from typing import Any
 
 from hvdtrain.core.errors import count
 from hvdtrain.planning.batch.plan import BatchPlan, Ceilings, Parts, RankShare, of_shares, plan, predicted
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 
 TRUST = 4
 """Windows that the probe's line is worth."""
@@ -71,15 +62,15 @@ LONGEST_WAIT = 32
 
 
 class Rebalancer:
-    """Watches the ranks' own compute times and says when another plan would be worth it.
+    """Controller of ``balance: auto``: decides from the ranks' compute times when another plan is worth it.
 
     ``lines_P``, ``n``, ``ceilings_P``, ``least_parts``, ``same_parts``: as for `hvdtrain.planning.batch.plan.plan`.
-    ``plan``: the one in force. ``margin``: part of a step that a new plan has to win. ``lasting``: windows for which
-    it would have to. ``closer``: whether the next window should be a shorter one: the last one ended with a hint at a
-    drastic change that is not believed yet, or the plan in force was made of one and was not looked at yet.
+    ``plan``: the one in force. ``margin``: fraction of a step that a new plan has to save, in ``lasting`` windows.
+    ``closer``: whether the next window should be shorter, to confirm a drastic change or the plan made after one.
     """
 
-    def __init__(self, lines_P: Sequence[Line], n: int, ceilings_P: Ceilings, plan: BatchPlan, margin: float = 0.05,
+    def __init__(self, lines_P: Sequence[LinearTime], n: int, ceilings_P: Ceilings, plan: BatchPlan,
+                 margin: float = 0.05,
                  lasting: int = 2, least_parts: Parts = 1, same_parts: bool = False) -> None:
         assert len(lines_P) == len(plan.parts) and margin >= 0 and lasting >= 1
         self.base_P, self.n, self.ceilings_P, self.plan = list(lines_P), n, ceilings_P, plan
@@ -105,21 +96,21 @@ class Rebalancer:
 
     @property
     def factors_P(self) -> list[float]:
-        """How many times longer each rank takes than its line said at the start."""
+        """Time of each rank relative to its first line."""
         return list(self._level_P)
 
     @property
-    def lines_P(self) -> list[Line]:
-        """The lines as they are believed now."""
+    def lines_P(self) -> list[LinearTime]:
+        """Current estimate of the lines."""
         return [line.scaled(factor) for line, factor in zip(self.base_P, self.factors_P)]
 
     def observe(self, compute_s_P: Sequence[float], samples_P: Sequence[int], parts_P: Sequence[int],
                 latest_s_P: Sequence[float] = ()) -> BatchPlan | None:
-        """See one window; return the plan to follow from here on, or None to go on.
+        """Take in one window; return the plan to follow from here on, or None.
 
-        ``compute_s_P``: each rank's own seconds per step without any waiting, the median over the window;
-        ``samples_P``, ``parts_P``: samples and micro-batches of a full step in it. ``latest_s_P``: as ``compute_s_P``,
-        of the window's latest steps alone. Seconds that are not above 0 or not finite count as not measured.
+        ``compute_s_P``: each rank's own seconds per step without waiting, the median over the window; ``samples_P``,
+        ``parts_P``: of a full step in it. ``latest_s_P``: as ``compute_s_P``, of the window's latest steps alone.
+        Seconds that are not above 0 or not finite count as not measured.
         """
         self._sigma = self._noise()
         self._drastic_from = max(DRASTIC, BAND * TO_SIGMA * statistics.median(self._latest))
@@ -165,7 +156,7 @@ class Rebalancer:
                 "weights": list(self._weight_P), "idle": list(self._idle_P), "plan": parts, "failed": self._failed}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Undo `state_dict`; return in words why it cannot be used here and nothing was loaded, or ""."""
+        """Undo `state_dict`; return why it cannot be used here and nothing was loaded, or ""."""
         if len(state["lines"]) != len(self.base_P):
             return f"the plan was made for {count(len(state['lines']), 'rank')}, these are {len(self.base_P)}"
         if state["n"] != self.n:
@@ -174,7 +165,7 @@ class Rebalancer:
         for rank, (part, ceiling) in enumerate(zip(parts, self.ceilings_P or [None] * len(parts))):
             if ceiling and part.micro_batch > ceiling:
                 return f"rank {rank} holds {count(ceiling, 'sample')}, the plan has micro-batches of {part.micro_batch}"
-        self.base_P = [Line(*line) for line in state["lines"]]
+        self.base_P = [LinearTime(*line) for line in state["lines"]]
         self.plan = BatchPlan(parts, max(part.predicted_s for part in parts))
         self._held = [self.plan]
         self._level_P = [float(factor) for factor in state["factors"]]
@@ -187,7 +178,7 @@ class Rebalancer:
     # --- one rank's factor -------------------------------------------------------------------------------------------
 
     def _see(self, rank: int, compute_s: float, samples: int, parts: int, latest_s: float) -> float:
-        """Move a rank's level by one window; return its factor, taken at its word."""
+        """Move a rank's level by one window; return its latest factor."""
         line_s = self.base_P[rank].seconds(samples, parts)
         if samples == 0:
             return self._rest(rank)
@@ -217,11 +208,11 @@ class Rebalancer:
         return now
 
     def _drastic(self, factor: float, level: float) -> bool:
-        """Whether ``factor`` is a measurement, and too far from ``level`` to be scatter."""
+        """Return whether ``factor`` was measured and is too far from ``level`` to be noise."""
         return math.isfinite(factor) and factor > 0 and abs(_off(factor, level)) > self._drastic_from
 
     def _rest(self, rank: int) -> float:
-        """A rank without samples keeps its level for a while, then is tried again."""
+        """Keep the level of a rank without samples for a while, then let it return to 1."""
         self._idle_P[rank] += 1
         self._recent_P[rank].clear()
         if self._idle_P[rank] > REST:
@@ -230,7 +221,7 @@ class Rebalancer:
         return self._level_P[rank]
 
     def _noise(self) -> float:
-        """Relative standard deviation of a factor between windows."""
+        """Return the relative standard deviation of a factor between windows."""
         seen = [jump for jumps in self._jumps for jump in jumps]
         to_sigma = TO_SIGMA / math.sqrt(2.0)  # of differences
         expected = [NOISE / to_sigma] * (EXPECTED_WINDOWS * len(self.base_P))
@@ -239,7 +230,7 @@ class Rebalancer:
     # --- the plans ---------------------------------------------------------------------------------------------------
 
     def _best(self, level_P: Sequence[float]) -> tuple[BatchPlan, float]:
-        """(the best plan by these levels or one about as good that was followed, how much faster than now)."""
+        """Return (the best plan by these levels or one about as good that was followed, its gain)."""
         lines_P = [line.scaled(level) for line, level in zip(self.base_P, level_P)]
         best = plan(lines_P, self.n, self.ceilings_P, self.least_parts, self.same_parts)
         held = min((predicted(old, lines_P) for old in self._held), key=lambda old: old.step_s)
@@ -257,5 +248,5 @@ class Rebalancer:
 
 
 def _off(factor: float, level: float) -> float:
-    """How far ``factor`` is from ``level``: 1 for twice as long, -1 for half."""
+    """Return the distance of ``factor`` from ``level``: 1 for twice as long, -1 for half."""
     return factor / level - 1.0 if factor >= level else 1.0 - level / factor

@@ -1,8 +1,6 @@
-"""Which samples form global batch t, and which part of it a rank takes: pure functions of numbers.
+"""Samples of global batch t, and their division over ranks and micro-batches: pure functions of numbers.
 
-Owns the order of an epoch, the cut of a batch over the ranks and the cut of a rank's part into
-micro-batches. Holds no data, reads no file, talks to no rank. Law 2 rests here: the order knows nothing of
-the number of ranks.
+Law 2 rests here: the order does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,21 +18,19 @@ _WORD = 2**64
 
 
 def random_bits(n: int, seed: int, stream: int) -> np.ndarray:
-    """Return uint64[n] random bits that depend on ``seed`` and ``stream`` only (a prefix for a smaller
-    ``n``).
+    """Return uint64[n] random bits that depend on ``seed`` and ``stream`` only (a prefix for a smaller ``n``).
 
-    Raw output of the counter-based Philox-4x64 (Salmon et al., SC 2011): numpy promises to keep it, which
-    it does not for the distributions built upon it.
+    Raw output of the counter-based Philox-4x64 (Salmon et al., SC 2011), which numpy promises to keep.
     """
     key = np.array([seed % _WORD, stream % _WORD], dtype=np.uint64)
     return np.random.Philox(key=key).random_raw(n)
 
 
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Return the order of ``n`` samples in ``epoch`` as int64[n], a permutation of 0 .. n-1.
-
-    Depends on (n, seed, epoch) only, is the same with every numpy version, and is 0 .. n-1 without
+    """Return the order of ``n`` samples in ``epoch`` as int64[n], a permutation of 0 .. n-1; 0 .. n-1 without
     ``shuffle``.
+
+    Depends on (n, seed, epoch) only, and is the same with every numpy version.
     """
     if not shuffle:
         return np.arange(n, dtype=np.int64)
@@ -42,12 +38,11 @@ def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 def cut(n: int, weights_P: Sequence[float]) -> np.ndarray:
-    """Cut ``n`` samples over P ranks in proportion to ``weights_P``; return offsets int64[P+1].
+    """Divide ``n`` samples over P ranks in proportion to ``weights_P``; return offsets int64[P+1].
 
-    Rank r's part is [offsets[r], offsets[r+1]). Largest remainder (Hamilton's method), computed exactly:
-    every part is less than one sample away from its quota n * w / sum(w), equal remainders go to the lower
-    rank, a rank of weight 0 gets nothing.
-    Errors: `UserError` for a negative or non-finite weight, or when no weight is positive.
+    Rank r takes [offsets[r], offsets[r+1]). Largest remainder (Hamilton's method), computed exactly: each share is less
+    than one sample from its quota n * w / sum(w), equal remainders go to the lower rank, a rank of weight 0 gets
+    nothing. Errors: `UserError` for a negative or non-finite weight, or without a positive one.
     """
     shares = _exact(weights_P)
     total = sum(shares)
@@ -61,7 +56,7 @@ def cut(n: int, weights_P: Sequence[float]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BatchShares:
-    """How every global batch is cut, the same on every rank: over P ranks by ``shares_P``, and within each rank.
+    """Division of every global batch, the same on every rank: over P ranks by ``shares_P``, and within each rank.
 
     ``accumulate_P``, ``micro_batch_P``: see `micro_batches`, one of each per rank.
     """
@@ -72,23 +67,23 @@ class BatchShares:
 
     @classmethod
     def of(cls, shares_P: Sequence[float], accumulate: int | Sequence[int] = 1, micro_batch: int = 0) -> BatchShares:
-        """A cut with the same micro-batches on every rank; ``accumulate`` may have an entry for each."""
+        """Return a division with the same micro-batches on every rank; ``accumulate`` may have an entry for each."""
         P = len(shares_P)
         accumulate_P = (accumulate,) * P if isinstance(accumulate, int) else tuple(accumulate)
         return cls(tuple(float(s) for s in shares_P), accumulate_P, (micro_batch,) * P)
 
     def offsets(self, n: int) -> np.ndarray:
-        """Rank r takes [offsets[r], offsets[r+1]) of ``n`` samples; int64[P+1]."""
+        """Return int64[P+1]: rank r takes [offsets[r], offsets[r+1]) of ``n`` samples."""
         return _offsets(n, self.shares_P)
 
     def bounds(self, n: int, rank: int) -> list[tuple[int, int]]:
-        """Micro-batches [start, stop) of ``n`` samples that ``rank`` has of a step."""
+        """Return the micro-batches [start, stop) of ``n`` samples of ``rank``."""
         return micro_batches(n, self.accumulate_P[rank], self.micro_batch_P[rank])
 
     def rounds(self, counts_P: Sequence[int]) -> int:
-        """Most micro-batches of any rank, where rank r has ``counts_P[r]`` samples of a step."""
-        unlike = set(zip((int(n) for n in counts_P), self.accumulate_P, self.micro_batch_P))
-        return max(len(micro_batches(*each)) for each in unlike)
+        """Return the most micro-batches of any rank, with ``counts_P[r]`` samples on rank r."""
+        different = set(zip((int(n) for n in counts_P), self.accumulate_P, self.micro_batch_P))
+        return max(len(micro_batches(*each)) for each in different)
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +116,7 @@ def micro_batches(n: int, accumulate: int, micro_batch: int) -> list[tuple[int, 
 
 
 def padded(bounds: list[tuple[int, int]], k: int) -> list[tuple[int, int]]:
-    """``bounds`` followed by empty parts, so that there are ``k`` of them."""
+    """Return ``bounds`` followed by empty parts, ``k`` in all."""
     end = bounds[-1][1] if bounds else 0
     return bounds + [(end, end)] * (k - len(bounds))
 
@@ -136,8 +131,7 @@ def at_least(name: str, value: int, least: int) -> None:
 
 
 def _exact(weights_P: Sequence[float]) -> list[int]:
-    """Scale finite floats to whole numbers of the same proportions: a float is a fraction over a power of
-    two."""
+    """Scale finite floats to whole numbers of the same proportions: a float is a fraction over a power of two."""
     weights = [float(w) for w in weights_P]
     if not weights or not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
         raise UserError(f"the ranks' shares are {weights}",

@@ -1,1 +1,1 @@
-"""Which blocks of a model are recomputed in backward: by name, every so many, or the cheapest set that fits memory."""
+"""Memory forecast of a rank, and the micro-batches and recomputed blocks that fit."""

@@ -1,8 +1,7 @@
-"""Micro-batches and blocks to recompute of one rank, so that a step fits and takes least time; pure.
+"""Micro-batches and recomputed blocks of one rank, so that a step fits and takes least time. Pure.
 
-The rule for `micro_batch: auto` and `remat: auto` together: as few micro-batches as fit with nothing recomputed, unless
-fewer and larger ones with some blocks recomputed are predicted to be faster by more than `WORTH`, or unless nothing
-else fits. Where one of the two is settled by the configuration the other one alone makes it fit.
+The rule of `micro_batch: auto` and `remat: auto` together: as few micro-batches as fit with nothing recomputed, unless
+fewer ones with recomputed blocks are faster by more than `WORTH`, or nothing else fits.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.core.protocols import BlockCost
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 
 WORTH = 0.05
 """Part of a step's time that recomputing has to save over smaller micro-batches."""
@@ -25,22 +24,24 @@ ALL_UP_TO, GROWTH = 8, 1.25
 
 @dataclass(frozen=True)
 class MemoryRoom:
-    """What one rank knows. ``need``: bytes that it holds in all with micro-batches of so many samples and nothing
-    recomputed. ``free``: bytes that it may hold; None: unknown. ``costs``: of its blocks, for so many samples, in the
-    order of the forward pass; none where nothing may be recomputed. ``line``: seconds of a micro-batch.
+    """Memory and costs of one rank.
+
+    ``need``: bytes with micro-batches of so many samples and nothing recomputed. ``free``: bytes that it may hold;
+    None: unknown. ``costs``: of its blocks by samples, in forward order; none if nothing may be recomputed. ``line``:
+    seconds of a micro-batch.
     """
 
     need: Callable[[int], int]
     free: int | None
     costs: Callable[[int], Sequence[BlockCost]]
-    line: Line = Line(0.0, 1e-9)
+    line: LinearTime = LinearTime(0.0, 1e-9)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a rank does: ``parts`` micro-batches of at most ``micro_batch`` samples, and ``choice`` recomputed.
+    """Decision of a rank: ``parts`` micro-batches of at most ``micro_batch`` samples, and ``choice`` recomputed.
 
-    ``need``: bytes that it holds with nothing recomputed.
+    ``need``: bytes with nothing recomputed.
     """
 
     micro_batch: int
@@ -50,9 +51,8 @@ class Fit:
 
 
 def choose(room: MemoryRoom, n: int, least_parts: int, most_parts: int) -> Fit:
-    """Return how ``n`` samples of a step are best computed in ``least_parts`` to ``most_parts`` micro-batches.
-
-    Where nothing fits: what comes `nearest`, with the blocks recomputed that do most for it.
+    """Return the best division of ``n`` samples into ``least_parts`` to ``most_parts`` micro-batches; `nearest` if none
+    fits.
     """
     if n == 0:
         return Fit(0, least_parts, RematChoice((), 0, 0.0, True), 0)
@@ -73,10 +73,10 @@ def choose(room: MemoryRoom, n: int, least_parts: int, most_parts: int) -> Fit:
 
 
 def nearest(room: MemoryRoom, n: int, least_parts: int, most_parts: int) -> Fit:
-    """Return the fewest micro-batches that hold hardly more than the most would; pure.
+    """Return the fewest micro-batches that hold hardly more than the most would.
 
-    Where what lasts is too much, or a process shows no rise with the samples because it has held more before, tiny
-    micro-batches would save nothing and take many times as long. What then runs out in earnest is halved in the run.
+    If state alone is too much, or a process shows no rise with samples because it has held more before, tiny
+    micro-batches would save nothing and take many times as long. The run halves what then runs out.
     """
     last = in_parts(room, n, most_parts)
     found = (in_parts(room, n, parts) for parts in _some(least_parts, most_parts - 1))
@@ -84,7 +84,7 @@ def nearest(room: MemoryRoom, n: int, least_parts: int, most_parts: int) -> Fit:
 
 
 def in_parts(room: MemoryRoom, n: int, parts: int) -> Fit:
-    """Return what fits best with ``n`` samples in ``parts`` micro-batches."""
+    """Return the best fit of ``n`` samples in ``parts`` micro-batches."""
     micro_batch = -(-n // parts)
     need = room.need(micro_batch) if n else 0
     if room.free is None or need <= room.free:
@@ -93,7 +93,7 @@ def in_parts(room: MemoryRoom, n: int, parts: int) -> Fit:
 
 
 def _fewest(room: MemoryRoom, n: int, least: int, most: int) -> int | None:
-    """The fewest micro-batches that fit with nothing recomputed; None where none do."""
+    """Return the fewest micro-batches that fit with nothing recomputed, or None."""
     assert room.free is not None
     if room.need(-(-n // most)) > room.free:
         return None
@@ -107,7 +107,7 @@ def _fewest(room: MemoryRoom, n: int, least: int, most: int) -> int | None:
 
 
 def _some(first: int, last: int) -> list[int]:
-    """Numbers from ``first`` to ``last``, ascending, fewer where they are large."""
+    """Return numbers from ``first`` to ``last``, fewer of the large ones."""
     found, at = [], first
     while at <= last:
         found.append(at)
@@ -116,7 +116,6 @@ def _some(first: int, last: int) -> list[int]:
 
 
 def _seconds(room: MemoryRoom, fit: Fit, n: int) -> float:
-    """Predicted seconds of forward and backward of a step."""
     return room.line.seconds(n, fit.parts) + fit.parts * fit.choice.seconds
 
 
@@ -128,10 +127,7 @@ NEAR = 0.005
 
 @dataclass(frozen=True)
 class RematChoice:
-    """Blocks to recompute. ``peak``: bytes that the pass holds then. ``seconds``: that they cost each micro-batch.
-
-    ``fits``: within the budget; else it is the set that comes nearest.
-    """
+    """Blocks to recompute, peak bytes of a pass, and ``seconds`` for each micro-batch; ``fits``: within the budget."""
 
     names: tuple[str, ...]
     peak: int
@@ -141,7 +137,7 @@ class RematChoice:
 
 @dataclass(frozen=True)
 class _Set:
-    """Blocks by their places, what they save together and what they cost."""
+    """Blocks by index, what they save together and cost."""
 
     saved: int = 0
     seconds: float = 0.0
@@ -149,9 +145,8 @@ class _Set:
 
 
 def scaled(costs: Sequence[BlockCost], factor: float, overhead: float = 0.0) -> list[BlockCost]:
-    """Return the costs of ``factor`` times the samples that they were measured with.
-
-    ``overhead``: part of its bytes that a block takes beside them and gives back with them (fragmentation).
+    """Return the costs for ``factor`` times the samples; ``overhead``: fraction of a block's bytes lost by
+    fragmentation.
     """
     bytes_ = factor * (1.0 + overhead)
     return [replace(cost, saved_bytes=int(bytes_ * cost.saved_bytes), forward_s=factor * cost.forward_s,
@@ -159,9 +154,11 @@ def scaled(costs: Sequence[BlockCost], factor: float, overhead: float = 0.0) -> 
 
 
 def peak(costs: Sequence[BlockCost], chosen: Collection[str], whole: int) -> int:
-    """Return the most bytes that a pass holds with ``chosen`` recomputed, of ``whole`` with none.
+    """Return the most bytes of a pass with ``chosen`` recomputed, of ``whole`` with none; ``costs`` in forward order.
 
-    ``costs``: in the order of the forward pass.
+    The peak is at the end of forward, or in the backward of a chosen block, which has its activations again while the
+    chosen ones before it have not. So the last block saves nothing. What follows the named blocks counts as held
+    throughout, which errs on the safe side.
     """
     most, saved, after = 0, 0, sum(_gain(cost) for cost in costs)
     for cost in costs:
@@ -173,11 +170,11 @@ def peak(costs: Sequence[BlockCost], chosen: Collection[str], whole: int) -> int
 
 
 def cheapest(costs: Sequence[BlockCost], whole: int, budget: int) -> RematChoice:
-    """Return the set of blocks that costs least of those that keep a pass within ``budget`` bytes.
+    """Return the cheapest set of blocks that keeps a pass within ``budget`` bytes; without one, about the least peak.
 
-    ``costs``: in the order of the forward pass. ``whole``: bytes with nothing recomputed. A block that saves nothing is
-    never chosen; nor is any where ``whole`` fits. Of sets that cost the same the one that saves most, of those the one
-    with the fewest blocks. Where none fits: the cheapest of those with about the least peak.
+    ``costs``: in forward order. ``whole``: bytes with nothing recomputed. Of sets that cost the same the one that saves
+    most, then the one with the fewest blocks. Exact up to `MOST_SETS` sets: sets are extended block by block, and one
+    is dropped if another saves as much for less.
     """
     if whole <= budget:
         return RematChoice((), whole, 0.0, True)
@@ -194,7 +191,7 @@ def cheapest(costs: Sequence[BlockCost], whole: int, budget: int) -> RematChoice
 
 
 def _within(costs: Sequence[BlockCost], whole: int, budget: int) -> _Set | None:
-    """The cheapest set within the budget, None without any."""
+    """Return the cheapest set within the budget, or None."""
     after = sum(_gain(cost) for cost in costs)
     sets = [_Set()]
     for i, cost in enumerate(costs):
@@ -209,7 +206,7 @@ def _within(costs: Sequence[BlockCost], whole: int, budget: int) -> _Set | None:
 
 
 def _kept(sets: Sequence[_Set]) -> list[_Set]:
-    """Those that no other one beats in both, of very many only some."""
+    """Return the sets that no other beats in both; of very many only some."""
     best = list(_front(sorted(sets, key=lambda s: (-s.saved, s.seconds, len(s.places), s.places))))
     if len(best) <= MOST_SETS:
         return best
@@ -221,7 +218,7 @@ def _kept(sets: Sequence[_Set]) -> list[_Set]:
 
 
 def _front(sets: Sequence[_Set]) -> Iterator[_Set]:
-    """Of sets from the one that saves most on, those that cost less than all before them."""
+    """Yield the sets that cost less than all that save more."""
     least = float("inf")
     for s in sets:
         if s.seconds < least:
@@ -234,5 +231,5 @@ def _gain(cost: BlockCost) -> int:
 
 
 def _inner(cost: BlockCost) -> int:
-    """What a block holds in its own backward: what it had forgotten at least."""
+    """Return what a block holds in its own backward, at least what was freed."""
     return max(cost.inner_bytes, cost.saved_bytes)

@@ -1,10 +1,6 @@
-"""How many bytes a rank will hold, by kind; pure arithmetic over `facts`.
+"""Memory of a rank by kind, forecast from a few numbers about model, rank and strategy. Pure.
 
-With Adam in float32 a parameter takes 4 bytes, its gradient 4 and its state 8: 16 where every rank holds all, 8 + 8/N
-in stage 1 of ZeRO over N ranks, 4 + 12/N in stage 2, and a few bytes a tensor (PyTorch counts updates for each).
-
-When a step holds most is looked for at two moments: within forward and backward, and in the update, when activations
-are gone and the optimizer has its scratch.
+The most of a step is at one of two moments: in forward and backward, or in the update, with the optimizer's scratch.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ SCRATCH = {"torch": 5.0, "tensorflow": 3.0, "numpy": 1.0}
 
 
 def forecast(facts: MemoryFacts) -> Footprint:
-    """Return what this rank holds when a step holds most."""
+    """Return the memory of this rank at the step's peak."""
     model, rank, way, measured = facts.model, facts.rank, facts.way, facts.measured
     param_bytes = model.param_bytes
     parameters = sum(param_bytes) + model.other_bytes + model.average_bytes
@@ -53,7 +49,7 @@ def forecast(facts: MemoryFacts) -> Footprint:
 
 
 def _pass(facts: MemoryFacts, own_B: Sequence[int], divided: bool) -> int:
-    """The most that forward and backward hold beside parameters, state and the gradients' lasting memory."""
+    """Return the peak of forward and backward without parameters, state and the gradients' lasting memory."""
     model, rank, way, measured = facts.model, facts.rank, facts.way, facts.measured
     param_bytes = model.param_bytes
     if measured.line is None:
@@ -75,7 +71,7 @@ def _pass(facts: MemoryFacts, own_B: Sequence[int], divided: bool) -> int:
 
 def _done(made: Sequence[tuple[int, int]], n_events: int, buckets: Sequence[Bucket],
           own_B: Sequence[int]) -> np.ndarray:
-    """int64 (E,): bytes of this rank's slices of the buckets that have been summed by each moment."""
+    """Return int64 (E,): bytes of this rank's slices of the buckets summed by each moment."""
     held_E = np.zeros(n_events + 1, np.int64)
     at = {i: event for event, i in made}
     for bucket, own in zip(buckets, own_B):
@@ -85,7 +81,7 @@ def _done(made: Sequence[tuple[int, int]], n_events: int, buckets: Sequence[Buck
 
 
 def _buckets(facts: MemoryFacts, divided: bool) -> int:
-    """The memory of the exchange beside the gradients themselves."""
+    """Return the memory of the exchange without the gradients themselves."""
     rank, way = facts.rank, facts.way
     if not way.buckets:
         return 0
@@ -108,7 +104,7 @@ def _buckets(facts: MemoryFacts, divided: bool) -> int:
 
 @dataclass(frozen=True)
 class Slots:
-    """What an optimizer keeps of one parameter: bytes for each of its elements, and bytes whatever its size."""
+    """Optimizer state of one parameter: bytes for each of its elements, and fixed bytes."""
 
     per_element: float
     fixed: int = 0
@@ -122,9 +118,9 @@ class Slots:
 class Model:
     """A model with its optimizer, on one rank's device.
 
-    ``specs``: its trainable tensors. ``other_bytes``: frozen parameters and buffers. ``slots``: of each of ``specs``;
-    ``common_bytes``: what the optimizer holds once. ``elementwise``: its state can be cut anywhere. ``average_bytes``:
-    the moving average of the weights, which no stage of ZeRO divides.
+    ``specs``: trainable tensors. ``other_bytes``: frozen parameters and buffers. ``slots``: of each of ``specs``;
+    ``common_bytes``: held once by the optimizer. ``elementwise``: its state can be divided anywhere. ``average_bytes``:
+    moving average of the weights, which ZeRO does not divide.
     """
 
     specs: Sequence[ParamSpec]
@@ -148,13 +144,12 @@ class Model:
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """What a few samples have told of this rank.
+    """Measurements of a few samples on this rank.
 
-    ``line``: bytes of a pass (`hvdtrain.planning.memory.forecast`); None: nothing was measured. ``with_gradients``:
-    they were counted in it. ``scratch``: bytes beyond the line for each sample, and at least: kernels' own memory.
-    ``held_bytes``: what the process holds beside counted tensors: framework, program, data. ``blocks``: what
-    recomputing each block saves and costs with ``block_samples``; none of them was recomputed in the line. ``spared``:
-    bytes by which recomputing makes a pass less.
+    ``line``: bytes of a pass; None: not measured. ``with_gradients``: gradients are included. ``scratch``: bytes of
+    kernels beyond the line for each sample, and at least. ``held_bytes``: of the process outside counted tensors.
+    ``blocks``: saving and cost of recomputing each block with ``block_samples``. ``spared``: bytes that recomputing
+    saves in a pass.
     """
 
     line: MemoryLine | None = None
@@ -168,11 +163,11 @@ class MeasuredMemory:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank of ``size``: ``local`` of them share its host. ``free_bytes``: what it may take in all; None: unknown.
+    """Place and memory of a rank, of ``size``, ``local`` of which share its host. ``free_bytes``: may take in all, or
+    None.
 
-    ``micro_batch``: samples of its largest micro-batch. ``micros``: how many a step has.
-    ``batch_bytes``: bytes of the samples of a step; ``ahead``: how many steps' samples lie in memory.
-    ``saves``: the run writes checkpoints beside training, for which state is copied.
+    ``micro_batch``: samples of its largest micro-batch; ``micros``: micro-batches of a step. ``batch_bytes``: samples
+    of a step; ``ahead``: steps in memory. ``saves``: state is copied for checkpoints in the background.
     """
 
     rank: int = 0
@@ -188,11 +183,10 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the copies of the model stay one: ``stage`` 0 (every rank holds all), 1 or 2 of ZeRO.
+    """Stage 0 (every rank holds all), 1 or 2 of ZeRO, with transport and compressor.
 
-    ``buckets``: none where nothing is sent. ``parts_P``: of the state, by rank, in ZeRO; ``sizes_BP``: elements of each
-    bucket by rank where they are cut already. ``wire``: its name.
-    ``remembered``: bytes that the compressor keeps; ``compression``: its name.
+    ``buckets``: none if nothing is sent. ``parts_P``: shares of the state by rank; ``sizes_BP``: elements of each
+    bucket by rank, if divided already. ``remembered``: bytes of the compressor's state.
     """
 
     stage: int = 0
@@ -204,13 +198,13 @@ class Sharding:
     sizes_BP: Sequence[Sequence[int]] = ()
 
     def cut(self) -> Sequence[Sequence[int]]:
-        """Return how many elements of each bucket each rank owns in ZeRO."""
+        """Return the elements of each bucket that each rank owns in ZeRO."""
         return self.sizes_BP or [shards.sizes(b.n, self.parts_P) for b in self.buckets]
 
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """All of it."""
+    """Model, rank, strategy and measurements."""
 
     model: Model
     rank: RankMemory = field(default_factory=RankMemory)
@@ -222,7 +216,7 @@ class MemoryFacts:
 class MemoryTrace:
     """A pass of ``samples``: ``live_E`` bytes after each of E allocations, without the gradients of parameters.
 
-    ``made``: (how many allocations were before it, index of the parameter) for each gradient, in order.
+    ``made``: (allocations before it, index of the parameter) for each gradient, in order.
     """
 
     samples: int
@@ -232,7 +226,11 @@ class MemoryTrace:
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """Bytes at each moment of a pass of any number of samples, by two traces: ``base_E`` + n x ``slope_E``."""
+    """Bytes at each moment of a pass of any number of samples: ``base_E`` + n x ``slope_E``.
+
+    A pass of n samples runs the same operations as one of m, on tensors linear in the samples: two small passes tell
+    all.
+    """
 
     base_E: np.ndarray
     slope_E: np.ndarray
@@ -249,9 +247,9 @@ class MemoryLine:
 
 
 def line(small: MemoryTrace, large: MemoryTrace) -> MemoryLine:
-    """Return the line through two traces; through their peaks alone where they differ in more than sizes.
+    """Return the line through two traces; through their peaks alone if they differ in more than sizes.
 
-    So does a pass that takes other operations for other sizes. Of one size twice it is a multiple of the samples.
+    With one size twice it is proportional to the samples.
     """
     a, b = small, large
     if len(a.live_E) != len(b.live_E) or a.made != b.made:
@@ -267,8 +265,8 @@ def first_copies(made: Sequence[tuple[int, int]], n_events: int, param_bytes: Se
                  groups: Sequence[Sequence[int]]) -> np.ndarray:
     """Return int64 (E,): bytes of gradients that wait at each moment until all of their group have been made.
 
-    ``groups``: parameters by bucket: when the last of a bucket is there, all are copied into it and let go. Without
-    groups gradients stay. The last group is taken in when backward has ended.
+    ``groups``: parameters by bucket: when the last of a bucket is there, all are copied into it and freed. Without
+    groups gradients stay. The last group is copied when backward has ended.
     """
     held_E = np.zeros(n_events + 1, np.int64)
     group_of = {i: g for g, group in enumerate(groups) for i in group}

@@ -1,7 +1,4 @@
-"""What would make training take less: each way with what it saves, what it costs and the line to type; pure.
-
-Owns which ways there are, when one may be offered, and their order.
-"""
+"""Options that reduce the memory of training: saving, cost and the line to type. Pure."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ BF16_PART = 0.6
 
 @dataclass(frozen=True)
 class Option:
-    """A change of settings, with what each rank holds then (``needs_P``).
+    """A change of settings, and the memory of each rank with it (``needs_P``).
 
-    ``line``: what to add to the command. ``cost``: in words.
+    ``line``: what to add to the command. ``cost``: as text.
     """
 
     name: str
@@ -37,18 +34,18 @@ class Option:
     needs_P: tuple[Footprint, ...]
 
     def saved(self, now_P: Sequence[Footprint]) -> int:
-        """Return the bytes that the rank that holds most now is spared."""
+        """Return the bytes saved on the rank that holds most now."""
         worst = max(range(len(now_P)), key=lambda r: now_P[r].total)
         return now_P[worst].total - self.needs_P[worst].total
 
     def fits(self, free_P: Sequence[int | None]) -> bool:
-        """Return whether every rank has room for it, as far as that is known."""
+        """Return whether it fits every rank whose memory is known."""
         return all(free is None or need.total <= free for need, free in zip(self.needs_P, free_P))
 
 
 @dataclass(frozen=True)
 class Change:
-    """A way that is tried on each rank's facts: the `Option` without its numbers."""
+    """An `Option` without its numbers, to be tried on each rank's facts."""
 
     name: str
     line: str
@@ -58,9 +55,9 @@ class Change:
 
 def changes(facts: MemoryFacts, config: Config, buckets: Sequence[Bucket], parts_P: Sequence[float],
             has_blocks: bool = False, device: str = "cpu") -> Iterator[Change]:
-    """Yield what could be tried, the same on every rank. ``buckets``, ``parts_P``: that ZeRO would have.
+    """Yield the changes to try, the same on every rank. ``buckets``, ``parts_P``: those of ZeRO.
 
-    ``has_blocks``: the model file names blocks, along which a model is split. ``device``: the kind of the ranks'.
+    ``has_blocks``: the model file names blocks to split along. ``device``: kind of the ranks' devices.
     """
     yield from _zero(facts, config, buckets, parts_P)
     micro = facts.rank.micro_batch
@@ -72,14 +69,14 @@ def changes(facts: MemoryFacts, config: Config, buckets: Sequence[Bucket], parts
     yield from _remat(facts, config)
     if config.precision == "fp32" and facts.model.framework != "numpy":
         yield Change("bf16", "--precision bf16", "rounds activations to bf16 (8 bits of 24); how much it saves is "
-                     f"reckoned, not measured: {100 * (1 - BF16_PART):.0f} % of activations", _bf16)
+                     f"estimated, not measured: {100 * (1 - BF16_PART):.0f} % of activations", _bf16)
     if has_blocks and config.model_parallel == 1 and device != "cpu":
         yield Change("split", "--model_parallel 2", "two devices for each rank, which wait for each other in part of "
                      "each step", _split)
 
 
 def _remat(facts: MemoryFacts, config: Config) -> Iterator[Change]:
-    """Blocks that are computed once more: the cheapest that fit; all, where this rank fits without."""
+    """Yield recomputation: the cheapest blocks that fit, or all if this rank fits without."""
     blocks = facts.measured.blocks
     if config.remat != "off" or not any(cost.saved_bytes > 0 for cost in blocks):
         return
@@ -95,7 +92,7 @@ def _remat(facts: MemoryFacts, config: Config) -> Iterator[Change]:
 
 
 def _zero(facts: MemoryFacts, config: Config, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Iterator[Change]:
-    """The stages of ZeRO beyond the one that is on."""
+    """Yield the stages of ZeRO beyond the current one."""
     elementwise, size = facts.model.elementwise, facts.rank.size
     if size < 2 or not elementwise or config.data_parallel.name not in ("replicate", "zero"):
         return
@@ -128,7 +125,7 @@ def _bf16(facts: MemoryFacts) -> MemoryFacts:
 
 
 def _split(facts: MemoryFacts) -> MemoryFacts:
-    """Half of the blocks on each device, as near as their parameters allow."""
+    """Return the facts with half of the blocks on each device, as near as their parameters allow."""
     model, line = facts.model, facts.measured.line
     total = sum(model.param_bytes)
     at, held = 0, 0
@@ -145,30 +142,30 @@ def _split(facts: MemoryFacts) -> MemoryFacts:
 
 
 def tried(facts: MemoryFacts, found: Sequence[Change]) -> list[Footprint]:
-    """Return what this rank would hold with each change."""
+    """Return the memory of this rank with each change."""
     return [forecast(change.apply(facts)) for change in found]
 
 
 def ranked(found: Sequence[Option], now_P: Sequence[Footprint], free_P: Sequence[int | None]) -> list[Option]:
-    """Return those that save something, best first: what fits before what does not, then by what it saves."""
+    """Return the options that save something, best first: those that fit, then by saving."""
     least = LEAST_PART * max(need.total for need in now_P)
     useful = [option for option in found if option.saved(now_P) > least]
     return sorted(useful, key=lambda o: (not o.fits(free_P), -o.saved(now_P)))
 
 
 def costs(facts: MemoryFacts, micro_batch: int) -> list[BlockCost]:
-    """Return what recomputing each block saves and costs with so many samples; fragmentation is saved along."""
+    """Return saving and cost of recomputing each block with so many samples, including fragmentation."""
     measured = facts.measured
     return fit.scaled(measured.blocks, micro_batch / measured.block_samples, MARGIN[facts.model.framework])
 
 
 def choice(facts: MemoryFacts, free: int | None) -> RematChoice:
-    """Return the cheapest blocks that bring what this rank holds down to ``free`` bytes; None: there is room."""
+    """Return the cheapest blocks that reduce this rank's memory to ``free`` bytes; None: unlimited."""
     return fit.cheapest(costs(facts, facts.rank.micro_batch), forecast(facts).total,
                              sys.maxsize if free is None else free)
 
 
 def spared(facts: MemoryFacts, chosen: RematChoice) -> MemoryFacts:
-    """Return the facts of a rank that recomputes what was chosen of it by `choice`."""
+    """Return the facts of a rank that recomputes ``chosen``."""
     less = (forecast(facts).total - chosen.peak) / (1 + MARGIN[facts.model.framework])
     return replace(facts, measured=replace(facts.measured, spared=int(less)))

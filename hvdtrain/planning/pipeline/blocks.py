@@ -28,11 +28,11 @@ MICROS_FOR_EACH = 4
 
 @dataclass(frozen=True)
 class Block:
-    """One named block of a model, measured.
+    """A named block of a model, measured.
 
     ``cost_s``: seconds of forward and backward of one micro-batch; ``forward_s``: of forward alone, 0 if not timed.
-    ``param_bytes``: of all its variables. ``activation_bytes``: kept for backward, of one micro-batch.
-    ``cargo_bytes``: of its output, which is sent if the next block is on another device.
+    ``param_bytes``: of all its variables. ``activation_bytes``: kept for backward, of one micro-batch. ``cargo_bytes``:
+    of its output, sent if the next block is on another device.
     """
 
     name: str

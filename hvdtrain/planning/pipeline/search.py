@@ -21,7 +21,7 @@ MOST_STATES = 4096
 """Ways to have placed some ranks that are looked at; with more, ranks are placed by memory and speed."""
 
 MOST_ORDERS = 24
-"""Orders of unlike devices that are tried where a rank has several chunks."""
+"""Orders of different devices that are tried if a rank has several chunks."""
 
 MOST_PLAYED = 400_000
 """Actions that a search may play through; about a second."""
@@ -31,7 +31,7 @@ Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Task:
-    """One replica to be planned: ``kinds[kind_of[i]]`` is the profile of its i-th device.
+    """A replica to be planned: ``kinds[kind_of[i]]`` is the profile of its i-th device.
 
     ``order``: as configured; ``micros``: of a step; ``chunks``: of each rank. ``fixed``: the first block of each chunk,
     if configured. ``latency_s``, ``byte_s``: seconds of a message, and of each byte. ``ordered``: stage i stays on the
@@ -60,18 +60,19 @@ class Task:
 
     @cached_property
     def actions(self) -> list[list[Action]]:
-        """What each place does."""
+        """Actions of each place."""
         if self.depth == 1:
             return [order_of("gpipe")(0, 1, 1, 1) * self.micros]
         return [order_of(self.order)(i, self.depth, self.chunks, self.micros) for i in range(self.depth)]
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """Micro-batches of a chunk that each place holds at most, if all chunks are equal."""
+        """Most micro-batches of a chunk in flight at each place, if all chunks are equal."""
         return [int(self.held(place)) for place in range(self.depth)]
 
     def held(self, place: int, each: Sequence[float] = ()) -> float:
-        """What the rank at ``place`` keeps at most for its backwards, each chunk ``each[v]`` of a micro-batch."""
+        """Return the most that the rank at ``place`` keeps for backwards, with ``each[v]`` of a micro-batch in chunk v.
+        """
         if self.depth == 1:  # a micro-batch after the other
             return each[0] if each else 1.0
         return in_flight(order_of(self.order), place, self.depth, self.chunks, self.micros, each)
@@ -93,7 +94,7 @@ class _Table:
         self.capacity = kind.capacity_bytes or math.inf
 
     def fullness(self, in_flight: int) -> np.ndarray:
-        """The part of the memory that each span takes."""
+        """Return the fraction of the memory that each span takes."""
         with np.errstate(invalid="ignore"):
             full = (self.state + in_flight * self.activations) / self.capacity
         return np.where(np.isinf(self.state), math.inf, full)
@@ -108,18 +109,18 @@ def _spans(values: Sequence[float]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Partition:
-    """``places[i]``: the kind of the rank at place i; ``starts``: the first block of each chunk."""
+    """The kind of device at each place (``places``), and the first block of each chunk (``starts``)."""
 
     places: tuple[int, ...]
     starts: tuple[int, ...]
 
     def chunks(self, task: Task, place: int) -> list[range]:
-        """The blocks of each chunk at ``place``."""
+        """Return the blocks of each chunk at ``place``."""
         ends = (*self.starts[1:], task.n)
         return [range(a, b) for a, b in zip(self.starts, ends)][place::task.depth]
 
     def holds(self, task: Task, place: int) -> Holds:
-        """What the rank at ``place`` holds."""
+        """Return the memory of the rank at ``place``."""
         kind = task.kinds[self.places[place]]
         sizes, parameters = [], 0
         for chunk in self.chunks(task, place):
@@ -129,12 +130,12 @@ class Partition:
         return Holds(parameters, parameters * kind.needs.gradients, parameters * kind.needs.slots, held)
 
     def fits(self, task: Task) -> bool:
-        """Whether no rank holds more than it may."""
+        """Return whether every rank has enough memory."""
         room = (task.tables[kind].capacity for kind in self.places)
         return all(self.holds(task, place).total <= most for place, most in enumerate(room))
 
     def played(self, task: Task) -> Step:
-        """Play a step through."""
+        """Simulate a step."""
         forward, backward, travel = [], [], []
         for number, (begin, end) in enumerate(zip(self.starts, (*self.starts[1:], task.n))):
             kind = task.kinds[self.places[number % task.depth]]
@@ -145,7 +146,7 @@ class Partition:
 
 
 def search(task: Task) -> tuple[Partition, Step] | None:
-    """Return the best choice and its step; None where none fits the memory."""
+    """Return the best partition and its step; None if none fits the memory."""
     found = [choice for choice in candidates(task) if choice.fits(task)]
     if not found:
         return None
@@ -154,7 +155,7 @@ def search(task: Task) -> tuple[Partition, Step] | None:
 
 
 def candidates(task: Task) -> Iterator[Partition]:
-    """Yield choices that are the best by one of the bounds; with several chunks also those that may not fit."""
+    """Yield partitions that are the best by one of the bounds; with several chunks also some that may not fit."""
     if task.chunks > 1:
         yield from _interleaved(task)
         return
@@ -169,7 +170,7 @@ def candidates(task: Task) -> Iterator[Partition]:
 
 
 def spread(task: Task) -> Partition:
-    """Return the choice whose fullest rank is the least full."""
+    """Return the partition whose fullest rank is the least full."""
     def cost(place: int, kind: int) -> np.ndarray:
         return task.tables[kind].fullness(task.in_flight[place % task.depth])
 
@@ -183,12 +184,12 @@ def spread(task: Task) -> Partition:
 
 
 def fullness(task: Task, choice: Partition) -> list[float]:
-    """Return what part of its memory each place holds; 0 where that is not known."""
+    """Return the fraction of its memory that each place holds; 0 if unknown."""
     return [choice.holds(task, place).total / task.tables[kind].capacity for place, kind in enumerate(choice.places)]
 
 
 def _seconds(task: Task) -> Callable[[int, int], np.ndarray]:
-    """Seconds of each span at a place, inf where it does not fit there."""
+    """Return a function that gives the seconds of each span at a place, inf if it does not fit."""
     def cost(place: int, kind: int) -> np.ndarray:
         table = task.tables[kind]
         full = table.fullness(task.in_flight[place % task.depth])
@@ -197,8 +198,9 @@ def _seconds(task: Task) -> Callable[[int, int], np.ndarray]:
 
 
 def _swept(task: Task, cost: Callable[[int, int], np.ndarray]) -> Iterator[Partition]:
-    """Yield, for ever lower bounds on the slowest stage, the choice with the least sum; among them is the one with the
-    least ``sum + (m - 1) slowest``.
+    """Yield the partition with the least sum for ever lower bounds on the slowest stage.
+
+    Among them is the one with the least ``sum + (m - 1) slowest``.
     """
     lowest = _best(task, cost, np.maximum)
     assert lowest is not None
@@ -224,7 +226,9 @@ def _stage_s(task: Task, choice: Partition) -> list[float]:
 
 
 def _interleaved(task: Task) -> Iterator[Partition]:
-    """Yield for each order of devices the cut whose slowest chunk is fastest, and the one that spreads memory best."""
+    """Yield for each order of devices the partition whose slowest chunk is fastest, then the one that spreads memory
+    best.
+    """
     for order in _orders(task):
         found = _best(task, lambda place, kind: task.tables[kind].seconds, np.maximum, order)
         if found is not None:
@@ -233,7 +237,7 @@ def _interleaved(task: Task) -> Iterator[Partition]:
 
 
 def _orders(task: Task) -> list[tuple[int, ...]]:
-    """Orders of the copy's devices: all that differ where they are few; the one by memory and speed first."""
+    """Return orders of the devices: all different ones if few; the one by memory and speed first."""
     if task.ordered:
         return [task.kind_of]
     by_room = _by_room(task)
@@ -242,12 +246,12 @@ def _orders(task: Task) -> list[tuple[int, ...]]:
 
 
 def _by_room(task: Task) -> tuple[int, ...]:
-    """The copy's kinds, the roomy before the small and the fast before the slow."""
+    """Return the kinds by memory, largest first, then by speed."""
     return tuple(sorted(task.kind_of, key=lambda k: (-task.tables[k].capacity, task.kinds[k].cost_s, k)))
 
 
 def _permutations(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The orders of ``kinds`` that differ."""
+    """Yield the different orders of ``kinds``."""
     if not kinds:
         yield ()
     for kind in dict.fromkeys(kinds):
@@ -259,11 +263,11 @@ def _permutations(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def _best(task: Task, cost: Callable[[int, int], np.ndarray], combine: Combine,
           sequence: Sequence[int] | None = None) -> Partition | None:
-    """Return the choice with the least value, or None where all are inf.
+    """Return the partition with the least value, or None if all are inf.
 
-    The value of the last place is ``combine(t, 0)`` of its ``cost(place, kind)``, that of a place in front
-    ``combine(t, value of what is behind it)``; ``combine`` must not fall where its arguments rise. ``sequence``: the
-    kinds by place, once round, where their order is given. Among equals roomy devices are in front.
+    The value of the last place is ``combine(t, 0)`` of its ``cost(place, kind)``, that of a place in front ``combine(t,
+    value of what follows)``; ``combine`` must be monotonic. ``sequence``: the kinds by place, if their order is given.
+    Ties: devices with more memory in front.
     """
     task_n, total = task.n, task.depth * task.chunks
     counts = [task.kind_of.count(k) for k in range(len(task.kinds))]
@@ -310,7 +314,7 @@ def _best(task: Task, cost: Callable[[int, int], np.ndarray], combine: Combine,
 
 
 def _fixed(task: Task, place: int, cost: np.ndarray) -> np.ndarray:
-    """The costs where the cut is given: inf for all other spans."""
+    """Return the costs with inf for all spans but the configured one."""
     if not task.fixed:
         return cost
     begin, end = task.fixed[place], (*task.fixed[1:], task.n)[place]
@@ -320,7 +324,7 @@ def _fixed(task: Task, place: int, cost: np.ndarray) -> np.ndarray:
 
 
 def _moved(task: Task, choice: Partition, played: int) -> tuple[Partition, Step]:
-    """Move single blocks and change ranks while that makes the played step shorter."""
+    """Move single blocks and swap ranks while that shortens the simulated step."""
     best = choice.played(task)
     actions = sum(map(len, task.actions))
     budget = MOST_PLAYED - played * actions
@@ -339,7 +343,7 @@ def _moved(task: Task, choice: Partition, played: int) -> tuple[Partition, Step]
 
 
 def _neighbours(task: Task, choice: Partition) -> Iterator[Partition]:
-    """Choices that differ by one block or by two ranks."""
+    """Yield partitions that differ by one block or by two ranks."""
     starts, places = choice.starts, choice.places
     for k in range(1, len(starts)) if not task.fixed else ():
         for start in (starts[k] - 1, starts[k] + 1):

@@ -69,7 +69,6 @@ def _speed(facts: RunFacts) -> float:
 
 
 def _sentence(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
-    """Return the headline: the runs compared by speed."""
     speeds = [_speed(one) for one in runs]
     known = [i for i, speed in enumerate(speeds) if speed > 0]
     same = len({(one.start.get("model"), words_of(one.config.get("data"))) for one in runs}) == 1
@@ -83,7 +82,6 @@ def _sentence(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
 
 
 def _numbers(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
-    """Return the top numbers of each run, row by row."""
     tiles = [{tile.name: tile.value for tile in headline.tiles(one)} for one in runs]
     for row, one in zip(tiles, runs):
         row["speed, later half"] = f"{short(_speed(one))} samples/s"
@@ -93,7 +91,6 @@ def _numbers(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
 
 
 def _curves(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
-    """Return each curve once, with a line for each run."""
     charts: list[Chart | None] = []
     for column, title, unit, zero in (
         ("loss", "Training loss", "", False),
@@ -131,7 +128,6 @@ def _seconds(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
 
 
 def _settings(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
-    """Return the keys that differ between the runs."""
     configs = [dict(flat(one.config)) for one in runs]
     keys = sorted({key for config in configs for key in config})
     rows = [[key, *("" if key not in config else words_of(config[key]) for config in configs)] for key in keys

@@ -206,7 +206,6 @@ def thin(x: Any, y: Any, most: int = MOST) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _draw(drawn: Chart, line: Series, x: np.ndarray, mean: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-    """Add a line's paths or dots."""
     faint = " faint" if line.faint else ""
     if line.dots and len(x) <= 60:
         drawn.dots += [{"left": drawn.x.at(a), "bottom": drawn.y.at(b), "color": line.color + faint}
@@ -252,5 +251,4 @@ def _band(drawn: Chart, x: np.ndarray, low: np.ndarray, high: np.ndarray) -> str
 
 
 def _digits(value: float) -> float | None:
-    """Return a number short enough for a page; None for NaN."""
     return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -20,7 +20,7 @@ from typing import Any
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core.errors import UserError
-from hvdtrain.reports import launch_history as history
+from hvdtrain.reports import jsonl as history
 from hvdtrain.reports.html.log import Log, RunAttempt, TimeBreakdown, add_up, find, read
 from hvdtrain.reports.html.words import cut, number, whole
 
@@ -165,12 +165,12 @@ def gather(path: Path) -> RunFacts:
     if not path.is_dir():
         raise ReportError(f"there is no directory {path}", "the directory of a run", "correct RUN")
     run = RunDirectory(path.resolve())
-    names = (run.LOG, run.CONFIG, run.COMPLETED, history.NAME)
+    names = (run.LOG, run.CONFIG, run.COMPLETED, history.HISTORY)
     if not any((path / name).exists() for name in names):
         raise ReportError(f"{path} holds no run", f"a directory with one of {', '.join(names)}", "correct RUN")
     log, completed = read(run.path / run.LOG), run.completed
     started = log.last("start").get("config")  # of the latest attempt
-    return RunFacts(run.path, log, find(log, history.read(run.path)),
+    return RunFacts(run.path, log, find(log, history.read_attempts(run.path)),
                     started if isinstance(started, dict) else run.config,
                  completed, _checkpoints(run), completed is None and _alive(run.path, log))
 
@@ -230,7 +230,6 @@ def _alive(path: Path, log: Log) -> bool:
 
 
 def _here(environment: Mapping[str, Any]) -> bool:
-    """Return whether rank 0 ran on this host, as far as is known."""
     import platform
 
     first = by_rank(environment.get("hosts"), "", 1)[0]

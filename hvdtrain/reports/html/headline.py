@@ -91,7 +91,6 @@ def _ranks_time(facts: RunFacts) -> str:
 
 
 def _peak(facts: RunFacts) -> float:
-    """Return the most bytes that a rank is known to have held."""
     memory = facts.log.last("end").get("memory")
     peaks = memory.get("peak") if isinstance(memory, dict) else None
     values = [number(one) for one in peaks] if isinstance(peaks, list) else []
@@ -139,7 +138,6 @@ def verdict(facts: RunFacts) -> Ending:
 
 
 def _completed(facts: RunFacts) -> str:
-    """Say how far a completed run came, and what stopped it before its last step."""
     done, stop = max(0, facts.step), str((facts.completed or {}).get("stop") or "")
     if not stop or stop.startswith("max_steps"):
         return f"It came to its end: all {count(done, 'step')} are done"
@@ -153,7 +151,6 @@ def _where(facts: RunFacts) -> str:
 
 
 def _left(facts: RunFacts) -> str:
-    """Return the time that is left, at the pace of the latest attempt."""
     last = facts.attempts[-1]
     done, left = last.step_end - max(0, last.step_begin), facts.steps - last.step_end
     ran_s = last.seen_s - last.trained_s

@@ -105,7 +105,6 @@ def _belongs(events: list[LogRecord], step: int, order: int) -> None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line; None where there is none."""
     try:
         record = json.loads(str(line, "utf-8"))
     except (ValueError, RecursionError):
@@ -194,7 +193,6 @@ def find(log: Log, history: Sequence[Mapping[str, Any]]) -> list[RunAttempt]:
 
 
 def _of_history(row: Mapping[str, Any]) -> RunAttempt:
-    """Return the attempt of a line of the supervisor's history."""
     seconds = row.get("seconds") if isinstance(row.get("seconds"), dict) else {}
     assert isinstance(seconds, dict)
     begin_s, ran_s = number(row.get("time")), number(seconds.get("ran"))
@@ -254,7 +252,6 @@ def _why(one: RunAttempt, events: Sequence[LogRecord]) -> None:
 
 
 def _kind(error: str) -> str:
-    """Return the kind of cause of a "failed" record; one of `FAULTS`."""
     return "silent" if error == SILENT else "interrupted" if error.startswith("KeyboardInterrupt") else "exception"
 
 

@@ -86,7 +86,6 @@ def _render(template: str, live: bool, **values: Any) -> str:
 
 @lru_cache
 def _environment() -> Any:
-    """Return the templates, with everything escaped that comes from files."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

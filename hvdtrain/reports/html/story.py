@@ -69,7 +69,6 @@ def _ended(facts: RunFacts) -> Answer:
 
 
 def _cost(facts: RunFacts) -> Answer:
-    """Time, and what part of it trained."""
     spent, ranks = facts.spent, sorted({one.ranks for one in facts.attempts if one.ranks})
     span = f"{ranks[0]} to {ranks[-1]} ranks" if len(ranks) > 1 else count(ranks[0], "rank") if ranks else "its ranks"
     said = f"{duration(facts.ran_s)} on {span}"
@@ -104,7 +103,6 @@ def _shares(spent: TimeBreakdown) -> str:
 
 
 def _held_up(facts: RunFacts) -> Answer:
-    """Name the straggler and its cost."""
     spent = facts.spent
     if facts.ranks == 1 and max((one.ranks for one in facts.attempts), default=1) <= 1:
         return Answer("Nobody: there was one rank.", "good")
@@ -156,7 +154,6 @@ def _about(facts: RunFacts, worst: int) -> list[str]:
 
 
 def _wrong(facts: RunFacts) -> Answer:
-    """Everything that should not have happened."""
     log = facts.log
     ends = [one for one in facts.attempts
             if not one.ended_well and (one.cause or one is not facts.attempts[-1] or not facts.alive)]
@@ -202,7 +199,6 @@ def _wrong(facts: RunFacts) -> Answer:
 
 
 def _bad_end(facts: RunFacts, one: RunAttempt) -> str:
-    """Return the one bad end of a run, and whether it went on, in plain words."""
     where = f"At step {one.step_end:,}" if one.step_end >= 0 else "Before the first step"
     who = f" ({facts.who(one.rank)})" if one.rank >= 0 and f"rank {one.rank}" not in one.words else ""
     what = "ended badly" if one.cause else "ended without a message"
@@ -217,7 +213,6 @@ def _bad_end(facts: RunFacts, one: RunAttempt) -> str:
 
 
 def _fault(one: RunAttempt) -> str:
-    """Return an attempt's bad end in a sentence."""
     after = f"after {duration(one.end_s - one.begin_s)}"
     where = f" at step {one.step_end:,}" if one.step_end >= 0 else " before its first step"
     what = f"{one.fault}: {one.words}" if one.cause else "it ended without a message"
@@ -321,7 +316,6 @@ def _about_the_end(facts: RunFacts) -> list[str]:
 
 
 def _step_s(facts: RunFacts) -> float:
-    """Seconds of a mean step; 0 where too few are known."""
     times, steps = facts.log.steps["time"], facts.log.steps["step"]
     if len(times) < 2 or steps[-1] <= steps[0]:
         return 0.0

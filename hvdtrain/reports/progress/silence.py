@@ -17,8 +17,7 @@ from typing import Any, TypeVar, cast
 from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.terminal import say
-from hvdtrain.reports.progress.layout import clock
-from hvdtrain.reports.progress.line import Line, line_terminal
+from hvdtrain.reports.progress.line import Line, clock, line_terminal
 
 SILENT_S = 3.0
 LOOK_S = 0.5
@@ -173,7 +172,6 @@ class Watch:
             self._plain(doing, what, since, now, silent)
 
     def _plain(self, doing: str, what: str, since: float, now: float, silent: bool) -> None:
-        """Print a line, if it is time for one."""
         age_s = now - since
         if self._said:
             silent = age_s >= self._next_s

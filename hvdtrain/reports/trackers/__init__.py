@@ -91,7 +91,6 @@ def _beside(run: ReportedRun, text: str) -> Report:
 
 
 def _own(run: ReportedRun, text: str) -> Tracker:
-    """Return a tracker of the user's."""
     made: Any = load_callable(text, "trackers")(run)
     if not (callable(getattr(made, "write", None)) and callable(getattr(made, "close", None))):
         raise TypeError(f"it gave a {type(made).__name__}, not what has write(record) and close()")

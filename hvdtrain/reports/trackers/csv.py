@@ -24,7 +24,6 @@ class Csv:
         self._columns: dict[Path, list[str]] = {}
 
     def write(self, record: Record) -> None:
-        """Append the record's numbers to its table, or write the settings."""
         (folder := self._run.out / "csv").mkdir(exist_ok=True)
         if words := settings(record):
             path = folder / ("settings.csv" if record.event == "start" else f"{record.event}.csv")

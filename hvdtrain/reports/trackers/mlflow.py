@@ -32,13 +32,11 @@ class Mlflow:
         self._client.update_run(self._id, "RUNNING")
 
     def _made(self, run_name: str) -> str:
-        """Make a run in the experiment; return its id."""
         there = self._client.get_experiment_by_name(name := os.environ.get("MLFLOW_EXPERIMENT_NAME", "hvdtrain"))
         within = there.experiment_id if there else self._client.create_experiment(name)
         return str(self._client.create_run(within, run_name=run_name).info.run_id)
 
     def write(self, record: Record) -> None:
-        """Log the record's settings, or its numbers."""
         self._ended |= record.event == "end"
         what, at = self._entities, (int(1000 * record.time_s), record.step)
         self._log("metrics", [what.Metric(_key(name), x, *at) for name, x in numbers(record).items()])
@@ -52,7 +50,6 @@ class Mlflow:
             self._client.log_batch(self._id, **{kind: rows[first:first + 100]})  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Say how the run has ended."""
         self._client.set_terminated(self._id, "FINISHED" if self._ended else "FAILED")
 
 

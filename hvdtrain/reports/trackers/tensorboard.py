@@ -33,7 +33,6 @@ class Tensorboard:
         self._file: Any = None
 
     def write(self, record: Record) -> None:
-        """Add the record's settings, or its numbers."""
         if self._file is None:
             folder = self._run.out / "tensorboard"
             folder.mkdir(exist_ok=True)
@@ -52,6 +51,5 @@ class Tensorboard:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()

@@ -31,7 +31,6 @@ class Wandb:
         self._to: Any = None
 
     def write(self, record: Record) -> None:
-        """Log the record's settings, or its numbers."""
         self._ended |= record.event == "end"
         self._to = self._to or self._begin()
         if words := settings(record):
@@ -40,7 +39,6 @@ class Wandb:
             self._to.log({**found, "step": record.step})
 
     def _begin(self) -> Any:
-        """Start the run, or go on with it."""
         out, wandb = self._run.out, self._wandb
         mode = None if os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False) else "offline"
         quiet = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True,

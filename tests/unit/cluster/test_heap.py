@@ -9,11 +9,11 @@ import pytest
 CODE = """
 import resource, sys
 import numpy as np
-from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine import memory
 def settle():
-    return heap.map_large(settles=True) and heap.settled()
+    return memory.map_large(settles=True) and memory.end_mapping()
 
-does = {"keep": heap.keep_freed, "map": heap.map_large, "settle": settle}
+does = {"keep": memory.keep_freed, "map": memory.map_large, "settle": settle}
 print(does.get(sys.argv[1], lambda: None)())
 
 def faults():
@@ -29,7 +29,7 @@ for _ in range(5):
     step()
 print(faults() - before)
 held = open("/proc/self/statm").read().split()[1]
-heap.give_back()
+memory.give_back()
 print(int(held) - int(open("/proc/self/statm").read().split()[1]))
 """
 

@@ -21,7 +21,7 @@ from hvdtrain.commands.launch.supervisor import LauncherGroup, Supervisor, Super
 
 from hvdtrain.config import Config, DataParallelConfig, RebalanceConfig
 from hvdtrain.core import ROOT
-from hvdtrain.reports import launch_history as history
+from hvdtrain.reports import jsonl as history
 
 HERE = HostSlots("localhost", 1)
 
@@ -69,9 +69,9 @@ def test_it_launches_again_until_the_record_is_there(supervisor, tmp_path):
         if number == 2: causes.leave("exception", "ValueError: bad"); sys.exit(0)
         time.sleep(0.4)
         complete(); sys.exit(9)
-    """, page=lambda out: pages.append(len(history.read(out))))
+    """, page=lambda out: pages.append(len(history.read_attempts(out))))
     assert one.run() == 0, "the record counts, not the launcher's status"
-    rows = history.read(tmp_path / "run")
+    rows = history.read_attempts(tmp_path / "run")
     assert [(row["cause"], row["step_end"], row["checkpoint"]) for row in rows] == \
         [("lost", 10, 10), ("exception", 20, 20), ("done", 30, 30)]
     assert rows[1]["words"] == "ValueError: bad" and rows[0]["host"] == "localhost" and rows[0]["ranks"] == 1
@@ -84,7 +84,7 @@ def test_it_launches_again_until_the_record_is_there(supervisor, tmp_path):
 def test_a_status_of_0_without_the_record_is_no_success(supervisor, tmp_path):
     one, _ = supervisor("sys.exit(0)", restarts=1, config=Config())
     assert one.run() == 1
-    assert [row["cause"] for row in history.read(tmp_path / "run")] == ["lost", "lost"]
+    assert [row["cause"] for row in history.read_attempts(tmp_path / "run")] == ["lost", "lost"]
 
 
 def test_an_old_record_is_no_success(supervisor, tmp_path):
@@ -109,7 +109,7 @@ def test_the_host_of_the_supervisor_is_not_taken_for_lost(supervisor, tmp_path):
         sys.exit(1)
     """, restarts=0, own_names=("localhost",))
     one.run()
-    (row,) = history.read(tmp_path / "run")
+    (row,) = history.read_attempts(tmp_path / "run")
     assert row["rank"] == 2 and row["words"].startswith("rank 2 on host b, ended")
 
 
@@ -122,7 +122,7 @@ def test_a_program_may_work_on_after_its_fit(supervisor, tmp_path, monkeypatch):
 def test_a_program_without_a_word_of_ours_runs_once(supervisor, tmp_path):
     silent = "for p in where.glob('marks*'): p.unlink()\nsys.exit({})"
     assert supervisor(silent.format(0), own_names=("localhost",))[0].run() == 0
-    assert len(history.read(tmp_path / "run")) == 1
+    assert len(history.read_attempts(tmp_path / "run")) == 1
     assert supervisor(silent.format(3), restarts=0, own_names=("localhost",))[0].run() == 1
     assert supervisor(silent.format(0), restarts=0, own_names=("another",))[0].run() == 1, "a lost host, 0 all the same"
 
@@ -135,7 +135,7 @@ def test_other_programs_succeed_by_every_ranks_word(supervisor):
 @pytest.mark.parametrize("kind, status", [("user", 2), ("requeue", 75)])
 def test_what_no_restart_follows(supervisor, tmp_path, kind, status):
     one, _ = supervisor(f"causes.leave({kind!r}, 'words')")
-    assert one.run() == status and len(history.read(tmp_path / "run")) == 1
+    assert one.run() == status and len(history.read_attempts(tmp_path / "run")) == 1
 
 
 def test_a_launcher_that_stays_after_a_ranks_last_words_is_ended(supervisor, tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def test_a_launcher_that_stays_after_a_ranks_last_words_is_ended(supervisor, tmp
     one, _ = supervisor("causes.leave('exception', 'ValueError: bad'); time.sleep(60)", restarts=0)
     begin = time.monotonic()
     assert one.run() == 1 and time.monotonic() - begin < 20
-    assert history.read(tmp_path / "run")[0]["cause"] == "exception"
+    assert history.read_attempts(tmp_path / "run")[0]["cause"] == "exception"
 
 
 def test_a_launcher_that_stays_after_the_end_is_ended_and_it_is_a_success(supervisor, monkeypatch):
@@ -154,7 +154,7 @@ def test_a_launcher_that_stays_after_the_end_is_ended_and_it_is_a_success(superv
 def test_a_job_that_does_not_begin_is_ended(supervisor, tmp_path):
     one, _ = supervisor("for p in where.glob('marks*'): p.unlink()\ntime.sleep(60)", restarts=0, start_s=1.0)
     assert one.run() == 1
-    row, = history.read(tmp_path / "run")
+    row, = history.read_attempts(tmp_path / "run")
     assert row["cause"] == "hang" and "no rank had begun" in row["words"]
 
 
@@ -175,7 +175,7 @@ def test_a_signal_saves_and_ends_with_its_status(supervisor, tmp_path, number, s
     finally:
         signal.signal(signal.SIGINT, before)
     assert (tmp_path / "run" / "attempts" / "001" / causes.REQUEUE).exists()
-    assert "asked to end" in "\n".join(said) and history.read(tmp_path / "run")[0]["cause"] == "requeue"
+    assert "asked to end" in "\n".join(said) and history.read_attempts(tmp_path / "run")[0]["cause"] == "requeue"
 
 
 def test_a_second_interrupt_does_not_wait_for_the_save(supervisor, tmp_path):
@@ -190,7 +190,7 @@ def test_a_second_interrupt_does_not_wait_for_the_save(supervisor, tmp_path):
             assert one.run() == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert history.read(tmp_path / "run")[0]["cause"] == "interrupted"
+    assert history.read_attempts(tmp_path / "run")[0]["cause"] == "interrupted"
 
 
 AFTER_FIT = "complete(); (out / 'up').touch(); time.sleep(1.5); (out / 'scores').touch(); causes.leave('done', '')"
@@ -224,9 +224,9 @@ def test_what_nohup_ignores_stays_ignored(supervisor, tmp_path):
 
 def test_a_torn_history_swallows_no_record(supervisor, tmp_path):
     one, _ = supervisor("complete()")
-    (tmp_path / "run" / history.NAME).write_bytes(b'{"attempt": 1}\n\xff{"atte')
+    (tmp_path / "run" / history.HISTORY).write_bytes(b'{"attempt": 1}\n\xff{"atte')
     assert one.run() == 0
-    assert [row["attempt"] for row in history.read(tmp_path / "run")] == [1, 1]
+    assert [row["attempt"] for row in history.read_attempts(tmp_path / "run")] == [1, 1]
 
 
 def test_an_interrupt_ends_all_at_once(supervisor, tmp_path):
@@ -235,7 +235,7 @@ def test_an_interrupt_ends_all_at_once(supervisor, tmp_path):
         one, _ = supervisor("(out / 'up').touch(); time.sleep(60)")
         with ended_by(tmp_path / "run" / "up", signal.SIGINT):
             assert one.run() == 130
-        assert history.read(tmp_path / "run")[0]["cause"] == "interrupted"
+        assert history.read_attempts(tmp_path / "run")[0]["cause"] == "interrupted"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -247,7 +247,7 @@ def test_a_signal_while_it_waits_starts_nothing_more(supervisor, tmp_path, monke
     begin = time.monotonic()
     with ended_by(tmp_path / "run" / "up", signal.SIGTERM):
         assert one.run() == 75
-    assert time.monotonic() - begin < 20 and len(history.read(tmp_path / "run")) == 2
+    assert time.monotonic() - begin < 20 and len(history.read_attempts(tmp_path / "run")) == 2
 
 
 def ended_by(path, number):
@@ -322,7 +322,7 @@ def test_a_host_that_is_gone_whole_is_named_and_not_the_rank_that_waited_for_it(
     one, _ = supervisor(f"causes.leave('lost', 'rank 0, ended, {pulse.WAITING} a vote', rank=0)", restarts=0)
     one.environment.candidates = lambda where: [HostCandidate(HERE, here=True), HostCandidate(HostSlots("far", 1))]
     one.run()
-    row, = history.read(tmp_path / "run")
+    row, = history.read_attempts(tmp_path / "run")
     assert (row["cause"], row["rank"], row["host"]) == ("lost", -1, "far")
 
 

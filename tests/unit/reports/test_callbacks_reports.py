@@ -21,10 +21,9 @@ from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine import summary
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.seconds import Throughput
+from hvdtrain.reports import progress
 from hvdtrain.reports.jsonl import Jsonl
-from hvdtrain.reports.progress import report as progress
-from hvdtrain.reports.progress.line import Line
-from hvdtrain.reports.progress.line import OwnTerminal
+from hvdtrain.reports.progress.line import Line, OwnTerminal
 from hvdtrain.trainer import Trainer
 
 
@@ -252,7 +251,7 @@ def test_steps_of_the_whole_run(tmp_path, steps, config, total):
 @pytest.mark.parametrize("steps", [5, None])
 def test_lines(tmp_path, capsys, monkeypatch, steps):
     clock = [0.0]
-    monkeypatch.setattr("hvdtrain.reports.progress.report.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.reports.progress.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("hvdtrain.core.records.stream.time.monotonic", lambda: clock[0])
     run = make_run(tmp_path, steps=steps, epochs=2)
     run.state.samples_per_s = 1234.5

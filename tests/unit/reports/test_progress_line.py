@@ -17,9 +17,9 @@ import pytest
 from screen import Screen
 
 from hvdtrain.core.terminal import say
-from hvdtrain.reports.progress import layout, line
-from hvdtrain.reports.progress import report as progress
-from hvdtrain.reports.progress.layout import Standing
+from hvdtrain.reports import progress
+from hvdtrain.reports.progress import line
+from hvdtrain.reports.progress.line import Standing
 
 FULL = Standing(140, 300, 1, 3, 0.12345, 12345.6, 87.4, 83.0)
 
@@ -42,7 +42,7 @@ def words(styled):
     (4, ["140/"]),
 ])
 def test_the_least_telling_gives_way_to_the_width(columns, said):
-    assert words(layout.line(FULL, columns)) == said
+    assert words(line.line(FULL, columns)) == said
 
 
 @pytest.mark.parametrize("standing", [
@@ -52,18 +52,18 @@ def test_the_least_telling_gives_way_to_the_width(columns, said):
 @pytest.mark.parametrize("columns", [1, 10, 27, 79, 200])
 def test_the_line_fills_the_width_to_the_last_column(standing, doing, columns):
     """What is written after it, such as another rank's last words, then begins on a line of its own."""
-    assert len(text(layout.line(standing, columns, doing))) == columns
-    assert len(text(layout.silent(doing, columns, 3))) == columns
+    assert len(text(line.line(standing, columns, doing))) == columns
+    assert len(text(line.silent(doing, columns, 3))) == columns
 
 
 def test_the_line_of_a_run_that_evaluates():
-    assert words(layout.line(FULL, 60, "evaluating  0:07")) == ["epoch 2/3", "━", "140/300", "evaluating", "0:07"]
-    assert "epoch 3/3" in text(layout.line(Standing(300, 300, 3, 3), 60)), "there is no fourth of three epochs"
+    assert words(line.line(FULL, 60, "evaluating  0:07")) == ["epoch 2/3", "━", "140/300", "evaluating", "0:07"]
+    assert "epoch 3/3" in text(line.line(Standing(300, 300, 3, 3), 60)), "there is no fourth of three epochs"
 
 
 @pytest.mark.parametrize("step, part", [(0, 0.0), (150, 0.5), (299, 0.98), (300, 1.0)])
 def test_the_bar_shows_the_part_that_is_done(step, part):
-    drawn = layout.line(Standing(step, 300, 0, 3), 100)
+    drawn = line.line(Standing(step, 300, 0, 3), 100)
     done, left = (sum(t.count("━") for t, style in drawn if style == named) for named in ("green", "bright_black"))
     assert done / (done + left) == pytest.approx(part, abs=0.02)
     assert (left == 0) == (step == 300), "a run at its last step looks as such, and no other"
@@ -72,17 +72,17 @@ def test_the_bar_shows_the_part_that_is_done(step, part):
 @pytest.mark.parametrize("number, said", [(0.5, "0.5"), (7, "7"), (987.4, "987"), (999.6, "1k"), (12345.6, "12.3k"),
                                           (4.56e6, "4.56M"), (7.2e10, "72G")])
 def test_speeds_in_few_letters(number, said):
-    assert layout.short(number) == said
+    assert line.short(number) == said
 
 
 @pytest.mark.parametrize("seconds, said", [(-1, "0:00"), (7.4, "0:07"), (754, "12:34"), (3723, "1:02:03")])
 def test_times_in_few_letters(seconds, said):
-    assert layout.clock(seconds) == said
+    assert line.clock(seconds) == said
 
 
 def test_the_time_that_is_left_follows_the_speed_of_now(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("hvdtrain.reports.progress.report.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("hvdtrain.reports.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
     remaining = progress.Remaining(10_000)
     clock[0] += 50.0  # the first step traces and compiles
     assert remaining.after(1) is None

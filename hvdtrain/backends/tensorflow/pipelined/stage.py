@@ -17,7 +17,6 @@ import tensorflow as tf
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.tensorflow import recompute
-from hvdtrain.backends.tensorflow.buffers import VariableCopies, holding
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.graphs import PLAIN, Graph
 from hvdtrain.backends.tensorflow.pipelined.crossing import (
@@ -259,7 +258,6 @@ class PartEvaluator(Evaluator):
         super().__init__(evaluation, class_numbers)
         self._last = Last(runs.whole, runs.last)
         evaluation._spec = dataclasses.replace(spec, model=self._last)
-        self._form = ""
         self._functions: dict[str, Any] = {}
 
     def add(self, batch: Batch) -> None:
@@ -267,20 +265,8 @@ class PartEvaluator(Evaluator):
         self.add_outputs(batch, [], "")
 
     def add_outputs(self, batch: Batch, came: Sequence[tf.Tensor], form: str) -> None:
-        """Add a batch with ``came``, the last chunk's input; all of it, or nothing after a failure."""
-        with self._class_numbers.checked(tuple(batch)):
-            tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
-            if self._kept is None:
-                self._take(came, form, len(tf.nest.flatten(tensors)[0]))
-                self._evaluation.build(tensors)
-                self._kept = VariableCopies(self._evaluation.variables())
-            try:
-                with holding([self._kept]):
-                    pairs = self._function_of(form)(tensors, list(came))
-                self._evaluation.count(pairs)
-            except BaseException:
-                self._kept.put_back()
-                raise
+        """Add a batch with ``came``, the last chunk's input."""
+        self._add(batch, self._function_of(form), list(came), first=lambda samples: self._take(came, form, samples))
 
     def _function_of(self, form: str) -> Any:
         if form not in self._functions:

@@ -5,7 +5,7 @@ Owns the names: a variable's place in the whole model's order and its path (`hvd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,7 +20,7 @@ from hvdtrain.backends.tensorflow.pipelined.deferred import Part
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Writable
-from hvdtrain.core.protocols.run import Head, Place
+from hvdtrain.core.protocols.run import Head
 from hvdtrain.parallel.parts import ReplicaGroup
 
 
@@ -32,18 +32,10 @@ class PartState(state.ModelState):
         self._of_model = [names.weight(v) for v in self._model.weights]
         self._of_optimizer = list(of_optimizer)
 
-    def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-        own = self._opt.optimizer
-        groups = {"model": self._arrays("model", self._of_model, self._model.weights, place)}
-        if self._opt.slices is None:
-            groups["optimizer"] = self._arrays("optimizer", self._of_optimizer, own.variables, place)
-        return groups, self.rest()
+    def _named(self, group: str, variables: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self._of_model if group == "model" else self._of_optimizer, variables))
 
-    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
-        own = type(self._opt.optimizer).__name__
-        if rest.get("optimizer", own) != own:
-            raise UserError(f"the checkpoint was made with {rest['optimizer']}", own,
-                            "resume with the optimizer of that run")
+    def _assign(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         pairs = _matched("model", self._of_model, self._model.weights, groups["model"])
         if self._opt.slices is None:
             pairs += _matched("optimizer", self._of_optimizer, self._opt.optimizer.variables, groups["optimizer"])
@@ -51,25 +43,11 @@ class PartState(state.ModelState):
             state.assign(variable, array)
         if self._opt.slices is None:
             self._opt.resume(rest)
-        else:
-            self._rests = [rest]
-        self._scale.load(rest)
-        self._restart()
 
     def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
         """Return this rank's needs of a checkpoint whose optimizer's state is that of the whole model."""
         places = {name[:5] for name in self._of_optimizer}
         return super().wanted([head for head in heads if head.name[:5] in places])
-
-    def _slices(self) -> Iterator[tuple[str, Any, tuple[int, ...], int, int]]:
-        for name, (_, *rest) in zip(self._of_optimizer, super()._slices()):
-            yield (name, *rest)
-
-    def _arrays(self, group: str, names: Sequence[str], variables: Sequence[Any],
-                place: Place | None) -> dict[str, np.ndarray]:
-        if place is None:
-            return {name: state.to_numpy(v) for name, v in zip(names, variables)}
-        return {name: state.copied(state.view(v), group, name, place) for name, v in zip(names, variables)}
 
 
 def _matched(what: str, names: Sequence[str], variables: Sequence[Any],

@@ -74,7 +74,7 @@ def fits(scan: Scan) -> list[cst.Call]:
             if isinstance(call.func, cst.Attribute) and scan.code(call.func.value) in known]
 
 
-def given(scan: Scan, call: cst.Call, order: tuple[str, ...]) -> dict[str, int]:
+def argument_indices(scan: Scan, call: cst.Call, order: tuple[str, ...]) -> dict[str, int]:
     """Return the index of each given argument by its parameter's name; `Refused` for ``*args`` and ``**kwargs``."""
     if starred(call):
         raise Refused(scan.line(call), f"{scan.short(call.func)} gets *args or **kwargs",

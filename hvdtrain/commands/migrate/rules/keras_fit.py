@@ -11,7 +11,7 @@ from hvdtrain.commands.migrate.edit import (
 from hvdtrain.commands.migrate.finding import MigrateOptions, Refused, Rewrite
 from hvdtrain.commands.migrate.rules import keras2, keras_calls, keras_trainer
 from hvdtrain.commands.migrate.rules.keras_calls import (
-    COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, is_generator, saves, sole)
+    COMPILE, DATASET, FIT, Chain, argument_indices, chain, compiles, fits, is_generator, saves, sole)
 from hvdtrain.commands.migrate.scan import Scan, argument, is_true, local_name, name_of
 
 IMPORT = "import hvdtrain.keras as hvd"
@@ -65,7 +65,7 @@ def _device(scan: Scan, made: Rewrite) -> list[str]:
 
 def _compile(scan: Scan, made: Rewrite, call: cst.Call) -> None:
     """Plan ``optimizer=hvd.DistributedOptimizer(x)`` for ``optimizer=x``, and ``jit_compile=False`` for True."""
-    where = given(scan, call, COMPILE)
+    where = argument_indices(scan, call, COMPILE)
     unknown = sorted(set(where) - set(COMPILE))
     if unknown and any(True for _ in keras_calls.methods(scan, "compile")):
         raise Refused(scan.line(call), f"compile of a model of your own gets {', '.join(unknown)}",
@@ -116,7 +116,7 @@ def _around(form: str, inner: cst.BaseExpression) -> Any:
 
 
 def _fit(scan: Scan, made: Rewrite, call: cst.Call, datasets: set[str]) -> None:
-    where = given(scan, call, FIT)
+    where = argument_indices(scan, call, FIT)
     line = scan.line(call)
     if "x" not in where:
         raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "fix the script first")

@@ -10,7 +10,7 @@ import libcst as cst
 from hvdtrain.commands.migrate.edit import Names, arg, comments, expression, guarded, in_a_row, keyword, with_args
 from hvdtrain.commands.migrate.finding import Refused, Rewrite
 from hvdtrain.commands.migrate.rules import keras_calls
-from hvdtrain.commands.migrate.rules.keras_calls import FIT, fits, given, saves, sole
+from hvdtrain.commands.migrate.rules.keras_calls import FIT, argument_indices, fits, saves, sole
 from hvdtrain.commands.migrate.scan import Scan, argument, name_of, text_of
 
 NEITHER = ("validation_split", "steps_per_epoch", "initial_epoch", "validation_steps")
@@ -27,7 +27,7 @@ def rewrite(scan: Scan, made: Rewrite) -> None:
         raise Refused(scan.line(calls[1]), f"fit is called {len(calls)} times", "a Trainer is one run, with its own "
                       "folder", "make a Trainer for each, as in the code below")
     call, names = calls[0], Names(scan)
-    where = given(scan, call, FIT)
+    where = argument_indices(scan, call, FIT)
     _refuse(scan, call, where)
     line = sole(scan, call)
     _result(scan, call, line.body[0])
@@ -53,7 +53,7 @@ def snippet(scan: Scan) -> str:
     names, lines = Names(scan), []
     for call in fits(scan):
         try:
-            where = given(scan, call, FIT)
+            where = argument_indices(scan, call, FIT)
         except Refused:
             continue
         if "x" in where and not set(where) & set(NEITHER):

@@ -94,7 +94,7 @@ class TorchRule:
                   "several passes, changes of the rate and a choice of samples by rank are not read",
                   "put the code below in its place; what else the loop does goes into the data's test part, a "
                   "callback, or a task(model, batch) -> (loss_sum, weight) in the model's file")
-        if gone := self._gone(scan):
+        if gone := self._calls_to_remove(scan):
             made.tell(gone[0][0], "by hand", "these go: " + ", ".join(f"{text} (line {line})" for line, text in gone),
                       "Trainer starts the exchange, cuts each global batch, and puts the bare model on this rank's "
                       "device",
@@ -109,7 +109,7 @@ class TorchRule:
         made.snippet = _snippet(draft)
         return made
 
-    def _gone(self, scan: Scan) -> list[tuple[int, str]]:
+    def _calls_to_remove(self, scan: Scan) -> list[tuple[int, str]]:
         """Return (line, text) of the calls that go."""
         handles = {name_of(node.targets[0].target) for node in scan.all(cst.Assign) if self.handle
                    and any(True for _ in scan.calls(self.handle, within=node))}

@@ -12,7 +12,6 @@ MOST = 40
 
 
 def make(facts: RunFacts) -> Section | None:
-    """List attempts, where there were several or one failed, and checkpoints."""
     blocks: list[Any] = []
     bad = any(not one.ended_well for one in facts.attempts) and not facts.alive
     if len(facts.attempts) > 1 or bad:

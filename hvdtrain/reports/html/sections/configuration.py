@@ -8,7 +8,6 @@ from hvdtrain.reports.html.words import count
 
 
 def make(facts: RunFacts) -> Section | None:
-    """List what differs, and fold the whole away."""
     if not facts.config:
         return None
     differs = differing(facts.config)

@@ -31,7 +31,6 @@ def axis_of(facts: RunFacts) -> TimeAxis:
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Draw the time line."""
     if not facts.attempts:
         return None
     axis = axis_of(facts)
@@ -44,7 +43,6 @@ def make(facts: RunFacts) -> Section | None:
 
 
 def _attempts(facts: RunFacts, axis: TimeAxis) -> Lane:
-    """Bars: starting, training, and, where it ended badly, what had to be computed again."""
     lane = Lane("attempts")
     for one in facts.attempts:
         going = facts.alive and one is facts.attempts[-1]
@@ -86,7 +84,6 @@ def _stop(one: RunAttempt, end_s: float, going: bool) -> float:
 
 
 def _legend(lanes: Sequence[Lane]) -> list[tuple[str, str]]:
-    """Return the kinds that are there."""
     there = {span.kind for lane in lanes for span in (*lane.spans, *lane.ticks)}
     return [(kind, words) for kind, words in LEGEND if kind in there]
 
@@ -175,7 +172,6 @@ def _decisions(facts: RunFacts, axis: TimeAxis) -> Lane:
 
 
 def _decision(values: dict[str, object]) -> str:
-    """Return the decision in a few words."""
     samples = values.get("samples")
     if isinstance(samples, Sequence) and not isinstance(samples, str):
         return f"{values.get('stage', 'plan')} {', '.join(str(one) for one in samples[:8])}"

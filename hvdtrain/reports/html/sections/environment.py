@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.core.mesh import spans
 from hvdtrain.reports.html.blocks import Section, Table
 from hvdtrain.reports.html.facts import RunFacts, environment
 from hvdtrain.reports.html.words import cut, duration, number, size
@@ -12,7 +13,6 @@ MOST = 32
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Show where the run ran."""
     found = environment(facts)
     blocks: list[Any] = []
     hosts = found.get("hosts")
@@ -67,16 +67,7 @@ def _pipeline(facts: RunFacts) -> Table | None:
 
 
 def _ranks(ranks: Any) -> str:
-    """Ranks in short: "0-3, 6"."""
-    if not isinstance(ranks, list):
-        return str(ranks or "")
-    spans: list[list[int]] = []
-    for rank in sorted(r for r in ranks if isinstance(r, int)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}\N{EN DASH}{b}" for a, b in spans)
+    return spans(tuple(sorted(r for r in ranks if isinstance(r, int)))) if isinstance(ranks, list) else str(ranks or "")
 
 
 def _per_rank(facts: RunFacts, devices: list[Any], clocks: list[Any]) -> Table | None:

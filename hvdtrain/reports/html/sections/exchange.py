@@ -15,7 +15,6 @@ _STAGES = {"rule": "taken by rule", "decided": "decided", "tried": "tried", "che
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Show wire, compression and compile."""
     lines, blocks = [], []
     wire = str(facts.start.get("wire") or "")
     if wire:
@@ -44,7 +43,6 @@ def make(facts: RunFacts) -> Section | None:
 
 
 def _tables(decided: dict[str, Any], title: str, what: str) -> list[Table]:
-    """Tables of the forecast, of what cannot be used, and of the links."""
     tables = []
     rows = [row for row in decided["rows"] if isinstance(row, dict)]
     heads = list(
@@ -85,7 +83,6 @@ def _head(name: str) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a number by its key's unit."""
     if isinstance(value, str) or value is None or isinstance(value, bool):
         return "" if value is None else str(value)
     if str(name).endswith("bytes"):

@@ -17,7 +17,6 @@ MOST_FAINT = 12
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Draw loss, metrics, rate, gradient norm and speed."""
     tests = evaluations(facts)
     train = standing(facts, "loss")
     both = [Series("train", *train, "k0"), *superseded(facts, "loss")]
@@ -105,6 +104,5 @@ def _last(facts: RunFacts) -> float:
 
 
 def _latest(values: np.ndarray, words: Callable[[float], str] = metric) -> str:
-    """Return the last finite number of a curve."""
     finite = values[np.isfinite(values)]
     return words(float(finite[-1])) if len(finite) else ""

@@ -22,7 +22,6 @@ SHOWN: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Draw the curves of the "system" records, a line for each rank."""
     events = [e for e in facts.log.all("system") if isinstance(e.values.get("ranks"), list)]
     charts: list[Chart] = []
     begin, axis = facts.begin_s, _axis(facts)
@@ -69,7 +68,6 @@ def _lines(events: list[Any], key: str, begin: float) -> list[Series]:
 
 
 def _in_bytes(drawn: Chart) -> Any:
-    """Return the axis with its ticks in bytes' words."""
     from dataclasses import replace
 
     axis = drawn.y

@@ -16,7 +16,6 @@ COLORS = {kind: f"m{i}" for i, kind in enumerate(KINDS)}
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Draw kinds by rank and the table of plan and measurement."""
     memory = facts.log.last("end").get("memory") or facts.start.get("memory") or (facts.completed or {}).get("memory")
     memory = memory if isinstance(memory, dict) else {}
     rows = facts.log.last("system").get("ranks")
@@ -107,7 +106,6 @@ def _planned(facts: RunFacts, memory: dict[str, Any], rows: list[dict[str, Any]]
 
 
 def _fit(facts: RunFacts) -> Table | None:
-    """Return the choices of micro_batch auto and remat auto."""
     found = facts.log.last("memory_fit").get("ranks")
     rows = []
     for rank, row in enumerate(found if isinstance(found, list) else ()):

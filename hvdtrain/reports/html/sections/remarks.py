@@ -10,7 +10,6 @@ MOST = 60
 
 
 def make(facts: RunFacts) -> Section | None:
-    """List each remark once, with when it came first and how often."""
     found: dict[str, list[float]] = {}
     for event in facts.log.events:
         texts = (

@@ -34,7 +34,6 @@ BASES = {
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Draw bars by rank, and all ranks' time over the clock."""
     spent = facts.spent
     if not spent.ranks or spent.all_s <= 0:
         return None

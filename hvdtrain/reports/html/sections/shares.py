@@ -16,7 +16,6 @@ COLORS = 8
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Draw the shares and the tables."""
     plans = [
         (event, samples) for event in facts.log.all("balance") if (samples := _numbers(event.values.get("samples")))
     ]

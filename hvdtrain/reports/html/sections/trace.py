@@ -21,7 +21,6 @@ WORDS = {"data": "waiting for data", "sum": "exchange of the vote", "exchange su
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Show the summary of the latest trace."""
     events = facts.log.all("trace")
     if not events:
         return None

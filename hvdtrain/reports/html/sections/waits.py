@@ -9,7 +9,6 @@ from hvdtrain.reports.html.words import duration, percent
 
 
 def make(facts: RunFacts) -> Section | None:
-    """Draw the matrix, where the log names who was waited for."""
     spent = facts.spent
     if not spent.waits:
         return None

@@ -204,6 +204,6 @@ def _transforms(config: Config) -> list[Transform]:
 
 
 def _mesh(config: Config, control: Control) -> Mesh:
-    """Return the copies of the model; each rank has one where none is cut over ranks."""
+    """Return the replicas of the model; each rank has one where none is cut over ranks."""
     depths = depths_of(config.pipeline.stages, config.pipeline.depths, control.size)
     return Mesh.of(depths, control.rank)

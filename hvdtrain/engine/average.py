@@ -207,7 +207,7 @@ class WithAverage:
                                            if one.group == GROUP and self._average.holds(one.name))]
 
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
-        """Undo `shards`; say in words where there was no average."""
+        """Undo `shards`; say as text where there was no average."""
         unfit: str = self._inner.load(read, rest)
         arrays = read(GROUP)
         self._average.load(arrays)

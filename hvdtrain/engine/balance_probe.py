@@ -50,10 +50,10 @@ class Tools:
 
 
 def probe(run: Run, backend: Any) -> list[Speed]:
-    """Every rank's speed, by rank; collective.
+    """Return every rank's speed, by rank; collective.
 
-    Memory is looked at anew each time. Times that were measured before on the same device with the same model are taken
-    only if all ranks have them, and one measurement of each confirms them. Errors: `UserError`, the same everywhere.
+    Memory is measured each time. Remembered times of the same device and model are used only where all ranks have
+    them, and one measurement of each confirms them. Errors: `UserError`, the same everywhere.
     """
     config, control = run.config, run.control
     cursor = run.state.cursor
@@ -270,7 +270,7 @@ def save(name: str, sizes: Sequence[int], seconds: Sequence[float]) -> None:
 def ceiling(name: str, holds: str, room_bytes: int) -> int:
     """Return the largest micro-batch since an earlier run ran out of memory; 0 where none did, or in vain.
 
-    ``holds``: what the run is made of that takes memory, in words. ``room_bytes``: what this rank may hold; where that
+    ``holds``: what the run is made of that takes memory, as text. ``room_bytes``: what this rank may hold; where that
     is more than it was then, the micro-batch may be larger too.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -318,7 +318,7 @@ def ceiling_of(run: Run, sample: Any) -> int:
 
 
 def keep_ceiling(run: Run, sample: Any, micro_batch: int) -> None:
-    """Remember that this rank goes on with ``micro_batch`` samples after it ran out of memory."""
+    """Remember that this rank continues with ``micro_batch`` samples after it ran out of memory."""
     if remembers(run.config):
         save_ceiling(key(run, sample), _holds(run), _room(run), micro_batch)
 

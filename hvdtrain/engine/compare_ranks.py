@@ -61,7 +61,7 @@ def check_alike(control: Control, group: Group, lines: Sequence[str]) -> None:
 def check_parts(control: Control, parts: ModelParts, group: Group) -> None:
     """Compare what ``parts`` are made of with those of the ranks that hold the same, as `check_alike` does.
 
-    ``group``: the ranks that hold all that this one does. Of copies of unlike depth, where a rank shares some of its
+    ``group``: the ranks that hold all that this one does. Of copies of different depth, where a rank shares some of its
     blocks with one rank and some with another, it is the trainable tensors of each block that are compared.
     """
     layout = parts.layout
@@ -167,7 +167,7 @@ def resolved_config(config: Config, topology: Topology, devices: Sequence[Device
 def of_copies(given: Config, spelled: Config, mesh: Mesh) -> Config:
     """Return ``spelled`` with a share for each copy of a model where ``given`` names hosts or devices. Pure.
 
-    Errors: `UserError` for a copy whose ranks are given unlike shares.
+    Errors: `UserError` for a copy whose ranks are given different shares.
     """
     if mesh.deepest == 1 or not isinstance(given.shares, Mapping) or not spelled.shares:
         return spelled

@@ -88,7 +88,7 @@ def _within_memory(evaluate: Evaluate, backend: Any) -> Evaluate:
 
 
 def _check_parts(run: Run, backend: Any) -> list[str]:
-    """Do the same for a model that is cut over ranks, in micro-batches as training has them."""
+    """Do the same for a partitioned model, in micro-batches as training has them."""
     def read(feed: Feed) -> list[Batch]:
         n = max(1, _micro_batch(run.feed))
         return list(_parts(_samples(feed, MOST), n))
@@ -350,7 +350,7 @@ class Walk:
 def try_stages(run: Run, backend: Any, batches: Sequence[Batch], training: bool) -> list[str]:
     """Try ``batches`` one after the other and leave everything as it was; collective.
 
-    Copies may have unlike many: the others wait. Returns what was written to here, by name.
+    Replicas may have different numbers of batches: the others wait. Returns what was written to here, by name.
     """
     written: list[str] = []
     most = max(run.control.gather(len(batches)))

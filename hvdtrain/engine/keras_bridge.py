@@ -286,7 +286,7 @@ def unchanged(model: Any, run: Run) -> Iterator[None]:
 
 
 def _check_alike(callbacks: list[Any], run: Run) -> None:
-    """Callbacks that are not the same on all ranks would change the ranks' models unlike."""
+    """Refuse callbacks that differ between ranks, whose models they would change differently."""
     found = run.control.gather([type(c).__name__ + (f" with save_freq {c.save_freq}" if hasattr(c, "save_freq") else "")
                                 for c in callbacks])
     other = next((r for r, names in enumerate(found) if names != found[0]), None)

@@ -52,7 +52,7 @@ class TrainingMetrics:
         if setup.class_weight is not None:
             weight = with_class_weight(setup.class_weight, y, weight)
         self._losses = {name: keras.metrics.Mean(name=name) for name in names}
-        if run.mesh.place == run.mesh.depth - 1:  # of a model that is cut over ranks, others see no outputs
+        if run.mesh.place == run.mesh.depth - 1:  # of a partitioned model, others see no outputs
             setup.metrics.build(*zeros_like_one((y, widened(outputs), weight)))
         self._take()
         setup.follow = self._follow
@@ -87,7 +87,7 @@ class TrainingMetrics:
         self.resumed = dict(totals)
 
     def totals(self, control: Control) -> dict[str, np.ndarray]:
-        """Return the totals of the epoch so far over all ranks, which go on counting; collective."""
+        """Return the totals of the epoch so far over all ranks, which continue counting; collective."""
         if self._setup.follow is None:
             return {}
         own = self._states or self._take(reset=False)

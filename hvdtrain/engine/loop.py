@@ -82,7 +82,7 @@ def _fit(run: Run) -> None:
             evaluate(run)
         run.emit(Event.EPOCH_END)
         run.settle()
-    # Of the last step, or since the copies met last, there is no vote to tell it.
+    # Of the last step, or since the copies met last, there is no agreement to tell it.
     if run.control.agree(run.parts.optimizer.skipped() or state.outcome.poisoned):
         state.outcome.bad_ranks, state.outcome.bad_where = list(range(run.control.size)), {}
         run.emit(Event.NON_FINITE)
@@ -184,7 +184,7 @@ def _conclude(run: Run, batch: StepBatch, bad: list[int], meets: bool) -> None:
     if bad and not overflowed:
         if meets:
             _tell_not_finite(run, batch, bad)
-        outcome.poisoned = not meets  # told at the next vote (law 6)
+        outcome.poisoned = not meets  # told at the next agreement (law 6)
     outcome.met = meets and (not bad or outcome.met)
 
 
@@ -235,7 +235,7 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
     state = run.state
     state.outcome.bad_ranks, state.outcome.bad_where = bad, {}
     if not run.parts.stage.asynchronous:
-        origin = getattr(run.schedule, "origin", None)  # of a model that is cut over ranks
+        origin = getattr(run.schedule, "origin", None)  # of a partitioned model
         again = None if origin is None else partial(origin, batch, run.dp.scale(batch), run.dp)
         state.outcome.bad_where = blame(run.parts, batch, bad, run.control, run.recovery, again)
         state.outcome.bad_ranks = sorted(state.outcome.bad_where) or bad

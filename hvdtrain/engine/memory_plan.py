@@ -15,7 +15,7 @@ from hvdtrain.core.units import KINDS, Footprint, format_bytes
 from hvdtrain.engine import memory_survey
 from hvdtrain.engine.memory_survey import Scene
 from hvdtrain.planning import shards
-from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.linear import LinearTime, fit
 from hvdtrain.planning.memory import options
 from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts, peak, scaled
 from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding, forecast
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
 
 MOST_OFF = 0.1
-"""Part by which the bytes that recomputing saves may be less than reckoned before blocks are chosen anew."""
+"""Part by which the bytes that recomputing saves may be less than estimated before blocks are chosen again."""
 
 SEEN_FROM = 1 << 24
 """Bytes from which a saving shows in what a process holds; on hosts smaller ones drown in its heap."""
@@ -76,7 +76,7 @@ class Settling:
             self._facts = replace(facts, measured=measured)
         timed = micro and self._remat is not None and self.samples > 0
         self._room = MemoryRoom(self.need, facts.rank.free_bytes, self._costs, self._line()
-                                if timed else Line(0.0, 1e-9))
+                                if timed else LinearTime(0.0, 1e-9))
 
     def need(self, micro_batch: int) -> int:
         """Return the bytes that this rank holds in all with nothing recomputed."""
@@ -87,7 +87,7 @@ class Settling:
     def decide(self, parts: int = 0) -> RankFit:
         """Return what is best: in ``parts`` micro-batches where they are given, else in as many as is best.
 
-        The blocks are chosen and tried, and chosen anew where they save less than was reckoned.
+        The blocks are chosen and tried, and chosen again where they save less than was estimated.
         """
         for _ in range(2):
             fit = self._decided(parts)
@@ -135,14 +135,14 @@ class Settling:
                        tried=n)
 
     def _worth(self, factor: float) -> None:
-        """Take every block's saving for ``factor`` of what was reckoned."""
+        """Take every block's saving for ``factor`` of what was estimated."""
         measured = self._facts.measured
         blocks = tuple(replace(cost, saved_bytes=int(factor * cost.saved_bytes)) for cost in measured.blocks)
         self._facts = replace(self._facts, measured=replace(measured, blocks=blocks))
         assert self._remat is not None
         self._remat.choose(())
 
-    def _line(self) -> Line:
+    def _line(self) -> LinearTime:
         """Seconds of a micro-batch, by those that were tried for their memory: graphs of these sizes are there."""
         most = self._facts.measured.block_samples
         sizes = sorted({max(1, most // 2), most})

@@ -117,7 +117,7 @@ def room_bytes(scene: Scene) -> int | None:
 
 
 def way_of(scene: Scene, dp: DataParallel) -> Sharding:
-    """Return how the copies of the model stay one in ``dp``."""
+    """Return how the replicas of the model stay one in ``dp``."""
     if not dp.buckets:
         return Sharding(wire=scene.wire.name)
     zero = cast(DividesState, dp) if dp.divides_state else None

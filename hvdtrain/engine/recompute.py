@@ -171,7 +171,7 @@ class Miscomputed(RuntimeError):
 
 
 def resolution(kind: str, precision: str) -> float:
-    """Return the part of a gradient's element that rounding on such a device may make between unlike devices.
+    """Return the part of a gradient's element that rounding on such a device may make between different devices.
 
     Elements count as their tensor's root mean square at least. On GPUs float32 is multiplied in TF32 by default.
     """

@@ -164,7 +164,7 @@ class Run:
         return {**self.parts.state.rank_state(), **self.dp.saved()}
 
     def load_rank(self, own: dict[str, np.ndarray]) -> str:
-        """Undo `rank_state`; return in words what of it did not fit and starts anew, or ""."""
+        """Undo `rank_state`; return as text what of it did not fit and starts again, or ""."""
         self.parts.state.load_rank(own)
         return self.dp.restore(own)
 
@@ -182,11 +182,11 @@ class Run:
         self._joined = False
 
     def want_stop(self, reason: str) -> None:
-        """Ask that all ranks stop; takes effect when the ranks agree, at the next vote."""
+        """Ask that all ranks stop; takes effect at the next agreement."""
         self.state.wishes.stop = self.state.wishes.stop or reason
 
     def want_save(self) -> None:
-        """Ask for a checkpoint after the next vote."""
+        """Ask for a checkpoint after the next agreement."""
         self.state.wishes.save = True
 
     def tell_all(self, topic: str, text: str) -> None:
@@ -194,12 +194,12 @@ class Run:
         self.state.wishes.words.append(Announcement(self.control.rank, topic, text))
 
     def hear(self) -> None:
-        """Exchange what the ranks have to tell each other; collective, entered where a vote says that one has."""
+        """Exchange what the ranks have to tell each other; collective, entered where an agreement says that one has."""
         own, self.state.wishes.words = self.state.wishes.words, []
         self.state.told = [word for words in self.control.gather(own) for word in words]
 
     def hear_last(self) -> None:
-        """Tell each other what no vote has told, at the end of a fit; collective."""
+        """Tell each other what no agreement has told, at the end of a fit; collective."""
         if self.control.agree(bool(self.state.wishes.words)):
             self.hear()
             self.emit_told()
@@ -220,7 +220,7 @@ class Run:
         return bool(self.state.stop)
 
     def settle(self) -> None:
-        """Settle outside a step what a vote settles in it: wishes to stop, and what ranks have to tell; collective."""
+        """Decide outside of a step on wishes to stop, and exchange announcements; collective."""
         wishes = self.state.wishes
         n_stop, n_words = self.control.sum(np.array([bool(wishes.stop), bool(wishes.words)], np.float64))
         if n_stop:

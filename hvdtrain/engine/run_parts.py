@@ -30,7 +30,7 @@ from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.unused import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 
 if TYPE_CHECKING:
     from hvdtrain.comm.wires import Wires
@@ -125,7 +125,7 @@ class Findings:
     ledger: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     shortages: list[dict[str, Any]] = field(default_factory=list)
-    solo_lines: list[Line] = field(default_factory=list)
+    solo_lines: list[LinearTime] = field(default_factory=list)
     metrics_at: int = -1
     unsaved: UserError | None = None
 

@@ -98,7 +98,7 @@ def _meter(run: Run) -> dict[str, Any] | None:
 
 
 def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what was checked of the samples, in words; nothing where no step was made."""
+    """Return what was checked of the samples, as text; nothing where no step was made."""
     epochs = found.get("epochs", 0)
     rows = found.get("compared", 0)  # none where all rows were compared, or there is one rank
     said = [f"each {'index ' if rows else ''}exactly once in {count(epochs, 'epoch')}"
@@ -136,7 +136,7 @@ def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _measured(found: dict[str, Any], rank: int) -> str:
-    """Return what of ``_memory``'s reckoning was found in the end, in words; "" where a kind of it cannot be told."""
+    """Return what of ``_memory``'s estimate was found in the end, as text; "" where a kind of it cannot be told."""
     measured = found.get("measured", [])
     held = measured[rank] if rank < len(measured) else {}
     kinds = [held.get(kind) for kind in ("parameters", "gradients", "state")]

@@ -176,12 +176,12 @@ def trainable_names(parts: ModelParts) -> set[str]:
 
 def blame(parts: ModelParts, batch: StepBatch, suspects: list[int], control: Control, recovery: Recovery,
           origin: Callable[[], Origin | None] | None = None) -> dict[int, str]:
-    """Return the ranks that brought a gradient which is not finite -> where it is first, in words; collective.
+    """Return the ranks that brought a gradient which is not finite -> where it is first, as text; collective.
 
-    Each of ``suspects`` (ranks; the same list on every rank) computes its part of the step once more, alone. Where the
+    Each of ``suspects`` (ranks; the same list on every rank) computes its part of the step again, alone. Where the
     weights are not finite any more, that is said instead. {} where nobody finds anything: finite gradients, whose sum
     or exchange overflowed. Where memory lacks for that computation, a rank finds nothing.
-    ``origin``: of a model that is cut over ranks, computes the step once more together with the copy's other ranks and
+    ``origin``: of a partitioned model, computes the step again together with the copy's other ranks and
     tells what began on this one; of each copy the rank is named where it began first.
     """
     if parts.layout is not None and origin is not None:
@@ -225,7 +225,7 @@ def _look(parts: ModelParts, batch: StepBatch) -> str:
 
 
 ROUNDINGS = 16.0
-"""Roundings of one update that are forgiven: the differences of unlike devices walk, so they grow with sqrt(steps)."""
+"""Roundings of one update that are forgiven: differences between devices grow with sqrt(steps)."""
 
 
 class Diverged(UserError):

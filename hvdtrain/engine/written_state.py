@@ -49,7 +49,7 @@ class BufferedRun(Protocol):
         ...
 
     def tell_all(self, topic: str, text: str) -> None:
-        """Have every rank hear ``text`` at the next vote."""
+        """Have every rank hear ``text`` at the next agreement."""
         ...
 
     def note(self, text: str) -> None:
@@ -97,7 +97,7 @@ class WrittenState:
         self._know(run, [*self.declared, *(name for names in control.gather(list(found)) for name in names)])
 
     def caveats(self) -> list[str]:
-        """Return what of law 2 is bent, in words."""
+        """Return what of law 2 is bent, as text."""
         return _words(self.reductions, {n: how for n, how in self.declared.items() if n in self.reductions})
 
     def fresh(self, run: BufferedRun) -> list[str]:

@@ -15,7 +15,7 @@ batches leave idle shows no cost per sample at all, and a plan needs one that is
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearTime:
     """Seconds of one micro-batch of b samples, forward and backward: ``t(b) = a_s + c_s * b``; a >= 0, c > 0."""
 
     a_s: float
@@ -25,14 +25,18 @@ class Line:
         """Return the seconds of ``samples`` in ``parts`` micro-batches; ``parts`` without samples cost ``a_s`` each."""
         return parts * self.a_s + self.c_s * samples
 
-    def scaled(self, factor: float) -> Line:
+    def scaled(self, factor: float) -> LinearTime:
         """Return the line of a device that takes ``factor`` times as long."""
         assert factor > 0
-        return Line(self.a_s * factor, self.c_s * factor)
+        return LinearTime(self.a_s * factor, self.c_s * factor)
 
     def describe(self) -> str:
         """Return text such as "3.1 ms + 0.52 ms a sample"."""
         return f"{1e3 * self.a_s:.3g} ms + {1e3 * self.c_s:.3g} ms a sample"
+
+
+Line = LinearTime
+"""The name in earlier releases, to which `hvdtrain.balance.line` leads."""
 
 
 def fit_line(points: Sequence[tuple[float, float]], least_slope: float = 0.0) -> tuple[float, float]:
@@ -53,11 +57,11 @@ def fit_line(points: Sequence[tuple[float, float]], least_slope: float = 0.0) ->
     return (a, b) if a >= 0 and b >= least_slope else (max((u1 - least_slope * uv) / uu, 0.0), least_slope)
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> LinearTime:
     """Return the line of micro-batches of ``sizes`` samples that took ``seconds``, with c_s > 0; see `fit_line`."""
     assert len(sizes) == len(seconds) > 0 and min(sizes) >= 1, "a fit needs a time for each size of 1 or more"
     times_s = [max(float(t), SHORTEST_S) for t in seconds]
-    return Line(*fit_line(list(zip(sizes, times_s)), LEAST_SLOPE * min(t / b for b, t in zip(sizes, times_s))))
+    return LinearTime(*fit_line(list(zip(sizes, times_s)), LEAST_SLOPE * min(t / b for b, t in zip(sizes, times_s))))
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Speed:
     ``remembered``: it comes from an earlier run, confirmed in this one.
     """
 
-    line: Line
+    line: LinearTime
     ceiling: int
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]

@@ -26,7 +26,7 @@ TIE = 0.05
 """Costs this near to the least count as equal; of those the wire that takes the least processor time is taken."""
 
 OFF = 0.25
-"""A wait this much longer than reckoned is looked into."""
+"""A wait this much longer than estimated is looked into."""
 
 NEAR = 0.15
 """Costs this near to each other are within what a sweep of two seconds may be wrong by."""
@@ -43,7 +43,7 @@ nothing."""
 
 WHAT = {"shared": "sums within each host first, by memory (hierarchical)", "mpi": "plain MPI from rank to rank (flat)",
         "horovod": "Horovod's operations", "null": "nothing"}
-"""A wire in words."""
+"""Descriptions of transports."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def short_of_cores(hosts: Sequence[tuple[int, int]], threads: int) -> float:
     return max(min(1.0, max(0.0, 1.0 - (cores / ranks - threads))) for ranks, cores in hosts)
 
 
-def reckon(found: Sequence[MeasuredTransport], nbytes: float, short: float) -> list[TransportCost]:
+def estimate(found: Sequence[MeasuredTransport], nbytes: float, short: float) -> list[TransportCost]:
     """Return the estimate of each transport, in the order given."""
     rows = []
     for m in found:
@@ -183,9 +183,9 @@ def doubt(rows: Sequence[TransportCost], choice: WireChoice, step_s: float, wait
         return None
     wait = f"steps of {format_ms(step_s)} wait {format_ms(wait_s)}"
     if wait_s > own.cost_s * (1 + OFF) and wait_s - own.cost_s > SEEN * step_s and others[0].cost_s < wait_s:
-        return others[0].name, f"{wait}, longer than was reckoned"
+        return others[0].name, f"{wait}, longer than estimated"
     near = [row.name for row in others if row.name in easy and row.cost_s <= own.cost_s * (1 + NEAR)]
-    return (near[0], f"{wait}, and it was reckoned within {NEAR:.0%}") if near else None
+    return (near[0], f"{wait}, and it was estimated within {NEAR:.0%}") if near else None
 
 
 def better(choice: str, step_s: float, tried: str, tried_s: float) -> tuple[str, str]:

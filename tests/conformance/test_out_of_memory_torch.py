@@ -96,7 +96,7 @@ def test_the_last_words_tell_what_would_save_how_many_bytes():
     def make() -> Any:
         return nn.Sequential(nn.Linear(FEATURES, 2000), nn.Tanh(), nn.Linear(2000, 2000), nn.Linear(2000, CLASSES))
 
-    with pytest.raises(UserError, match=r"memory for the model and one sample.* zero .*saves about [\d.]+ [kMG]B"):
+    with pytest.raises(UserError, match=r"memory for the model and one sample.* zero .*saves about [\d.]+ [KMG]iB"):
         trained(make, range(0, 1000), size=2, optimizer=replace(Setting("torch", (1,)).config().optimizer, name="Adam"))
 
 

@@ -62,7 +62,7 @@ first = wires.first([]).name
 found = transports.measure({{name: wires.get(name)[0] for name in wires.names}}, numpy.Ops(), control, 1e6, 0.5)
 assert all(other == found for other in control.gather(found))
 if world.rank == 0:
-    print(json.dumps([first, wires.names, transport_choice.decide(transport_choice.reckon(found, 1e6, 1.0)).name]))
+    print(json.dumps([first, wires.names, transport_choice.decide(transport_choice.estimate(found, 1e6, 1.0)).name]))
 """
 
 ON_EVERY_HOST = """

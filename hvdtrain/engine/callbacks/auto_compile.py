@@ -71,7 +71,7 @@ class AutoCompile(Callback):
             run.record("compile", option=option, kinds={kind: vars(one) for kind, one in found.items()})
 
     def _keep(self, run: Run, names: list[str]) -> None:
-        """Use what was chosen before the run was saved, so that it goes on as it was; collective."""
+        """Use what was chosen before the run was saved, so that it continues as it was; collective."""
         compile, own = run.parts.compile, names[run.control.rank]
         assert compile is not None
         whys = run.control.gather(prepare(run, compile, tuple(self.chosen[own]), names))
@@ -130,7 +130,7 @@ def time_option(run: Run, compile: Compile, option: str, kinds: Sequence[str]) -
 
 
 def prepare(run: Run, compile: Compile, options: tuple[str, ...], kinds: Sequence[str]) -> str:
-    """Use ``options`` as they were chosen before, without timing; return why not, in words, or "". Not collective."""
+    """Use ``options`` as they were chosen before, without timing; return why not, as text, or "". Not collective."""
     why = next(filter(None, map(compile.refusal, options)), "")
     batches = micro_batches(run, kinds) if options else []
     if why:

@@ -64,7 +64,7 @@ class AutoCompression(Callback):
         self._watch = StepWatch(WARM_STEPS)
 
     def fit_start(self, run: Run) -> None:
-        """Measure links and compressors; a run that goes on in the world it was decided for keeps its choice."""
+        """Measure links and compressors; a run that continues in the world it was decided for keeps its choice."""
         if self.settled and self._world == _world(run):
             return
         self.anew(run)

@@ -34,7 +34,7 @@ LOOK_STEPS = 50
 """Steps between two looks at the wait, once all is settled."""
 
 MOST_TIMES = 3
-"""A run decides anew at most so often because a link has changed."""
+"""A run decides again at most so often because a link has changed."""
 
 
 class AutoWire(Callback):
@@ -70,7 +70,7 @@ class AutoWire(Callback):
         self._compression, compression.others = compression, self.others
 
     def fit_start(self, run: Run) -> None:
-        """Choose; a run that goes on in the world it was decided for keeps its choice."""
+        """Choose; a run that continues in the world it was decided for keeps its choice."""
         why = self._by_rule(run)
         if not why and self.settled and self._world == _world(run):
             self._begin(run)
@@ -85,7 +85,7 @@ class AutoWire(Callback):
             self._decide(run)
 
     def _by_rule(self, run: Run) -> str:
-        """Return why nothing is measured, in words, or "". Pure."""
+        """Return why nothing is measured, as text, or "". Pure."""
         updates = run_length.updates(run.spelled, run.feed.steps_per_epoch)
         left = updates - run.state.cursor.step
         if len(run.wires.names) == 1:
@@ -140,7 +140,7 @@ class AutoWire(Callback):
         threads = max(control.gather(run.topology.cores_of(control.rank) if not run.config.threads
                                      else run.config.threads))
         short = transport_choice.short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
-        self._rows = transport_choice.reckon(measured, nbytes, short)
+        self._rows = transport_choice.estimate(measured, nbytes, short)
         self._decision = control.bcast(transport_choice.decide(self._rows))
         self._take(run, self._decision.name)
         for name in wires.names:
@@ -174,7 +174,7 @@ class AutoWire(Callback):
         return found
 
     def _check(self, run: Run, measured: Baseline) -> None:
-        """Keep the choice where its steps wait as reckoned; else try the next best, and keep the better of the two."""
+        """Keep the choice where its steps wait as estimated; else try the next best, and keep the better of the two."""
         assert self._decision is not None
         if self._base is not None:
             first = self._decision.name
@@ -227,7 +227,7 @@ class AutoWire(Callback):
         self._watch.begin(run)
 
     def _look(self, run: Run) -> None:
-        """Every `LOOK_STEPS` steps compare the wait with what it was; decide anew where it is another one for good."""
+        """Every `LOOK_STEPS` steps compare the wait with what it was; decide again where it is another one for good."""
         if self._times >= MOST_TIMES:
             return
         self._watch.count(run)

@@ -22,7 +22,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch import plan as plans
 from hvdtrain.planning.batch.rebalance import Rebalancer
 from hvdtrain.planning.batch.sampler import BatchShares
-from hvdtrain.planning.linear import Line, Speed, least
+from hvdtrain.planning.linear import LinearTime, Speed, least
 
 VERIFY_ROUNDS = 4
 """Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""
@@ -54,7 +54,7 @@ class Balance(Callback):
         self._in_force_from = 0
 
     def fit_start(self, run: Run) -> None:
-        """Probe and plan; a run that goes on in the world that its plan was made for keeps it."""
+        """Probe and plan; a run that continues in the world that its plan was made for keeps it."""
         if len(run.mesh.copies) == 1:
             run.note(f"balance {run.config.balance}: there is one {balance_plan.called(run.mesh)}, which takes all")
             return
@@ -67,7 +67,7 @@ class Balance(Callback):
         self.plan(run)
 
     def step_end(self, run: Run) -> None:
-        """At the end of a window: advise, and in auto plan anew where that is worth it."""
+        """At the end of a window: advise, and in auto plan again where that is worth it."""
         window, rebalancer = self._meter.window, self._rebalancer
         if rebalancer is None or self._lowered(run) or window is None:
             return
@@ -175,7 +175,7 @@ class Balance(Callback):
             run.note("balance: the checkpoint's plan was made for other ranks, devices or limits; probing anew")
             return False
         config = run.config
-        lines = [Line(*row) for row in self._kept["plan"]["lines"]]
+        lines = [LinearTime(*row) for row in self._kept["plan"]["lines"]]
         self._rebalancer = _controller(run, lines, self._kept["ceilings"], plans.plan(lines, *_work(run)))
         unfit = self._rebalancer.load_state_dict(self._kept["plan"])
         if unfit:
@@ -222,7 +222,7 @@ def _work(run: Run, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceili
     return run.config.global_batch, ceilings_P, balance_plan.least_parts(run), run.config.sync_batchnorm
 
 
-def _controller(run: Run, lines_P: list[Line], ceilings_P: list[int], made: plans.BatchPlan) -> Rebalancer:
+def _controller(run: Run, lines_P: list[LinearTime], ceilings_P: list[int], made: plans.BatchPlan) -> Rebalancer:
     """Make the controller that watches plan ``made``."""
     config = run.config
     return Rebalancer(lines_P, config.global_batch, ceilings_P or None, made, config.rebalance.margin,

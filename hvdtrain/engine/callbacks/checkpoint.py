@@ -65,7 +65,7 @@ class Checkpoint(Callback):
     def step_end(self, run: Run) -> None:
         """Ask for a checkpoint where one is due, and tell what came of the last one."""
         self._hear(run)
-        s = self._settings  # steps are the same on all ranks; the clock is rank 0's, whose wish goes through the vote
+        s = self._settings  # all ranks count the same steps; the clock is rank 0's, whose wish waits for an agreement
         if s.every_steps and run.state.cursor.step % s.every_steps == 0:
             run.state.save_due = True
         if run.control.rank == 0 and self._waits_s(run) <= time.monotonic() - self._clock:
@@ -86,13 +86,13 @@ class Checkpoint(Callback):
 
     def checkpoint(self, run: Run) -> None:
         self._clock = time.monotonic()
-        run.state.wishes.save = False  # wished for again between the vote and this save
+        run.state.wishes.save = False  # wished for again between the agreement and this save
         begin(run)
 
     def told(self, run: Run) -> None:
         """Say the first time that a checkpoint could not be written, and count it, or end the run, as configured.
 
-        The run can go on, since the checkpoints before are whole.
+        The run can continue, since the checkpoints before are whole.
         """
         for word in run.state.told:
             if word.topic == TOPIC:
@@ -122,7 +122,7 @@ class Checkpoint(Callback):
         self._in_a_row, self._told_again = 0, True
 
     def _needs_last(self, run: Run) -> bool:
-        """Return whether a save at the end is asked for; a run that is to go on elsewhere has just been saved."""
+        """Return whether a save at the end is asked for; a run that is to continue elsewhere has just been saved."""
         step = run.state.cursor.step
         if run.state.requeue:
             return step > 0 and not run.control.bcast(run.saver is not None and run.saver.spent.written == step)

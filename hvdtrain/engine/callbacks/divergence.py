@@ -64,7 +64,7 @@ class Divergence(Callback):
 
     def fit_start(self, run: Run) -> None:
         self._begin = run.state.cursor.step
-        # A further fit goes on with what the ranks hold: roundings have added up since the first one began.
+        # A further fit continues with what the ranks hold: roundings have added up since the first one began.
         self._equal = min(self._begin, self._begin if self._equal is None else self._equal)
         self._plan(run)
         self._kinds = kinds(run)

@@ -14,7 +14,7 @@ from hvdtrain.engine.run import Run
 
 
 class EarlyStop(Callback):
-    """Runs on all ranks over metrics that are equal on all; the wish to stop still goes through the vote (law 6)."""
+    """Runs on all ranks over metrics that are equal on all; the wish to stop still waits for an agreement (law 6)."""
 
     where = "all"
     steers = True

@@ -94,7 +94,7 @@ class MemoryFit(Callback):
             run.parts.state.load_rank(random)
         if run.recovery.guard is not None:
             spared = own.fit.need - own.fit.choice.peak
-            run.recovery.guard.reckoned = lambda n: memory.imported_bytes() + settling.need(n) - (
+            run.recovery.guard.estimated = lambda n: memory.imported_bytes() + settling.need(n) - (
                 spared * n // max(1, own.fit.micro_batch))
         found: list[RankFit] = control.gather(own)
         return found
@@ -116,7 +116,7 @@ class MemoryFit(Callback):
         finally:
             run.parts.state.load_rank(random)
         if run.recovery.guard is not None:
-            run.recovery.guard.reckoned = found
+            run.recovery.guard.estimated = found
 
     def _parts_before(self, run: Run, settling: Settling, micro: bool) -> int:
         """Return the number of micro-batches that this rank had before the resume, where it still fits; else 0."""
@@ -221,7 +221,7 @@ LOOK_AFTER = 2
 
 
 class MemoryReport(Callback):
-    """Writes ``run.memory``: bytes of "state", as reckoned by rank, and "peak", as measured by rank.
+    """Writes ``run.memory``: bytes of "state", as estimated by rank, and "peak", as measured by rank.
 
     "reckoned" and "measured" are by rank and kind (`hvdtrain.core.units`), None where nothing is known.
     """

@@ -16,7 +16,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.planning.batch.meter import AverageStep, Reading, read
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""
@@ -28,7 +28,7 @@ CLOSER = 3
 """Of the ``every_steps`` equal parts of a window, those that a window has in which a drastic change is looked at."""
 
 PHASES = ("data", "compute", "wait", "update", "idle", "channel")
-"""``idle``: the part of wait in which a stage of a model that is cut over ranks waits for others of its copy;
+"""``idle``: the part of wait in which a stage of a partitioned model waits for others of its copy;
 ``channel``: the part of idle in which a message between them is on its way."""
 
 
@@ -194,7 +194,7 @@ def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
     if cut:
         labels = [f"copy {c} (ranks {', '.join(map(str, sorted(ranks)))})" for c, ranks in enumerate(copies)]
     share = -(-run.config.global_batch // len(rows))
-    lines: Sequence[Line | None] = run.state.findings.solo_lines or [None] * len(rows)
+    lines: Sequence[LinearTime | None] = run.state.findings.solo_lines or [None] * len(rows)
     busy_s = [max(sums_P[r][1] for r in ranks) for ranks in copies]
     solo = [sums_P[ranks[0]][2] / own_s if own_s > 0 else share / line.seconds(share, 1) if line else 0.0
             for ranks, own_s, line in zip(copies, busy_s, lines)]

@@ -58,7 +58,7 @@ def at_its_least(rank: int, shortage: Shortage, ways: str) -> UserError:
 
 
 def tell(run: Run, shortage: Shortage, meets: bool) -> None:
-    """Have all ranks hear of it, at the vote of this step where they meet in it.
+    """Have all ranks hear of it, at the agreement of this step where they meet in it.
 
     Errors: `UserError` where they do not, and no smaller size is left.
     """
@@ -79,7 +79,7 @@ def reported_shortages(run: Run) -> list[tuple[int, Shortage]]:
 
 
 def repeats(run: Run) -> bool:
-    """Return whether a rank has told at the vote just held that it ran out of memory: then all repeat the step.
+    """Return whether a rank has told at the agreement just held that it ran out of memory: then all repeat the step.
 
     Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
     """

@@ -144,7 +144,7 @@ class Preempt(Callback):
             if signal.getsignal(number) == self._heard:
                 signal.signal(number, before)
         self._before = {}
-        self._asked, self._interrupted_at = False, -math.inf  # another fit listens anew, also after an exception
+        self._asked, self._interrupted_at = False, -math.inf  # another fit listens again, also after an exception
         run.state.wishes.words = [word for word in run.state.wishes.words if word.topic != TOPIC]
 
     def _install(self) -> None:

@@ -21,7 +21,7 @@ from hvdtrain.engine.run import Run
 EVERY_S = 5.0
 
 LATER_ROUNDS = 8
-"""Of comparing the clocks of several machines anew, which drift apart by up to half a millisecond in a second."""
+"""Of comparing the clocks of several machines again, which drift apart by up to half a millisecond in a second."""
 
 MOST_WAITS = 4
 """Ranks waited for that a record names for each rank."""

@@ -60,7 +60,7 @@ class StageTimes:
 
 
 class Stages(Callback):
-    """Runs on all ranks of a model that is cut over ranks. ``seen``: what was measured, when a fit has ended."""
+    """Runs on all ranks of a partitioned model. ``seen``: what was measured, when a fit has ended."""
 
     where = "all"
 

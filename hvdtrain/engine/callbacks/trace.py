@@ -61,7 +61,7 @@ class Trace(Callback):
         self._clock_names = run.control.gather(chrome.clock_name())
 
     def step_start(self, run: Run) -> None:
-        """Begin here where no step has ended before: the run starts, or goes on, within the window.
+        """Begin here where no step has ended before: the run starts, or continues, within the window.
 
         A step before it what is traced for the window alone (TensorFlow's graphs) is made ready.
         """
@@ -104,7 +104,7 @@ class Trace(Callback):
                 self._profiler.start()
             except Exception as error:  # noqa: BLE001  (whatever a profiler's library raises: a trace ends no run)
                 self._profiler, self._problem = None, f"{type(error).__name__}: {error}"
-            run.control.barrier("start of the profilers")  # which takes them unlike times
+            run.control.barrier("start of the profilers")  # which takes them different times
         self._taken = SpanRecorder(chrome.room(run.control.size))
         self._step_began_s = time.perf_counter()
         run.timeline.taker, run.timeline.closely = self._taken, True

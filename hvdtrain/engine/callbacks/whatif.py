@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.batch.plan import BatchDivision, Forecast, Steps, forecast
-from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.linear import LinearTime, fit
 
 MOST_STEPS, MOST_NUMBERS, LEAST_KEPT = 256, 16384, 32
 """Steps that are looked at, fewer where ranks are many: so many of all ranks' together, but some at least."""
@@ -74,7 +74,7 @@ class WhatIf(Callback):
             return None
         table = np.diff(np.array([rows for rows, _ in rows_P], np.float64), axis=1).transpose(2, 1, 0)  # 4 of [N, P]
         wall, work_s, wait, samples = table
-        lines: list[Line | None] = [Line(*line) if line else None for _, line in rows_P]
+        lines: list[LinearTime | None] = [LinearTime(*line) if line else None for _, line in rows_P]
         planned = config.balance != "off" and bool(run.state.findings.solo_lines)
         shares = None if planned else list(cast(Sequence[float], run.spelled.shares)) or [1.0] * run.control.size
         ceilings = [config.micro_batch_limit] * run.control.size if config.micro_batch_limit else None
@@ -82,7 +82,7 @@ class WhatIf(Callback):
         steps = Steps(wall, work_s, wait, samples.astype(np.int64))
         return forecast(steps, work, run.state.findings.solo_lines or lines)
 
-    def _measured(self, run: Run) -> Line | None:
+    def _measured(self, run: Run) -> LinearTime | None:
         """Return this rank's line, from its micro-batch and one as large as it would be, or half; None without one."""
         config, micro = run.config, self._micro
         n = len(micro[0]) if micro is not None else 0

@@ -145,7 +145,7 @@ def _write(run: Run, directory: Path, guarded: Callable[[], AbstractContextManag
 
 
 def left_out(framework: str) -> str:
-    """Return in words what a whole model would be written as besides, and how to have it; "" for nothing."""
+    """Return as text what a whole model would be written as besides, and how to have it; "" for nothing."""
     native = NATIVE.get(framework, "")
     return native and (f"{native} is left out: no rank holds all of the model. Load model.safetensors into the whole "
                        "model, on a machine that has the memory for it, and save that")
@@ -192,7 +192,7 @@ class DiskRoom:
 
     def _make(self) -> bool:
         try:
-            # Not by checkpoints of later steps, which a run that goes on from an earlier one does not have.
+            # Not by checkpoints of later steps, which a run that continues from an earlier one does not have.
             reached = self._run.state.cursor.step + 1
             dropped = CheckpointStore(RunDirectory(self._run.out).checkpoints, 1).drop_oldest(reached)
         except OSError:  # what cannot be removed gives no room

@@ -95,7 +95,7 @@ class Saving:
         error = ""
         meets = run.control.size > 1 and self._channel is None
         gathered = run.config.checkpoint.layout == "gathered"
-        place = view if meets and gathered and rank > 0 else self._copies.place  # it has gone when the run goes on
+        place = view if meets and gathered and rank > 0 else self._copies.place  # it has gone when the run continues
         try:
             self._copies.begin()
             try:
@@ -173,7 +173,7 @@ class Saving:
             _fail(errors)
             content = StreamedContent(heads_P, pieces_P, meta)
         except UserError:
-            for pieces in pieces_P[1:]:  # all of them, also after an error: the next save begins anew
+            for pieces in pieces_P[1:]:  # all of them, also after an error: the next save begins again
                 deque(pieces, 0)
             raise
         self._write(content)
@@ -308,7 +308,7 @@ def _fail(errors: list[str]) -> None:
 def given_by(run: Run, holders: Holders | None) -> tuple[Given, Given]:
     """Return what this rank gives to a checkpoint: of the state of the model and its optimizer, and its own.
 
-    ``holders``: of a model that is cut over ranks (`held_by`). Copies that another data_parallel keeps are one model
+    ``holders``: of a partitioned model (`held_by`). Copies that another data_parallel keeps are one model
     only where they meet, their optimizers' state maybe never: parts of several would be no model at all, so the first
     copy gives the whole of its own.
     """
@@ -341,7 +341,7 @@ def _beside(run: Run, shared: Any) -> Any:
 
 
 def held_by(run: Run) -> Holders | None:
-    """Return which rank has what of a model that is cut over ranks, None of a whole one. Collective."""
+    """Return which rank has what of a partitioned model, None of a whole one. Collective."""
     if run.parts.layout is None:
         return None
     return holders_of(run.control, run.parts.state, [spec.name for spec in run.parts.params.specs])

@@ -47,7 +47,7 @@ def save(run: Run) -> str:
 
 
 def begin(run: Run) -> None:
-    """Copy the run's state and have it written while the run goes on; collective.
+    """Copy the run's state and have it written while the run continues; collective.
 
     What comes of it is told by `finish` or, on the rank that has met an error, by ``run.saver.settled()``.
     """
@@ -185,7 +185,7 @@ def _in_own_names(run: Run, heads: list[Head]) -> tuple[dict[tuple[str, str], st
 
 
 def _alike(meta: Mapping[str, Any], copies: list[list[int]], run: Run) -> tuple[bool, str]:
-    """(whether each rank has the blocks that it had, else what the ranks are now in words)."""
+    """(whether each rank has the blocks that it had, else what the ranks are now as text)."""
     layout = run.parts.layout
     now = [list(copy) for copy in run.mesh.copies]
     if list(map(len, copies)) != list(map(len, now)):

@@ -116,8 +116,8 @@ def _among_replicas(setup: DataParallelSetup) -> DataParallelSetup:
     Errors: `UserError` for a user's strategy if any rank is in several groups.
     """
     if setup.config.data_parallel.name not in OWN and setup.control.agree(len(setup.parts.replicas) > 1):
-        raise UserError(f"data_parallel {setup.config.data_parallel.name} with copies of unlike depth, whose ranks are "
-                        "in several groups", f"copies of one depth, or {' or '.join(OWN)}",
+        raise UserError(f"data_parallel {setup.config.data_parallel.name} with copies of different depth, whose ranks "
+                        "are in several groups", f"copies of one depth, or {' or '.join(OWN)}",
                         "set pipeline.stages in place of pipeline.depths")
     needs = setup.parts.optimizer.needs_all
     if needs:

@@ -163,7 +163,7 @@ def divided(found_P: Sequence[tuple[bool, int | None]], hosts: Sequence[Sequence
 
 
 def owners(sizes_BP: Sequence[Sequence[int]], itemsizes_B: Sequence[int], why: str) -> str:
-    """Return in words how many MiB of parameters each rank updates and keeps the state of.
+    """Return the note about MiB of parameters that each rank updates and keeps the state of.
 
     >>> owners([[3 << 18, 1 << 18]], [4], "by free memory: 3, 1 GiB")
     'ranks own 3, 1 MiB of parameters with their optimizer state, by free memory: 3, 1 GiB'
@@ -178,7 +178,7 @@ def owned(bytes_P: Sequence[float], why: str) -> str:
 
 
 def listed(numbers: Sequence[float]) -> str:
-    """Return numbers in words; of many ranks the first and the range of all.
+    """Format numbers; of many ranks the first and the range of all.
 
     >>> listed([3.14159, 100]), listed([1.0] * 6 + [2, 3, 4])
     ('3.14, 100', '1, 1, 1, 1, 1, 1, 2, 3, ... (1 to 4 on 9 ranks)')

@@ -16,7 +16,7 @@ class UnusedParameters:
     """The parameters of ``parts`` that no rank used in the latest step, as indices: ``agreed``.
 
     ``control``: of all ranks. A rank's own set is the same in most steps, so the ranks gather their sets only in a step
-    in which one of them has another set than it gathered last; the vote of the step tells (`changed`).
+    in which one of them has another set than it gathered last, by the agreement of the step (`changed`).
     ``never``: parameters that no step so far has used; None before the first step.
     """
 

@@ -74,15 +74,15 @@ takes long, as where processor time is rationed, waits so many times as long for
 class MemoryGuard:
     """Refuses a micro-batch that this host has no memory for: the kernel would end the process instead.
 
-    ``local``: ranks of this host, which share what is left. ``reckoned``: estimated bytes of this process by samples of
-    a micro-batch; None before one has run. ``held``, ``peak``, ``left``: bytes that it holds, has held at most, can
+    ``local``: ranks of this host, which share what is left. ``estimated``: bytes of this process by samples of a
+    micro-batch; None before one has run. ``held``, ``peak``, ``left``: bytes that it holds, has held at most, can
     still take.
     """
 
     def __init__(self, local: int = 1, held: Callable[[], int] = memory.resident_bytes,
                  peak: Callable[[], int] = memory.peak_resident_bytes,
                  left: Callable[[], int | None] = memory.left_alive_bytes) -> None:
-        self.reckoned: Callable[[int], int] | None = None
+        self.estimated: Callable[[int], int] | None = None
         self.off = False  # where no smaller micro-batch is an answer, no forecast ends a run
         self._local, self._held, self._peak, self._left = local, held, peak, left
         self._base = self._before = self._most = self._ran = 0
@@ -120,10 +120,10 @@ class MemoryGuard:
         An earlier peak, of reading data say, hides all below it; then the estimate counts.
         """
         peak = self._peak()
-        return peak if peak > self._before else max(self._held(), self.reckoned(samples) if self.reckoned else 0)
+        return peak if peak > self._before else max(self._held(), self.estimated(samples) if self.estimated else 0)
 
     def wanted(self, samples: int) -> int:
         """Return the bytes that this process will hold at most; 0 if unknown."""
         if self._ran:
             return self._base + (self._most - self._base) * samples // self._ran
-        return self.reckoned(samples) if self.reckoned else 0
+        return self.estimated(samples) if self.estimated else 0

@@ -123,7 +123,7 @@ def _about_slowest(rows: Sequence[AverageStep], step_s: float, labels_P: Sequenc
     spare_data_s = row.data_s - statistics.median(rows[r].data_s for r in others)
     spare_s = row.busy_s - statistics.median(rows[r].busy_s for r in others)
     if spare_data_s > 0.5 * spare_s:
-        return f"{share} goes to waiting for {who}, which waits for its data: raise data.prefetch or mend its source"
+        return f"{share} goes to waiting for {who}, which waits for its data: raise data.prefetch or fix its source"
     idle = [r for r in others if rows[r].samples == 0]
     if len(idle) == len(others):
         return f"{who} computes all samples and the other ranks wait: a larger global_batch, or leave them out"

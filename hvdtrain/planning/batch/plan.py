@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.batch.minmax import OwnParts, fewest_common_parts, solve
 from hvdtrain.planning.batch.sampler import cut
-from hvdtrain.planning.linear import Line, fit
+from hvdtrain.planning.linear import LinearTime, fit
 
 WORTH = 0.05
 """A host is advised to be left out where a step gets shorter by more than this part of it."""
@@ -76,7 +76,7 @@ Plan = BatchPlan
 """The name in earlier releases, to which `hvdtrain.balance.plan` leads."""
 
 
-def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
+def plan(lines_P: Sequence[LinearTime], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
          same_parts: bool = False) -> BatchPlan:
     """Return the plan for exactly ``n`` samples with the shortest predicted step.
 
@@ -95,7 +95,7 @@ def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_par
     return _made(lines_P, samples_P, cost.parts(samples_P))
 
 
-def of_shares(lines_P: Sequence[Line], n: int, shares_P: Sequence[float], ceilings_P: Ceilings = None,
+def of_shares(lines_P: Sequence[LinearTime], n: int, shares_P: Sequence[float], ceilings_P: Ceilings = None,
               least_parts: Parts = 1, same_parts: bool = False) -> BatchPlan:
     """Return the plan that divides ``n`` samples in proportion to ``shares_P``; other arguments as in `plan`.
 
@@ -110,13 +110,13 @@ def of_shares(lines_P: Sequence[Line], n: int, shares_P: Sequence[float], ceilin
     return _made(lines_P, samples_P, parts_P)
 
 
-def equal(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
+def equal(lines_P: Sequence[LinearTime], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
           same_parts: bool = False) -> BatchPlan:
     """Return the plan with equal shares."""
     return of_shares(lines_P, n, [1.0] * len(lines_P), ceilings_P, least_parts, same_parts)
 
 
-def predicted(of: BatchPlan, lines_P: Sequence[Line]) -> BatchPlan:
+def predicted(of: BatchPlan, lines_P: Sequence[LinearTime]) -> BatchPlan:
     """Return the same work with the times that ``lines_P`` predict."""
     assert len(of.parts) == len(lines_P)
     return _made(lines_P, of.samples_P, [part.accumulate for part in of.parts])
@@ -127,7 +127,7 @@ def speed(of: BatchPlan, n: int) -> float:
     return n / of.step_s if of.step_s > 0 else 0.0
 
 
-def advise_drop(lines_P: Sequence[Line], hosts: Sequence[tuple[str, tuple[int, ...]]], n: int, wire_s: float,
+def advise_drop(lines_P: Sequence[LinearTime], hosts: Sequence[tuple[str, tuple[int, ...]]], n: int, wire_s: float,
                 ceilings_P: Ceilings = None, least_parts: Parts = 1, same_parts: bool = False,
                 local_wire_s: float = 0.0) -> str:
     """Return a sentence that names the host without which a step is predicted to be shorter by more than `WORTH`, or
@@ -177,7 +177,7 @@ def _most(least_parts: Parts) -> int:
     return least_parts if isinstance(least_parts, int) else max(least_parts)
 
 
-def _vectors(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _vectors(lines_P: Sequence[LinearTime], n: int, ceilings_P: Ceilings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (a, c, ceilings) as float64[P], float64[P], int64[P]; no limit is a ceiling of n."""
     assert lines_P and (ceilings_P is None or len(ceilings_P) == len(lines_P))
     assert all(line.a_s >= 0 and line.c_s > 0 for line in lines_P), lines_P
@@ -192,7 +192,7 @@ def _vectors(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings) -> tuple[np.
             np.array(ceilings, np.int64))
 
 
-def _made(lines_P: Sequence[Line], samples_P: Sequence[int] | np.ndarray,
+def _made(lines_P: Sequence[LinearTime], samples_P: Sequence[int] | np.ndarray,
           parts_P: Sequence[int] | np.ndarray) -> BatchPlan:
     """Return the plan of these samples and micro-batches, with the times that the lines predict."""
     parts = []
@@ -264,7 +264,7 @@ class Forecast:
         return tuple(None if s is None else 100.0 * (self.step_s / s - 1.0) for s in self.without_s_P)
 
 
-def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[Line | None] = ()) -> Forecast | None:
+def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[LinearTime | None] = ()) -> Forecast | None:
     """Estimate a step without each rank; None if too few steps are alike.
 
     With m samples now and m' without rank x, the mean over t of::
@@ -311,7 +311,7 @@ def counted(steps: Steps) -> Steps:
     return steps.some(alike & ~paused & (steps.wall.max(axis=1) <= LONGEST * usual_s))
 
 
-def line_of(work_s: np.ndarray, samples: np.ndarray) -> Line | None:
+def line_of(work_s: np.ndarray, samples: np.ndarray) -> LinearTime | None:
     """Return the line through the medians of steps of different sizes; None with one size."""
     found = []
     for m in np.unique(samples[samples > 0]):
@@ -322,10 +322,10 @@ def line_of(work_s: np.ndarray, samples: np.ndarray) -> Line | None:
 
 
 def _changes(others: Sequence[int], samples_P: Sequence[int], work: BatchDivision,
-             lines_P: Sequence[Line | None]) -> list[tuple[float, float]] | None:
+             lines_P: Sequence[LinearTime | None]) -> list[tuple[float, float]] | None:
     """Return (factor, seconds more) of the work of each of ``others`` in a step without the rest; None if unknown."""
     lines = [lines_P[r] for r in others]
-    guessed = [line or Line(0.0, 1.0) for line in lines]
+    guessed = [line or LinearTime(0.0, 1.0) for line in lines]
     ceilings = [work.ceilings_P[r] for r in others] if work.ceilings_P else None
     if work.shares_P is None:
         if None in lines:
@@ -346,6 +346,6 @@ def _changes(others: Sequence[int], samples_P: Sequence[int], work: BatchDivisio
             continue
         limit = (work.ceilings_P[rank] if work.ceilings_P else None) or now
         parts_now = max(min(work.least_parts, now), -(-now // limit))
-        line = line or Line(0.0, 1.0)
+        line = line or LinearTime(0.0, 1.0)
         found.append((line.seconds(part.samples, part.accumulate) / line.seconds(now, parts_now), 0.0))
     return found

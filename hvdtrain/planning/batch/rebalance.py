@@ -27,7 +27,7 @@ from typing import Any
 
 from hvdtrain.core.errors import count
 from hvdtrain.planning.batch.plan import BatchPlan, Ceilings, Parts, RankShare, of_shares, plan, predicted
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 
 TRUST = 4
 """Windows that the probe's line is worth."""
@@ -69,7 +69,8 @@ class Rebalancer:
     ``closer``: whether the next window should be shorter, to confirm a drastic change or the plan made after one.
     """
 
-    def __init__(self, lines_P: Sequence[Line], n: int, ceilings_P: Ceilings, plan: BatchPlan, margin: float = 0.05,
+    def __init__(self, lines_P: Sequence[LinearTime], n: int, ceilings_P: Ceilings, plan: BatchPlan,
+                 margin: float = 0.05,
                  lasting: int = 2, least_parts: Parts = 1, same_parts: bool = False) -> None:
         assert len(lines_P) == len(plan.parts) and margin >= 0 and lasting >= 1
         self.base_P, self.n, self.ceilings_P, self.plan = list(lines_P), n, ceilings_P, plan
@@ -99,7 +100,7 @@ class Rebalancer:
         return list(self._level_P)
 
     @property
-    def lines_P(self) -> list[Line]:
+    def lines_P(self) -> list[LinearTime]:
         """Current estimate of the lines."""
         return [line.scaled(factor) for line, factor in zip(self.base_P, self.factors_P)]
 
@@ -164,7 +165,7 @@ class Rebalancer:
         for rank, (part, ceiling) in enumerate(zip(parts, self.ceilings_P or [None] * len(parts))):
             if ceiling and part.micro_batch > ceiling:
                 return f"rank {rank} holds {count(ceiling, 'sample')}, the plan has micro-batches of {part.micro_batch}"
-        self.base_P = [Line(*line) for line in state["lines"]]
+        self.base_P = [LinearTime(*line) for line in state["lines"]]
         self.plan = BatchPlan(parts, max(part.predicted_s for part in parts))
         self._held = [self.plan]
         self._level_P = [float(factor) for factor in state["factors"]]

@@ -82,8 +82,8 @@ class BatchShares:
 
     def rounds(self, counts_P: Sequence[int]) -> int:
         """Return the most micro-batches of any rank, with ``counts_P[r]`` samples on rank r."""
-        unlike = set(zip((int(n) for n in counts_P), self.accumulate_P, self.micro_batch_P))
-        return max(len(micro_batches(*each)) for each in unlike)
+        different = set(zip((int(n) for n in counts_P), self.accumulate_P, self.micro_batch_P))
+        return max(len(micro_batches(*each)) for each in different)
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.core.protocols import BlockCost
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 
 WORTH = 0.05
 """Part of a step's time that recomputing has to save over smaller micro-batches."""
@@ -34,7 +34,7 @@ class MemoryRoom:
     need: Callable[[int], int]
     free: int | None
     costs: Callable[[int], Sequence[BlockCost]]
-    line: Line = Line(0.0, 1e-9)
+    line: LinearTime = LinearTime(0.0, 1e-9)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ MOST_STATES = 4096
 """Ways to have placed some ranks that are looked at; with more, ranks are placed by memory and speed."""
 
 MOST_ORDERS = 24
-"""Orders of unlike devices that are tried where a rank has several chunks."""
+"""Orders of different devices that are tried if a rank has several chunks."""
 
 MOST_PLAYED = 400_000
 """Actions that a search may play through; about a second."""

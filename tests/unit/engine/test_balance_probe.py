@@ -17,7 +17,7 @@ from hvdtrain.config import Config, RebalanceConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import balance_probe as cache
 from hvdtrain.engine import balance_probe as probe
-from hvdtrain.planning.linear import Line, least
+from hvdtrain.planning.linear import LinearTime, least
 
 
 class Device:
@@ -55,7 +55,7 @@ def run_of(device, monkeypatch, **config):
 
 
 def test_the_line_and_the_ceiling_are_found(monkeypatch):
-    device = Device(Line(0.01, 0.001))
+    device = Device(LinearTime(0.01, 0.001))
     (speed,) = probe.probe(run_of(device, monkeypatch, global_batch=32), device.backend())
     assert speed.line.a_s == pytest.approx(0.01) and speed.line.c_s == pytest.approx(0.001)
     assert speed.sizes == (16, 32) and not speed.remembered
@@ -65,7 +65,7 @@ def test_the_line_and_the_ceiling_are_found(monkeypatch):
 
 
 def test_a_size_that_would_have_the_kernel_end_the_process_is_not_tried(monkeypatch):
-    device = Device(Line(0.01, 0.001), kind="cpu")
+    device = Device(LinearTime(0.01, 0.001), kind="cpu")
     monkeypatch.setattr(memory, "host_peak_bytes", device.peak)
     for budget, sizes, ceiling in ((800, (32, 64), 70), (5000, (32, 64, 128), 490)):
         monkeypatch.setattr(memory, "host_budget_bytes", lambda local, budget=budget: budget)
@@ -75,20 +75,20 @@ def test_a_size_that_would_have_the_kernel_end_the_process_is_not_tried(monkeypa
 
 
 def test_out_of_memory_is_met_and_backed_off(monkeypatch):
-    device = Device(Line(0.01, 0.001), room=40)
+    device = Device(LinearTime(0.01, 0.001), room=40)
     (speed,) = probe.probe(run_of(device, monkeypatch), device.backend())
     assert speed.sizes == (32,) and speed.ceiling == 32
     for room, sizes in ((20, (8, 16)), (3, (2,)), (1, (1,))):
-        small = Device(Line(0.01, 0.001), room=room)
+        small = Device(LinearTime(0.01, 0.001), room=room)
         (speed,) = probe.probe(run_of(small, monkeypatch), small.backend())
         assert (speed.sizes, speed.ceiling) == (sizes, max(sizes)), "halves and quarters of 32"
     with pytest.raises(UserError, match="out of memory with a micro-batch of 1 on rank 0"):
-        none = Device(Line(0.01, 0.001), room=0)
+        none = Device(LinearTime(0.01, 0.001), room=0)
         probe.probe(run_of(none, monkeypatch), none.backend())
 
 
 def test_a_size_that_runs_out_while_it_is_timed_is_left_out(monkeypatch):
-    device = Device(Line(0.01, 0.001))
+    device = Device(LinearTime(0.01, 0.001))
     run = run_of(device, monkeypatch)
     trial = run.parts.stage.trial
 
@@ -103,7 +103,7 @@ def test_a_size_that_runs_out_while_it_is_timed_is_left_out(monkeypatch):
 
 
 def test_other_errors_pass(monkeypatch):
-    device = Device(Line(0.01, 0.001))
+    device = Device(LinearTime(0.01, 0.001))
     run = run_of(device, monkeypatch)
     run.parts.stage.trial = lambda batch: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -111,7 +111,7 @@ def test_other_errors_pass(monkeypatch):
 
 
 def test_verified_goes_down_until_it_works(monkeypatch):
-    device = Device(Line(0.01, 0.001), room=50)
+    device = Device(LinearTime(0.01, 0.001), room=50)
     run = run_of(device, monkeypatch)
     assert probe.verified(run, device.backend(), 100, 16) == 40, "100, 80, 64, 51, 40"
     assert device.tried == [100, 80, 64, 51, 40]
@@ -126,7 +126,7 @@ def test_sizes_are_within_batch_and_limit(share, n, limit):
 
 
 def test_a_limit_of_the_user_holds(monkeypatch):
-    device = Device(Line(0.01, 0.001))
+    device = Device(LinearTime(0.01, 0.001))
     run = run_of(device, monkeypatch, rebalance=RebalanceConfig(probe_cache=False, max_micro_batch=[8]), micro_batch=20)
     (speed,) = probe.probe(run, device.backend())
     assert max(device.tried) == 8 and speed.ceiling == 8
@@ -135,20 +135,20 @@ def test_a_limit_of_the_user_holds(monkeypatch):
 def test_what_was_measured_is_reused_if_one_measurement_confirms_it(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache, "key", lambda run, sample: "k")
-    first = Device(Line(0.01, 0.001))
+    first = Device(LinearTime(0.01, 0.001))
     options = {"rebalance": RebalanceConfig(), "global_batch": 32}
     (measured,) = probe.probe(run_of(first, monkeypatch, **options), first.backend())
-    again = Device(Line(0.0105, 0.00105))
+    again = Device(LinearTime(0.0105, 0.00105))
     (known,) = probe.probe(run_of(again, monkeypatch, **options), again.backend())
     assert known.remembered and again.tried.count(16) == 1, "that one for its memory"
     assert known.line.c_s == pytest.approx(0.00105), "corrected by the measurement that confirmed it"
     assert measured.line.c_s == pytest.approx(0.001)
-    limited = Device(Line(0.01, 0.001))
+    limited = Device(LinearTime(0.01, 0.001))
     options["rebalance"] = RebalanceConfig(max_micro_batch=[4])
     (less,) = probe.probe(run_of(limited, monkeypatch, **options), limited.backend())
     assert not less.remembered and less.ceiling == 4 and max(limited.tried) == 4
     options["rebalance"] = RebalanceConfig()
-    other = Device(Line(0.02, 0.002))
+    other = Device(LinearTime(0.02, 0.002))
     (anew,) = probe.probe(run_of(other, monkeypatch, **options), other.backend())
     assert not anew.remembered and anew.line.c_s == pytest.approx(0.002) and anew.ceiling == 80
 
@@ -157,9 +157,9 @@ def test_out_of_memory_while_confirming_is_met_like_any(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache, "key", lambda run, sample: "k")
     options = {"rebalance": RebalanceConfig(), "global_batch": 32}
-    roomy = Device(Line(0.01, 0.001))
+    roomy = Device(LinearTime(0.01, 0.001))
     probe.probe(run_of(roomy, monkeypatch, **options), roomy.backend())
-    tight = Device(Line(0.01, 0.001), room=20)
+    tight = Device(LinearTime(0.01, 0.001), room=20)
     (speed,) = probe.probe(run_of(tight, monkeypatch, **options), tight.backend())
     assert not speed.remembered and speed.ceiling == 16
 

@@ -17,10 +17,10 @@ from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks import balance as room
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run_parts import RunState
-from hvdtrain.planning.linear import Line, Speed
+from hvdtrain.planning.linear import LinearTime, Speed
 
 BATCH, STEPS = 48, 60
-FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)
+FAST, SLOW = LinearTime(0.001, 0.0005), LinearTime(0.001, 0.002)
 
 
 class Clock(Callback):
@@ -107,7 +107,7 @@ def test_auto_on_equal_ranks_changes_nothing(monkeypatch, tmp_path):
 
 
 def test_a_rank_that_only_holds_others_up_gets_nothing(monkeypatch, tmp_path):
-    ranks = balanced(monkeypatch, 3, tmp_path / "3", [FAST, Line(1.0, 0.1), FAST], lambda rank, step: FAST,
+    ranks = balanced(monkeypatch, 3, tmp_path / "3", [FAST, LinearTime(1.0, 0.1), FAST], lambda rank, step: FAST,
                      balance="static")
     want = curve(tmp_path / "1")
     assert [taken[0] for _, taken, _, _ in ranks] == [24, 0, 24]

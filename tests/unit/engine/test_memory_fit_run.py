@@ -19,7 +19,7 @@ from hvdtrain.engine import memory_plan as settle
 from hvdtrain.engine import memory_survey as survey
 from hvdtrain.engine.callbacks import balance
 from hvdtrain.planning.linear import Speed
-from hvdtrain.planning.linear import Line as Seconds
+from hvdtrain.planning.linear import LinearTime as Seconds
 from hvdtrain.planning.memory.forecast import MeasuredMemory, MemoryLine
 
 PER_SAMPLE, DATA = 1 << 20, samples(96)
@@ -134,7 +134,7 @@ def test_where_no_blocks_suffice_it_is_said_and_the_nearest_are_taken(fitting, t
 
 
 def test_both_together_take_small_micro_batches_before_they_recompute(fitting, tmp_path, monkeypatch):
-    monkeypatch.setattr(settle.Settling, "_line", lambda self: settle.Line(0.0, 1e-3))
+    monkeypatch.setattr(settle.Settling, "_line", lambda self: settle.LinearTime(0.0, 1e-3))
     remats = [FakeRemat(), FakeRemat()]
     both = replace(SETTINGS, remat="auto", micro_batch="auto", out=str(tmp_path))
     found = fitting(both, [6, 0], remats=remats)

@@ -20,10 +20,10 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.parallel.pipeline.partition import planned
 from hvdtrain.planning.batch.plan import plan
 from hvdtrain.planning.batch.sampler import BatchShares
-from hvdtrain.planning.linear import Line, Speed
+from hvdtrain.planning.linear import LinearTime, Speed
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
-FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)
+FAST, SLOW = LinearTime(0.001, 0.0005), LinearTime(0.001, 0.002)
 SIZES = (FEATURES, 16, 14, 12, CLASSES)
 
 

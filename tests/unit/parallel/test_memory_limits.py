@@ -104,16 +104,16 @@ def guard(left: int | None = 100, local: int = 1) -> tuple[MemoryGuard, SimpleNa
 def test_a_size_that_is_reckoned_not_to_fit_is_refused_and_a_smaller_one_is_not():
     one, _ = guard(left=100)
     one.check(64)  # nobody knows
-    one.reckoned = lambda n: 900 + 10 * n
+    one.estimated = lambda n: 900 + 10 * n
     with pytest.raises(MemoryError, match="a micro-batch of 21 would take .* more than this process holds"):
         one.check(21)
     one.check(20)
     two, _ = guard(left=100, local=2)
-    two.reckoned = one.reckoned
+    two.estimated = one.estimated
     with pytest.raises(MemoryError, match="is left for 2 ranks"):
         two.check(20)
     unknown, _ = guard(left=None)
-    unknown.reckoned = one.reckoned
+    unknown.estimated = one.estimated
     unknown.check(10**9)
 
 
@@ -150,7 +150,7 @@ def test_what_a_process_held_before_it_trained_is_not_what_a_micro_batch_takes(m
         clock.now += 1
         one.check(8)
         one.ran(8)
-    one.reckoned = lambda n: 1000 + 100 * n
+    one.estimated = lambda n: 1000 + 100 * n
     one.ran(9)
     clock.now += 1
     with pytest.raises(MemoryError):
@@ -161,7 +161,7 @@ def test_a_rank_whose_host_has_no_room_goes_on_with_smaller_micro_batches(tmp_pa
     """Room for 4 samples; the group ends nobody, since nothing larger is computed."""
     def work(run: Any) -> Any:
         if run.control.rank == 1:
-            run.recovery.guard.reckoned = lambda n: 900 + 100 * n
+            run.recovery.guard.estimated = lambda n: 900 + 100 * n
             run.recovery.guard._held, run.recovery.guard._left = (lambda: 1000), (lambda: 2 * 350)
             run.recovery.guard._peak = lambda: 1300
         computed, own = [], run.parts.stage.run

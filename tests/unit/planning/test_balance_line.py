@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.planning.linear import LEAST_SLOPE, Line, fit
+from hvdtrain.planning.linear import LEAST_SLOPE, LinearTime, fit
 
 
 @given(st.floats(0, 1), st.floats(1e-6, 1), st.lists(st.integers(1, 512), min_size=2, max_size=6, unique=True))
@@ -30,7 +30,7 @@ def squares(line, points):
 def test_no_line_nearby_within_the_bounds_is_nearer(points, da, dc):
     got = fit([b for b, _ in points], [t for _, t in points])
     least_s = LEAST_SLOPE * min(t / b for b, t in points)
-    other = Line(max(0.0, got.a_s + da), max(least_s, got.c_s * (1 + dc)))
+    other = LinearTime(max(0.0, got.a_s + da), max(least_s, got.c_s * (1 + dc)))
     if len({b for b, _ in points}) > 1:
         assert squares(got, points) <= squares(other, points) * (1 + 1e-9) + 1e-12
 
@@ -42,7 +42,7 @@ def test_relative_errors_count_not_seconds():
 
 
 def test_a_negative_fixed_cost_becomes_none():
-    assert fit([1, 10], [0.01, 0.2]) == Line(0.0, pytest.approx(0.012))
+    assert fit([1, 10], [0.01, 0.2]) == LinearTime(0.0, pytest.approx(0.012))
 
 
 def test_a_device_that_is_idle_at_these_sizes_has_a_small_slope():
@@ -51,8 +51,8 @@ def test_a_device_that_is_idle_at_these_sizes_has_a_small_slope():
 
 
 def test_one_size_says_nothing_of_a_fixed_cost():
-    assert fit([8], [0.4]) == Line(0.0, pytest.approx(0.05))
-    assert fit([8, 8], [0.4, 0.4]) == Line(0.0, pytest.approx(0.05))
+    assert fit([8], [0.4]) == LinearTime(0.0, pytest.approx(0.05))
+    assert fit([8, 8], [0.4, 0.4]) == LinearTime(0.0, pytest.approx(0.05))
 
 
 def test_a_clock_that_shows_nothing():
@@ -60,9 +60,9 @@ def test_a_clock_that_shows_nothing():
 
 
 def test_seconds_and_scale():
-    line = Line(0.5, 0.25)
+    line = LinearTime(0.5, 0.25)
     assert [line.seconds(0, 0), line.seconds(0, 2), line.seconds(6, 2)] == [0.0, 1.0, 2.5]
-    assert line.scaled(2.0) == Line(1.0, 0.5) and line.describe() == "500 ms + 250 ms a sample"
+    assert line.scaled(2.0) == LinearTime(1.0, 0.5) and line.describe() == "500 ms + 250 ms a sample"
 
 
 @pytest.mark.parametrize("sizes, seconds", [([], []), ([1], [1.0, 2.0]), ([0, 1], [1.0, 2.0])])

@@ -72,7 +72,7 @@ def test_what_stages_of_one_copy_lose(stages_s, words):
     ([AverageStep(20, 0.0, 0.1, 0.1, 0.0), AverageStep(40, 0.0, 0.2, 0.0, 0.0)], "off",  # unequal shares, equal speeds
      "25 % of the ranks' time goes to waiting for rank 1 on host b: --balance auto would win about 33 %"),
     ([AverageStep(32, 0.0, 0.1, 0.1, 0.0), AverageStep(32, 0.1, 0.1, 0.0, 0.0)], "off",
-     "waiting for rank 1 on host b, which waits for its data: raise data.prefetch or mend its source"),
+     "waiting for rank 1 on host b, which waits for its data: raise data.prefetch or fix its source"),
     ([AverageStep(4, 0.0, 0.1, 0.06, 0.0), AverageStep(1, 0.0, 0.16, 0.0, 0.0)], "auto",
      "waiting for rank 1 on host b, and one sample less is all it could give: a larger global_batch"),
     ([AverageStep(64, 0.0, 0.1, 0.1, 0.0), AverageStep(64, 0.0, 0.2, 0.0, 0.0)], "auto",

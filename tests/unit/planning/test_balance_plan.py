@@ -12,10 +12,10 @@ from hvdtrain.planning.batch.minmax import CommonParts, OwnParts, solve
 from hvdtrain.planning.batch.plan import (
     COLUMNS, BatchPlan, RankLabel, RankShare, advise_drop, equal, of_shares, plan, predicted, speed, table)
 from hvdtrain.planning.batch.sampler import cut, micro_batches
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 
 # Round numbers make ties, which random ones never do.
-LINES = st.builds(Line, st.one_of(st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.floats(0, 100)),
+LINES = st.builds(LinearTime, st.one_of(st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.floats(0, 100)),
                   st.one_of(st.sampled_from([0.5, 1.0, 2.0]), st.floats(0.01, 100)))
 RANKS = st.lists(st.tuples(LINES, st.sampled_from([None, 0, 1, 2, 3, 5, 20])), min_size=1, max_size=4)
 
@@ -80,19 +80,19 @@ def test_never_slower_than_equal_shares_and_the_same_every_time(ranks, n, least,
 @pytest.mark.parametrize("n", [1, 5, 7, 8, 103])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equal_ranks_get_what_the_sampler_gives_them(size, n, same):
-    got = plan([Line(0.001, 0.002)] * size, n, same_parts=same)
+    got = plan([LinearTime(0.001, 0.002)] * size, n, same_parts=same)
     assert list(got.samples_P) == list(np.diff(cut(n, [1.0] * size)))
-    assert got.same(equal([Line(0.001, 0.002)] * size, n, same_parts=same))
+    assert got.same(equal([LinearTime(0.001, 0.002)] * size, n, same_parts=same))
 
 
 def test_only_the_rank_with_little_memory_accumulates():
-    got = plan([Line(1.0, 1.0), Line(1.0, 1.0)], 20, [0, 4])
+    got = plan([LinearTime(1.0, 1.0), LinearTime(1.0, 1.0)], 20, [0, 4])
     assert got.parts == (RankShare(11, 11, 1, 12.0), RankShare(9, 3, 3, 12.0)) and got.step_s == 12.0
 
 
 def test_same_parts_weighs_the_fixed_cost_of_all_against_the_memory_of_one():
-    lines = [Line(0.1, 1.0), Line(0.1, 1.0)]
-    many, few = plan(lines, 40, [0, 2], same_parts=True), plan([Line(9.0, 1.0)] * 2, 40, [0, 2], same_parts=True)
+    lines = [LinearTime(0.1, 1.0), LinearTime(0.1, 1.0)]
+    many, few = plan(lines, 40, [0, 2], same_parts=True), plan([LinearTime(9.0, 1.0)] * 2, 40, [0, 2], same_parts=True)
     assert many.parts == (RankShare(20, 2, 10, 21.0), RankShare(20, 2, 10, 21.0))
     assert few.parts[0] == RankShare(38, 38, 1, 47.0) and few.parts[1] == RankShare(2, 2, 1, 11.0)
 
@@ -102,20 +102,21 @@ def test_same_parts_weighs_the_fixed_cost_of_all_against_the_memory_of_one():
     ([1.0, 0.5, 2.0], [2.0, 3.0, 0.5], [12, 12, 3], 12, 3, (3, 2, 7), 9.5),
     ([0.0, 2.0, 1.0], [0.5, 3.0, 3.0], [1, 1, 4], 12, 6, (6, 2, 4), 18.0)])
 def test_same_parts_where_whole_samples_want_another_number_than_a_continuum(a_s, c_s, ceilings, n, k, samples, step_s):
-    got = plan([Line(a, c) for a, c in zip(a_s, c_s)], n, ceilings, same_parts=True)
+    got = plan([LinearTime(a, c) for a, c in zip(a_s, c_s)], n, ceilings, same_parts=True)
     assert (got.parts[0].accumulate, got.samples_P, got.step_s) == (k, samples, step_s)
 
 
 def test_a_rank_that_would_hold_the_others_up_gets_nothing():
-    got = plan([Line(0.0, 1.0), Line(50.0, 1.0)], 10)
+    got = plan([LinearTime(0.0, 1.0), LinearTime(50.0, 1.0)], 10)
     assert got.parts == (RankShare(10, 10, 1, 10.0), RankShare(0, 0, 0, 0.0))
-    got = plan([Line(0.0, 1.0), Line(5.0, 100.0)], 10, same_parts=True)
+    got = plan([LinearTime(0.0, 1.0), LinearTime(5.0, 100.0)], 10, same_parts=True)
     assert got.parts == (RankShare(10, 10, 1, 10.0), RankShare(0, 0, 1, 5.0))
 
 
 def test_of_slowest_ranks_the_one_that_saves_most_gives_a_sample_up_then_the_highest():
-    assert plan([Line(0.0, 2.0), Line(2.0, 1.0)], 3).samples_P == (1, 2)  # (2, 2) fit in 4 s, 2 s against 1 s saved
-    assert plan([Line(0.0, 1.0)] * 3, 7).samples_P == (3, 2, 2)
+    # (2, 2) fit in 4 s, 2 s against 1 s saved
+    assert plan([LinearTime(0.0, 2.0), LinearTime(2.0, 1.0)], 3).samples_P == (1, 2)
+    assert plan([LinearTime(0.0, 1.0)] * 3, 7).samples_P == (3, 2, 2)
 
 
 class Counting(OwnParts):
@@ -166,7 +167,7 @@ def test_1024_ranks_take_some_hundred_passes(n, ceiling, alike):
 
 def test_1024_ranks_with_one_number_of_micro_batches():
     draw = random.Random(1)
-    lines = [Line(draw.uniform(1e-3, 2e-2), draw.uniform(1e-4, 2e-3)) for _ in range(1024)]
+    lines = [LinearTime(draw.uniform(1e-3, 2e-2), draw.uniform(1e-4, 2e-3)) for _ in range(1024)]
     ceilings = [draw.choice([1, 4, 16, 64, 0]) for _ in lines]
     got = plan(lines, 100_000, ceilings, same_parts=True)
     a_P, c_P = np.array([line.a_s for line in lines]), np.array([line.c_s for line in lines])
@@ -177,10 +178,10 @@ def test_1024_ranks_with_one_number_of_micro_batches():
 
 
 def test_a_sum_of_shares_and_predictions_by_other_lines():
-    lines = [Line(0.0, 1.0), Line(0.0, 2.0)]
+    lines = [LinearTime(0.0, 1.0), LinearTime(0.0, 2.0)]
     got = of_shares(lines, 8, [3, 1], [4, 0])
     assert got.parts == (RankShare(6, 3, 2, 6.0), RankShare(2, 2, 1, 4.0)) and speed(got, 8) == pytest.approx(8 / 6)
-    again = predicted(got, [Line(1.0, 1.0), Line(0.0, 5.0)])
+    again = predicted(got, [LinearTime(1.0, 1.0), LinearTime(0.0, 5.0)])
     assert again.same(got) and again != got and [p.predicted_s for p in again.parts] == [8.0, 10.0]
     assert again.step_s == 10.0 and not got.same(equal(lines, 8))
     assert speed(plan(lines, 0), 0) == 0.0
@@ -189,12 +190,13 @@ def test_a_sum_of_shares_and_predictions_by_other_lines():
 @pytest.mark.parametrize("ceiling", [-1, 2.5])
 def test_a_ceiling_that_holds_no_sample_is_refused(ceiling):
     with pytest.raises(UserError, match="the memory ceiling of rank 1 is"):
-        plan([Line(0.0, 1.0)] * 2, 8, [4, ceiling])
+        plan([LinearTime(0.0, 1.0)] * 2, 8, [4, ceiling])
 
 
-@pytest.mark.parametrize("call", [lambda: plan([], 4), lambda: plan([Line(0.0, 0.0)], 4),
-                                  lambda: plan([Line(0.0, 1.0)], -1), lambda: plan([Line(0.0, 1.0)], 4, [1, 2]),
-                                  lambda: plan([Line(0.0, 1.0)], 4, None, 0)])
+@pytest.mark.parametrize("call", [lambda: plan([], 4), lambda: plan([LinearTime(0.0, 0.0)], 4),
+                                  lambda: plan([LinearTime(0.0, 1.0)], -1),
+                                  lambda: plan([LinearTime(0.0, 1.0)], 4, [1, 2]),
+                                  lambda: plan([LinearTime(0.0, 1.0)], 4, None, 0)])
 def test_our_own_mistakes(call):
     with pytest.raises(AssertionError):
         call()
@@ -202,7 +204,7 @@ def test_our_own_mistakes(call):
 
 # --- advice ----------------------------------------------------------------------------------------------------------
 
-FAST, SLOW = Line(0.0, 0.001), Line(0.0, 0.02)
+FAST, SLOW = LinearTime(0.0, 0.001), LinearTime(0.0, 0.02)
 HOSTS = [("a", (0, 1)), ("b", (2,))]
 
 
@@ -223,7 +225,8 @@ def test_else_nothing_is_advised(lines, hosts, wire_s):
 
 
 def test_same_parts_can_make_a_host_costly_that_gets_no_samples():
-    lines, hosts = [Line(0.01, 0.001), Line(0.01, 0.001), Line(1.0, 0.1)], [("a", (0,)), ("b", (1,)), ("c", (2,))]
+    lines, hosts = [LinearTime(0.01, 0.001), LinearTime(0.01, 0.001), LinearTime(1.0, 0.1)], [("a", (0,)), ("b", (1,)),
+                                                                                              ("c", (2,))]
     assert advise_drop(lines, hosts, 100, 0.01) == ""
     assert advise_drop(lines, hosts, 100, 0.01, same_parts=True).startswith("without host c")
 
@@ -243,21 +246,21 @@ def test_the_table():
 @pytest.mark.parametrize("size, ranks", [(16, [str(rank) for rank in range(16)]), (17, ["0", "1-3", "4-16"])])
 def test_many_ranks_share_rows(size, ranks):
     labels = [RankLabel("a" if rank < 4 else "b", "A100", "bf16") for rank in range(size)]
-    got = table(equal([Line(0.0, 0.001)] * size, 4 * size + 1), labels)
+    got = table(equal([LinearTime(0.0, 0.001)] * size, 4 * size + 1), labels)
     assert [row[0] for row in got] == ranks and got[0][4] == "5" and got[-1][1:5] == ["b", "A100", "bf16", "4"]
 
 
 # --- the worked case of docs/mixed-hosts.md --------------------------------------------------------------------------
 
 def test_an_a100_and_an_rtx_3090():
-    lines = [Line(0.0, 1 / 2300), Line(0.0, 1 / 1900)]
+    lines = [LinearTime(0.0, 1 / 2300), LinearTime(0.0, 1 / 1900)]
     even, best = equal(lines, 840), plan(lines, 840)
     assert even.samples_P == (420, 420) and speed(even, 840) == pytest.approx(3800)
     assert best.samples_P == (460, 380) and speed(best, 840) == pytest.approx(4200)
 
 
 def test_an_a100_and_an_rtx_3090_with_a_fixed_cost_and_less_memory():
-    lines, ceilings = [Line(0.004, 1 / 2300), Line(0.004, 1 / 1900)], [512, 128]
+    lines, ceilings = [LinearTime(0.004, 1 / 2300), LinearTime(0.004, 1 / 1900)], [512, 128]
     even, best = equal(lines, 840, ceilings), plan(lines, 840, ceilings)
     assert [(p.samples, p.accumulate, p.micro_batch) for p in even.parts] == [(420, 1, 420), (420, 4, 105)]
     assert [(p.samples, p.accumulate, p.micro_batch) for p in best.parts] == [(468, 1, 468), (372, 3, 124)]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from hvdtrain.planning.batch.plan import equal, plan
 from hvdtrain.planning.batch.rebalance import HOLD, LONGEST_WAIT, REST, Rebalancer
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 
-LINE = Line(0.001, 0.001)
+LINE = LinearTime(0.001, 0.001)
 
 
 class Cluster:
@@ -181,7 +181,7 @@ def test_what_was_not_measured_changes_nothing(bad):
 
 
 def test_equal_shares_at_the_start_are_left_when_the_lines_say_so():
-    lines = [Line(0.0, 0.001), Line(0.0, 0.003)]
+    lines = [LinearTime(0.0, 0.001), LinearTime(0.0, 0.003)]
     start = equal(lines, 64)
     controller = Rebalancer(lines, 64, None, start)
     seen = ([line.seconds(32, 1) for line in lines], start.samples_P, [1, 1])
@@ -190,7 +190,7 @@ def test_equal_shares_at_the_start_are_left_when_the_lines_say_so():
 
 
 def test_ceilings_and_equal_numbers_of_micro_batches_are_kept():
-    lines = [Line(0.0, 0.001)] * 2
+    lines = [LinearTime(0.0, 0.001)] * 2
     start = plan(lines, 64, [0, 8], same_parts=True)
     controller = Rebalancer(lines, 64, [0, 8], start, same_parts=True)
     new = None
@@ -211,7 +211,7 @@ def test_a_rank_that_stalls_gets_nothing_and_is_tried_again_about_50_windows_lat
 
 
 def test_a_rank_that_the_lines_give_nothing_is_left_alone():
-    lines = [LINE, Line(1.0, 1.0)]
+    lines = [LINE, LinearTime(1.0, 1.0)]
     start = plan(lines, 32)
     controller = Rebalancer(lines, 32, None, start)
     assert start.samples_P == (32, 0)
@@ -219,7 +219,7 @@ def test_a_rank_that_the_lines_give_nothing_is_left_alone():
 
 
 def test_windows_with_a_rest_between_them_are_not_running():
-    lines = [Line(0.0, 0.001)] * 2
+    lines = [LinearTime(0.0, 0.001)] * 2
     controller = Rebalancer(lines, 64, None, equal(lines, 64))
     for samples in (32, 0, 32):
         assert controller.observe([0.032, 0.003 * samples], (64 - samples, samples), (1, 1)) is None

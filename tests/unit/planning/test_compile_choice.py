@@ -37,7 +37,7 @@ def test_ranks_of_one_kind_that_compiled_unlike_parts_use_none():
     """What one of them computes another has to compute again to the bit (`audit`)."""
     rows = [tried("cpu", (1.0,), (0.5,)), tried("cpu", (1.0,), (0.5,), left="block_1 (not compiled in time)")]
     assert not verdict(rows).kept
-    assert "unlike parts" in verdict(rows).why and "block_1" in verdict(rows).why
+    assert "different parts" in verdict(rows).why and "block_1" in verdict(rows).why
 
 
 def test_what_stays_as_it_was_is_told_and_ranks_without_samples_have_no_say():

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.core.protocols import BlockCost
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 from hvdtrain.planning.memory.fit import MemoryRoom, choose
 
 
-def room(free, fixed=1000, per_sample=10, blocks=0, forward_s=0.0, line=Line(0.0, 1.0)):
+def room(free, fixed=1000, per_sample=10, blocks=0, forward_s=0.0, line=LinearTime(0.0, 1.0)):
     """A rank that holds ``fixed`` bytes and for each sample some more, all of which are in its blocks."""
     def costs(n):
         return [BlockCost(f"b{i}", n * per_sample // blocks, n * forward_s) for i in range(blocks)]
@@ -58,7 +58,7 @@ def test_of_both_smaller_micro_batches_come_first_where_they_cost_nothing():
 
 
 def test_of_both_recomputing_is_taken_where_small_micro_batches_are_slow():
-    slow = Line(100.0, 1.0)
+    slow = LinearTime(100.0, 1.0)
     fit = choose(room(1159, blocks=4, forward_s=0.25, line=slow), 64, 1, 64)
     assert (fit.parts, fit.choice.names) == (2, ("b0", "b1", "b2")), "2 x 100 and recomputing, in place of 5 x 100"
     fit = choose(room(1160, blocks=4, forward_s=5.0, line=slow), 64, 1, 64)

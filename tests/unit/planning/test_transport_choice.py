@@ -5,7 +5,7 @@ import pytest
 from hvdtrain.planning.linear import Link
 from hvdtrain.planning.transport_choice import (
     MeasuredTransport, TransportCost, TransportJob, WireChoice, better, by_rule, candidates, changed, decide, doubt,
-    rationed, reckon, short_of_cores, table)
+    rationed, estimate, short_of_cores, table)
 
 NO = float("inf")
 
@@ -45,7 +45,7 @@ def test_cores_that_are_short(hosts, threads, short):
 def test_the_reckoning_adds_processor_time_where_cores_are_short():
     found = [MeasuredTransport("mpi", Link(0.001, 1e-9), 0.5),
              MeasuredTransport("horovod", Link(0.002, 0.0), 1.0, 0.02)]
-    free, short = reckon(found, 1e6, 0.0), reckon(found, 1e6, 1.0)
+    free, short = estimate(found, 1e6, 0.0), estimate(found, 1e6, 1.0)
     assert [r.cost_s for r in free] == pytest.approx([0.002, 0.002])
     assert [r.cost_s for r in short] == pytest.approx([0.003, 0.004])
     assert free[0].busy_s == pytest.approx(0.001) and free[0].rate_Bps == pytest.approx(1e9) and free[1].rate_Bps == 0

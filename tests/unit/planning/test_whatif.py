@@ -9,12 +9,12 @@ from small_runs import config, lockstep, make_model, samples
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.whatif import WhatIf
 from hvdtrain.planning.batch.plan import BatchDivision, Steps, counted, equal, forecast, line_of, plan
-from hvdtrain.planning.linear import Line
+from hvdtrain.planning.linear import LinearTime
 
 N = 120
 """Global batch, divisible by 2, 3 and 4 ranks."""
 
-LINES = [Line(2e-3, 0.2e-3), Line(1e-3, 0.2e-3), Line(3e-3, 0.25e-3), Line(2e-3, 0.5e-3)]
+LINES = [LinearTime(2e-3, 0.2e-3), LinearTime(1e-3, 0.2e-3), LinearTime(3e-3, 0.25e-3), LinearTime(2e-3, 0.5e-3)]
 UPDATE_S, WIRE_S = 1e-3, 2e-3
 
 

@@ -15,7 +15,7 @@ from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.adapters import key
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout
-from hvdtrain.core.comparison import finite, has_nan, spoken
+from hvdtrain.core.comparison import finite, has_nan, plain_name
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.run import Shard
 
@@ -116,6 +116,6 @@ def check_shards(shards: Sequence[Shard], trainable: Collection[str]) -> None:
 def check_finite(model: Mapping[str, np.ndarray], names: Collection[str]) -> None:
     """Raise `UserError` for an array that is not finite (NaN, if not in ``names`` of trainable parameters)."""
     for name, array in model.items():
-        if not finite(name, array) and (spoken(name) in names or has_nan(name, array)):
+        if not finite(name, array) and (plain_name(name) in names or has_nan(name, array)):
             raise UserError(f"parameter {name} is not finite", "finite weights",
                             "go back to the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")

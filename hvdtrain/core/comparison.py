@@ -90,10 +90,10 @@ def has_nan(name: str, array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and bool(np.isnan(array).any())
 
 
-def spoken(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a parameter's own name, without the place and the type that a checkpoint adds to it.
 
-    >>> spoken("00002/dense/kernel"), spoken("blocks.0.weight#bfloat16")
+    >>> plain_name("00002/dense/kernel"), plain_name("blocks.0.weight#bfloat16")
     ('dense/kernel', 'blocks.0.weight')
     """
     return re.sub(r"^\d{5}/", "", name).removesuffix("#bfloat16")

@@ -16,7 +16,7 @@ from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.config import Config, schema
 from hvdtrain.config.placed import RankPlace, absent, by_rank
-from hvdtrain.core.comparison import spoken
+from hvdtrain.core.comparison import plain_name
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.mesh import Group, Mesh, depths_of, spans
 from hvdtrain.core.protocols import Control
@@ -78,7 +78,7 @@ def check_parts(control: Control, parts: ModelParts, group: Group) -> None:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"_\d+(?=/)", "", spoken(name))
+    return re.sub(r"_\d+(?=/)", "", plain_name(name))
 
 
 def _compare(control: Control, lines_of: dict[tuple[int, ...], list[str]]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.core.buckets import plan_buckets, plan_some
-from hvdtrain.core.comparison import Origin, finite, has_nan, spoken
+from hvdtrain.core.comparison import Origin, finite, has_nan, plain_name
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops, ParamSpec
 from hvdtrain.core.protocols.types import Bucket
@@ -165,13 +165,13 @@ def not_finite(parts: ModelParts) -> str:
     """Return the first trainable parameter that is not finite or other weight that is NaN, by name; "" if none is."""
     names = trainable_names(parts)
     model: Mapping[str, Any] = parts.state.state()[0]["model"]
-    return next((spoken(n) for n, a in model.items()
-                 if has_nan(n, np.asarray(a)) or spoken(n) in names and not finite(n, np.asarray(a))), "")
+    return next((plain_name(n) for n, a in model.items()
+                 if has_nan(n, np.asarray(a)) or plain_name(n) in names and not finite(n, np.asarray(a))), "")
 
 
 def trainable_names(parts: ModelParts) -> set[str]:
     """Return the names of the trainable parameters."""
-    return {spoken(spec.name) for spec in parts.params.specs}
+    return {plain_name(spec.name) for spec in parts.params.specs}
 
 
 def blame(parts: ModelParts, batch: StepBatch, suspects: list[int], control: Control, recovery: Recovery,
@@ -221,7 +221,7 @@ def _look(parts: ModelParts, batch: StepBatch) -> str:
     if weight in names:
         return f"parameter {weight} itself, since an update before"
     name = next(filter(None, (parts.stage.culprit(micro) for micro in batch.micros)), "")
-    return f"the gradient of {spoken(name)}" if name else ""
+    return f"the gradient of {plain_name(name)}" if name else ""
 
 
 ROUNDINGS = 16.0
@@ -317,8 +317,8 @@ def judge(rows: FingerprintRows, names: Sequence[str], step: int, eps: float = 2
     got = (f"after update {step} the ranks no longer hold the same weights: {names[first]!r} differs on "
            f"{_named(who, numbers)}{_by(rows, first, out)}{others}")
     before = {v for v in found if apart(rows.before_PV[:, v], rows.norm_PV[:, v], within)}
-    spoken = cause or partial(_cause, distributed)
-    do = _not_finite(rows, first) or spoken(rows, first, first in before, len(before) < len(found))
+    plain_name = cause or partial(_cause, distributed)
+    do = _not_finite(rows, first) or plain_name(rows, first, first in before, len(before) < len(found))
     return Diverged(got, "equal weights on every rank, apart from rounding", do, names[first], who)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.timeline.spans import Blocked, Stood
+from hvdtrain.core.timeline.spans import Blocked, BlockedSpans
 
 __all__ = ["CAUSES", "Blocked", "Taker", "Timeline", "active", "blocked", "current", "idle", "span", "stamped"]
 
@@ -52,7 +52,7 @@ class Timeline:
         self.taker: Taker | None = None
         self.closely = False
         self.marks: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
-        self.stood = Stood()
+        self.stood = BlockedSpans()
         self.idle_s: dict[int, float] = {}
         self.alone = ""
         self.step = 0

@@ -143,7 +143,7 @@ def packed(rows: list[Blocked]) -> Packed:
     return Packed(tuple(names), keys_N2, np.array([row[2:] for row in rows], np.float64).reshape(-1, 3))
 
 
-class Stood:
+class BlockedSpans:
     """The latest `Blocked` of one rank, in order: at most ``most``.
 
     Beyond that number those of every second step are kept, then of every fourth, of steps that are multiples of

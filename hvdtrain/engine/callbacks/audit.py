@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain import backends
-from hvdtrain.core.comparison import spoken
+from hvdtrain.core.comparison import plain_name
 from hvdtrain.core.protocols.types import ALONE, Shortage
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.compare_ranks import kinds
@@ -232,7 +232,7 @@ class Audit(Callback):
                unsteady: bool) -> Miscomputed:
         """Return what ends the run; the same on every rank."""
         hosts = {r: f"rank {r} on host {run.topology.host_of(r).node} ({run.devices[r].name})" for r in pair}
-        name = spoken(run.parts.params.specs[place].name)
+        name = plain_name(run.parts.params.specs[place].name)
         back = min(self.good.get(rank, -1) for rank in guilty)
         against = [r for r in (*pair, third) if r not in guilty and r is not None]
         return tell([hosts[r] for r in guilty], against, guilty, name, run.state.cursor.step, far, back, unsteady)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain import backends
-from hvdtrain.core.comparison import spoken
+from hvdtrain.core.comparison import plain_name
 from hvdtrain.core.timeline import StepTotals
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.compare_ranks import kinds
@@ -133,7 +133,7 @@ class Divergence(Callback):
         specs, step = [run.parts.params.specs[i] for i in self._some[ranks]], run.state.cursor.step
         sums_GV, norms_GV = np.array([p.sums for p in prints_G]), np.array([p.norms for p in prints_G])
         bits = Bits(np.array([p.bits for p in prints_G], np.uint64), [self._kinds[r] for r in ranks])
-        return judge(FingerprintRows(sums_GV, sums_GV, norms_GV), [spoken(s.name) for s in specs], step,
+        return judge(FingerprintRows(sums_GV, sums_GV, norms_GV), [plain_name(s.name) for s in specs], step,
                      max((_eps(s.dtype) for s in specs), default=0.0), ranks=ranks, bits=bits if self._exact else None,
                      updates=step - (self._equal or 0), cause=lambda *_: self._cause(step))
 

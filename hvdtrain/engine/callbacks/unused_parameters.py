@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.comparison import spoken
+from hvdtrain.core.comparison import plain_name
 from hvdtrain.core.errors import count
 from hvdtrain.engine.callbacks.base import Callback
 
@@ -46,7 +46,7 @@ class UnusedReport(Callback):
         self._reported = True
         frozen: frozenset[int] = getattr(run.parts.facts, "frozen", frozenset())  # before Keras' first step
         never = (run.unused.never or frozenset()) - run.parts.params.frozen() - frozen
-        names = [spoken(run.unused.names[i]) for i in sorted(never)]
+        names = [plain_name(run.unused.names[i]) for i in sorted(never)]
         if run.parts.layout is not None:  # else all ranks have found the same
             names = list(dict.fromkeys(name for row in run.control.gather(names) for name in row))
         if names:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.comparison import Origin, finite, spoken
+from hvdtrain.core.comparison import Origin, finite, plain_name
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import Batch, Cargo, Pair, PipelineStage
 from hvdtrain.planning.pipeline.orders import FORWARD, Action
@@ -86,7 +86,7 @@ class Looking:
         """Return the origin on this rank, None without one; ``name``: its first bad gradient, in ``blocks``."""
         if self.first is None and (self.came_bad or not name):
             return None
-        what = f"the gradient of {spoken(name)}" if name else f"what comes out of {blocks}"
+        what = f"the gradient of {plain_name(name)}" if name else f"what comes out of {blocks}"
         return Origin(self.turn_back(0) if self.first is None else self.first, what)
 
     def _look(self, turn: int, good: bool, still: bool) -> None:

@@ -1,10 +1,10 @@
-"""Who waited for whom: from the moments at which ranks came to their exchanges, also by clocks that are apart."""
+"""Attribution of waiting, from the moments at which ranks began their exchanges, also by different clocks."""
 
 import numpy as np
 import pytest
 
 from hvdtrain.core.timeline import spans as whom
-from hvdtrain.core.timeline.spans import LEAST, MOST, Blocked, Stood, packed
+from hvdtrain.core.timeline.spans import LEAST, MOST, Blocked, BlockedSpans, packed
 
 
 def compare(rows_P, stood_P, offsets_P):
@@ -72,14 +72,14 @@ def test_kept_exchanges_stand_for_all_and_nothing_is_lost_where_none_was_kept():
 def test_ranks_keep_the_same_steps_without_a_word():
     kept = []
     for rank in range(2):
-        stood = Stood(most=8)
+        stood = BlockedSpans(most=8)
         for step in range(20):
             for name in ("b0", "vote"):
                 stood.add(at(step, name, step + 0.1 * rank, step + 0.5))
         kept.append([row[:2] for row in stood.take()])
         assert stood.stride == 1 and not stood.rows
     assert kept[0] == kept[1] and len(kept[0]) <= 8 and {step for step, _ in kept[0]} == {0, 8, 16}
-    stood = Stood()
+    stood = BlockedSpans()
     for ranks, most in ((1, MOST), (64, 512), (10000, LEAST)):
         stood.among(ranks)
         assert stood.most == most

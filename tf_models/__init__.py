@@ -18,7 +18,7 @@ def require(ok: bool, name: str, got: Any, expected: str) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Whether `value` is a whole number of at least 1 (a bool is not)."""
+    """Return whether `value` is a whole number of at least 1 (a bool is not)."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

@@ -61,10 +61,10 @@ class Tied(keras.layers.Layer):
 
 
 def normal(std: float) -> keras.initializers.Initializer:
-    """Normal weights of standard deviation `std`."""
+    """Return an initializer of normal weights of standard deviation `std`."""
     return keras.initializers.RandomNormal(stddev=std)
 
 
 def linear(out_features: int, std: float, use_bias: bool = True, **kwargs: Any) -> keras.layers.Dense:
-    """A linear layer with normal weights of standard deviation `std` and a zero bias."""
+    """Return a linear layer with normal weights of standard deviation `std` and a zero bias."""
     return keras.layers.Dense(out_features, use_bias=use_bias, kernel_initializer=normal(std), **kwargs)

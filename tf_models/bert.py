@@ -97,7 +97,7 @@ class Block(keras.layers.Layer):
 
 
 class Head(keras.layers.Layer):
-    """One more layer and the map to logits, with the weights of ``table``: ((B, T, width), seen) -> (B, T, vocab)."""
+    """A layer more and the map to logits, with the weights of ``table``: ((B, T, width), seen) -> (B, T, vocab)."""
 
     def __init__(self, width: int, vocab: int, table: keras.layers.Embedding | None = None, **kwargs: Any):
         super().__init__(**kwargs)

@@ -37,7 +37,7 @@ class LSTM(keras.Model):
 
 
 class Layer(keras.layers.Layer):
-    """One LSTM over time, from a state of zeros: (B, T, features) -> (B, T, width)."""
+    """An LSTM over time, from a state of zeros: (B, T, features) -> (B, T, width)."""
 
     def __init__(self, features: int, width: int, **kwargs: Any):
         super().__init__(**kwargs)

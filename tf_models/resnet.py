@@ -269,7 +269,7 @@ def around(x, zeros: int):
 
 
 def normed(norm: str, channels: int, name: str) -> keras.layers.Layer:
-    """The norm of this name over `channels`."""
+    """Return the norm of this name over `channels`."""
     if norm == "group":
         return keras.layers.GroupNormalization(gcd(GROUPS, channels), epsilon=EPSILON, name=name)
     return keras.layers.BatchNormalization(momentum=0.9, epsilon=EPSILON, name=name)

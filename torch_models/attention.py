@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 def linear(in_features: int, out_features: int, std: float, bias: bool = True) -> nn.Linear:
-    """A linear layer with normal weights of standard deviation `std` and a zero bias."""
+    """Return a linear layer with normal weights of standard deviation `std` and a zero bias."""
     layer = nn.Linear(in_features, out_features, bias=bias)
     nn.init.normal_(layer.weight, std=std)
     if bias:

@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """One more layer and the map to logits, with the weights of ``table``: ((B, T, width), seen) -> (B, T, vocab)."""
+    """A layer more and the map to logits, with the weights of ``table``: ((B, T, width), seen) -> (B, T, vocab)."""
 
     def __init__(self, width: int, vocab: int, table: nn.Embedding | None = None):
         super().__init__()

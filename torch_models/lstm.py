@@ -31,7 +31,7 @@ class LSTM(nn.Module):
 
 
 class Layer(nn.Module):
-    """One LSTM over time, from a state of zeros: (B, T, features) -> (B, T, width)."""
+    """An LSTM over time, from a state of zeros: (B, T, features) -> (B, T, width)."""
 
     def __init__(self, features: int, width: int):
         super().__init__()

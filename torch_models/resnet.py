@@ -158,14 +158,14 @@ class Head(nn.Module):
 
 
 def conv(in_channels: int, channels: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution without a bias, zeros around the image, weights as He et al. 2015 draw them."""
+    """Return a convolution without a bias, zeros around the image, weights as He et al. 2015 draw them."""
     made = nn.Conv2d(in_channels, channels, size, stride, padding=size // 2, bias=False)
     nn.init.kaiming_normal_(made.weight, nonlinearity="relu")
     return made
 
 
 def normed(norm: str, channels: int) -> nn.Module:
-    """The norm of this name over `channels`."""
+    """Return the norm of this name over `channels`."""
     if norm == "group":
         return nn.GroupNorm(gcd(GROUPS, channels), channels, eps=EPSILON)
     return nn.BatchNorm2d(channels, eps=EPSILON, momentum=0.1)

@@ -84,7 +84,7 @@ def told(model: Any, batch: Sequence[Any], evaluates: bool = False) -> Iterator[
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory did not suffice, on the host or a device."""
+    """Return whether memory did not suffice, on the host or a device."""
     names = {c.__name__ for c in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"})
 
@@ -103,7 +103,7 @@ def _kind(array: np.ndarray) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The line of an exception that says why, without Keras' frame, colours and TensorFlow's node names."""
+    """Return the line of an exception that says why, without Keras' frame, colours and TensorFlow's node names."""
     text = re.sub(r"\x1b\[[0-9;]*m|{{.*?}} ?| \[Op:.*", "", str(error))
     text = re.sub(r"(Invalid input shape) for input .*?\. (Expected)", r"\1. \2", text, flags=re.DOTALL)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -114,7 +114,7 @@ def reason(error: BaseException) -> str:
 
 
 def _is_misfit(error: Exception, frame: FrameType, line: int) -> bool:
-    """Whether ``error``, raised at ``line`` of ``frame``, is a refusal of shapes, types or ranges. In doubt it is."""
+    """Return whether ``error``, raised at ``line`` of ``frame``, refuses shapes, types or ranges; True in doubt."""
     names = {c.__name__ for c in type(error).__mro__}
     text = str(error)
     if "CUDA error" in text:
@@ -135,7 +135,7 @@ def _is_misfit(error: Exception, frame: FrameType, line: int) -> bool:
 
 
 def _layer(model: Any, frames: list[FrameType]) -> tuple[str, str]:
-    """The innermost layer that was called: its class and name, and its sizes in words; "" where there is none."""
+    """Return the innermost layer that was called: class, name and sizes; "" where there is none."""
     for frame in reversed(frames):
         first = frame.f_code.co_varnames[:1]
         own = frame.f_locals.get(*first) if first else None
@@ -160,12 +160,12 @@ def _line_of_the_user(places: list[tuple[FrameType, int]]) -> str:
 
 
 def _is_of_keras(said: str) -> bool:
-    """Whether Keras' own words name the layer."""
+    """Return whether Keras' own words name the layer."""
     return bool(re.search(r"layer \"|Layer |Invalid input shape|Inputs? ", said))
 
 
 def _expected(model: Any, layer: str, sizes: str, said: str) -> str:
-    """What the model says of its inputs, or which layer refused them; "" where the refusal itself says it."""
+    """Return what the model says of its inputs, or which layer refused them; "" where the refusal itself says it."""
     inputs = getattr(model, "inputs", None)
     if isinstance(inputs, (list, tuple)) and inputs and all(hasattr(i, "shape") for i in inputs):
         shapes = [", ".join(["B", *("?" if n is None else str(n) for n in i.shape[1:])]) for i in inputs]

@@ -57,7 +57,7 @@ _PARTS = ("task", "weight", "metrics", "blocks", "example", "parameter_groups", 
 
 
 def spec_of(model: Any, name: str = "") -> Spec:
-    """The spec of a model object; its optional functions are those of the module that defines its class."""
+    """Return the spec of a model object; its optional functions are those of the module that defines its class."""
     module = sys.modules.get(type(model).__module__)
     own = type(model).__module__.split(".")[0] not in ("torch", "keras", "tensorflow")
     parts = {p: getattr(module, p, None) for p in _PARTS} if own else {}
@@ -126,13 +126,13 @@ def refuse_groups(spec: Any, where: str, do: str) -> None:
 
 
 def _by_block(find: Callable[[str], Any], args: dict[str, Any]) -> list[Callable[..., Any]]:
-    """A file's functions that build a model block by block, with the builder's arguments in them; [] without both."""
+    """Return a file's functions that build a model block by block, with the builder's arguments; [] without both."""
     found = [find(part) for part in ("block_names", "build_block")]
     return [partial(function, **args) for function in found] if all(map(callable, found)) else []
 
 
 def _is_model(thing: Any) -> bool:
-    """Whether ``module:name`` names a model itself, ready made; such a thing is callable too."""
+    """Return whether ``module:name`` names a model itself, ready made; such a thing is callable too."""
     try:
         return bool(backends.framework_of(thing))
     except UserError:

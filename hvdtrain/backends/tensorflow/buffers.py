@@ -238,7 +238,7 @@ class Buffers:
             begin = end
 
     def _shared(self, own: np.ndarray, name: str, root: int = 0) -> np.ndarray:
-        """The array of rank ``root``, which has the shape and dtype of ``own``."""
+        """Return the array of rank ``root``, which has the shape and dtype of ``own``."""
         flat = np.ascontiguousarray(own).reshape(-1).view(np.uint8)
         parts = []
         for i, begin in enumerate(range(0, flat.size, CHUNK_BYTES)):

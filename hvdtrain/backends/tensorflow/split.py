@@ -171,7 +171,7 @@ class AllStages(ModelPlaceholder):
         self.ends: list[tuple[list[tf.Tensor], list[_Visit], int]] = []
 
     def __call__(self, x: Any, training: bool | None = None) -> Any:
-        """The model's output on the last device; its gradient is taken over by the stages."""
+        """Return the model's output on the last device; its gradient is taken over by the stages."""
         assert self.tape is not None, "a placeholder is called within a tape"
         with self.tape.stop_recording():
             y, extras, visits = self._trace.forward(self._micro, x, training)

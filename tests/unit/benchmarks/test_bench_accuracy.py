@@ -119,7 +119,7 @@ def test_mistakes_are_told_before_the_first_run(argv, words, monkeypatch):
 
 @pytest.fixture
 def fake_runs(monkeypatch):
-    """Runs that only write what a run leaves: accuracy 0.9 + seed / 100, or an ``lr`` of the user's; their list."""
+    """Replace runs by ones that write accuracy 0.9 + seed / 100, or a user's ``lr``; return their list."""
     seen = []
 
     def run(ranks, options, out, timeout_s):

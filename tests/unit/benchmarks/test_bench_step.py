@@ -22,7 +22,7 @@ from hvdtrain.data.sources import ArraySource
 
 
 def refused(*argv):
-    """The sentence with which an option is refused."""
+    """Return the sentence with which an option is refused."""
     with pytest.raises(UserError) as caught:
         step.main(list(argv))
     return str(caught.value)

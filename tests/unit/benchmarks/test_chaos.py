@@ -56,7 +56,7 @@ def test_ranks_and_shares_change_unless_they_are_held():
 
 @pytest.fixture
 def sleeper():
-    """A process that a test may harm, as a rank is seen."""
+    """Return a process that a test may harm, as a rank is seen."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield look.Rank(child.pid, 0, os.getpid(), look._stat(child.pid)[2])
     child.kill()
@@ -116,7 +116,7 @@ def test_ranks_are_found_by_their_mark_and_their_command(tmp_path):
 
 
 def run_with(out, steps=(3, 6)):
-    """A run's directory with checkpoints."""
+    """Return a run's directory with checkpoints."""
     store = CheckpointStore(out / "checkpoints", 9)
     for step in steps:
         store.save(Snapshot({"model": {"w": np.full(50, step)}}, {"framework": "torch"}), step)
@@ -292,7 +292,7 @@ class StubJob:
         self.mark = "there"
 
     def ranks(self):
-        """One rank, started again where it has ended; it has finished more steps each time that it is asked."""
+        """Return one rank, started again where it has ended, with more finished steps at each look."""
         if not self.trains:
             return []
         if not self.children or self.children[-1].poll() is not None:

@@ -86,7 +86,7 @@ def test_this_machine_s_own_network_is_never_cut(monkeypatch):
 
 @pytest.fixture
 def alone():
-    """The one rank of an attempt that goes without the other host."""
+    """Return the one rank of an attempt that goes without the other host."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield look.Rank(child.pid, 0, os.getpid(), look._stat(child.pid)[2])
     child.kill()

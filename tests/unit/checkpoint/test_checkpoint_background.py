@@ -45,7 +45,7 @@ def kept(out, own=True):
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """A disk that takes a while over each file, so that training goes on for steps meanwhile."""
+    """Slow the disk down, so that training runs for steps while files are written."""
     write = files.write_durably
 
     def slowly(path, pieces):

@@ -112,7 +112,7 @@ class Faults:
 
 
 def make(seed: int) -> Snapshot:
-    """A small run's state that shares no array and no fact with another seed's."""
+    """Return a small run's state that shares no array and no fact with another seed's."""
     rng = np.random.default_rng(seed)
     tensors = {
         "model": {"w": rng.normal(size=(4, 3)), "b": rng.normal(size=3).astype(np.float16)},

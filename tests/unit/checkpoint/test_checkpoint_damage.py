@@ -24,7 +24,7 @@ NAMES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rank-00
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """One good checkpoint; every test leaves it as it found it."""
+    """Write one good checkpoint, which no test changes."""
     tensors = {
         "model": {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.zeros(4, np.float16)},
         "optimizer": {"w.momentum": np.ones((3, 4), np.float32), "b.momentum": np.zeros(4, np.float16)},
@@ -37,7 +37,7 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
-    """A copy that a test may ruin."""
+    """Return a copy that a test may ruin."""
     return Path(shutil.copytree(whole, tmp_path / "step-00000120"))
 
 
@@ -53,7 +53,7 @@ def holding(path: Path, data: bytes):
 
 
 def refusal(directory: Path) -> str:
-    """What reading says; fails where it says nothing."""
+    """Return what reading says; fails where it says nothing."""
     with pytest.raises(CheckpointError) as caught:
         read_snapshot(directory)
     error = caught.value
@@ -63,7 +63,7 @@ def refusal(directory: Path) -> str:
 
 
 def seal(document: dict) -> bytes:
-    """A manifest with a good self-hash over whatever it says, as a hostile or newer writer could make it."""
+    """Return a manifest with a good self-hash over whatever it says, as a hostile or newer writer could make it."""
     document.pop("manifest_sha256", None)
     text = (json.dumps(document, indent=1) + "\n").encode()
     document["manifest_sha256"] = hashlib.sha256(text).hexdigest()

@@ -1,4 +1,4 @@
-"""What is said of a run's checkpoints before its first step: when, how large, and whether the disk has room."""
+"""Notes about a run's checkpoints before its first step: interval, size, and free disk space."""
 
 import pytest
 from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo, weights

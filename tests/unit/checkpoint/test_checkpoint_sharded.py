@@ -35,7 +35,7 @@ def setting(out, framework="numpy", layout="sharded", **changes):
 
 
 def tensors_of(path):
-    """The state that all ranks hold alike, by group and place: Keras counts its models within a process."""
+    """Return the state that all ranks hold alike, by group and place: Keras counts its models within a process."""
     snapshot = read_snapshot(path)
     return {group: [(a.shape, a.dtype, a.tobytes()) for _, a in sorted(arrays.items())]
             for group, arrays in snapshot.tensors.items() if not group.startswith("rank-")}

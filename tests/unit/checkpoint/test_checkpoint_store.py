@@ -307,7 +307,7 @@ def _here() -> str:
 
 
 def _dead_pid() -> int:
-    """A process id that was in use and is no more."""
+    """Return a process id that was in use and is no more."""
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait(timeout=20)
     return done.pid
@@ -344,7 +344,7 @@ class StoreMachine(RuleBasedStateMachine):
         error=st.sampled_from([OSError(28, "full"), KeyboardInterrupt()]),
     )
     def fail_to_save(self, step: int, nth: int, error: BaseException) -> None:
-        """One of the first three fsyncs fails (two files, their directory): before anything is published."""
+        """Fail one of the first three fsyncs (two files, their directory), before anything is published."""
         self.seed += 1
         real, count = os.fsync, 0
 

@@ -44,7 +44,7 @@ def cut_tensors(draw):
 
 
 def sent(shards):
-    """The heads of a rank's shards and their pieces, through messages."""
+    """Return the heads of a rank's shards and their pieces, through messages."""
     ready = in_order(shards)
     heads, wire = [head(shard) for shard in ready], packed(ready)
 
@@ -63,7 +63,7 @@ def content(shards_P):
 
 
 def assembled(shards_P):
-    """The arrays that shards make up, by group and name."""
+    """Return the arrays that shards make up, by group and name."""
     whole, found = content(shards_P), {}
     for group, specs in whole.specs().items():
         names = layout(specs, group).names

@@ -18,7 +18,7 @@ from hvdtrain.engine.saving import session
 
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch):
-    """Rounds of 100 bytes, so that tensors are cut."""
+    """Use rounds of 100 bytes, so that tensors are divided."""
     monkeypatch.setattr(stream, "PIECE_BYTES", 100)
     monkeypatch.setattr(stream, "PACKED_BYTES", 40)
 
@@ -45,13 +45,13 @@ class Watched:
 
 
 def own(rank):
-    """What a rank holds for itself: some 300 bytes, with arrays of no element and of no dimension."""
+    """Return what a rank holds for itself: some 300 bytes, with arrays of no element and of no dimension."""
     return {"residual": np.full((2, 33), rank, np.float32), "empty": np.zeros((0, 3)), "seed": np.array(rank),
             "bits": np.full(9 + rank, 7, np.uint16)}
 
 
 def state(rank):
-    """What a rank gives: rank 0 what is alike on all, each its own."""
+    """Yield what a rank gives: rank 0 what is alike on all, each its own."""
     if rank == 0:
         yield from whole_shards({"model": {"w": np.arange(60.0).reshape(5, 12)}}, ["model"])
     yield from whole_shards({own_group(rank): own(rank)}, [own_group(rank)])
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_read_is_everyones_error(tmp_path):
 
 @pytest.fixture(params=["channel", "no channel"])
 def channel(request, monkeypatch):
-    """A wire for threads, or none, as with horovodrun --gloo."""
+    """Return a channel for threads, or none, as with horovodrun --gloo."""
     if request.param == "no channel":
         monkeypatch.setattr(LockstepControl, "channel", lambda self, longest_sleep_s: None)
 

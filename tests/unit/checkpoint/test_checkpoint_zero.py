@@ -22,12 +22,12 @@ MOMENTUM = config(global_batch=24, max_steps=8, optimizer=Named("SGD", {"momentu
 
 
 def way(name, size, stage=2):
-    """The setting data_parallel for so many ranks, with unequal parts."""
+    """Return the setting data_parallel for so many ranks, with unequal parts."""
     return DataParallelConfig("zero", stage, SHARDS[size]) if name == "zero" else DataParallelConfig()
 
 
 def trained(size, out, layout="gathered", framework="numpy", **changes):
-    """The runs by rank; a checkpoint after step 4 and at the end."""
+    """Return the runs by rank; a checkpoint after step 4 and at the end."""
     settings = replace(MOMENTUM, out=str(out), checkpoint=CheckpointConfig(every_steps=4, keep=9, layout=layout),
                        **changes)
     if framework != "numpy":
@@ -44,7 +44,7 @@ def state_of(path):
 
 @pytest.fixture(params=["channel", "no channel"])
 def channel(request, monkeypatch):
-    """A wire for threads, or none, as with horovodrun --gloo."""
+    """Return a channel for threads, or none, as with horovodrun --gloo."""
     if request.param == "no channel":
         monkeypatch.setattr(LockstepControl, "channel", lambda self, longest_sleep_s: None)
 

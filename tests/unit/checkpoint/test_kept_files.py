@@ -1,4 +1,4 @@
-"""What earlier releases wrote and users have on their disks is read: checkpoints and configuration files.
+"""Checkpoints and configuration files of earlier releases are read.
 
 `test_resume` has a checkpoint of the first release.
 """

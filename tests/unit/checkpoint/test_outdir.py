@@ -29,21 +29,21 @@ def in_an_empty_directory(tmp_path, monkeypatch):
 
 
 def make_run(config=Config(), name="torch_models.cnn:build", control=None, step=0):
-    """A run of this configuration and model that has nothing but what a directory needs."""
+    """Return a run of this configuration and model that has nothing but what a directory needs."""
     control = control or SoloControl("here")
     return Run(RunSetup(config, None, None, SimpleNamespace(name=name), None, None, None), Services(control, None),
                RunState(cursor=Cursor(step=step)))
 
 
 def choose(*args, **kwargs):
-    """The directory that a run gets, from the current one."""
+    """Return the directory that a run gets, from the current one."""
     path = outdir.ensure_out(make_run(*args, **kwargs))
     assert path.is_absolute()
     return path.relative_to(Path.cwd())
 
 
 def begun(*args, **kwargs):
-    """A run that has begun."""
+    """Return a run that has begun."""
     run = make_run(*args, **kwargs)
     with outdir.starting(run):
         assert not run.begun and run.out.is_dir()

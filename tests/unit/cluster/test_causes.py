@@ -1,4 +1,4 @@
-"""What a rank leaves behind for a supervisor: written once, whole, and without ever raising."""
+"""Reports that a rank leaves for a supervisor: written once, whole, and without ever raising."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from hvdtrain.core.launcher import SOLO
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An attempt's folder, with this process as rank 1 of a job that starts from nothing."""
+    """Return an attempt's folder, with this process as rank 1 of a job that starts from nothing."""
     for name, value in (("_step", -1), ("_descriptor", -1), ("_left", set()), ("_marked", set())):
         monkeypatch.setattr(causes, name, value)
     monkeypatch.setenv(causes.DIRECTORY, str(tmp_path / "attempts" / "001"))
@@ -110,7 +110,7 @@ def test_the_parts_of_a_start(folder):
 
 
 def stop(error):
-    """A main that ends with ``error``, an exception or a status."""
+    """Return a main that ends with ``error``, an exception or a status."""
     def main():
         if isinstance(error, BaseException):
             raise error

@@ -1,4 +1,4 @@
-"""One device per local rank."""
+"""A device for each local rank."""
 
 import pytest
 

@@ -46,19 +46,19 @@ def leave():
 
 
 def load(split):
-    """A data callable that wants arguments of its own."""
+    """Stand for a data callable that wants arguments of its own."""
     import argparse
 
     argparse.ArgumentParser(prog="load").parse_args(["--samples", "many"])
 
 
 def build():
-    """A model callable."""
+    """Stand for a model callable."""
     sys.exit("no weights")
 
 
 def leaves_in_forward(framework):
-    """A model that ends the program when it computes."""
+    """Return a model that ends the program when it computes."""
     if framework == "torch":
         import torch
 
@@ -84,7 +84,7 @@ def leaves_in_forward(framework):
 
 
 def fit(network=None, samples_=samples(40), callbacks=(), **changes):
-    """An epoch of five steps; ``changes`` of the configuration."""
+    """Return an epoch of five steps; ``changes`` of the configuration."""
     return Trainer(config(epochs=1, global_batch=8, **changes)).fit(network, samples_, callbacks=callbacks)
 
 

@@ -68,7 +68,7 @@ def test_intel_mpi_takes_a_list_of_like_hosts():
 
 
 def added(name, **changes):
-    """(the words that a change adds to the bare line, those it takes away, environment)."""
+    """Return (the words that a change adds to the bare line, those it takes away, environment)."""
     alike = {"hosts": (HostSlots("a", 2), HostSlots("b", 2)), "ranks": 4} if name == "intelmpi" else {}
     before, after = built(name, **alike)[0].split(), built(name, **alike, **changes)
     words = after[0].split()

@@ -283,7 +283,7 @@ def test_an_mpirun_that_does_not_answer_is_told_and_leaves_nothing(tmp_path, mon
 
 
 def gone(pid):
-    """Whether a process has ended, be it reaped or not."""
+    """Return whether a process has ended, be it reaped or not."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -108,7 +108,7 @@ class Ranks(SoloControl):
 
 
 def start(monkeypatch, env, gpus):
-    """A start on a host with so many GPUs, in an environment of its own."""
+    """Start on a host with so many GPUs, in an environment of its own."""
     monkeypatch.setattr(boot, "_started", {})
     monkeypatch.setattr(boot, "count_gpus", lambda: gpus)
     monkeypatch.setattr(boot.os, "environ", env)

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline send each other: any tensors, in order, and errors that name both sides."""
+"""Messages between the ranks of a pipeline: any tensors, in order, and errors that name both sides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MessageLabel, Post
 
 
 def pair(timeout_s: float = 10.0) -> tuple[Post, Post]:
-    """The posts of two ranks."""
+    """Return the posts of two ranks."""
     boxes = Boxes()
     return (Post(ThreadCarrier(boxes, 0, 2, timeout_s), "a"), Post(ThreadCarrier(boxes, 1, 2, timeout_s), "b"))
 
@@ -31,7 +31,7 @@ def cargo(*arrays: Any, form: str = "") -> Cargo:
 
 
 def same(got: Cargo | None, want: Cargo) -> bool:
-    """Whether all that was sent has come."""
+    """Return whether all that was sent has come."""
     assert got is not None
     return got[1:] == want[1:] and len(got.arrays) == len(want.arrays) and all(
         a.dtype == b.dtype and a.shape == b.shape and (a == b).all() for a, b in zip(got.arrays, want.arrays))

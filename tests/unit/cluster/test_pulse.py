@@ -1,4 +1,4 @@
-"""Who is missing when a wait runs out: what ranks publish of themselves, and the sentence made of it."""
+"""Missing ranks when a wait times out: what ranks publish of themselves, and the message made of it."""
 
 from __future__ import annotations
 

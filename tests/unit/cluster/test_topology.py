@@ -43,14 +43,14 @@ def test_compute_threads(bound, cores, local_size, asked, want):
 
 
 def one(folder, quota_us, period_us=100_000):
-    """A group of version 1."""
+    """Make a group of version 1."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
     (folder / "cpu.cfs_period_us").write_text(f"{period_us}\n")
 
 
 def two(folder, text):
-    """A group of version 2."""
+    """Make a group of version 2."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cpu.max").write_text(text)
 

@@ -17,7 +17,7 @@ STOPPED = replace(STEPS, state="T")
 
 
 def looks(rows, n=60, others=Others(), pause_s=PAUSE_S):
-    """The first verdict of ``n`` looks, and after how many seconds; ``rows``: sights, or a function of the look."""
+    """Return the first verdict of ``n`` looks, and after how many seconds. ``rows``: sights, or a function."""
     judge = Judge(BOUND_S, PAUSE_S)
     for i in range(n):
         found = judge.look(i * pause_s, rows(i) if callable(rows) else rows, others)

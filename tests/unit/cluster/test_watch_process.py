@@ -72,7 +72,7 @@ class Job:
             os.kill(self.ranks[rank], number)
 
     def ended(self, timeout_s: float = 25.0) -> str:
-        """What the job said, once every process of it is gone, the watcher too."""
+        """Return what the job said, once every process of it is gone, the watcher too."""
         _, said = self.launcher.communicate(timeout=timeout_s)
         assert until(lambda: not self.left()), self.left()
         return said
@@ -103,7 +103,7 @@ def until(true, timeout_s: float = 10.0) -> bool:
 
 
 def watched(job: Job) -> bool:
-    """Whether a watcher is there beside launcher and ranks."""
+    """Return whether a watcher is there beside launcher and ranks."""
     return until(lambda: len(job.left()) == 4)
 
 

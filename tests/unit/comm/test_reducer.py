@@ -23,7 +23,7 @@ SIZES = (5, 3, 4)
 
 
 def buckets(sizes=SIZES, dtype="float32"):
-    """One bucket for each size, bucket i of sizes[i] elements."""
+    """Return a bucket for each size, bucket i of sizes[i] elements."""
     params = [ParamSpec(f"p{i}", (n,), dtype) for i, n in enumerate(reversed(sizes))]
     plan = plan_buckets(params, 1 / MIB)
     assert [b.n for b in plan] == list(sizes)
@@ -252,7 +252,7 @@ class Counting(Uncompressed):
 
 
 def counts(reducer, steps=1):
-    """The first element of bucket 0 after each of ``steps`` steps that begin from zeros."""
+    """Return the first element of bucket 0 after each of ``steps`` steps that begin from zeros."""
     out = []
     for _ in range(steps):
         reducer.begin()

@@ -21,21 +21,21 @@ from hvdtrain.core.protocols import AllReduce
 
 
 class Wires:
-    """What is under way between ranks; ``draw`` decides what comes through next."""
+    """Messages under way between ranks; ``draw`` decides what comes through next."""
 
     def __init__(self, draw):
         self.draw, self.sent, self.asked = draw, defaultdict(deque), defaultdict(deque)
 
 
 class Request:
-    """One message of one side; ``through`` once MPI would say so."""
+    """A message of one side; ``through`` once MPI would say so."""
 
     def __init__(self, wires, data):
         self.wires, self.data, self.through = wires, data, False
 
     @staticmethod
     def Testsome(requests):
-        """Indices of some of those that are through."""
+        """Return indices of some requests that are through."""
         draw = requests[0].wires.draw
         found = [i for i, r in enumerate(requests) if r.through and draw.random() < 0.6]
         draw.shuffle(found)

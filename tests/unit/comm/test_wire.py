@@ -1,4 +1,4 @@
-"""Which wire a job gets: the rule of auto, and the words for what cannot be had. No MPI: boot is made up."""
+"""Transport of a job: the rule of auto, and messages for what cannot be had. No MPI: boot is made up."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ RTX = DeviceFacts("cuda", "RTX 3090", "sm_86")
 
 @pytest.fixture
 def job(monkeypatch):
-    """A job of two ranks whose parts are names; ``lacking``: what cannot be had, and why."""
+    """Return a job of two ranks whose parts are names; ``lacking``: what cannot be had, and why."""
     lacking = {}
 
     def sharing(comm, timeout_s):

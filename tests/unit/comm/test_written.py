@@ -31,7 +31,7 @@ def test_each_reduction(reduction, old, own_P, samples_P, want):
 
 
 def enqueue(queue, at, rows):
-    """What a model in one process does with the position ``at``."""
+    """Return what a model in one process does with the position ``at``."""
     queue = queue.copy()
     queue[(at + np.arange(len(rows))) % len(queue)] = rows
     return queue, (at + len(rows)) % len(queue)

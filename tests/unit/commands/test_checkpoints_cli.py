@@ -27,7 +27,7 @@ def snapshot(step):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with checkpoints of steps 2, 4 and 6."""
+    """Return a run with checkpoints of steps 2, 4 and 6."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints", 9)
     for step in (2, 4, 6):
         store.save(snapshot(step), step)

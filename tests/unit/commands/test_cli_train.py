@@ -21,7 +21,7 @@ BIG = "9" * 5000
 
 @pytest.fixture
 def write(tmp_path):
-    """A function that writes a file and returns its path as text."""
+    """Return a function that writes a file and returns its path as text."""
     def write(text, name="recipe.yaml"):
         path = tmp_path / name
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -34,7 +34,7 @@ def cli(*argv, **env):
 
 
 def refusal(*argv, **env):
-    """The words that refuse this command line: one line, computed within bounds (a file may grow as it is read)."""
+    """Return the message that refuses this command line: one line, computed within bounds (a file may grow)."""
     begin = time.thread_time()
     with pytest.raises(UserError) as caught:
         cli(*argv, **env)

@@ -18,7 +18,7 @@ from hvdtrain.core.errors import UserError
 
 
 def run_directory(path, step=12, **meta):
-    """A run with one checkpoint."""
+    """Return a run with one checkpoint."""
     facts = {"framework": "torch", "model": "torch_models.cnn:build",
              "config": {"model": "auto", "model_args": {"classes": 3}}, **meta}
     write_snapshot(path / "checkpoints" / f"step-{step:08d}", Snapshot({"model": {"w": np.ones(2)}}, facts), step=step)
@@ -112,7 +112,7 @@ def test_a_request_survives_json(tmp_path):
 
 
 def parsed(monkeypatch, tmp_path, *argv):
-    """The request that a command line makes."""
+    """Return the request that a command line makes."""
     seen = []
     report = {"rows": [["a: weight (2, 3)", "a: kernel (3, 2)", "(out, in) -> (in, out)"]], "how": "by name",
               "frameworks": ["torch", "tensorflow"], "notes": ["a remark"], "apart": 1.5e-7, "input": [[4, 8]],

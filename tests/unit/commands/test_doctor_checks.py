@@ -35,12 +35,12 @@ DOCKER = {"name": "docker0", "address": "172.17.0.1", "network": "172.17.0.0/16"
 
 
 def host(**changes):
-    """A healthy host with some facts changed."""
+    """Return a healthy host with some facts changed."""
     return copy.deepcopy(HOST) | copy.deepcopy(changes)
 
 
 def other(**changes):
-    """A second healthy host, with some facts changed."""
+    """Return a second healthy host, with some facts changed."""
     eth0 = HOST["interfaces"][0] | {"address": "10.0.0.2"}
     return host(**{"host": "b", "boot": "2", "addresses": ["10.0.0.2"], "interfaces": [eth0], "ranks": [4],
                    "clock": {"offset_s": 0.001, "within_s": 0.0005}} | changes)

@@ -1,4 +1,4 @@
-"""What a supervisor sees around it: hosts that answer, a host file that changes, causes that lie on other hosts."""
+"""Hosts as a supervisor sees them: ones that answer, a host file that changes, causes on other hosts."""
 
 import json
 import time
@@ -30,7 +30,7 @@ exec sh -c "$*"
 
 @pytest.fixture
 def ssh(tmp_path):
-    """A stand-in for ssh: ``shared`` sees this machine's files, ``far`` its own, ``gone`` fails, ``silent`` hangs."""
+    """Replace ssh: ``shared`` sees this machine's files, ``far`` its own, ``gone`` fails, ``silent`` hangs."""
     path = tmp_path / "ssh"
     path.write_text(SSH)
     path.chmod(0o755)
@@ -38,7 +38,7 @@ def ssh(tmp_path):
 
 
 def launching(*words, **here):
-    """The launch that these words ask for, from a host called near."""
+    """Return the launch that these words ask for, from a host called near."""
     args, _ = launch.parse([*words, "--restarts", "3", "--", "train"])
     return LaunchCommands(args, Here(**{"env": {}, "names": ("near",), "cores": 8} | here), TOOL)
 

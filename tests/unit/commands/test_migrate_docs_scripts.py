@@ -37,7 +37,7 @@ def test_a_script_of_the_docs_moves_whole(name):
 
 
 def config(code: str) -> Config:
-    """What the call of Config in ``code`` makes."""
+    """Return what the call of Config in ``code`` makes."""
     call = next(node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name) and node.func.id == "Config")
     return eval(ast.unparse(call), {"Config": Config, "Named": Named})

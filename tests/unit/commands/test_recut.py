@@ -1,4 +1,4 @@
-"""How a model that is cut over ranks is cut anew when a supervisor launches its job on other hosts."""
+"""New partitions of a model over ranks when a supervisor launches its job on other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervisor does next: a table of histories, and properties that hold for any."""
+"""Decisions of a supervisor: a table of histories, and properties that hold for any."""
 
 from dataclasses import replace
 
@@ -16,12 +16,12 @@ BOTH = [HostCandidate(A, here=True), HostCandidate(B)]
 
 
 def after(*kinds, hosts=BOTH, restarts=9, **fields):
-    """The decision after attempts of these kinds, each a step further than the one before, saved in each step."""
+    """Return the decision after attempts of these kinds, each a step further than the one before."""
     return next_launch(attempts(*kinds, **fields), hosts, restarts)
 
 
 def attempts(*kinds, host="a", **fields):
-    """Attempts on both hosts."""
+    """Return attempts on both hosts."""
     return [replace(LaunchAttempt(i + 1, kind, "words", 0, host, (A, B), i, i + 1, i + 1, 8), **fields)
             for i, kind in enumerate(kinds)]
 

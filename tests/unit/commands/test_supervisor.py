@@ -291,7 +291,7 @@ def test_the_launcher_goes_with_a_supervisor_that_is_killed(tmp_path):
 
 
 def left(kind, rank, when):
-    """A cause as a rank leaves it."""
+    """Return a cause as a rank leaves it."""
     return {"kind": kind, "text": f"{kind} of {rank}", "rank": rank, "host": "a", "step": 1, "time": when}
 
 

@@ -49,7 +49,7 @@ def test_uneven_shares(size, shares):
 
 
 def table(text):
-    """The cells of the table that the output ends with, without its heads."""
+    """Return the cells of the table that the output ends with, without its heads."""
     lines = text.splitlines()
     rule = next(i for i, line in enumerate(lines) if line.startswith("--"))
     return [line.split() for line in lines[rule + 1:]]

@@ -16,12 +16,12 @@ from hvdtrain.core.errors import UserError
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """A cache of wheels that nobody else has."""
+    """Use a cache of wheels of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def would_run(*words):
-    """What make would run."""
+    """Return what make would run."""
     env = {k: v for k, v in os.environ.items() if k not in ("WHEELHOUSE", "MAKEFLAGS", "MAKELEVEL", "WITH")}
     return subprocess.run(["make", "-n", *words, f"PYTHON={sys.executable}", "DEVICE=cpu"], cwd=ROOT.parent, env=env,
                           text=True, capture_output=True, timeout=60, check=True).stdout

@@ -1,4 +1,4 @@
-"""What the key remat says of a model's blocks."""
+"""The key remat and a model's blocks."""
 
 from __future__ import annotations
 

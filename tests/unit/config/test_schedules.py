@@ -59,7 +59,7 @@ def own_torch(name, momentum=0.9, **args):
 
 
 def own(framework, kind):
-    """(the schedule's section, its rates by the framework itself, its momenta or None)."""
+    """Return (the schedule's section, its rates by the framework itself, its momenta or None)."""
     warm = [min(1.0, (t + 1) / 4) for t in range(STEPS)]
     if framework == "torch":
         if kind == "cosine":

@@ -54,7 +54,7 @@ BUSY = [
 
 
 def named(setup):
-    """The keys that the notes name."""
+    """Return the keys that the notes name."""
     return [note.partition(" ")[0] for note in notes(setup)]
 
 

@@ -1,4 +1,4 @@
-"""How far two trainings are apart, and how far they may be."""
+"""Distance of two trainings, and its tolerance."""
 
 import numpy as np
 import pytest

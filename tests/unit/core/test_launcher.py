@@ -1,4 +1,4 @@
-"""What each launcher's variables are read as."""
+"""Readings of each launcher's variables."""
 
 import pytest
 

@@ -45,7 +45,7 @@ def test_a_restored_generator_continues(warm):
 @pytest.mark.parametrize("between", [lambda: None, np.random.randn, np.random.rand, random.random, draw,
                                      lambda: np.random.seed(3)])
 def test_a_mark_leads_back_to_where_it_was_made(between):
-    """Whatever is drawn between two marks, a normal number in store included."""
+    """Any draws between two marks are undone, a stored normal number included."""
     rng.seed(5, 0)
     for _ in range(4):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Who waited for whom: from the moments at which ranks came to their exchanges, also by clocks that are apart."""
+"""Attribution of waiting, from the moments at which ranks began their exchanges, also by different clocks."""
 
 import numpy as np
 import pytest

@@ -62,7 +62,7 @@ def test_our_archive_is_what_unpickling_it_would_give():
 
 
 class Opens:
-    """What a hostile pickle holds."""
+    """An object of a hostile pickle."""
 
     def __reduce__(self):
         return open, ("/nowhere/touched", "w")
@@ -113,7 +113,7 @@ def test_wrong_arguments_are_named(tmp_path, monkeypatch, args, words):
 
 
 def archive(path, files):
-    """A .tar.gz of ``files`` (bytes, or a TarInfo that says what else it is); its MD5."""
+    """Return a .tar.gz of ``files`` (bytes, or a TarInfo that says what else it is); its MD5."""
     with tarfile.open(path, "w:gz") as tar:
         for name, data in files.items():
             member = tarfile.TarInfo(name)

@@ -311,7 +311,7 @@ def test_ranks_with_different_data_are_told_on_every_rank():
 
 
 def test_a_row_that_a_rank_cannot_read_is_not_compared():
-    """Whatever it raises: training may never come to it."""
+    """Any exception counts: training may never come to that row."""
     class Broken(ArraySource):
         fixed, broken = False, False
 

@@ -24,7 +24,7 @@ def train(root, **args):
 
 
 def one(tmp_path, image, name="a.png", **how):
-    """The set of one class with this picture only."""
+    """Return the set of one class with this picture only."""
     folder = tmp_path / "train" / "it"
     folder.mkdir(parents=True, exist_ok=True)
     image.save(folder / name, **how)

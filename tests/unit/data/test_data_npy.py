@@ -77,7 +77,7 @@ def test_a_file_that_changes_or_goes_is_named(files):
 
 
 class Touch:
-    """What a hostile array holds."""
+    """An object of a hostile array."""
 
     def __reduce__(self):
         return open, ("/nowhere/touched", "w")

@@ -27,20 +27,20 @@ def everything(source):
 
 
 def made(folder):
-    """The kept files in ``folder``."""
+    """Return the kept files in ``folder``."""
     return sorted(path.name for path in (folder / tokens.FOLDER).iterdir())
 
 
 @pytest.fixture
 def english(tmp_path):
-    """A file of 40,000 characters."""
+    """Return a file of 40,000 characters."""
     (tmp_path / "english.txt").write_bytes(paragraphs()[:40_000].encode("ascii", "replace"))
     return tmp_path / "english.txt"
 
 
 @pytest.fixture
 def theirs(tmp_path, monkeypatch):
-    """A module with tokenizers of a user's."""
+    """Return a module with tokenizers of a user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     known = set(sys.modules)

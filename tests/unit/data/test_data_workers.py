@@ -80,7 +80,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def own_server(monkeypatch):
-    """A server that no other test of this process holds."""
+    """Give this test a worker server of its own."""
     monkeypatch.setattr(start, "_shared", {"server": None, "users": 0, "pid": 0})
 
 
@@ -127,7 +127,7 @@ class Torches:
 
 @pytest.fixture
 def one():
-    """A pool of two workers over 40 samples, ended afterwards; also its processes."""
+    """Return a pool of two workers over 40 samples, ended afterwards; also its processes."""
     data, _ = pooled(Slow())
     pids = [data.pool._server.pid, *(worker.pid for worker in data.pool.workers)]
     yield data, pids

@@ -99,7 +99,7 @@ def found(run):
 
 @pytest.fixture
 def blind(monkeypatch):
-    """The loop does not compare a step's weight with its losses, so that only the ledger can see a fault of a feed."""
+    """Stop the loop's comparison of weight and losses, so that only the ledger can see a feed's fault."""
     monkeypatch.setattr(loop, "check_weight", lambda *args: None)
 
 
@@ -267,7 +267,7 @@ def test_streams_of_several_lengths_are_not_checked(tmp_path):
 
 
 def on_ranks(data, settings_):
-    """The ledger of each rank, which reads its own of ``data``."""
+    """Return the ledger of each rank, which reads its own of ``data``."""
     return LockstepWorld(len(data)).run(lambda control, wire: found(assemble(
         settings_, make_model("numpy"), data[control.rank], control, wire)), timeout_s=30.0)
 
@@ -349,7 +349,7 @@ class Reorder(Callback):
 
 
 def of_rows(make, settings_):
-    """The ledger, notes and summary of two ranks, of which each reads its own ``make(rank)``."""
+    """Return the ledger, notes and summary of two ranks, of which each reads its own ``make(rank)``."""
     def work(control, wire):
         run = assemble(settings_, make_model("numpy"), make(control.rank), control, wire)
         run.callbacks.insert(0, Reorder())

@@ -1,4 +1,4 @@
-"""Who recomputes whose micro-batch."""
+"""Pairs of ranks that recompute each other's micro-batches."""
 
 from itertools import combinations
 

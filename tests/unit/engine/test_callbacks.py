@@ -191,7 +191,7 @@ def test_nan_guard_skips_some_in_a_row(run, capsys):
 # --- early_stop ----------------------------------------------------------------------------------------------------
 
 def watch(run, values, **settings):
-    """The number of evaluations after which the callback wants to stop (None: never)."""
+    """Return the number of evaluations after which the callback wants to stop (None: never)."""
     stop = EarlyStop(EarlyStopSettings(**{"metric": "loss", **settings}))
     for i, value in enumerate(values):
         run.state.metrics = {"loss": value, "accuracy": value}
@@ -242,7 +242,7 @@ def test_early_stop_on_an_unknown_metric(run):
 
 @pytest.fixture
 def saved(monkeypatch):
-    """Steps at which a checkpoint was written; `error` is what writing answers, "disk full" at steps in `bad`."""
+    """Return steps of written checkpoints; `error` is what writing answers, "disk full" at steps in `bad`."""
     steps = SimpleNamespace(steps=[], error="", bad=(), saver=FakeSaver())
 
     def save(run):
@@ -273,14 +273,14 @@ class FakeSaver:
         return self.under_way
 
     def wait(self):
-        """Nothing is under way."""
+        """Return at once: no write is under way."""
 
     def end(self):
         """There is nothing to give back."""
 
 
 def drive(run, callback):
-    """What the loop does with a due checkpoint and with what ranks have to tell: on the vote's outcome."""
+    """Act as the loop does with a due checkpoint and with ranks' reports, on the agreement's outcome."""
     run.callbacks = [callback]
     for _ in walk(run, callback):
         if run.state.wishes.words:

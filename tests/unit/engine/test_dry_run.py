@@ -1,4 +1,4 @@
-"""What a run writes at its end only is tried before its first step: stored exactly, left out with a note, refused."""
+"""Trial before the first step of what a run writes at its end: stored exactly, left out with a note, refused."""
 
 import json
 

@@ -128,7 +128,7 @@ def seldom(setup):
 
 @pytest.fixture
 def mine(tmp_path):
-    """The file of someone else."""
+    """Return the file of someone else."""
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     return path

@@ -1,4 +1,4 @@
-"""What is read of the machine under a rank: its process, made-up GPUs, its memory by kind, and where a run runs."""
+"""Readings of a rank's host: its process, made-up GPUs, its memory by kind, and where a run runs."""
 
 import doctest
 import os

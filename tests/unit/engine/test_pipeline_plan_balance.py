@@ -51,7 +51,7 @@ class Clock(Callback):
 
 
 def balanced(monkeypatch: pytest.MonkeyPatch, line_at: Any, **changes: Any) -> list[tuple[Any, ...]]:
-    """(samples of each step, weights by name, reading, notes) by rank, of runs whose probe finds FAST and SLOW."""
+    """Return (samples of each step, weights, reading, notes) by rank, of runs whose probe finds FAST and SLOW."""
     monkeypatch.setattr(copies, "probe", lambda run: [Speed(line, 0, (8,), (1.0,)) for line in (FAST, SLOW)])
 
     class Parts(Callback):

@@ -1,4 +1,4 @@
-"""What was planned of a model cut over ranks beside what is measured, and ranks made slow."""
+"""Plan of a model partitioned over ranks beside its measurements, and ranks made slow."""
 
 from __future__ import annotations
 

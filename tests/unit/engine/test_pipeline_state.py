@@ -53,18 +53,18 @@ def model(rank: int = 0) -> Any:
 
 
 def trained(shape: str, out: Path, **changes: Any) -> list[Any]:
-    """The runs of all ranks after their fit."""
+    """Return the runs of all ranks after their fit."""
     size, keys = SHAPES[shape]
     return lockstep(size, settings(out, **{**keys, **changes}), model, DATA, fitted)
 
 
 def kept(out: Path, step: int) -> Any:
-    """A run's checkpoint."""
+    """Return a run's checkpoint."""
     return read_snapshot(out / "checkpoints" / f"step-{step:08d}")
 
 
 def apart(got: Any, want: Any) -> float:
-    """The largest difference between two checkpoints' arrays, which have to have one set of names and shapes."""
+    """Return the largest difference between two checkpoints' arrays, which have to have one set of names and shapes."""
     worst = 0.0
     for group in ("model", "optimizer"):
         assert list(got.tensors[group]) == list(want.tensors[group])
@@ -76,7 +76,7 @@ def apart(got: Any, want: Any) -> float:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in one process, with a checkpoint in the middle of an epoch and one at its end."""
+    """Return a run in one process, with a checkpoint in the middle of an epoch and one at its end."""
     out = tmp_path_factory.mktemp("whole") / "run"
     trained("whole", out, checkpoint=CheckpointConfig(every_steps=HALF))
     return out
@@ -219,7 +219,7 @@ def torch_run(shape: str, out: Path, **changes: Any) -> list[Any]:
 
 
 def loaded(run: Any, path: Path) -> Any:
-    """The run with a checkpoint's state."""
+    """Return the run with a checkpoint's state."""
     session.restore(run, session.find(str(path), None, run.note) if run.control.rank == 0 else None)
     return run
 

@@ -55,12 +55,12 @@ class At(Callback):
 
 
 def preempt(run):
-    """The run's own callback for it."""
+    """Return the run's own callback for it."""
     return next(one for one in run.callbacks if isinstance(one, Preempt))
 
 
 def ended(size, tmp_path, more, **changes):
-    """Runs on ``size`` ranks as threads, each with the callbacks that ``more(rank)`` gives, trained to their end."""
+    """Train runs to their end on ``size`` ranks as threads, each with the callbacks that ``more(rank)`` gives."""
     def work(run):
         record = Record()
         run.callbacks[:0] = more(run)
@@ -176,7 +176,7 @@ def interruptible():
 
 
 def press(*numbers):
-    """A callback's act that sends this process signals."""
+    """Return a callback's act that sends this process signals."""
     return lambda run: [os.kill(os.getpid(), number) for number in numbers]
 
 

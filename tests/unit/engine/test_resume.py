@@ -67,7 +67,7 @@ def test_a_refused_resume_changes_nothing(finished, framework, what):
 
 
 def other_model(framework):
-    """A model that the checkpoints do not fit."""
+    """Return a model that the checkpoints do not fit."""
     if framework == "torch":
         import torch
 
@@ -210,7 +210,7 @@ def test_the_one_state_of_a_first_checkpoint_goes_to_the_last_of_a_class(tmp_pat
 
 
 def masked(framework):
-    """A model with infinities in what is not trained, as an attention mask has."""
+    """Return a model with infinities in what is not trained, as an attention mask has."""
     if framework == "torch":
         torch = pytest.importorskip("torch")
         model = torch.nn.Sequential(torch.nn.Linear(FEATURES, CLASSES))

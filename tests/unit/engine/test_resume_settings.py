@@ -43,7 +43,7 @@ def cosine(lr, t, total):
 
 
 def one_cycle(lr, t, total):
-    """The formula of L. Smith's schedule in two phases of half cosines, with PyTorch's defaults."""
+    """Return the formula of L. Smith's schedule in two phases of half cosines, with PyTorch's defaults."""
     low, peak = lr / 25, 0.3 * total - 1
     if t <= peak:
         return lr + (low - lr) * (1 + math.cos(math.pi * t / peak)) / 2

@@ -18,7 +18,7 @@ from hvdtrain.engine.run_parts import RunSetup, Services
 
 @pytest.fixture
 def run():
-    """A run of 40 steps over 64 samples each, 10 ms a step."""
+    """Return a run of 40 steps over 64 samples each, 10 ms a step."""
     words = {"optimizer": "SGD, lr 0.1", "warm-up": "linear over 5 steps"}
     parts = SimpleNamespace(layout=None, describe=lambda: words)
     made = Run(RunSetup(

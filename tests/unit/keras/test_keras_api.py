@@ -141,7 +141,7 @@ def test_one_process_trains_as_without():
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "clipnorm": 0.1}])
 def test_sgd_has_the_bits_of_keras_own_also_by_sparse_gradients(settings):
-    """One kernel makes the update where Keras takes several operations."""
+    """A single kernel makes the update where Keras takes several operations."""
     def weights(distribute):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((6,), dtype="int32"), keras.layers.Embedding(20, 8),

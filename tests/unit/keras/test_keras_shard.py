@@ -124,7 +124,7 @@ class Seen(keras.callbacks.Callback):
 
 
 def averaged(shares, cut):
-    """What a callback after MetricAverageCallback sees on each rank: fits of rate 0, run once to learn what every rank
+    """Return what a callback after MetricAverageCallback sees on each rank: fits of rate 0 to learn what every rank
     hands over, and once more to hand it to each."""
     handed: list[list] = [[] for _ in shares]
 
@@ -223,7 +223,7 @@ def test_a_loss_that_shard_cannot_scale_is_refused():
 # --- what shard cannot put right -----------------------------------------------------------------------------------
 
 def over_shard(model, y, *, y_weight=None, x=X["a"], shares=(1, 1), batch=7, loss="mse", fits=True):
-    """A fit of rank 0 of two whose optimizer is distributed, for what is refused before the first exchange."""
+    """Return a fit of rank 0 of two whose optimizer is distributed, for what is refused before the first exchange."""
     import hvdtrain.keras as hvd
 
     hvd.init()
@@ -276,7 +276,7 @@ def test_losses_that_layers_add_want_parts_of_one_length():
 
 
 def stepped(text):
-    """A model whose ``train_step`` takes its batch and its loss by the two lines of ``text``."""
+    """Return a model whose ``train_step`` takes its batch and its loss by the two lines of ``text``."""
     import linecache
 
     source = ("class Stepped(keras.Sequential):\n    def train_step(self, data):\n        {}\n"
@@ -338,7 +338,7 @@ def test_an_evaluation_within_a_fit_needs_no_weights_for_other_data():
 
 
 def ratio(y, p):
-    """A ratio of sums over the batch, given for each sample."""
+    """Return a ratio of sums over the batch, given for each sample."""
     return keras.ops.sum(y * p) / keras.ops.sum(y * y + p * p) + 0 * keras.ops.mean(p, -1)
 
 
@@ -409,7 +409,7 @@ def test_weights_of_outputs_that_are_left_out_are_ones():
 # --- what differs between ranks ------------------------------------------------------------------------------------
 
 def with_another(change, epochs=1, extra=(), **fit):
-    """A fit of rank 0 whose MetricAverageCallback hears of a rank 1 what ``change`` makes of rank 0's."""
+    """Return a fit of rank 0 whose MetricAverageCallback hears of a rank 1 what ``change`` makes of rank 0's."""
     import hvdtrain.keras as hvd
 
     hvd.init()

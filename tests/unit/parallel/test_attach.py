@@ -1,4 +1,4 @@
-"""What a run's exchange is made of, and which combinations are refused in words. No framework."""
+"""The exchange of a run, and messages for combinations that are refused. No framework."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ PARAMS = [ParamSpec("w", (30, 20), "float32"), ParamSpec("b", (20,), "float32")]
 
 
 def made(size=2, plain_sgd=True, params=PARAMS, others=(), **settings):
-    """(the way of data parallelism that is made for ``size`` ranks, its notes)."""
+    """Return (the data parallelism that is made for ``size`` ranks, its notes)."""
     options = ExchangeConfig(**settings.pop("exchange", {}))
     control = SimpleNamespace(rank=0, gather=lambda own: [own, *others][:size] if others else [own] * size)
     parts = SimpleNamespace(params=SimpleNamespace(specs=params),

@@ -1,4 +1,4 @@
-"""What hosts, control groups of both versions and limits of a process leave, and micro-batches that they leave no room
+"""Memory that hosts, control groups of both versions and limits of a process leave, and micro-batches without room
 for."""
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_the_run_ends_with_the_error_where_it_is_to_stop():
 
 
 def said(size: int, work: Any, **changes: Any) -> list[str]:
-    """What the ranks' runs end with, each its own; "" for one that was cut off."""
+    """Return what the ranks' runs end with, each its own; "" for one that was cut off."""
     ends = [""] * size
 
     def rank(run: Any) -> None:

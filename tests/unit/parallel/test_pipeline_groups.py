@@ -1,4 +1,4 @@
-"""How the copies of a model that is cut over ranks stay one model: the numpy backend on ranks that are threads."""
+"""Replicas of a model that is partitioned over ranks stay equal: the numpy backend on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trained(size: int, settings: Any = MOMENTUM, dtype: str = "float64", data: A
 
 
 def whole(runs: list[Any]) -> list[np.ndarray]:
-    """The weights of all blocks, which every rank that holds one has alike."""
+    """Return the weights of all blocks, which every rank that holds one has alike."""
     held: dict[str, np.ndarray] = {}
     for run in runs:
         for name, array in run.parts.state.state()[0]["model"].items():
@@ -57,7 +57,7 @@ def even(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
-    """One process: (weights, loss, norm) by clip_norm."""
+    """Train in one process: (weights, loss, norm) by clip_norm."""
     found = {}
     for clip in (0.0, 0.05):
         (run,) = trained(1, replace(MOMENTUM, clip_norm=clip))
@@ -302,7 +302,7 @@ TENSORS = ExchangeConfig(bucket_mb=1e-5, topk_ratio=0.2, powersgd_rank=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "topk", "powersgd"])
 def test_two_copies_compress_as_two_whole_models_do(unsplit: Any, name: str) -> None:
-    """Where a sum of float32 is rounded otherwise, processors differ in it, an entry may be sent as the next number."""
+    """Processors differ in rounding sums of float32: an entry may be sent as the next number."""
     want, exact = unsplit(name), unsplit("none")
     settings = replace(MOMENTUM, compression=name, exchange=TENSORS)
     runs = trained(3, replace(settings, pipeline=PipelineConfig(depths=[1, 2], micro_batches=8)), "float32")

@@ -1,4 +1,4 @@
-"""Which type each rank computes in, and how the loss scale moves."""
+"""Type that each rank computes in, and moves of the loss scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the state each rank gets: by the memory that is free, devices and hosts, alike and unlike."""
+"""Shards of the state by free memory, devices and hosts, alike and different."""
 
 from __future__ import annotations
 

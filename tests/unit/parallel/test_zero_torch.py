@@ -147,7 +147,7 @@ def test_states_take_the_bytes_of_the_formula(stage, n, formula, tmp_path):
 # --- state -----------------------------------------------------------------------------------------------------------
 
 def whole_state(runs):
-    """The optimizer's arrays put together from all ranks' slices, and the JSON-able rest."""
+    """Return the optimizer's arrays put together from all ranks' slices, and the JSON-able rest."""
     arrays, seen = {}, {}
     for shard in (shard for run in runs for shard in run.parts.state.slices()):
         whole = arrays.setdefault(shard.name, np.zeros(shard.shape, shard.values.dtype))
@@ -161,7 +161,7 @@ def whole_state(runs):
 
 
 def resumed(groups, rest, size, settings):
-    """Runs that have loaded a state of any run and trained on."""
+    """Return runs that have loaded a state of any run and trained on."""
     heads = [Head("optimizer", n, a.shape, a.dtype.str, 0, a.size) for n, a in groups["optimizer"].items()]
 
     def go_on(run):

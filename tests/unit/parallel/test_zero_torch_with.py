@@ -1,4 +1,4 @@
-"""What ZeRO goes together with in PyTorch: each gives the bits of the unsharded run, on every rank."""
+"""Combinations of ZeRO in PyTorch: each gives the bits of the unsharded run, on every rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one_thread():
 
 def both(tmp_path, settings=ADAM, size=3, shards=(2, 0, 1), model=lambda rank: make_model("torch"), data=DATA,
          work=fitted):
-    """What each rank's ``work`` gives, unsharded and with zero in both stages."""
+    """Return what each rank's ``work`` gives, unsharded and with zero in both stages."""
     found = []
     for stage in (0, 1, 2):
         way = DataParallelConfig("zero", stage, list(shards)) if stage else DataParallelConfig()

@@ -1,4 +1,4 @@
-"""What is kept of compile auto, from the ranks' times: pure."""
+"""Choice of compile auto from the ranks' times: pure."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_kinds_choose_each_for_itself_and_what_one_rank_cannot_none_of_its_kind_
 
 
 def test_ranks_of_one_kind_that_compiled_unlike_parts_use_none():
-    """What one of them computes another has to compute again to the bit (`audit`)."""
+    """A rank recomputes another's work to the bit (`audit`)."""
     rows = [tried("cpu", (1.0,), (0.5,)), tried("cpu", (1.0,), (0.5,), left="block_1 (not compiled in time)")]
     assert not verdict(rows).kept
     assert "different parts" in verdict(rows).why and "block_1" in verdict(rows).why

@@ -11,7 +11,7 @@ from hvdtrain.planning.memory.fit import MemoryRoom, choose
 
 
 def room(free, fixed=1000, per_sample=10, blocks=0, forward_s=0.0, line=LinearTime(0.0, 1.0)):
-    """A rank that holds ``fixed`` bytes and for each sample some more, all of which are in its blocks."""
+    """Return a rank that holds ``fixed`` bytes and for each sample some more, all of which are in its blocks."""
     def costs(n):
         return [BlockCost(f"b{i}", n * per_sample // blocks, n * forward_s) for i in range(blocks)]
     return MemoryRoom(lambda n: fixed + per_sample * n, free, costs, line)

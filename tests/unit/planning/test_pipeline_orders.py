@@ -19,7 +19,7 @@ SIZES = st.tuples(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers
 
 
 def lists(name: str, depth: int, chunks: int, micros: int) -> list[list[Action]]:
-    """What each rank does."""
+    """Return what each rank does."""
     return [order_of(name)(place, depth, chunks, micros) for place in range(depth)]
 
 
@@ -165,7 +165,7 @@ def walk(cost_s, micros, forward=1 / 3):
 
 
 def predicted(cost_s, micros):
-    """The idle share of a played step."""
+    """Return the idle share of a played step."""
     return play([gpipe(s, len(cost_s), 1, micros) for s in range(len(cost_s))], [c / 3 for c in cost_s],
                 [c * 2 / 3 for c in cost_s]).idle_share
 

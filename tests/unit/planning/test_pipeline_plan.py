@@ -1,4 +1,4 @@
-"""Where a model is cut over ranks and who takes which part: against all cuts tried, formulae, and made-up hosts."""
+"""Partition of a model over ranks: against all partitions, formulae, and made-up hosts."""
 
 from __future__ import annotations
 

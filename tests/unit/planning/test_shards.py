@@ -1,4 +1,4 @@
-"""Which part of the flat buckets each rank owns: every element once, in proportion, by free memory."""
+"""Shards of the flat buckets by rank: every element once, in proportion, by free memory."""
 
 from __future__ import annotations
 

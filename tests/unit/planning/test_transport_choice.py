@@ -1,4 +1,4 @@
-"""Which wire collectives auto takes: candidates, the reckoning, the decision and what makes it doubt. Numbers only."""
+"""Choice of collectives auto: candidates, estimates, the decision and reasons for doubt. Numbers only."""
 
 import pytest
 

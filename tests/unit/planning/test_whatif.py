@@ -19,7 +19,7 @@ UPDATE_S, WIRE_S = 1e-3, 2e-3
 
 
 def world(lines, samples_P, steps=200, seed=0, noise=0.05):
-    """Steps of ranks that take their lines' seconds, with noise, and wait for the slowest and then for the wire."""
+    """Make steps of ranks that take their lines' seconds, with noise, and wait for slowest and transport."""
     draw = np.random.default_rng(seed)
     size = len(lines)
     work = np.array([line.seconds(m, 1) for line, m in zip(lines, samples_P)])

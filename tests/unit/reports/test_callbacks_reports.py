@@ -1,4 +1,4 @@
-"""What callbacks tell: the log, the throughput, and the progress on a terminal or in lines."""
+"""Reports of callbacks: the log, the throughput, and the progress on a terminal or in lines."""
 
 import contextlib
 import json
@@ -65,14 +65,14 @@ def test_jsonl_goes_on_where_a_run_was_resumed(run, tmp_path):
 
 
 def read(path):
-    """The records of a log but its remarks, each of them whole."""
+    """Return the records of a log but its remarks, each of them whole."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [record for record in records if record["event"] != "note"]
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of 64 KiB of its own; only root may mount one."""
+    """Return a file system of 64 KiB of its own; only root may mount one."""
     root = tmp_path / "disk"
     root.mkdir()
     if not (os.geteuid() == 0 and shutil.which("mount")):

@@ -1,4 +1,4 @@
-"""What is told of a run at its ends: saves, failures, and what rank 0 could not tell any more."""
+"""Reports at a run's ends: saves, failures, and what rank 0 could no longer report."""
 
 import json
 import os

@@ -51,7 +51,7 @@ def test_the_least_telling_gives_way_to_the_width(columns, said):
 @pytest.mark.parametrize("doing", ["", "evaluating  0:07"])
 @pytest.mark.parametrize("columns", [1, 10, 27, 79, 200])
 def test_the_line_fills_the_width_to_the_last_column(standing, doing, columns):
-    """What is written after it, such as another rank's last words, then begins on a line of its own."""
+    """Text written after it, such as another rank's last line, then begins on a line of its own."""
     assert len(text(line.line(standing, columns, doing))) == columns
     assert len(text(line.silent(doing, columns, 3))) == columns
 
@@ -120,7 +120,7 @@ def test_what_is_printed_stays_above_the_line(tty, monkeypatch):
     screen = Screen(60)
 
     def shows(*rows):
-        """Whether the rows that are not empty come to be these; the system may take its time to hand them over."""
+        """Wait until the rows that are not empty are these; the system may take its time to deliver them."""
         until = time.monotonic() + 10
         while time.monotonic() < until:
             if select.select([tty[0]], [], [], 0.01)[0]:

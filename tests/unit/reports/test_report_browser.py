@@ -49,7 +49,7 @@ FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><link r
 
 
 def browse(address, tmp_path, *options):
-    """(the page after its scripts, what the browser said)."""
+    """Return (the page after its scripts, what the browser said)."""
     done = subprocess.run(
         [
             BROWSER,
@@ -71,7 +71,7 @@ def browse(address, tmp_path, *options):
 
 
 def look(text, tmp_path, width, *options):
-    """What was found in the page ``text``, and what the browser's console said."""
+    """Return what was found in the page ``text``, and what the browser's console said."""
     path = tmp_path / "page.html"
     path.write_text(
         text.replace("<head>", f"<head>{FIRST}", 1).replace("</body>", f"{LAST}</body>", 1), encoding="utf-8"

@@ -27,7 +27,7 @@ from hvdtrain.reports.survivor import SILENT
 
 
 class Told(HTMLParser):
-    """What of a page a browser would load, and its text."""
+    """A page's resources that a browser would load, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_a_run_that_stopped_early_says_where_and_by_what(tmp_path):
 
 
 def test_time_in_a_queue_is_no_training(tmp_path):
-    """What the second job records before its "start", under collectives auto a wire too, is not of the first."""
+    """Records of the second job before its "start", with collectives auto a transport too, are not of the first."""
     (tmp_path / "completed.json").write_text("{}")
     log = told_runs.Log(tmp_path)
     log.start(steps=100)

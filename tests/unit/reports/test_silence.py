@@ -1,4 +1,4 @@
-"""What a run says while it makes no steps: when, in which words, from which rank, and when never again."""
+"""Announcements of a run while it makes no steps: when, in which words, from which rank."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_every_word_is_for_a_phase_that_somebody_publishes():
 
 
 class Trains:
-    """What is watched as `Trainer.fit` is."""
+    """A run that is watched as `Trainer.fit` is."""
 
     def __init__(self, **keys):
         self.config = Config(**keys)

@@ -20,14 +20,14 @@ from hvdtrain.reports.trace import chrome
 
 
 def run(tmp_path: Path, size: int = 2, steps: str = "3:6", max_steps: int = 8, work: Any = fitted, **more: Any) -> list:
-    """Runs of ``size`` ranks of 8 steps an epoch."""
+    """Return runs of ``size`` ranks of 8 steps an epoch."""
     settings = config(out=str(tmp_path), trace=TraceConfig(steps), global_batch=16, max_steps=max_steps,
                       exchange=ExchangeConfig(bucket_mb=0.0001), **more)
     return lockstep(size, settings, lambda rank: make_model("numpy"), samples(128), work)
 
 
 def read(path: Path) -> tuple[dict, list[dict]]:
-    """What is in the file, and its events, each with the name of its "lane"."""
+    """Return what is in the file, and its events, each with the name of its "lane"."""
     with gzip.open(path / chrome.NAME, "rt") as file:
         found = json.load(file)
     lanes = {event["tid"]: event["args"]["name"] for event in found["traceEvents"] if event["name"] == "thread_name"}

@@ -1,4 +1,4 @@
-"""What a trace says: exchange beside computing, and the chain that makes a step last."""
+"""Summary of a trace: exchange beside computing, and the critical path of a step."""
 
 from __future__ import annotations
 

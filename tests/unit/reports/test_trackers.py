@@ -35,7 +35,7 @@ def record(event, step=3, **values):
 
 
 def tracked(tmp_path, *entries, run=None, **changes):
-    """A run of ten steps and two evaluations, told to these trackers."""
+    """Return a run of ten steps and two evaluations, told to these trackers."""
     run = run or make_run(tmp_path, log_every=5, trackers=list(entries), **changes)
     all_of(walk(run, reporting(run, *trackers.make(run))))
     run.records.close(run)

@@ -49,7 +49,7 @@ def horovods():
 
 
 def ours(function):
-    """The same of one of ours."""
+    """Return the same of one of ours."""
     known = {id(hvd.Compression.none): "Compression.none", id(hvd.global_process_set): "global_process_set"}
     rows = []
     for p in inspect.signature(function).parameters.values():
@@ -92,7 +92,7 @@ def test_every_public_name_is_there():
 
 
 def public_names(file):
-    """What a file of Horovod's defines or takes from Horovod's other files, but for what is private or another
+    """Return what a file of Horovod's defines or takes from Horovod's other files, but for what is private or another
     framework's."""
     spec = importlib.util.find_spec("horovod")
     if spec is None:
@@ -143,7 +143,7 @@ def test_importing_is_free():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """An initialized job of one process that leaves no control plane behind."""
+    """Return an initialized job of one process that leaves no control plane behind."""
     control = SoloControl()
     monkeypatch.setattr(basics.boot, "current_control", lambda: control)
     monkeypatch.setattr(basics, "_worlds", [])

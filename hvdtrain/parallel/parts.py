@@ -20,7 +20,7 @@ class ModelParts:
     """Stage, parameters, optimizer and state of a model. ``precision``: compute type of every rank; ``scale``: the loss
     scale.
 
-    ``transforms``: in the order of installation (`hvdtrain.backends.transforms`). ``ops_of_place``: array
+    ``transforms``: in the order of installation (`hvdtrain.backends.in_order`). ``ops_of_place``: array
     operations of each device of a split model. ``remat``, ``compile``: those of ``transforms`` that recompute blocks
     and compile. ``layout``, ``replicas``: of a model partitioned over ranks, whose ``stage`` is an
     `hvdtrain.core.protocols.PipelineStage`. ``facts``: finds changes by callbacks. ``batch_weight``: weighs a numpy

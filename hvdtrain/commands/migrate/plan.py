@@ -71,10 +71,14 @@ def undefined_names(module: cst.Module) -> set[str]:
     found: set[str] = set()
     for scope in {scope for scope in scopes.resolve(metadata.ScopeProvider).values() if scope is not None}:
         for access in scope.accesses:
-            late = [one for one in access.referents if one.scope is scope and isinstance(one, metadata.Assignment)
+            names = {inner.value for inner in (access.node, *_bases(access.node)) if isinstance(inner, cst.Name)}
+            # A name that a function binds anywhere is its own from the top, whatever the module binds.
+            own = {one for name in names for one in scope.assignments[name]}
+            bound = own if own and isinstance(scope, metadata.FunctionScope) else access.referents
+            late = [one for one in bound if one.scope is scope and isinstance(one, metadata.Assignment)
                     and places[one.node].start.line > places[access.node].start.line]
-            if len(late) == len(access.referents):
-                found |= {inner.value for inner in (access.node, *_bases(access.node)) if isinstance(inner, cst.Name)}
+            if len(late) == len(bound):
+                found |= names
     return found - IN_EVERY_MODULE
 
 

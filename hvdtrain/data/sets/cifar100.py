@@ -208,7 +208,7 @@ def _of_python(found: Any) -> Split:
         if not isinstance(labels, list) or len(labels) != len(pixels) or not all(
                 isinstance(label, int) and 0 <= label < 256 for label in labels):
             raise ValueError("it has a file whose labels are not one small number for each picture")
-    return Split(pixels, np.array(coarse, np.uint8), np.array(fine, np.uint8))
+    return Split(np.ascontiguousarray(pixels), np.array(coarse, np.uint8), np.array(fine, np.uint8))
 
 
 def _names(raw: dict[str, Any], label: str) -> Iterator[str]:
@@ -260,8 +260,8 @@ class _Array:
         _, shape, dtype, by_columns, data = state
         if not isinstance(dtype, _Dtype):
             raise ValueError("it holds an array that is not of uint8")
-        stored = np.frombuffer(data, np.uint8).reshape(shape, order="F" if by_columns else "C")
-        self.value = np.ascontiguousarray(stored)
+        # A view: a pickle may build any number of arrays of one text.
+        self.value = np.frombuffer(data, np.uint8).reshape(shape, order="F" if by_columns else "C")
 
 
 _CLASSES = {("numpy.core.multiarray", "_reconstruct"): _Array, ("numpy", "dtype"): _Dtype, ("numpy", "ndarray"): None}

@@ -48,7 +48,8 @@ def test_an_edit_whose_names_nothing_binds_is_thrown_away(monkeypatch):
     ("import a\nprint(a, b)\n", {"b"}), ("print(a)\na = 1\n", {"a"}), ("def f():\n    return a\n", {"a"}),
     ("def f():\n    return a\na = 1\n", set()), ("def f():\n    print(b)\n    b = 1\n", {"b"}),
     ("def f(x):\n    return [x + i for i in y]\n", {"y"}), ("class A:\n    z = 1\n    w = z\n", set()),
-    ("def f():\n    import os\nprint(os)\n", {"os"}), ("from a import *\nprint(b)\n", set()),
+    ("def f():\n    import os\nprint(os)\n", {"os"}), ("import a\ndef f():\n    a.b()\n    import a\n", {"a"}),
+    ("import a.b\ndef f(x):\n    a.b.c(x)\n    x = 1\n", set()), ("from a import *\nprint(b)\n", set()),
     ("def f():\n    global g\n    g = 1\nprint(g)\n", set()), ("try:\n    pass\nexcept E as e:\n    print(e)\n", {"E"}),
     ("for i in range(3):\n    print(i)\n", set()), ("x = lambda q: q + r\n", {"r"})])
 def test_undefined_names(text, names):

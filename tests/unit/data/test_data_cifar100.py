@@ -59,6 +59,10 @@ def test_our_archive_is_what_unpickling_it_would_give():
         assert all(found[key] == value[key] for key in found)
     huge_memo_number = b"Nr\xff\xff\xff\xff."  # for which pickle.Unpickler in C would allocate 64 GiB
     assert cifar100.read_pickle(io.BytesIO(huge_memo_number)) is None
+    array = b"cnumpy.core.multiarray\n_reconstruct\n)R"
+    state = b"(K\x01(K\x02K\x03tcnumpy\ndtype\nU\x02u1\x85R\x88U\x06abcdefq\x01tq\x02b"
+    twice = cifar100.read_pickle(io.BytesIO(b"}(U\x01a" + array + state + b"U\x01b" + array + b"h\x02bu."))
+    assert np.shares_memory(twice[b"a"], twice[b"b"])  # else a small file could make any number of copies
 
 
 class Opens:

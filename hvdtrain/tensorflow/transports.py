@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow.host import Memory, aligned, fill
 from hvdtrain.backends.tensorflow.nodes import HostNodes, host_node
+from hvdtrain.backends.tensorflow.ops import Memory, aligned, fill
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.comm.collectives.base import ReadyHandle
 from hvdtrain.comm.collectives.mpi import MpiCollectives

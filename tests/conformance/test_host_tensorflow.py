@@ -7,7 +7,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from hvdtrain.backends.tensorflow.host import ALIGNMENT, SLOTS, Memory, aligned, fill, view, zeros  # noqa: E402
+from hvdtrain.backends.tensorflow.ops import ALIGNMENT, SLOTS, Memory, aligned, fill, view, zeros  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.core.buckets import plan_buckets  # noqa: E402
 from hvdtrain.core.protocols import ParamSpec  # noqa: E402

@@ -75,7 +75,7 @@ def test_what_goes_over_cuts_and_what_layers_write_to_is_that_of_one_process() -
 
 
 def test_blocks_that_give_unlike_shapes_are_measured_apart() -> None:
-    from hvdtrain.backends.tensorflow.costs import _kind
+    from hvdtrain.backends.tensorflow.chain import _kind
 
     x = np.zeros((2, 3, 6), np.float32)
     rows = [keras.layers.SimpleRNN(6, return_sequences=many) for many in (True, True, False)]
@@ -85,7 +85,7 @@ def test_blocks_that_give_unlike_shapes_are_measured_apart() -> None:
 
 
 def test_blocks_are_measured_with_fewer_samples_where_memory_lacks(monkeypatch, capsys) -> None:
-    from hvdtrain.backends.tensorflow import costs
+    from hvdtrain.backends.tensorflow import chain as costs
 
     measure, tried = costs.measure, []
 

@@ -85,7 +85,7 @@ def _layer_name(model: keras.Model, layer: Any, variable: Any) -> str:
 
 
 def _kind(layer: Any) -> str:
-    """Return the layer's kind, in the words of `hvdtrain.backends.interchange.layers.KINDS`."""
+    """Return the layer's kind, one of `hvdtrain.backends.interchange.layers.KINDS`."""
     if isinstance(layer, _LAYERS.EinsumDense):
         given, kernel, out = layer.equation.replace("->", ",").replace(" ", "").split(",")
         plain = len(kernel) == 2 and given.endswith(kernel[0]) and out == given[:-1] + kernel[1]

@@ -17,8 +17,7 @@ import tensorflow as tf
 from hvdtrain.backends.keras.facts import apply_gradients
 from hvdtrain.backends.tensorflow import graphs
 from hvdtrain.backends.tensorflow.graphs import PLAIN
-from hvdtrain.backends.tensorflow.host import readable, view
-from hvdtrain.backends.tensorflow.ops import HostVector, Ops
+from hvdtrain.backends.tensorflow.ops import HostVector, Ops, readable, view
 from hvdtrain.backends.tensorflow.optim import Optimization, instead
 from hvdtrain.backends.tensorflow.placement import follow
 from hvdtrain.backends.tensorflow.split import Split

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.keras.facts import apply_gradients
-from hvdtrain.backends.tensorflow import host, state
+from hvdtrain.backends.tensorflow import ops, state
 from hvdtrain.backends.tensorflow.buffers import take_over
 from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
@@ -127,7 +127,7 @@ def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
         return
     tf.raw_ops.ResourceStridedSliceAssign(
         ref=variable.handle, begin=[0] * values.ndim, end=list(values.shape), strides=[1] * values.ndim,
-        value=host.view(values))
+        value=ops.view(values))
 
 
 def _as_keras(vector: tf.Variable) -> keras.Variable:
@@ -292,4 +292,4 @@ def _tensor(x: Any) -> tf.Tensor:
     """Return a gradient as a tensor, which reads a numpy array in place if it can."""
     if not isinstance(x, np.ndarray):
         return x
-    return host.view(x) if x.flags.writeable else tf.convert_to_tensor(x)
+    return ops.view(x) if x.flags.writeable else tf.convert_to_tensor(x)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import costs, placement, recompute, state
-from hvdtrain.backends.tensorflow.chain import Chain, check_same
+from hvdtrain.backends.tensorflow import placement, recompute, state
+from hvdtrain.backends.tensorflow.chain import Chain, check_same, profile
 from hvdtrain.backends.tensorflow.pipelined.crossing import ModelPlaceholder
 from hvdtrain.backends.tensorflow.placement import HOST, move, move_slots
 from hvdtrain.backends.tensorflow.task import Task
@@ -42,7 +42,7 @@ def measured(chain: Chain, optimizer: Any, config: Config, control: Control,
     with tf.device(placement.HOST):
         check_same(chain, sample(2)[0])
     samples = part_samples(config, control.rank, control.size)
-    blocks, _ = costs.profile(chain, sample, samples, devices[0], lambda batch: batch[0])
+    blocks, _ = profile(chain, sample, samples, devices[0], lambda batch: batch[0])
     capacity, together = placement.capacity_bytes(devices, control.local_size)
     needs = _needs(chain, optimizer, config, control.size)
     return [DeviceProfile(blocks, samples, own, needs, device, together_bytes=together)
@@ -171,7 +171,7 @@ class AllStages(ModelPlaceholder):
         self.ends: list[tuple[list[tf.Tensor], list[_Visit], int]] = []
 
     def __call__(self, x: Any, training: bool | None = None) -> Any:
-        """Return the model's output on the last device; its gradient is taken over by the stages."""
+        """Return the model's output on the last device, whose gradient the stages compute."""
         assert self.tape is not None, "a placeholder is called within a tape"
         with self.tape.stop_recording():
             y, extras, visits = self._trace.forward(self._micro, x, training)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 import threading
 
-from hvdtrain.backends.tensorflow import host, placement, state
+from hvdtrain.backends.tensorflow import ops, placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers, VariableCopies, holding
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.gradients import Gradients
@@ -204,7 +204,7 @@ class Stage:
         if not tensors:  # they have left already
             return
         for bucket, flat_N in zip(sink.buckets, self._memory if self._in_place else ()):
-            host.fill(flat_N, bucket, [tensors[i] for i in bucket.params])
+            ops.fill(flat_N, bucket, [tensors[i] for i in bucket.params])
             sink.put(bucket.index, flat_N)
         for i, x in enumerate(() if self._in_place else tensors):
             sink.put(i, x)
@@ -362,7 +362,7 @@ class Leaving:
 
         def leave(_: np.ndarray, *arrays: np.ndarray) -> np.float64:
             if self._in_place:
-                host.fill(self._memory[index], bucket, arrays)
+                ops.fill(self._memory[index], bucket, arrays)
             with self._lock:
                 self._sink.put(index, self._memory[index] if self._in_place else tf.constant(arrays[0]))
             return np.float64(time.perf_counter())

@@ -18,8 +18,8 @@ from hvdtrain.backends.keras.facts import KerasFacts
 from hvdtrain.backends.keras.metrics import Evaluation, zeros_like_one
 from hvdtrain.backends.keras.task import Phase, loss_name
 from hvdtrain.backends.misfit import told
-from hvdtrain.backends.tensorflow import costs, placement, state
-from hvdtrain.backends.tensorflow.chain import Chain, chain_of, check_same
+from hvdtrain.backends.tensorflow import placement, state
+from hvdtrain.backends.tensorflow.chain import Chain, chain_of, check_same, profile
 from hvdtrain.backends.tensorflow.gradients import Gradients
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
@@ -221,7 +221,7 @@ def measure(chain: Chain, task: Any, config: Config, control: Control, mesh: Mes
     """
     device = placement.HOST if placement.in_host_memory() else "/GPU:0"
     samples = measured_samples(config, mesh)
-    blocks, why = costs.profile(chain, sample, samples, device, lambda batch: _input(chain, task, batch), apart=True,
+    blocks, why = profile(chain, sample, samples, device, lambda batch: _input(chain, task, batch), apart=True,
                                 around=present)
     (capacity,), _ = placement.capacity_bytes((device,), control.local_size)
     buckets = float(len(mesh.copies) > 1)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import host
+from hvdtrain.backends.tensorflow import ops
 from hvdtrain.backends.tensorflow.chain import Chain
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout
@@ -82,7 +82,7 @@ def to_cargo(tensors: Sequence[tf.Tensor], form: str = "") -> Cargo:
 
 def tensors_of(cargo: Cargo) -> list[tf.Tensor]:
     """Undo `to_cargo`."""
-    return [tf.bitcast(host.view(array), tf.bfloat16) if name == "bfloat16" else host.view(array)
+    return [tf.bitcast(ops.view(array), tf.bfloat16) if name == "bfloat16" else ops.view(array)
             for array, name in zip(cargo.arrays, cargo.dtypes)]
 
 

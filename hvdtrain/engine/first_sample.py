@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from hvdtrain.backends.loss_coupling import (
-    CANDIDATES, CANDIDATE_BYTES, Evaluate, LossValue, agree_on, apply_finding, choose_rows, judge)
+    CANDIDATE_BYTES,
+    CANDIDATES,
+    Evaluate,
+    LossValue,
+    agree_on,
+    apply_finding,
+    choose_rows,
+    judge,
+)
 from hvdtrain.backends.misfit import ONE_SAMPLE, fixed_batch, one_sample, told
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError

@@ -25,8 +25,17 @@ from hvdtrain.cluster.liveness.watch.system import catches
 from hvdtrain.cluster.machine.cgroup import oom_kills
 from hvdtrain.commands.launch.job import SupervisedJob, next_number, prepare_attempt
 from hvdtrain.commands.launch.restart_policy import (
-    EXIT_INTERRUPTED, EXIT_REQUEUE, End, HostCandidate, Launch, LaunchAttempt, cause_of, next_launch, row,
-    silent_hosts)
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    End,
+    HostCandidate,
+    Launch,
+    LaunchAttempt,
+    cause_of,
+    next_launch,
+    row,
+    silent_hosts,
+)
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import Child, processes
 from hvdtrain.reports import jsonl as history

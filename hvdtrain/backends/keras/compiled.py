@@ -62,7 +62,7 @@ def begin(model: Any, data: Any) -> None:
 def build(spec: Any, sample: Callable[[int], Sequence[Any]] | None) -> None:
     """Give a model without variables its variables, from the model file's example or a first sample of the data.
 
-    In inference, unlike `keras.Model.fit`. Errors: `UserError` where the sample does not fit, or there is none.
+    As `keras.Model.fit`, but in inference mode. Errors: `UserError` where the sample does not fit, or there is none.
     """
     model = spec.model
     if model.built and model.weights and all(layer.built for layer in model._flatten_layers()):
@@ -347,10 +347,7 @@ def check_class_weight(class_weight: Any) -> dict[int, float]:
 
 
 def with_class_weight(class_weight: dict[int, float], y: Any, sample_weight: Any) -> Any:
-    """Return ``sample_weight`` (None: ones) times each class's weight; classes (B,), (B, 1) or one-hot (B, C).
-
-    Classes that ``class_weight`` lacks count 1, as in `keras.Model.fit`.
-    """
+    """Return ``sample_weight`` (None: ones) times class weights, 1 if missing; classes (B,), (B, 1), one-hot (B, C)."""
     ops = keras.ops
     leaves = keras.tree.flatten(y) if y is not None else []
     if len(leaves) != 1:

@@ -22,7 +22,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.data.feed import Feed
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.parallel.recovery.recovery import Recovery
+from hvdtrain.parallel.recovery import Recovery
 
 FIRST, SECOND, THIRD = (0, 1), (2, 3), (4, 5, 6)
 """The shares of the samples: uneven, and none of a single sample."""

@@ -28,7 +28,7 @@ from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.comm.collectives.base import NullCollectives
-from hvdtrain.commands.convert import check, resume
+from hvdtrain.commands.convert import cli, resume
 from hvdtrain.commands.convert.request import Request
 from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
@@ -65,7 +65,7 @@ def read(request: Request, exchange: Path) -> None:
     meta["model"] = side.describe(spec.model).to_dict()
     groups["model"] = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}
     if request.check:
-        x = check.inputs(spec.example, request.input_shape, side.input_shapes(spec.model))
+        x = cli.inputs(spec.example, request.input_shape, side.input_shapes(spec.model))
         groups |= {"input": _numbered(x), "output": _numbered(_outputs(request.model, side, spec, x))}
         groups |= _by_chance(request, side, spec, x)
     write_snapshot(exchange, Snapshot(groups, meta))
@@ -139,7 +139,7 @@ def _training_remarks(pairs: Pairs) -> list[str]:
 def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: OpenCheckpoint) -> dict[str, Any]:
     x = _in_order(found, "input")
     may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
-    apart = check.apart(_outputs(request.twin, side, spec, x), _in_order(found, "output"))
+    apart = cli.apart(_outputs(request.twin, side, spec, x), _in_order(found, "output"))
     if not apart <= request.tolerance:
         raise UserError(f"the twins' outputs differ by {apart:.1e} of the largest on the same random input",
                         f"at most {request.tolerance:g}", f"look at this: {may}")
@@ -147,11 +147,11 @@ def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: OpenC
     if "chance" not in found.tensors:  # its outputs were not finite
         return report
     side.assign(spec.model, carry(pairs, found.tensors["chance"], SHORT[spec.framework]))
-    by_chance = check.apart(_outputs(request.twin, side, spec, x), _in_order(found, "chance-output"))
-    if not by_chance <= max(check.APART_BY_CHANCE, request.tolerance):
+    by_chance = cli.apart(_outputs(request.twin, side, spec, x), _in_order(found, "chance-output"))
+    if not by_chance <= max(cli.APART_BY_CHANCE, request.tolerance):
         raise UserError("the twins' outputs are alike with SOURCE's weights, and with random ones carried over the "
                         f"same pairs they differ by {by_chance:.1e} of the largest: weights such as 0 hide it",
-                        f"at most {check.APART_BY_CHANCE:g}", f"look at this: {may}")
+                        f"at most {cli.APART_BY_CHANCE:g}", f"look at this: {may}")
     return report | {"apart_by_chance": by_chance}
 
 
@@ -162,7 +162,7 @@ def _by_chance(request: Request, side: Any, spec: Spec, x: list[np.ndarray]) -> 
     The model keeps its own weights.
     """
     own = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}
-    side.assign(spec.model, check.random_weights(side.describe(spec.model), own))
+    side.assign(spec.model, cli.random_weights(side.describe(spec.model), own))
     drawn = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}  # shared ones once
     outputs = _outputs(request.model, side, spec, x)
     side.assign(spec.model, own)

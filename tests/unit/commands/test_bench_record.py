@@ -10,12 +10,14 @@ import types
 import numpy as np
 import pytest
 
-from hvdtrain.comm.measure.sweep import settle
+from hvdtrain.comm.sweep import settle
 from hvdtrain.commands.bench import cli as bench
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table, units
+from hvdtrain.commands.bench import cli as options
+from hvdtrain.commands.bench import session as record
+from hvdtrain.core import terminal as table
+from hvdtrain.core import units
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.table import spread
+from hvdtrain.core.terminal import spread
 from hvdtrain.core.units import format_number
 
 # --- records -------------------------------------------------------------------------------------------------------

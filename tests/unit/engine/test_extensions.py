@@ -13,7 +13,7 @@ from hvdtrain.backends import pairs
 from hvdtrain.backends.numpy import Ops
 from hvdtrain.comm import compressors
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.measure.sweep import measure
+from hvdtrain.comm.sweep import measure
 from hvdtrain.commands import train
 from hvdtrain.config import (
     Config,
@@ -33,7 +33,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.engine.callbacks import order
-from hvdtrain.engine.saving.saving import callback_states
+from hvdtrain.engine.saving import callback_states
 from hvdtrain.reports.progress import silence
 
 MINE = '''

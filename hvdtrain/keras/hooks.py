@@ -24,11 +24,10 @@ from hvdtrain.backends.tensorflow.nodes import node_errors
 from hvdtrain.backends.tensorflow.state import to_numpy
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError
-from hvdtrain.keras import shardable
-from hvdtrain.keras.data import ShardedDataset
+from hvdtrain.keras import data
+from hvdtrain.keras.data import ShardedDataset, check_shard
 from hvdtrain.keras.exchange import OptimizerExchange, exchange_of, tf_variable
 from hvdtrain.keras.guard import EARLY, GuardCallback
-from hvdtrain.keras.shardable import check_shard
 from hvdtrain.tensorflow import functions
 
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -125,23 +124,23 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
     @functools.wraps(plain_fit)
     def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         held_out = kwargs.get("validation_data")
-        shards = [data for data in (x, held_out) if isinstance(data, ShardedDataset)]
+        shards = [one for one in (x, held_out) if isinstance(one, ShardedDataset)]
         if isinstance(x, ShardedDataset):
             _refuse_class_weight(plain_fit, self, x, *args, **kwargs)
         exchange = exchange_of(getattr(self, "optimizer", None))
         if not shards or exchange is None:
             _seen.pop(self, None)
             return plain_fit(self, x, *args, **kwargs)
-        shardable.check_losses(self)
-        for step, data in zip(STEPS, (x, held_out)):
-            if isinstance(data, ShardedDataset):
-                check(self, step, data)
+        data.check_losses(self)
+        for step, shard in zip(STEPS, (x, held_out)):
+            if isinstance(shard, ShardedDataset):
+                check(self, step, shard)
         even = all(shard.even() for shard in shards)
         if _seen.get(self) not in (False, even):
             self.train_function = self.test_function = None
         _seen[self] = even
         try:
-            with shardable.reading(shards), shardable.weighing(x):
+            with data.reading(shards), data.weighing(x):
                 if isinstance(x, ShardedDataset):
                     check_shard(self, x, exchange.ranks)
                 return plain_fit(self, x, *args, **kwargs)
@@ -152,18 +151,18 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
 
     @functools.wraps(plain_loss)
     def compute_loss(self: Any, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
-        shardable.check_batch(self, y_pred, args[0] if args else kwargs.get("sample_weight"))
+        data.check_batch(self, y_pred, args[0] if args else kwargs.get("sample_weight"))
         return plain_loss(self, x, y, y_pred, *args, **kwargs)
     fits.fit, loses.compute_loss = fit, compute_loss
     fits.evaluate, fits.test_on_batch = _weighing(fits.evaluate), _weighing(fits.test_on_batch)
 
 
 def _weighing(plain: Any) -> Any:
-    """Wrap ``plain``, which reads the data ``x``, in `hvdtrain.keras.shardable.weighing`: callbacks of a fit call it.
+    """Wrap ``plain``, which reads the data ``x``, in `hvdtrain.keras.data.weighing`: callbacks of a fit call it.
     """
     @functools.wraps(plain)
     def read(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with shardable.weighing(x):
+        with data.weighing(x):
             return plain(self, x, *args, **kwargs)
     return read
 

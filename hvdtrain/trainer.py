@@ -16,8 +16,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hvdtrain import backends
 from hvdtrain.checkpoint.run_directory import RunDirectory, kind_of, write_completed
-from hvdtrain.cluster import exit_calls, quiet
 from hvdtrain.cluster import exit as exits
+from hvdtrain.cluster import exit_calls, quiet
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.config import Config

@@ -6,13 +6,14 @@ For each pair of hosts the first rank of the first one leads and times by its ow
 
 from __future__ import annotations
 
-import numpy as np
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.cluster.control import MpiControl
 from hvdtrain.cluster.deadline import deadline

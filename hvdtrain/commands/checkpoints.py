@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import (
-    CheckpointError, CheckpointStore, Manifest, OpenCheckpoint, files, read_snapshot, weights)
+    CheckpointError,
+    CheckpointStore,
+    Manifest,
+    OpenCheckpoint,
+    files,
+    read_snapshot,
+    weights,
+)
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.snapshot import check_listing, inspect

@@ -115,8 +115,8 @@ def _memory(config: Config, check: bool, target: str) -> None:
     from hvdtrain import backends
     from hvdtrain.cluster.control import agreed
     from hvdtrain.core import table
-    from hvdtrain.engine import memory_survey
     from hvdtrain.engine import memory_plan as plans
+    from hvdtrain.engine import memory_survey
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.engine.callbacks.memory_fit import MemoryFit
 

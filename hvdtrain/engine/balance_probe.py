@@ -25,7 +25,6 @@ from hvdtrain.engine.run import Run
 from hvdtrain.parallel.recovery.attempt import attempt
 from hvdtrain.planning.linear import Speed, fit, least
 
-
 CONFIRMS = 0.15
 """A remembered time is confirmed by a measurement that differs from it by less than this part."""
 

@@ -13,7 +13,6 @@ from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline import plan
 
-
 MOST_RANKS = 8
 """Ranks that get a row of their own."""
 

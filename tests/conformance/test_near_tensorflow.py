@@ -8,8 +8,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from hvdtrain.backends.tensorflow.ops import zeros  # noqa: E402
 from hvdtrain.backends.tensorflow.nodes import host_node, node_errors  # noqa: E402
+from hvdtrain.backends.tensorflow.ops import zeros  # noqa: E402
 from hvdtrain.comm.collectives import shared  # noqa: E402
 from hvdtrain.comm.collectives.shared import SharedUnavailable  # noqa: E402
 from hvdtrain.core.errors import PeerFailed  # noqa: E402

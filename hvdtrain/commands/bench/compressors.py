@@ -31,7 +31,17 @@ from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import (
-    AllGather, AllToAll, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
+    AllGather,
+    AllToAll,
+    Array,
+    Collectives,
+    Compressor,
+    Control,
+    Handle,
+    Ops,
+    ParamSpec,
+    Request,
+)
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.table import spread
 from hvdtrain.core.units import format_number

@@ -1,6 +1,7 @@
 from dataclasses import dataclass, field
 
 from hvdtrain.core.protocols import Record
+
 """What happened in a run, as one stream of records: the schema, who gets which."""
 
 

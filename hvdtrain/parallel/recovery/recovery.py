@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Evaluator, GradientSink, Schedule, Stage, StepGradients
 from hvdtrain.core.protocols.types import Ceiling, Lost, Shortage, StepBatch, first_line
-from hvdtrain.parallel.recovery.attempt import T, MemoryGuard, attempt
+from hvdtrain.parallel.recovery.attempt import MemoryGuard, T, attempt
 from hvdtrain.planning.batch.sampler import micro_batches
 
 LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.comm.measure.sweep import settle
-from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench import cli as bench
+from hvdtrain.commands.bench import options, record
 from hvdtrain.core import table, units
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.table import spread

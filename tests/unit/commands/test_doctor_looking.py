@@ -14,9 +14,9 @@ from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.launchers.prepare import Here
 from hvdtrain.cluster.launchers.spec import HostSlots, LauncherProgram
 from hvdtrain.cluster.machine.software import Framework
-from hvdtrain.commands.doctor import facts, gather, peers, probes
 from hvdtrain.commands.doctor import cli as doctor
 from hvdtrain.commands.doctor import cli as table
+from hvdtrain.commands.doctor import facts, gather, peers, probes
 from hvdtrain.commands.doctor import facts as container
 from hvdtrain.commands.doctor import gather as start
 from hvdtrain.commands.doctor.checks import diagnose

@@ -16,7 +16,15 @@ from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.comm.measure.sweep import measure
 from hvdtrain.commands import train
 from hvdtrain.config import (
-    Config, ConfigContext, DataConfig, EarlyStopConfig, ScheduleConfig, notes, run_length, schema)
+    Config,
+    ConfigContext,
+    DataConfig,
+    EarlyStopConfig,
+    ScheduleConfig,
+    notes,
+    run_length,
+    schema,
+)
 from hvdtrain.config.sections import Unused, key
 from hvdtrain.core import ROOT
 from hvdtrain.core import resolve as slots

@@ -1,7 +1,10 @@
 """TensorFlow with Keras 3: how tensors, steps and Horovod's collectives look there."""
 
-from hvdtrain.backends.tensorflow.collectives import collectives, stage
+# isort: off
+# First, as it imports the module `stage`, whose name the function takes over.
 from hvdtrain.backends.tensorflow.create import make_parts
+# isort: on
+from hvdtrain.backends.tensorflow.collectives import collectives, stage
 from hvdtrain.backends.tensorflow.data import adapt as adapt_data
 from hvdtrain.backends.tensorflow.footprint import (
     Profiler,

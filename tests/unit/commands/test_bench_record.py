@@ -34,7 +34,7 @@ def test_the_environment_names_what_a_number_depends_on():
 
 
 def test_versions_are_read_without_an_import():
-    probe = ("import sys; from hvdtrain.commands.bench import record; record.environment(); "
+    probe = ("import sys; from hvdtrain.commands.bench import session; session.environment(); "
              "print(sorted({'torch', 'tensorflow', 'keras', 'horovod', 'mpi4py'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

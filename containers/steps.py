@@ -35,7 +35,7 @@ class Stage:
 
 
 def read(text: str) -> list[Stage]:
-    """Return the stages of a Containerfile's text; variables in FROM are those of the ARG lines before. ValueError else.
+    """Return the stages of a Containerfile's text; variables in FROM are those of ARG lines before it. ValueError else.
 
     Only what this project's files use is known: a step that is not would otherwise be left out in silence.
     """

@@ -21,8 +21,17 @@ import numpy as np
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import (
-    MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointError, FileEntry, Manifest, damaged, decode, encode, file_name,
-    group_name)
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    damaged,
+    decode,
+    encode,
+    file_name,
+    group_name,
+)
 from hvdtrain.checkpoint.stream import Tensor, pieces_of, tensors_of
 from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout, portable, read_header
 from hvdtrain.core.protocols.run import Head

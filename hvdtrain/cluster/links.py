@@ -1,18 +1,19 @@
 """Links between hosts over MPI: latency, and the rate of each direction alone and of both at once.
 
 For each pair of hosts the first rank of the first one leads and times by its own clock; messages are polled.
-`hvdtrain.comm.measure.transports` shows the results.
+`hvdtrain.comm.transport_sweep` shows the results.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.cluster.control import MpiControl
 from hvdtrain.cluster.deadline import deadline

@@ -12,8 +12,17 @@ from typing import Any
 from hvdtrain.config import schema, texts
 from hvdtrain.config.keys import Keys
 from hvdtrain.config.sections import (
-    CheckpointConfig, DataConfig, DataParallelConfig, EarlyStopConfig, ExchangeConfig, Named, PipelineConfig,
-    RebalanceConfig, ScheduleConfig, TraceConfig)
+    CheckpointConfig,
+    DataConfig,
+    DataParallelConfig,
+    EarlyStopConfig,
+    ExchangeConfig,
+    Named,
+    PipelineConfig,
+    RebalanceConfig,
+    ScheduleConfig,
+    TraceConfig,
+)
 from hvdtrain.config.sections import __getattr__ as __getattr__
 from hvdtrain.config.texts import seconds_of, window_of
 from hvdtrain.core.errors import UserError, nearest

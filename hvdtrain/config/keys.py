@@ -14,9 +14,25 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.config import placed, schema
 from hvdtrain.config.sections import (
-    COMPILED, FILE_OPTIMIZER, NO_FP16, NO_SKIP, ONE_DEVICE, OWN_MODEL, OWN_RATE, OWN_TASK, CheckpointConfig,
-    DataConfig, DataParallelConfig, EarlyStopConfig, ExchangeConfig, Named, PipelineConfig, RebalanceConfig,
-    ScheduleConfig, TraceConfig)
+    COMPILED,
+    FILE_OPTIMIZER,
+    NO_FP16,
+    NO_SKIP,
+    ONE_DEVICE,
+    OWN_MODEL,
+    OWN_RATE,
+    OWN_TASK,
+    CheckpointConfig,
+    DataConfig,
+    DataParallelConfig,
+    EarlyStopConfig,
+    ExchangeConfig,
+    Named,
+    PipelineConfig,
+    RebalanceConfig,
+    ScheduleConfig,
+    TraceConfig,
+)
 from hvdtrain.config.sections import key as _key
 from hvdtrain.config.texts import seconds_of
 

@@ -5,12 +5,12 @@ Owns the measure that `python -m hvdtrain verify` and the tests share. numpy onl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import re
 
 from hvdtrain.core.errors import UserError
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 
-
 _WORDS = 625 * 4
 """Bytes of a Mersenne twister's state: its words and the place among them."""
 

@@ -20,7 +20,6 @@ from hvdtrain.parallel.pipeline.plan import Planned
 from hvdtrain.planning.batch.plan import COLUMNS, RankLabel
 from hvdtrain.planning.linear import Speed, fit, least
 
-
 SIZES = 3
 """Micro-batches of so many sizes are timed at most (`sizes_of`)."""
 

@@ -22,9 +22,8 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.recovery.attempt import attempt
+from hvdtrain.parallel.recovery import attempt
 from hvdtrain.planning.linear import Speed, fit, least
-
 
 CONFIRMS = 0.15
 """A remembered time is confirmed by a measurement that differs from it by less than this part."""

@@ -1,6 +1,6 @@
 """Run a few samples through model, loss and metrics before the first step, the same ones on every rank.
 
-Running and restoring is left to each backend's ``try_samples``, messages to `hvdtrain.backends.misfit`.
+Backends run and restore (``try_samples``); `hvdtrain.backends.misfit` has the messages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from hvdtrain.backends.loss_coupling import (
-    CANDIDATES, CANDIDATE_BYTES, Evaluate, LossValue, agree_on, apply_finding, choose_rows, judge)
+    CANDIDATE_BYTES,
+    CANDIDATES,
+    Evaluate,
+    LossValue,
+    agree_on,
+    apply_finding,
+    choose_rows,
+    judge,
+)
 from hvdtrain.backends.misfit import ONE_SAMPLE, fixed_batch, one_sample, told
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError
@@ -22,7 +30,7 @@ from hvdtrain.core.protocols import Batch, Cargo, Control, PipelineStage
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import on_disk
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.recovery.attempt import attempt
+from hvdtrain.parallel.recovery import attempt
 
 LEAST = 2
 MOST = 6
@@ -36,9 +44,8 @@ LOOKED_AT_TWICE = 2**22
 def check(run: Run, backend: Any) -> list[str]:
     """Try the run's data on its model, training and evaluation, before anything is exchanged; collective.
 
-    Returns the buffers and parameters that were written to here, by name. Nothing of it remains but samples that a
-    stream has handed out, with which its first step begins, and state that is neither a buffer nor an attribute of the
-    model or of objects of the user's own classes that it holds.
+    Returns the buffers and parameters that were written to, by name. Everything is restored but samples that a stream
+    has handed out, with which the first step begins, and state outside of the model and the objects it holds.
     Errors: `UserError` on every rank for what does not fit; other exceptions of the model pass through.
     """
     if run.parts.layout is not None:
@@ -182,7 +189,7 @@ def _rank_of_one(feed: Feed, n: int, together: bool) -> int | None:
 
 
 def _parts(batch: Batch, n: int) -> Iterator[Batch]:
-    """``batch`` in parts of ``n`` samples each, the last one filled up."""
+    """Yield ``batch`` in shares of ``n`` samples each, the last one filled up."""
     for i in range(0, len(batch[0]), n):
         yield tuple(np.resize(array[i:i + n], (n, *array.shape[1:])) for array in batch)
 
@@ -215,9 +222,7 @@ def _micro_batch(feed: Feed) -> int:
 
 
 def _samples(feed: Feed, most: int) -> Batch:
-    """`LEAST` to ``most`` samples: of arrays those at the ends of their numbers, of other sources those that were read
-    before, of a stream the first, with which the walk will begin.
-    """
+    """Return `LEAST` to ``most`` samples: extremes of arrays, else those read before, or a stream's first."""
     if feed.samples is None:
         return feed.sample(LEAST)
     arrays = getattr(feed.data, "arrays", None)
@@ -278,10 +283,7 @@ def turns(layout: Layout) -> list[Turn]:
 
 
 class Walk:
-    """A try of ``batch`` on this rank's chunks; ``batch`` is the same on all ranks of a copy.
-
-    ``agreeing``: any exception is a `UserError` on every rank.
-    """
+    """A try of the replica's ``batch`` on this rank's chunks. ``agreeing``: exceptions are `UserError` on all ranks."""
 
     def __init__(self, run: Run, backend: Any, batch: Batch, training: bool, agreeing: bool = False) -> None:
         self._run, self._backend, self._batch, self._training = run, backend, batch, training
@@ -374,8 +376,7 @@ def try_stages(run: Run, backend: Any, batches: Sequence[Batch], training: bool)
 def evaluating(run: Run, backend: Any, pool: Batch) -> Iterator[Evaluate]:
     """Yield a function that evaluates the loss of samples of ``pool``, in evaluation mode; leave everything as it was.
 
-    Every rank calls it alike, and gets the same value; collective. ``pool`` is the same on all ranks. Random generators
-    run on between evaluations, so that a loss that draws differs from call to call.
+    Collective: every rank gets the same value, of the same ``pool``. Random generators run on between evaluations.
     """
     stage, evaluator, control = cast(PipelineStage, run.parts.stage), run.parts.evaluator, run.control
     narrow = any(name != "fp32" for name in run.parts.precision.names)

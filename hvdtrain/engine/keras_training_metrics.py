@@ -1,6 +1,6 @@
 """The compiled metrics over the training batches of an epoch, as `model.fit` shows them, summed over ranks.
 
-The metrics themselves are left to `hvdtrain.backends.keras.states`.
+The metrics themselves are left to `hvdtrain.backends.keras.metrics`.
 """
 
 from __future__ import annotations

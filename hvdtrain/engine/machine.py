@@ -22,7 +22,6 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.units import KINDS, format_bytes
 from hvdtrain.engine.run import Run
 
-
 PACKAGES = {"hvdtrain": "hvdtrain", "numpy": "numpy", "torch": "torch", "tensorflow": "tensorflow", "keras": "keras",
             "horovod": "horovod", "mpi4py": "mpi4py", "safetensors": "safetensors"}
 """Module -> distribution of what a training computes with."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
+
+import numpy as np
 
 from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
@@ -19,11 +20,19 @@ from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.recovery.attempt import attempt
+from hvdtrain.parallel.recovery import attempt
 from hvdtrain.planning.memory.fit import peak as peak_with
 from hvdtrain.planning.memory.forecast import (
-    MeasuredMemory, MemoryFacts, MemoryLine, MemoryTrace, Model, RankMemory, Sharding, first_copies, line)
-
+    MeasuredMemory,
+    MemoryFacts,
+    MemoryLine,
+    MemoryTrace,
+    Model,
+    RankMemory,
+    Sharding,
+    first_copies,
+    line,
+)
 
 PARTS = (8, 4)
 """A micro-batch is measured by an eighth and by a quarter of its samples."""

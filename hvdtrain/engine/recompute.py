@@ -1,15 +1,16 @@
 """Micro-batches that one rank computes and another computes again, and how far their results may differ."""
 
 from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-import numpy as np
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hvdtrain.core.protocols import Array, Ops
 from hvdtrain.engine.weight_checks import Fingerprints
-from hvdtrain.parallel.recovery import recovery
-
+from hvdtrain.parallel import recovery
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Control

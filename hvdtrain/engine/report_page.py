@@ -18,7 +18,6 @@ from hvdtrain.core.terminal import say
 from hvdtrain.engine.run import Run
 from hvdtrain.reports import survivor
 
-
 AFTER_S = 2.0
 """A run that has lasted so long has something to tell: from the next record on a process waits for its end."""
 

@@ -9,8 +9,20 @@ from typing import Any
 
 from hvdtrain.core.mesh import Group, Layout
 from hvdtrain.core.protocols import (
-    Buffers, Collectives, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, ParamSpec, Params, Remat, Stage,
-    Transform)
+    Buffers,
+    Collectives,
+    Compile,
+    Evaluator,
+    ModelFacts,
+    ModelState,
+    Ops,
+    Optimizer,
+    Params,
+    ParamSpec,
+    Remat,
+    Stage,
+    Transform,
+)
 from hvdtrain.data.weighting import LabelWeight
 from hvdtrain.parallel.precision import LossScale, Precision
 

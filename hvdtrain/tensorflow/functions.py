@@ -16,7 +16,15 @@ import hvdtrain.tensorflow
 from hvdtrain.tensorflow import basics, ops
 from hvdtrain.tensorflow.basics import ProcessSet, global_process_set
 from hvdtrain.tensorflow.nodes import (
-    Mismatch, check_root, check_roots, label_of, movable, node_name, through_trace, unconverted)
+    Mismatch,
+    check_root,
+    check_roots,
+    label_of,
+    movable,
+    node_name,
+    through_trace,
+    unconverted,
+)
 
 __all__ = "allgather_object broadcast_object broadcast_object_fn broadcast_variables".split()
 

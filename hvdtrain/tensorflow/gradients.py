@@ -27,10 +27,21 @@ from hvdtrain.tensorflow import basics, functions
 from hvdtrain.tensorflow.basics import Adasum, Average, ProcessSet, Sum, global_process_set
 from hvdtrain.tensorflow.compression import Compression, kind_of
 from hvdtrain.tensorflow.nodes import (
-    Mismatch, NotSupported, WrongValue, label_of, movable, node_name, refuse_xla, scratch, summable, through_trace,
-    unconverted, unfolded)
-from hvdtrain.tensorflow.transports import SharedSum
+    Mismatch,
+    NotSupported,
+    WrongValue,
+    label_of,
+    movable,
+    node_name,
+    refuse_xla,
+    scratch,
+    summable,
+    through_trace,
+    unconverted,
+    unfolded,
+)
 from hvdtrain.tensorflow.transports import DTYPES as SHARED
+from hvdtrain.tensorflow.transports import SharedSum
 
 LATE_S = 120.0
 """Longest wait of a rank whose gradients change, while it trains, for the other ranks' to change too."""

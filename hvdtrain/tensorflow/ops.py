@@ -18,8 +18,22 @@ from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.basics import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
 from hvdtrain.tensorflow.compression import Compression, kind_of
 from hvdtrain.tensorflow.nodes import (
-    Back, InvalidArgument, NotSupported, WrongMode, assert_same_root, check_root, differentiable, member_root,
-    node_name, refuse_xla, same_root, summable, through_trace, unconverted, unfolded)
+    Back,
+    InvalidArgument,
+    NotSupported,
+    WrongMode,
+    assert_same_root,
+    check_root,
+    differentiable,
+    member_root,
+    node_name,
+    refuse_xla,
+    same_root,
+    summable,
+    through_trace,
+    unconverted,
+    unfolded,
+)
 
 KINDS = {Average: "sum", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 """Reduction -> what a wire calls it; an average is a sum, divided."""

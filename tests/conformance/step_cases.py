@@ -13,10 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from one_step import SGD, X, Y, TwoRanksInOne, batch, cut
+from one_step import SGD, TwoRanksInOne, X, Y, batch, cut
 from pipeline_cases import *  # noqa: F401,F403
-from step_kit import (
-    EPSILON, Halves, by_hand, given, gradient, length, near, needs, same, same_state, spoilt)
+from step_kit import EPSILON, Halves, by_hand, given, gradient, length, near, needs, same, same_state, spoilt
 
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
-from one_step import SGD, X, Y, OneStep, batch, cut, run, spec  # noqa: F401
+from one_step import SGD, OneStep, X, Y, batch, cut, run, spec  # noqa: F401
 
 
 def mlp(seed=3, extra=(), **last):

@@ -12,10 +12,10 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from tensorflow_tools import SGD, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
+from hvdtrain.backends.keras import compiled  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.backends.keras import compiled  # noqa: E402
 from hvdtrain.parallel.precision import LONG, Precision  # noqa: E402
 
 PLAIN = replace(SGD, optimizer=Named("sgd"), loss_scale=1024.0)

@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from torch_tools import (  # noqa: E402,F401
-    SGD, TwoRanksInOne, attached, batch, close, cut, mlp, one_thread, run, tied, weights)
+from torch_tools import SGD, TwoRanksInOne, attached, batch, close, cut, mlp, one_thread, run, tied, weights  # noqa: E402,F401
 
 from hvdtrain.backends.torch.task import loss_sum  # noqa: E402
 from hvdtrain.backends.torch.transforms.precision import widened  # noqa: E402

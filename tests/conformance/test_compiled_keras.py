@@ -11,11 +11,11 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 from small_runs import config, fitted, lockstep, solo, weights  # noqa: E402
 
-from hvdtrain.engine import loop  # noqa: E402
+from hvdtrain.backends.keras import compiled  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.backends.keras import compiled  # noqa: E402
 from hvdtrain.data import layout  # noqa: E402
+from hvdtrain.engine import loop  # noqa: E402
 
 DRAW = np.random.default_rng(5)
 N = 11

@@ -3,8 +3,20 @@
 import numpy as np
 import pytest
 from compressor_cases import (
-    MAKE, SHAPES, SIZES, buckets, check_not_finite_among_many, check_not_finite_is_seen,
-    check_shards_are_those_of_the_sum, check_state_survives, check_zeros, cuts, exact, exchanged, gradient, scattered,
+    MAKE,
+    SHAPES,
+    SIZES,
+    buckets,
+    check_not_finite_among_many,
+    check_not_finite_is_seen,
+    check_shards_are_those_of_the_sum,
+    check_state_survives,
+    check_zeros,
+    cuts,
+    exact,
+    exchanged,
+    gradient,
+    scattered,
 )
 
 from hvdtrain.backends.numpy.ops import Ops

@@ -5,8 +5,17 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from compressor_cases import (  # noqa: E402
-    MAKE, SHAPES, SIZES, buckets, check_like_numpy, check_not_finite_among_many, check_not_finite_is_seen,
-    check_shards_are_those_of_the_sum, check_state_survives, check_zeros, gradient,
+    MAKE,
+    SHAPES,
+    SIZES,
+    buckets,
+    check_like_numpy,
+    check_not_finite_among_many,
+    check_not_finite_is_seen,
+    check_shards_are_those_of_the_sum,
+    check_state_survives,
+    check_zeros,
+    gradient,
 )
 
 from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402

@@ -4,8 +4,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from compressor_cases import (  # noqa: E402
-    MAKE, SHAPES, SIZES, check_like_numpy, check_not_finite_among_many, check_not_finite_is_seen,
-    check_shards_are_those_of_the_sum, check_state_survives, check_zeros,
+    MAKE,
+    SHAPES,
+    SIZES,
+    check_like_numpy,
+    check_not_finite_among_many,
+    check_not_finite_is_seen,
+    check_shards_are_those_of_the_sum,
+    check_state_survives,
+    check_zeros,
 )
 
 from hvdtrain.backends.torch.ops import Ops  # noqa: E402

@@ -13,11 +13,11 @@ import keras  # noqa: E402
 from hvdtrain.backends.tensorflow.data import adapt  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import CheckpointConfig  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.protocols.types import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
 from hvdtrain.data.sources import ArraySource, Source, interpret  # noqa: E402
 from hvdtrain.data.stream import Stream  # noqa: E402
-from hvdtrain.core.errors import UserError  # noqa: E402
 
 
 class Batches(keras.utils.PyDataset):

@@ -7,17 +7,24 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset,  # noqa: E402
-                              Subset, TensorDataset, default_collate)
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from hvdtrain.backends.torch.data import adapt  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.protocols.types import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
 from hvdtrain.data.rows import ColumnNames  # noqa: E402
 from hvdtrain.data.sources import ArraySource, Source, interpret  # noqa: E402
 from hvdtrain.data.stream import Stream  # noqa: E402
-from hvdtrain.core.errors import UserError  # noqa: E402
 
 
 class Squares(Dataset):

@@ -13,8 +13,8 @@ from small_runs import CLASSES, FEATURES, FRAMEWORKS, Record, config, fitted, lo
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine import first_sample
 from hvdtrain.engine import assemble as assembling
+from hvdtrain.engine import first_sample
 from hvdtrain.engine.assemble import assemble
 
 X, Y = samples(30)

@@ -11,13 +11,13 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 from small_runs import config, fitted, lockstep, make_model, samples, solo, weights  # noqa: E402
 
-from hvdtrain.engine import loop  # noqa: E402
-from hvdtrain.engine.callbacks.history import History  # noqa: E402
-from hvdtrain.config import Named  # noqa: E402
-from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.keras.metrics import Evaluation  # noqa: E402
 from hvdtrain.backends.keras.task import Task  # noqa: E402
 from hvdtrain.backends.model_spec import spec_of  # noqa: E402
+from hvdtrain.config import Named  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.engine import loop  # noqa: E402
+from hvdtrain.engine.callbacks.history import History  # noqa: E402
 
 DRAW = np.random.default_rng(3)
 B, C, T = 11, 4, 6

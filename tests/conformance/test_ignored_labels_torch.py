@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from small_runs import CLASSES, Record, config, fitted, lockstep, make_model, samples, solo, weights  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from hvdtrain.engine import loop  # noqa: E402
+from hvdtrain.backends.model_spec import spec_of  # noqa: E402
 from hvdtrain.backends.torch.losses import Loss, names, refuse_other_inputs  # noqa: E402
 from hvdtrain.backends.torch.task import ByName, Metrics  # noqa: E402
-from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
-from hvdtrain.engine.callbacks.history import History  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.backends.model_spec import spec_of  # noqa: E402
+from hvdtrain.engine import loop  # noqa: E402
+from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
+from hvdtrain.engine.callbacks.history import History  # noqa: E402
 
 DRAW = np.random.default_rng(3)
 B, C, T = 11, 4, 6

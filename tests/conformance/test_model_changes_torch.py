@@ -13,9 +13,9 @@ from small_runs import apart, fitted, lockstep, solo  # noqa: E402
 from torch import nn  # noqa: E402
 from unfreezing import BASE, WAYS, Net, arrays, data, model, plain, work  # noqa: E402
 
-from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
 from hvdtrain.config import CheckpointConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
 
 
 def parameter_groups(model):

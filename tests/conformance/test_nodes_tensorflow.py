@@ -11,8 +11,8 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from hvdtrain.backends.tensorflow import nodes  # noqa: E402
 from hvdtrain.backends.tensorflow.collectives import peer_failures  # noqa: E402
 from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402
-from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout  # noqa: E402
 
 

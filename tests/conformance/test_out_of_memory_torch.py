@@ -15,10 +15,10 @@ from small_runs import CLASSES, FEATURES, HIDDEN, bits, fitted, lockstep  # noqa
 from split_models import deep  # noqa: E402
 
 from hvdtrain import backends  # noqa: E402
-from hvdtrain.core import rng  # noqa: E402
-from hvdtrain.cluster.machine import memory  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
+from hvdtrain.cluster.machine import memory  # noqa: E402
 from hvdtrain.config import DataParallelConfig  # noqa: E402
+from hvdtrain.core import rng  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 nn = torch.nn

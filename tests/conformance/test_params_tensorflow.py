@@ -7,8 +7,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 from tensorflow_tools import SGD, attached, batch, close, mlp, run, weights  # noqa: E402
 
-from hvdtrain.backends.tensorflow.ops import ALIGNMENT, readable, view  # noqa: E402
-from hvdtrain.backends.tensorflow.ops import HostVector, Ops  # noqa: E402
+from hvdtrain.backends.tensorflow.ops import ALIGNMENT, HostVector, Ops, readable, view  # noqa: E402  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 from hvdtrain.core.buckets import plan_buckets  # noqa: E402

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-from small_runs import CLASSES, FEATURES, HIDDEN, apart, config, fitted, lockstep, samples, solo  # noqa: E402
 import split_models  # noqa: E402
+from small_runs import CLASSES, FEATURES, HIDDEN, apart, config, fitted, lockstep, samples, solo  # noqa: E402
 from split_models import Chain, Skips, deep, tied  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402,F401
 
+from hvdtrain.backends.model_spec import Spec  # noqa: E402
 from hvdtrain.backends.torch.pipelined import measuring  # noqa: E402
 from hvdtrain.backends.torch.pipelined.stage import Cut, is_cut, take_out  # noqa: E402
 from hvdtrain.config import Named, PipelineConfig  # noqa: E402
 from hvdtrain.core.comparison import LEAST  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.backends.model_spec import Spec  # noqa: E402
 
 SGD = Named("SGD", {"momentum": 0.9})
 ADAM = Named("Adam", {"eps": 1e-3})

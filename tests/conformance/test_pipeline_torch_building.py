@@ -16,7 +16,7 @@ from split_models import Chain, deep, tied  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402,F401
 
-from hvdtrain.core import rng  # noqa: E402
+from hvdtrain.backends.model_spec import Spec  # noqa: E402
 from hvdtrain.backends.torch import blocks  # noqa: E402
 from hvdtrain.backends.torch.maker import build_lazy  # noqa: E402
 from hvdtrain.backends.torch.pipelined import create  # noqa: E402
@@ -25,9 +25,9 @@ from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape  # noqa: E402
 from hvdtrain.cluster.control import agreed  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import PipelineConfig  # noqa: E402
+from hvdtrain.core import rng  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.mesh import Mesh  # noqa: E402
-from hvdtrain.backends.model_spec import Spec  # noqa: E402
 from hvdtrain.parallel.precision import FP32  # noqa: E402
 
 

@@ -18,17 +18,17 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from host_lane import HostLane  # noqa: E402
 
-from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.backends.torch import Ops, stage  # noqa: E402
 from hvdtrain.backends.torch.collectives import StagedCollectives  # noqa: E402
 from hvdtrain.backends.torch.pinned import CudaLane, DirectLane, Memory  # noqa: E402
-from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
-from hvdtrain.config import Config  # noqa: E402
-from hvdtrain.core.errors import PeerFailed  # noqa: E402
-from hvdtrain.core.buckets import plan_buckets  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.comm.compressors import create  # noqa: E402
 from hvdtrain.comm.reducer.reducer import Reducer  # noqa: E402
+from hvdtrain.config import Config  # noqa: E402
+from hvdtrain.core.buckets import plan_buckets  # noqa: E402
+from hvdtrain.core.errors import PeerFailed  # noqa: E402
 from hvdtrain.core.protocols import ParamSpec  # noqa: E402
 
 LANES = [HostLane, DirectLane]

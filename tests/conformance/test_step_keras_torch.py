@@ -15,8 +15,8 @@ import pytest
 HERE = os.environ.get("KERAS_BACKEND") == "torch"
 
 if HERE:
-    import keras
     import kept_runs
+    import keras
     import numpy as np
     import torch
     from keras_kit import KerasKit

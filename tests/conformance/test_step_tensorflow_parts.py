@@ -9,13 +9,13 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, spec, weights  # noqa: E402
 
-from hvdtrain.engine.compare_ranks import check_alike  # noqa: E402
-from hvdtrain.backends.tensorflow import make_parts  # noqa: E402
 from hvdtrain.backends.keras.metrics import SHAPES  # noqa: E402
-from hvdtrain.core.mesh import world  # noqa: E402
+from hvdtrain.backends.tensorflow import make_parts  # noqa: E402
 from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import Config, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.core.mesh import world  # noqa: E402
+from hvdtrain.engine.compare_ranks import check_alike  # noqa: E402
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

@@ -9,11 +9,23 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from step_cases import *  # noqa: E402,F401,F403
 from torch import nn  # noqa: E402
 from torch_tools import (  # noqa: E402,F401
-    SGD, TorchKit, TwoRanksInOne, attached, batch, close, cut, mlp, one_thread, plain, run, tied, weights,
+    SGD,
+    TorchKit,
+    TwoRanksInOne,
+    attached,
+    batch,
+    close,
+    cut,
+    mlp,
+    one_thread,
+    plain,
+    run,
+    tied,
+    weights,
 )
 
-from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 
 

@@ -11,15 +11,25 @@ from small_runs import config, samples  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_tools import (  # noqa: E402,F401
-    SGD, X, Y, TwoRanksInOne, attached, batch, close, mlp, one_thread, plain, run, weights,
+    SGD,
+    TwoRanksInOne,
+    X,
+    Y,
+    attached,
+    batch,
+    close,
+    mlp,
+    one_thread,
+    plain,
+    run,
+    weights,
 )
 
-from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import Config, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.trainer import Trainer  # noqa: E402
-
 
 # --- buffers -------------------------------------------------------------------------------------------------------
 

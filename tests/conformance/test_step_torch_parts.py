@@ -12,7 +12,19 @@ from small_runs import bits, config, fitted, samples, solo  # noqa: E402
 from step_cases import goes_on  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_tools import (  # noqa: E402,F401
-    SGD, X, Y, TwoRanksInOne, attached, batch, close, mlp, one_thread, plain, run, tied, weights,
+    SGD,
+    TwoRanksInOne,
+    X,
+    Y,
+    attached,
+    batch,
+    close,
+    mlp,
+    one_thread,
+    plain,
+    run,
+    tied,
+    weights,
 )
 
 from hvdtrain.backends.torch import seed  # noqa: E402
@@ -20,7 +32,6 @@ from hvdtrain.backends.torch.modules import check_loss  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-
 
 # --- loss, metrics -------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from sync_models import with_norms  # noqa: E402
 from tensorflow_tools import X, Y, attached, close, mlp, run, weights  # noqa: E402
 
 from hvdtrain.backends.tensorflow.transforms.sync_batchnorm import Across, local_statistics, release  # noqa: E402
-from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-from torch import nn  # noqa: E402
 from small_runs import config, fitted, lockstep, samples  # noqa: E402
 from small_runs import weights as arrays  # noqa: E402
 from sync_models import with_norms  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch_tools import attached, batch, close, mlp, one_thread, run, weights  # noqa: E402, F401
 
 from hvdtrain.backends.torch import Ops  # noqa: E402
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm, release  # noqa: E402
-from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.comm.reducer.transport import Transport  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.comm.reducer.transport import Transport  # noqa: E402
 
 CUTS = [[9], [4, 5], [0, 9], [1, 8], [5, 0, 4], [0, 0, 9], [3, 1, 4, 1]]
 """Samples by rank, 9 in all: one rank, unequal ones, and ranks with nothing."""

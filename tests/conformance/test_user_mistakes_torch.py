@@ -10,10 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch_tools import SGD, X, Y, attached, mlp, one_thread, run, weights  # noqa: E402, F401
 
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from torch_tools import SGD, X, Y, attached, mlp, one_thread, run, weights  # noqa: E402, F401
 
 
 def step_of(loss="auto", model=None, args=None, **parts):

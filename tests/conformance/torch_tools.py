@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from one_step import SGD, X, Y, OneStep, TwoRanksInOne, batch, cut, run, spec  # noqa: F401
+from one_step import SGD, OneStep, TwoRanksInOne, X, Y, batch, cut, run, spec  # noqa: F401
 from step_kit import Kit, given
 from torch import nn
 from torch.nn import functional as F

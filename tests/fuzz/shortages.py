@@ -30,8 +30,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from shortages import drawn, wrong  # noqa: E402
 
-from hvdtrain.core import comparison  # noqa: E402
 from hvdtrain.commands.verify import weights_of  # noqa: E402
+from hvdtrain.core import comparison  # noqa: E402
 
 LIMIT_S = 120
 MODELS = ROOT / "tests" / "fixtures" / "short_of_memory.py"

@@ -11,8 +11,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, HIDDEN, SLOW_TENSORFLOW, apart, config, gradient, lockstep,
-                        make_model, samples, weights)
+from small_runs import (
+    CLASSES,
+    CUTS,
+    FEATURES,
+    FRAMEWORKS,
+    HIDDEN,
+    SLOW_TENSORFLOW,
+    apart,
+    config,
+    gradient,
+    lockstep,
+    make_model,
+    samples,
+    weights,
+)
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor

@@ -11,8 +11,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, SLOW_TENSORFLOW, Recut, apart, config, fitted, lockstep,
-                        make_model, replans, samples, weights)
+from small_runs import (
+    CLASSES,
+    CUTS,
+    FEATURES,
+    FRAMEWORKS,
+    SLOW_TENSORFLOW,
+    Recut,
+    apart,
+    config,
+    fitted,
+    lockstep,
+    make_model,
+    replans,
+    samples,
+    weights,
+)
 
 from hvdtrain.comm.collectives.base import ReadyHandle
 from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named

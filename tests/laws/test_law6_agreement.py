@@ -7,8 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import (CLASSES, FEATURES, FRAMEWORKS, SLOW_TENSORFLOW, Record, bits, config, hiding_model, lockstep,
-                        make_model, samples, weights)
+from small_runs import (
+    CLASSES,
+    FEATURES,
+    FRAMEWORKS,
+    SLOW_TENSORFLOW,
+    Record,
+    bits,
+    config,
+    hiding_model,
+    lockstep,
+    make_model,
+    samples,
+    weights,
+)
 
 from hvdtrain.config import CheckpointConfig, EarlyStopConfig
 from hvdtrain.core.errors import UserError

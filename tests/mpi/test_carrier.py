@@ -13,8 +13,8 @@ import weakref
 import numpy as np
 import pytest
 
-from hvdtrain.cluster.messages import channel, shared_memory
 from hvdtrain.cluster.messages import carrier as carriers
+from hvdtrain.cluster.messages import channel, shared_memory
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.protocols import Cargo
 from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MessageLabel, Post

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from small_runs import CUTS, apart, bits, config, fitted, samples, solo, weights  # noqa: E402
 from split_models import Chain, Skips, deep  # noqa: E402
 
-from hvdtrain.engine.assemble import assemble  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.config import CheckpointConfig, ExchangeConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.engine.assemble import assemble  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 BASE = config(global_batch=53, max_steps=20, optimizer=Named("SGD", {"momentum": 0.5}))

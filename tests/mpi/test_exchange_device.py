@@ -81,7 +81,6 @@ def test_the_control_plane_goes_on_beside_an_open_transfer(control, staged):
 def test_ranks_with_and_without_copies_are_one_job(control, inner):
     """As CPU ranks beside ranks with a GPU."""
     import torch
-
     from host_lane import HostLane
 
     from hvdtrain.backends.torch.collectives import StagedCollectives

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from small_runs import apart  # noqa: E402
 from unfreezing import BASE, data, model, plain, work  # noqa: E402
 
-from hvdtrain.engine.assemble import assemble  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.config import DataParallelConfig  # noqa: E402
+from hvdtrain.engine.assemble import assemble  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from shortages import DATA, Injected, Setting, model_of  # noqa: E402
 from small_runs import apart, bits, fitted, solo, weights  # noqa: E402
 
-from hvdtrain.engine.assemble import assemble  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
+from hvdtrain.engine.assemble import assemble  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 SHARES = {2: (3, 1), 3: (1, 3, 0), 4: (1, 0, 2, 1)}

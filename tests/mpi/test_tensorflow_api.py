@@ -11,9 +11,9 @@ import keras  # noqa: E402
 
 import hvdtrain.tensorflow as hvd  # noqa: E402
 from benchmarks import eager  # noqa: E402
-from hvdtrain.commands.bench.session import Session  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
+from hvdtrain.commands.bench.session import Session  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.tensorflow import basics  # noqa: E402
 from hvdtrain.tensorflow.transports import PlainMpi  # noqa: E402

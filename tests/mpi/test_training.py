@@ -11,8 +11,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, Record, apart, bits, config, fitted, make_model, samples,
-                        solo, weights)
+from small_runs import (
+    CLASSES,
+    CUTS,
+    FEATURES,
+    FRAMEWORKS,
+    Record,
+    apart,
+    bits,
+    config,
+    fitted,
+    make_model,
+    samples,
+    solo,
+    weights,
+)
 
 from hvdtrain.cluster import horovod
 from hvdtrain.config import CheckpointConfig, ExchangeConfig, Named

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from small_runs import CUTS, apart, bits, config, fitted, make_model, samples, solo, weights  # noqa: E402
 from split_models import deep  # noqa: E402
 
-from hvdtrain.engine.assemble import assemble  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.comm.collectives.shared import SharedCollectives  # noqa: E402
 from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named  # noqa: E402
+from hvdtrain.engine.assemble import assemble  # noqa: E402
 from hvdtrain.parallel.data_parallel.zero import Zero  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]

@@ -12,6 +12,7 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+
 import tf_models.bert  # noqa: E402
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
@@ -27,15 +28,16 @@ import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402
 import torch_models.vit  # noqa: E402
 from hvdtrain import Config, Trainer  # noqa: E402
+from hvdtrain.backends.interchange.pairing import carry, hints, pair  # noqa: E402
 from hvdtrain.backends.tensorflow import convert as keras_side  # noqa: E402
 from hvdtrain.backends.torch import convert as torch_side  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot  # noqa: E402
 from hvdtrain.commands import train  # noqa: E402
-from hvdtrain.config import DataConfig  # noqa: E402
-from hvdtrain.commands.convert import check, worker  # noqa: E402
+from hvdtrain.commands.convert import cli as check  # noqa: E402
 from hvdtrain.commands.convert import request as places  # noqa: E402
-from hvdtrain.backends.interchange.pairing import carry, hints, pair  # noqa: E402
+from hvdtrain.commands.convert import worker  # noqa: E402
 from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
+from hvdtrain.config import DataConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 
 L = keras.layers

@@ -15,9 +15,9 @@ from twins import copy_torch_to_keras  # noqa: E402
 
 import tf_models.gan  # noqa: E402
 import torch_models.gan  # noqa: E402
-from hvdtrain.engine import loop  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.data.sets import ring  # noqa: E402
+from hvdtrain.engine import loop  # noqa: E402
 
 HIDDEN = (16,)
 BASE = config(global_batch=30, max_steps=12, optimizer=Named("Adam"), lr=0.01)

@@ -10,6 +10,7 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 import torch  # noqa: E402
 from twins import copy_torch_to_keras  # noqa: E402
+
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
 import tf_models.mlp  # noqa: E402

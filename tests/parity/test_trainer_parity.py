@@ -25,8 +25,8 @@ import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
 import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402
-from hvdtrain.engine import loop  # noqa: E402
 from hvdtrain.config import Named, ScheduleConfig  # noqa: E402
+from hvdtrain.engine import loop  # noqa: E402
 
 STEPS, BATCH, N = 20, 16, 37
 """Steps of 16, 16 and 5 samples."""

@@ -17,18 +17,19 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 import torch  # noqa: E402
 from twins import copy_torch_to_keras, pairs  # noqa: E402
+
 import tf_models.bert  # noqa: E402
 import tf_models.cnn  # noqa: E402
-import tf_models.gpt  # noqa: E402
 import tf_models.device_split  # noqa: E402
+import tf_models.gpt  # noqa: E402
 import tf_models.lstm  # noqa: E402
 import tf_models.mlp  # noqa: E402
 import tf_models.resnet  # noqa: E402
 import tf_models.vit  # noqa: E402
 import torch_models.bert  # noqa: E402
 import torch_models.cnn  # noqa: E402
-import torch_models.gpt  # noqa: E402
 import torch_models.device_split  # noqa: E402
+import torch_models.gpt  # noqa: E402
 import torch_models.lstm  # noqa: E402
 import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402

@@ -1,7 +1,6 @@
 """The loss that `model.compile` asks for, as a sum over samples and its weight (law 1), on any backend of Keras.
 
-Owns which losses can be written as such a sum, and what a run knows of a model (`setup_of`). Keras' own `CompileLoss`
-matches losses, outputs, targets and weights; only its reduction is removed (`_Sum`).
+Owns a run's facts of a model, too (`setup_of`). Keras' `CompileLoss` matches losses, outputs, targets and weights.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ Pair = tuple[Any, Any]
 class Setup:
     """Facts of a model while a run uses it: its data's layout, and what `Trainer.fit` was given.
 
-    ``data``: has a ``layout`` where x or y is nested. ``class_weight``: class -> weight, while training. ``optimizer``:
-    the Keras optimizer in use. ``metrics``: the `metrics.CompiledMetrics` of evaluations. ``follow(y, outputs,
-    sample_weight, losses={name: (sum, weight)})``: measures training batches as they pass; None does not. ``task``: the
-    model's `CompiledTask`, if `model.compile` decides the loss. ``outputs``: of one sample, in shape and type alone, of
-    a compiled model that is partitioned over ranks, which nobody can call.
+    ``data``: has a ``layout`` where x or y is nested. ``class_weight``: class -> weight, in training. ``metrics``: the
+    `metrics.CompiledMetrics` of evaluations. ``follow(y, outputs, sample_weight, losses={name: (sum, weight)})``:
+    measures training batches. ``task``: if `model.compile` decides the loss. ``outputs``: shape and type of a sample's,
+    for a compiled model that is partitioned over ranks.
     """
 
     data: Any = None
@@ -64,8 +62,7 @@ def begin(model: Any, data: Any) -> None:
 def build(spec: Any, sample: Callable[[int], Sequence[Any]] | None) -> None:
     """Give a model without variables its variables, from the model file's example or a first sample of the data.
 
-    As `keras.Model.fit` does, but in inference: nothing is counted and nothing drawn.
-    Errors: `UserError` where the sample does not fit, and where there is neither.
+    As `keras.Model.fit`, but in inference mode. Errors: `UserError` where the sample does not fit, or there is none.
     """
     model = spec.model
     if model.built and model.weights and all(layer.built for layer in model._flatten_layers()):
@@ -125,10 +122,9 @@ def refuse_own_training(model: Any) -> None:
 # --- the loss ----------------------------------------------------------------------------------------------------
 
 class CompiledTask:
-    """``task(model, batch, training) -> (loss_sum, weight)``: the compiled loss with loss_weights, sample and class
-    weights, and what layers add, which counts once after the division by the global weight.
+    """``task(model, batch, training) -> (loss_sum, weight)``: the compiled loss with all weights, and layers' losses.
 
-    Errors: `UserError` if the compiled loss is no mean over samples.
+    Layers' losses count once, after the division. Errors: `UserError` if the compiled loss is no mean over samples.
     """
 
     def __init__(self, model: Any) -> None:
@@ -188,10 +184,7 @@ def _refuse_reduction(loss: Any) -> None:
 
 
 def _summed(compile_loss: Any, fixed: bool) -> Any:
-    """Return a fresh copy of Keras' `CompileLoss` that returns sums instead of means, and keeps no metric.
-
-    ``fixed``: the model is for one number of samples.
-    """
+    """Return a copy of Keras' `CompileLoss` with sums for means, without metrics; ``fixed``: the batch size is."""
     kind = type(compile_loss)
 
     class Summed(kind):  # type: ignore[valid-type, misc]
@@ -261,8 +254,7 @@ class _Sum:
         ... where a loss ignores a class:    sum(v * s) / valid                 here: weight valid, those that count
         mean_with_sample_weight:     sum(v * s) / sum(s)                        here: weight sum(s)
 
-    so the sums of numerator and weight over any shares of the batch give the whole. ``sum`` and ``None`` are no such
-    mean and are refused, as is a mask that the model makes, whose count is known too late.
+    so sums over any shares of the batch give the whole. ``sum``, ``None`` and a model's own mask are refused.
     """
 
     def __init__(self, loss: Any, fixed: bool) -> None:
@@ -355,11 +347,7 @@ def check_class_weight(class_weight: Any) -> dict[int, float]:
 
 
 def with_class_weight(class_weight: dict[int, float], y: Any, sample_weight: Any) -> Any:
-    """Return ``sample_weight`` (None: ones) times the weight of each sample's class: numbers (B,) or (B, 1), or one-hot
-    (B, C).
-
-    Classes that ``class_weight`` lacks count 1, as in `keras.Model.fit`.
-    """
+    """Return ``sample_weight`` (None: ones) times class weights, 1 if missing; classes (B,), (B, 1), one-hot (B, C)."""
     ops = keras.ops
     leaves = keras.tree.flatten(y) if y is not None else []
     if len(leaves) != 1:

@@ -7,6 +7,7 @@ Owns which graph is called when, and what is kept between calls. Their content i
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-import threading
 
 from hvdtrain.backends.tensorflow import ops, placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers, VariableCopies, holding
@@ -30,7 +30,6 @@ from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.timeline import current
 from hvdtrain.data.weighting import PlaceholderSample
-
 
 STAMPS = 3
 """Numbers of a graph's report that are about time: seconds waited, when the last gradient was ready, the last sum."""

@@ -7,8 +7,22 @@ from hvdtrain.backends.torch.create import make_parts
 from hvdtrain.backends.torch.collectives import collectives, stage
 from hvdtrain.backends.torch.data import adapt as adapt_data
 from hvdtrain.backends.torch.memory import (
-    Profiler, allocators, flops_of_graphs, flops_of_pass, free_cached, held, hold_bytes, model_bytes, out_of_memory,
-    peak_bytes, peak_so_far, product_type, ranges, state_now, traced)
+    Profiler,
+    allocators,
+    flops_of_graphs,
+    flops_of_pass,
+    free_cached,
+    held,
+    hold_bytes,
+    model_bytes,
+    out_of_memory,
+    peak_bytes,
+    peak_so_far,
+    product_type,
+    ranges,
+    state_now,
+    traced,
+)
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.pipelined.outline import outline
 from hvdtrain.backends.torch.placement import device_facts, in_host_memory, seed, setup

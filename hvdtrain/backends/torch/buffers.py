@@ -14,7 +14,17 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch.modules import (
-    Entry, OneEntry, Place, PlainNames, assign, describe, flat_bytes, holders_of, mark_written, put_back_buffers)
+    Entry,
+    OneEntry,
+    Place,
+    PlainNames,
+    assign,
+    describe,
+    flat_bytes,
+    holders_of,
+    mark_written,
+    put_back_buffers,
+)
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.written import combine
 from hvdtrain.core.errors import UserError

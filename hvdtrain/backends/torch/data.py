@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import (
-    DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset, default_collate)
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.rows import ColumnNames, by_field, columns

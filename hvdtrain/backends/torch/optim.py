@@ -23,16 +23,13 @@ from hvdtrain.core.resolve import load_callable
 UNUSABLE = {"lbfgs": "needs a closure that is evaluated several times a step",
             "sparseadam": "takes sparse gradients, which are not exchanged here"}
 """Those of torch.optim, in lower case, that no step here can use, and why."""
-
 FIRST_RATES = ("max_lr", "base_lr")
 """Arguments of schedules (OneCycleLR, CyclicLR) that say a rate themselves, one for all groups or one for each."""
 
 ParamGroups = Sequence[dict[str, Any]]
 """What torch.optim takes: {"params": [tensor], option: value} for each group."""
-
 NOT_OPTIONS = ("params", "param_names", "initial_lr")
 """Entries of an optimizer's group that are no setting of the update."""
-
 NOT_SAID = (("fused", None), ("foreach", None), ("differentiable", False))
 """Settings of kernels that an optimizer has where its user has said nothing."""
 
@@ -64,9 +61,8 @@ def make_optimizer(config: Config, groups: ParamGroups, lr: float) -> torch.opti
 def fused_option(make: Any, groups: ParamGroups, own: dict[str, Any]) -> dict[str, bool]:
     """Return ``fused=True`` for SGD on a CPU, unless the user asks otherwise: one pass over memory instead of three.
 
-    PyTorch never chooses it by itself. Same arithmetic; an update may differ from the default's by one rounding. Not
-    for parameters in another memory order (channels_last): the kernel walks parameter, gradient and momentum as they
-    lie in memory, and gradients lie row by row in their bucket. ``own``: the arguments that the user gave.
+    An update may differ from the default's by one rounding. Not for channels_last: the kernel walks all tensors in
+    memory order, and gradients lie row by row in their bucket. ``own``: the user's arguments.
     """
     usual = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()
                 for p in _tensors(groups))
@@ -91,11 +87,7 @@ def _tensors(groups: ParamGroups) -> list[torch.Tensor]:
 
 
 def make_schedule(config: Config, optimizer: torch.optim.Optimizer, ratios: Sequence[float]) -> Any:
-    """Return a scheduler of torch.optim.lr_scheduler by name, or None.
-
-    ``ratios``: each group's rate divided by the base rate, which the rates in `FIRST_RATES` are multiplied by. The
-    largest rate of a OneCycleLR that names none is the group's.
-    """
+    """Return a scheduler by name, or None; ``ratios`` of groups to the base rate multiply those in `FIRST_RATES`."""
     named = config.schedule
     if not named.on:
         return None
@@ -121,8 +113,6 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, ratios: Sequ
                         "correct schedule.args") from None
 
 
-# --- what a model's file gives -----------------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class Group:
     """Parameters by name, in the model's order, and the options in which their update differs; a rate is unscaled."""
@@ -143,9 +133,8 @@ class Group:
 class OptimizerSpec:
     """Parameter groups and optimizer of a model's file; empty unless the file defines them.
 
-    ``groups``: every parameter of the model is in one of them, if there are any; parameters in no group of the file's
-    are in the last. ``kind``: the class of the file's optimizer, made with ``settings``; None: the configured one.
-    ``frozen``: the group of each frozen parameter that the file puts into one, should it be unfrozen.
+    ``groups``: hold every parameter, if there are any; the last holds those that the file puts into none. ``kind``:
+    class of the file's optimizer, made with ``settings``; None: the configured one. ``frozen``: group by parameter.
     """
 
     groups: tuple[Group, ...] = ()
@@ -213,8 +202,7 @@ class OptimizerSpec:
 def optimizer_spec(spec: Any, config: Config) -> OptimizerSpec:
     """Return the optimizer and groups that the file of ``spec.model`` gives.
 
-    Where it gives both, groups of the optimizer's own count before those of `parameter_groups`. Errors: `UserError` for
-    anything else, and for an optimizer that cannot be made again.
+    Groups of the optimizer count before `parameter_groups`. Errors: `UserError` for others, and what cannot be rebuilt.
     """
     named = {id(p): name for name, p in named_parameters(spec.model) if p.requires_grad}  # of a shared one the first
     kind, settings, groups, frozen = None, dict[str, Any](), list[Group](), dict[str, int]()
@@ -250,10 +238,7 @@ def _all(groups: Sequence[Group], named: Mapping[int, str]) -> tuple[Group, ...]
 
 def _groups(given: Any, model: torch.nn.Module, named: Mapping[int, str],
             allowed: Collection[str]) -> tuple[list[Group], dict[str, int]]:
-    """Return the groups that `parameter_groups` gave, and the group of each frozen parameter in them.
-
-    ``allowed``: the options that the optimizer knows.
-    """
+    """Return the groups of `parameter_groups`, and the group of each frozen one; ``allowed``: known options."""
     if isinstance(given, (str, Mapping, torch.Tensor)) or not isinstance(given, Iterable):
         raise _wrong(f"parameter_groups gives {_what(given)}")
     found: list[Group] = []

@@ -19,7 +19,14 @@ from hvdtrain.backends.torch import modules, placement
 from hvdtrain.backends.torch.buffers import remember
 from hvdtrain.backends.torch.memory import out_of_memory
 from hvdtrain.backends.torch.modules import (
-    assign, check_loss, holders_of, mark_written, modes_kept, put_back_buffers, written_parameters)
+    assign,
+    check_loss,
+    holders_of,
+    mark_written,
+    modes_kept,
+    put_back_buffers,
+    written_parameters,
+)
 from hvdtrain.backends.torch.placement import Generators
 from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
 from hvdtrain.core.protocols import Batch

@@ -7,7 +7,7 @@ Owns their registry; starts nothing (`hvdtrain.commands.launch.cli` does).
 from __future__ import annotations
 
 from hvdtrain.cluster.launchers import horovodrun, intelmpi, mpich, openmpi, slurm
-from hvdtrain.cluster.launchers.spec import HostSlots, LaunchSpec, LauncherProgram
+from hvdtrain.cluster.launchers.spec import HostSlots, LauncherProgram, LaunchSpec
 from hvdtrain.core.protocols import Launcher
 
 LAUNCHERS: dict[str, Launcher] = {

@@ -19,8 +19,22 @@ from typing import Any
 
 from hvdtrain.cluster.launchers import LAUNCHERS, slurm
 from hvdtrain.cluster.launchers.spec import (
-    MOST_RANKS, HostSlots, LaunchSpec, LauncherProgram, bounded, chosen, is_address, merged, parse_env, parse_hostfile,
-    parse_hosts, parse_ssh, passed, place, unread)
+    MOST_RANKS,
+    HostSlots,
+    LauncherProgram,
+    LaunchSpec,
+    bounded,
+    chosen,
+    is_address,
+    merged,
+    parse_env,
+    parse_hostfile,
+    parse_hosts,
+    parse_ssh,
+    passed,
+    place,
+    unread,
+)
 from hvdtrain.cluster.machine.software import answer_of, parse_mpi_version, search_path
 from hvdtrain.cluster.topology import affinity
 from hvdtrain.core.errors import UserError, count

@@ -1,7 +1,6 @@
 """Memory that the ranks of one host share: segments of vectors, and the messages of a pipeline within a host.
 
-All of it is memory without a name (memfd): it does not count against /dev/shm and is gone with its last process.
-A message is copied once to be sent, and read where it lies.
+All of it is memory without a name (memfd), gone with its last process. A message is copied once to be sent.
 """
 
 from __future__ import annotations
@@ -167,8 +166,7 @@ def _files() -> Iterator[None]:
 class _Slot:
     """Memory of this rank for one message to one rank: ``number`` among all of this rank's, ``words``, ``data``.
 
-    The receiver maps it and reads the message where it lies; it is free again when the receiver has dropped the
-    message.
+    The receiver maps it and reads the message where it lies; it is free once the receiver drops the message.
     """
 
     def __init__(self, number: int, nbytes: int) -> None:

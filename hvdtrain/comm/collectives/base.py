@@ -3,11 +3,11 @@ consecutive part for each rank, their sum in the ranks' order, memory that is re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import sys
 
 from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Array, Exchange, Handle

@@ -19,7 +19,15 @@ from hvdtrain.cluster.messages.progress import Operation
 from hvdtrain.cluster.messages.shared_memory import SegmentLayout, SharedUnavailable, map_of
 from hvdtrain.comm.collectives.base import TILE, add_rows, begins, windows
 from hvdtrain.comm.collectives.mpi import (
-    LONGEST_SLEEP_S, MpiCollectives, OpenCollective, Pending, _element, _entered, _mpi, _parts)
+    LONGEST_SLEEP_S,
+    MpiCollectives,
+    OpenCollective,
+    Pending,
+    _element,
+    _entered,
+    _mpi,
+    _parts,
+)
 from hvdtrain.comm.collectives.rounds import Peers
 from hvdtrain.comm.collectives.striped import Striped
 from hvdtrain.core.errors import PeerFailed

@@ -12,7 +12,6 @@ from hvdtrain.config import Config
 from hvdtrain.core.protocols import Compressor
 from hvdtrain.core.resolve import completed, give, in_slot, load_slot
 
-
 INHERITED = ("scatter", "in_place", "same_bits", "approximates")
 """Members that hold for the ``exchange`` of the same class alone."""
 

@@ -11,7 +11,6 @@ from hvdtrain.core import protocols
 from hvdtrain.core.protocols import AllGather, AllToAll, AllToAllV, Array, Exchange, Spread
 from hvdtrain.core.protocols.types import Bucket, Shards
 
-
 DEPENDENT = 1e-5
 """A column of `orthogonalize` that keeps less than this share of its length beside those before it is noise."""
 

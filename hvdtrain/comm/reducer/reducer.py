@@ -7,9 +7,11 @@ traces, where a handle's ``wait`` returns a symbolic tensor.
 from __future__ import annotations
 
 import contextlib
-import numpy as np
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
 from hvdtrain.comm.reducer.transport import Asker, TracedBucket, Transfer, Transport
 from hvdtrain.comm.reducer.transport import transfer as transfer_of
 from hvdtrain.core.errors import UserError

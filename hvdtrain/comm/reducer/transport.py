@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
 from hvdtrain.core.protocols import (
-    AllGather, AllReduce, AllToAllV, Array, Collectives, Compressor, Exchange, Handle, Ops, Request)
+    AllGather,
+    AllReduce,
+    AllToAllV,
+    Array,
+    Collectives,
+    Compressor,
+    Exchange,
+    Handle,
+    Ops,
+    Request,
+)
 from hvdtrain.core.protocols.transport import Counts
 from hvdtrain.core.protocols.types import Bucket, Shards, itemsize
 from hvdtrain.core.timeline import Taker
 from hvdtrain.core.units import MIB
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
 
 
 class Transport:

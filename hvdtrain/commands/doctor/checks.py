@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hvdtrain.commands.doctor import library_checks, network_checks
 from hvdtrain.commands.doctor.facts import (
-    FRAMEWORKS, NOTE, SINGLE_COPY, SLOWS, STOPS, UNKNOWN, Facts, Problem, known, merge)
+    FRAMEWORKS,
+    NOTE,
+    SINGLE_COPY,
+    SLOWS,
+    STOPS,
+    UNKNOWN,
+    Facts,
+    Problem,
+    known,
+    merge,
+)
 from hvdtrain.core.errors import count as words
 from hvdtrain.core.units import format_bytes
 

@@ -18,11 +18,18 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LaunchSpec, LauncherProgram
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LauncherProgram, LaunchSpec
 from hvdtrain.cluster.launchers.mpich import LAST
 from hvdtrain.cluster.launchers.prepare import Here, add_options, find, here, hosts_of, interpreter, prepare, wishes
 from hvdtrain.cluster.launchers.spec import (
-    AGENT_VARIABLES, BINDINGS, DEFAULT_SSH, laid_over, parse_ssh, place, valid_name)
+    AGENT_VARIABLES,
+    BINDINGS,
+    DEFAULT_SSH,
+    laid_over,
+    parse_ssh,
+    place,
+    valid_name,
+)
 from hvdtrain.cluster.liveness.causes import is_cause
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.commands.launch.restart_policy import HostCandidate

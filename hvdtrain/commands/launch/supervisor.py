@@ -22,11 +22,20 @@ from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.liveness.causes import in_words, start_parts
 from hvdtrain.cluster.liveness.pulse import WAITING
 from hvdtrain.cluster.liveness.watch.system import catches
-from hvdtrain.cluster.machine.cgroup import oom_kills
+from hvdtrain.cluster.machine.usage import oom_kills
 from hvdtrain.commands.launch.job import SupervisedJob, next_number, prepare_attempt
 from hvdtrain.commands.launch.restart_policy import (
-    EXIT_INTERRUPTED, EXIT_REQUEUE, End, HostCandidate, Launch, LaunchAttempt, cause_of, next_launch, row,
-    silent_hosts)
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    End,
+    HostCandidate,
+    Launch,
+    LaunchAttempt,
+    cause_of,
+    next_launch,
+    row,
+    silent_hosts,
+)
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import Child, processes
 from hvdtrain.reports import jsonl as history
@@ -34,22 +43,16 @@ from hvdtrain.reports import jsonl as history
 TICK_S = 0.05
 GRACE_S = 3.0
 """From SIGTERM to SIGKILL: a launcher ends its ranks, on other hosts too, in about half a second."""
-
 ALONE_S = 1.0
 """Time for processes to end by themselves after their launcher."""
-
 KILLED_S = 10.0
 """Longest wait for the end of killed processes (one in a system call that hangs stays)."""
-
 LOOK_S = 0.25
 """How often the attempt's folder is looked at."""
-
 END_S = 20.0
 """From a rank's cause to the end of its launcher: what takes longer is ended."""
-
 LEAVE_S = 120.0
 """From the completion record of ``train``, or from the last rank's "done", to the end of the launcher."""
-
 REQUEUE_S = 600.0
 """From the wish to save and end to the end of the launcher."""
 
@@ -303,9 +306,7 @@ class Supervisor:
         self._report(seen, before)
 
     def _bound(self, seen: RunningAttempt) -> tuple[float, str]:
-        """Return how long the launcher may continue after what the ranks have left, and what that is; (0, "") for no
-        bound.
-        """
+        """Return how long the launcher may continue after what the ranks have left, and what; (0, "") for no bound."""
         left = causes.read(seen.where)
         bad = [row for row in left if row["kind"] not in ("done", "requeue")]
         if bad:
@@ -370,9 +371,7 @@ class Supervisor:
         return self.job.config is None and bool(seen.why) and sum(row["kind"] == "done" for row in left) < max(1, ranks)
 
     def _ended_without_hvdtrain(self, seen: RunningAttempt) -> bool:
-        """Return whether a program without hvdtrain ended well, on this host alone: of a lost host, a launcher's 0
-        means nothing.
-        """
+        """Return whether a program without hvdtrain ended well on this host; of a lost host, 0 means nothing."""
         near = {host.name for host in seen.launch.hosts} <= set(self.environment.own_names)
         return self.job.config is None and seen.status == 0 and not seen.why and near and not _begun(seen.where)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import libcst as cst
-import re
 
 from hvdtrain.commands.migrate.scan import Scan, local_name, name_of
 

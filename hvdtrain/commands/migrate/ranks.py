@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import libcst as cst
 
 from hvdtrain.commands.migrate.finding import Context, Finding
 from hvdtrain.commands.migrate.scan import Scan, argument, name_of, text_of
-from collections.abc import Iterator
 
 RANK_WORDS = ("rank", "local_rank", "global_rank", "world_rank", "RANK", "LOCAL_RANK", "process_index",
               "task_index", "task_id", "gpu_id")

@@ -5,15 +5,45 @@ Owns the contracts only. Shapes: N elements of a flat vector, P ranks of a group
 """
 
 from hvdtrain.core.protocols.model import (
-    BlockCost, Buffers, Compile, Evaluator, ModelFacts, ModelState, Remat, Transform, Writable)
+    BlockCost,
+    Buffers,
+    Compile,
+    Evaluator,
+    ModelFacts,
+    ModelState,
+    Remat,
+    Transform,
+    Writable,
+)
 from hvdtrain.core.protocols.run import Launcher, Record, RecordedRun, Report, RunCallback, Tracker
 from hvdtrain.core.protocols.stage import (
-    Cargo, ChangesTransport, DataParallel, DividesState, GradientSink, ModelSpec, PipelineStage, Schedule, Stage,
-    StepGradients)
+    Cargo,
+    ChangesTransport,
+    DataParallel,
+    DividesState,
+    GradientSink,
+    ModelSpec,
+    PipelineStage,
+    Schedule,
+    Stage,
+    StepGradients,
+)
 from hvdtrain.core.protocols.tensors import Compressor, Ops, Optimizer, Params, StateCell
 from hvdtrain.core.protocols.transport import (
-    AllGather, AllReduce, AllToAll, AllToAllV, Carrier, Channel, Collectives, Control, Exchange, Handle,
-    PendingMessage, Request, Spread)
+    AllGather,
+    AllReduce,
+    AllToAll,
+    AllToAllV,
+    Carrier,
+    Channel,
+    Collectives,
+    Control,
+    Exchange,
+    Handle,
+    PendingMessage,
+    Request,
+    Spread,
+)
 from hvdtrain.core.protocols.types import Array, Batch, Pair, ParamSpec
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "AllToAllV", "Array", "Batch", "BlockCost", "Buffers", "RunCallback",

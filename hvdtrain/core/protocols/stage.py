@@ -16,12 +16,11 @@ from hvdtrain.core.protocols.types import Array, Batch, Bucket, Pair, ParamSpec,
 class GradientSink(Protocol):
     """Takes the gradients of one step, bucket by bucket, as backward makes them.
 
-    ``buckets``: what it takes them in, by index; none at all where nothing is sent: then each parameter's gradient is
-    handed over in its own shape, by the parameter's index. ``in_graph``: it may be called while a graph is traced;
-    the graph's results are then handed over by `ran`. ``variant``: graphs that were traced under another one are not
-    to be run (a compressor that warms up sends other amounts). ``retains``: gradients stay in the memory of their
-    buckets until the update; where False a bucket that was put is the sink's, its memory is asked for again in every
-    step, and whoever made the gradients in it forgets them. ``waited_s``: seconds for which `put` waited in this step.
+    ``buckets``: by index; empty where nothing is sent: then gradients are handed over by parameter, in their own shape.
+    ``in_graph``: callable while a graph is traced; `ran` takes the graph's results. ``variant``: graphs that were
+    traced under another one are not run (a compressor that warms up sends other amounts). ``retains``: gradients stay
+    in their buckets until the update; where False a bucket that was put is the sink's, and its memory is requested
+    again in every step. ``waited_s``: seconds for which `put` waited in this step.
     """
 
     retains: bool
@@ -132,10 +131,7 @@ class Stage(Protocol):
         ...
 
     def ahead(self, batch: Batch) -> None:
-        """Begin to bring the micro-batch that `run` is likely to get next to where it is computed; it may be another.
-
-        Nobody writes to its arrays until then.
-        """
+        """Start the upload of `run`'s likely next micro-batch; nobody writes to its arrays until then."""
         ...
 
     def spare(self, batch: Batch) -> None:
@@ -159,8 +155,7 @@ class Stage(Protocol):
     def alone(self, batch: Batch) -> list[Array]:
         """Compute a micro-batch's gradient once more, for itself; return that of each parameter, in its own shape.
 
-        With the factor of the loss and in the types that training has. Like `trial` it exchanges nothing and leaves
-        nothing behind but the result; parameters that the loss does not depend on have zeros.
+        With training's loss scale and types. Like `trial` it leaves nothing behind; unused parameters have zeros.
         """
         ...
 
@@ -218,8 +213,8 @@ class ModelSpec(Protocol):
 class Cargo(NamedTuple):
     """The tensors of one micro-batch at a cut: outputs of a block going forward, their gradients going back.
 
-    ``arrays``: contiguous host memory, the tensors of the tree that the block returns, in the order of the framework's
-    own flattening; gradients in the same order, of its tensors of floats only. bfloat16 as its bits in uint16.
+    ``arrays``: contiguous host memory, in the order of the framework's flattening; gradients in the same order, of
+    floats only. bfloat16 as its bits in uint16.
     ``dtypes``: the tensors' own types by name, and behind a colon what else a framework has to say of one. ``form``:
     how the tree is put together, as text; "" for one tensor.
     """
@@ -237,10 +232,9 @@ class Cargo(NamedTuple):
 class PipelineStage(Stage, Protocol):
     """A rank's part of a model that is cut over ranks: ``chunks`` runs of consecutive blocks, in the model's order.
 
-    With one rank in the copy it is the whole model and `Stage.run` computes it; else an order of a pipeline calls
-    `forward`, `loss` and `backward`. A micro-batch is known by its number ``micro`` in the step. Of each chunk what its
-    backward needs is kept from `forward` (or `loss`) until `backward`; `held` counts it. The tensors that come in are
-    the stage's own to keep.
+    With one rank in the replica `Stage.run` computes the whole model; else a step order calls `forward`, `loss` and
+    `backward` for a micro-batch by its number ``micro``. `held` counts what is kept for `backward`. The tensors that
+    come in are the stage's own to keep.
     """
 
     chunks: int
@@ -291,9 +285,8 @@ class PipelineStage(Stage, Protocol):
 class DataParallel(GradientSink, Protocol):
     """Keeps the ranks' copies of a model one model: takes their gradients, decides what is summed when, and updates.
 
-    ``caveats``: the laws it bends, in words that are printed at start. ``divides_state``: each rank updates a shard of
-    the parameters, and keeps the optimizer's state of that shard alone. ``copies_equal``: several ranks hold the same
-    parameters after every update, as far as their sums have the same bits.
+    ``caveats``: the laws it bends, printed at start. ``divides_state``: each rank updates a shard and keeps its
+    optimizer state only. ``copies_equal``: all ranks hold the same parameters after every update.
     """
 
     caveats: tuple[str, ...]

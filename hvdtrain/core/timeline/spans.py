@@ -5,13 +5,14 @@ Owns the bounded records and the arithmetic; gathering them is the callers'.
 
 from __future__ import annotations
 
-import numpy as np
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 MARKS = 5
 """At the start and at the end each: the narrowest of them count."""

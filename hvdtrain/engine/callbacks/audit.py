@@ -15,7 +15,16 @@ from hvdtrain.core.protocols.types import ALONE, Shortage
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.compare_ranks import kinds
 from hvdtrain.engine.recompute import (
-    Case, Miscomputed, Recomputed, bystander, case_of, clearly_farther, deliver, resolution, tell)
+    Case,
+    Miscomputed,
+    Recomputed,
+    bystander,
+    case_of,
+    clearly_farther,
+    deliver,
+    resolution,
+    tell,
+)
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.weight_checks import vectors_of
 from hvdtrain.planning.linear import least

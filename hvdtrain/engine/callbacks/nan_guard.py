@@ -9,7 +9,6 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 
-
 ALONE_FINITE = "; each rank's own gradient is finite: the loss is not, or their sum, its norm or compression overflows"
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 from hvdtrain import backends
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import ALONE, REPEAT, Shortage, among
 from hvdtrain.core.units import format_bytes
-from hvdtrain.engine import memory_survey
 from hvdtrain.engine import memory_plan as plans
+from hvdtrain.engine import memory_survey
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 
 class OutOfMemory(Callback):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import re
 
 from hvdtrain.core.timeline import CAUSES
 from hvdtrain.reports.html.words import cut, number, whole

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from hvdtrain.reports.html.curves import clock_words, path, time_step
 from hvdtrain.reports.html.words import duration
 
-
 SEEN = 0.5
 """Percent of a bar's width, about 3 pixels, below which a part cannot be seen."""
 

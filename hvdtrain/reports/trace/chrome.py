@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import numpy as np
 import os
 import time
 import zlib
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hvdtrain.cluster.clocks import bounds, measure
 from hvdtrain.core.protocols import Control

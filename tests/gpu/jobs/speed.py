@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import numpy as np
+import peaks
 import torch
 
-import peaks
 from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.config import Named
 from hvdtrain.core.errors import UserError

@@ -10,9 +10,9 @@ import pytest
 from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitted, make_model, samples, solo
 
 from hvdtrain.cluster.devices import DeviceFacts
-from hvdtrain.engine import summary
 from hvdtrain.engine import machine as flops
 from hvdtrain.engine import machine as peaks
+from hvdtrain.engine import summary
 
 PACKAGE = {"torch": "torch_models", "tensorflow": "tf_models"}
 GPT = {"width": 8, "depth": 1, "heads": 2, "context": 4, "vocab": 6, "dropout": 0.1}

@@ -12,12 +12,19 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import grouped_keras  # noqa: E402
 import keras  # noqa: E402
 
+from hvdtrain.backends.interchange import rule  # noqa: E402
+from hvdtrain.backends.model_spec import Spec  # noqa: E402
 from hvdtrain.backends.tensorflow import groups as reading  # noqa: E402
 from hvdtrain.config import (  # noqa: E402
-    CheckpointConfig, Config, DataParallelConfig, ExchangeConfig, Named, PipelineConfig, ScheduleConfig)
-from hvdtrain.backends.interchange import rule  # noqa: E402
+    CheckpointConfig,
+    Config,
+    DataParallelConfig,
+    ExchangeConfig,
+    Named,
+    PipelineConfig,
+    ScheduleConfig,
+)
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.backends.model_spec import Spec  # noqa: E402
 
 DATA = samples(24)
 """One global batch, so that a plain loop sees what every step sees."""

@@ -13,14 +13,21 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import grouped_torch  # noqa: E402
 
-from hvdtrain.backends.torch.optim import optimizer_spec  # noqa: E402
-from hvdtrain.config import (  # noqa: E402
-    CheckpointConfig, Config, DataParallelConfig, ExchangeConfig, Named, PipelineConfig, ScheduleConfig)
-from hvdtrain.commands.convert import worker  # noqa: E402
-from hvdtrain.commands.convert import request as places  # noqa: E402
-from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
-from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.backends.model_spec import Spec, spec_of  # noqa: E402
+from hvdtrain.backends.torch.optim import optimizer_spec  # noqa: E402
+from hvdtrain.commands.convert import request as places  # noqa: E402
+from hvdtrain.commands.convert import worker  # noqa: E402
+from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
+from hvdtrain.config import (  # noqa: E402
+    CheckpointConfig,
+    Config,
+    DataParallelConfig,
+    ExchangeConfig,
+    Named,
+    PipelineConfig,
+    ScheduleConfig,
+)
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 DATA = samples(24)
 """One global batch, so that a plain loop sees what every step sees."""

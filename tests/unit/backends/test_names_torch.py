@@ -8,19 +8,20 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from small_runs import bits, config, fitted, lockstep, make_model, samples, solo  # noqa: E402
-
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 
 from hvdtrain import trainer  # noqa: E402
-from hvdtrain.backends.torch import modules  # noqa: E402
-from hvdtrain.backends.torch import state  # noqa: E402
+from hvdtrain.backends.torch import (
+    modules,  # noqa: E402
+    state,  # noqa: E402
+)
 from hvdtrain.backends.torch.state import load_model, model_arrays  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot  # noqa: E402
-from hvdtrain.engine.saving import session  # noqa: E402
 from hvdtrain.checkpoint.adapters import fitting  # noqa: E402
 from hvdtrain.commands import checkpoints  # noqa: E402
 from hvdtrain.config import CheckpointConfig, DataParallelConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.engine import session  # noqa: E402
 
 DATA = samples(48)
 

@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from benchmarks import input_rank
 from benchmarks import input as bench
+from benchmarks import input_rank
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.sources import ArraySource
 

@@ -11,11 +11,26 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.chaos import inject, judge, look
 from benchmarks.chaos import cli as chaos
+from benchmarks.chaos import inject, judge, look
 from benchmarks.chaos.campaign import Campaign, Leg, Outcome
 from benchmarks.chaos.plan import (
-    DISK, FLIP, FREEZE, KILL, LAUNCHER, MOST_STARTS, RANK, SAVE, START, STEP, SUPERVISOR, Amounts, Fault, draw, spread)
+    DISK,
+    FLIP,
+    FREEZE,
+    KILL,
+    LAUNCHER,
+    MOST_STARTS,
+    RANK,
+    SAVE,
+    START,
+    STEP,
+    SUPERVISOR,
+    Amounts,
+    Fault,
+    draw,
+    spread,
+)
 from hvdtrain.checkpoint import CheckpointStore, Snapshot
 from hvdtrain.core import comparison
 from hvdtrain.core.errors import UserError

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.chaos import cuts, inject, judge, look
 from benchmarks.chaos import cli as chaos
+from benchmarks.chaos import cuts, inject, judge, look
 from benchmarks.chaos.aim import Attempt
 from benchmarks.chaos.campaign import Leg, Lost, Outcome
 from benchmarks.chaos.plan import CUT, OUTAGE, RANK, STEP, Fault

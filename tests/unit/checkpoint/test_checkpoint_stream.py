@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from hvdtrain.checkpoint import CheckpointError, stream
 from hvdtrain.checkpoint.stream import (
-    StreamedContent, head, in_order, local_pieces, messages, n_bytes, packed, unpacked)
+    StreamedContent,
+    head,
+    in_order,
+    local_pieces,
+    messages,
+    n_bytes,
+    packed,
+    unpacked,
+)
 from hvdtrain.checkpoint.tensors import layout
 from hvdtrain.checkpoint.transfer import whole_shards
 from hvdtrain.core.protocols.run import Shard

@@ -10,8 +10,8 @@ from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitt
 
 from hvdtrain.checkpoint import read_snapshot
 from hvdtrain.comm.collectives.lockstep import LockstepControl
-from hvdtrain.commands.convert import worker
 from hvdtrain.commands.convert import request as places
+from hvdtrain.commands.convert import worker
 from hvdtrain.commands.convert.request import Request, completed
 from hvdtrain.config import CheckpointConfig, DataParallelConfig, ExchangeConfig, Named
 

@@ -3,7 +3,14 @@
 import pytest
 
 from hvdtrain.cluster.devices import (
-    DeviceFacts, count_gpus, describe_difference, overlap, sharing, usable, visible_devices)
+    DeviceFacts,
+    count_gpus,
+    describe_difference,
+    overlap,
+    sharing,
+    usable,
+    visible_devices,
+)
 from hvdtrain.core.errors import UserError
 
 V = "CUDA_VISIBLE_DEVICES"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LaunchSpec, LauncherProgram, mpich
+from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LauncherProgram, LaunchSpec, mpich
 from hvdtrain.cluster.launchers.spec import BINDINGS, laid_over
 from hvdtrain.core.errors import UserError
 

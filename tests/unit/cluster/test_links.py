@@ -11,8 +11,19 @@ import pytest
 
 from hvdtrain.cluster import links
 from hvdtrain.cluster.links import (
-    LEAST_PIECE, MOST_PIECES, PAIR_S, PIECE, LinkTiming, PairLink, others_Bps, plan, rounds, sizing, slow,
-    slowest_link)
+    LEAST_PIECE,
+    MOST_PIECES,
+    PAIR_S,
+    PIECE,
+    LinkTiming,
+    PairLink,
+    others_Bps,
+    plan,
+    rounds,
+    sizing,
+    slow,
+    slowest_link,
+)
 from hvdtrain.core.errors import WaitTimeout
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.cluster.messages.carrier import Boxes, ThreadCarrier
 from hvdtrain.cluster.messages.channel import ALIGNED
-from hvdtrain.cluster.messages.shared_memory import TAGS, _LANE, Doorbells, SharedMemoryCarrier
+from hvdtrain.cluster.messages.shared_memory import _LANE, TAGS, Doorbells, SharedMemoryCarrier
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
 from hvdtrain.core.protocols import Cargo
 from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MessageLabel, Post

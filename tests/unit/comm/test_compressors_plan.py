@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.comm.collectives.base import NullCollectives
-from hvdtrain.comm.compressors import bf16, create, fp16, int8, names
 from hvdtrain.comm.compressors import base as twoshot
+from hvdtrain.comm.compressors import bf16, create, fp16, int8, names
 from hvdtrain.comm.compressors.base import SAMPLE, Stateless, sample
 from hvdtrain.comm.compressors.powersgd import MatrixShape, PowerSGD, matrices, split, start
 from hvdtrain.comm.compressors.topk import TopK

@@ -2,10 +2,9 @@
 
 import pytest
 
-from hvdtrain.config import Config, DataConfig, ExchangeConfig, Named, ScheduleConfig  # noqa: F401
-from hvdtrain.commands.migrate.plan import Migration, migrate
 from hvdtrain.commands.migrate.finding import MigrateOptions
-from hvdtrain.commands.migrate.plan import of_text
+from hvdtrain.commands.migrate.plan import Migration, migrate, of_text
+from hvdtrain.config import Config, DataConfig, ExchangeConfig, Named, ScheduleConfig  # noqa: F401
 
 
 def looked(text: str, kind: str, ranks: int = 1) -> Migration:

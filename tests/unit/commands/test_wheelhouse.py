@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.commands.build_horovod import tools, wheelhouse
 from hvdtrain.commands.build_horovod import cli as flow
+from hvdtrain.commands.build_horovod import tools, wheelhouse
 from hvdtrain.commands.build_horovod import wheel as cache
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from hvdtrain.config import (
-    CheckpointConfig, Config, DataConfig, EarlyStopConfig, ExchangeConfig, Named, ScheduleConfig, schema)
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EarlyStopConfig,
+    ExchangeConfig,
+    Named,
+    ScheduleConfig,
+    schema,
+)
 from hvdtrain.core.errors import UserError
 
 

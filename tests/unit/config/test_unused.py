@@ -6,8 +6,20 @@ import pytest
 from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain.config import (
-    Config, ConfigContext, DataConfig, DataParallelConfig, EarlyStopConfig, ExchangeConfig, Named, PipelineConfig,
-    RebalanceConfig, ScheduleConfig, TraceConfig, notes, schema)
+    Config,
+    ConfigContext,
+    DataConfig,
+    DataParallelConfig,
+    EarlyStopConfig,
+    ExchangeConfig,
+    Named,
+    PipelineConfig,
+    RebalanceConfig,
+    ScheduleConfig,
+    TraceConfig,
+    notes,
+    schema,
+)
 from hvdtrain.config.sections import COMPILED, FILE_OPTIMIZER
 
 TOPK = {"topk_ratio": 0.1, "topk_momentum": 0.5, "topk_warmup_steps": 3}

@@ -8,8 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from audit_faults import BITS, Fault, audited, drawn, numpy_model
-from small_runs import (FRAMEWORKS, SLOW_TENSORFLOW, Recut, config, fitted, lockstep, make_model, replans, samples,
-                        weights)
+from small_runs import (
+    FRAMEWORKS,
+    SLOW_TENSORFLOW,
+    Recut,
+    config,
+    fitted,
+    lockstep,
+    make_model,
+    replans,
+    samples,
+    weights,
+)
 
 from hvdtrain.config import Named
 from hvdtrain.core.errors import UserError

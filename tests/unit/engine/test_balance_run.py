@@ -13,8 +13,8 @@ from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.config import CheckpointConfig, DataConfig, Named, RebalanceConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks import balance as room
+from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run_parts import RunState
 from hvdtrain.planning.linear import LinearTime, Speed

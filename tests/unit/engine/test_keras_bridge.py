@@ -14,10 +14,10 @@ import keras  # noqa: E402
 from small_runs import config  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
-from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
+from hvdtrain.backends.keras.compiled import setup_of  # noqa: E402
 from hvdtrain.config import CheckpointConfig, Config, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.backends.keras.compiled import setup_of  # noqa: E402
+from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
 
 DRAW = np.random.default_rng(1)
 X, V = (DRAW.standard_normal((n, 4)).astype(np.float32) for n in (22, 9))

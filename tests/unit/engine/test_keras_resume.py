@@ -18,9 +18,9 @@ import tensorflow as tf  # noqa: E402
 from small_runs import config, make_model, samples  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
-from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
 from hvdtrain.config import CheckpointConfig, EarlyStopConfig, Named, ScheduleConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
 from hvdtrain.engine.keras_callback_state import decode, encode  # noqa: E402
 
 DRAW = np.random.default_rng(1)

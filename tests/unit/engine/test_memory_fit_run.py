@@ -18,8 +18,8 @@ from hvdtrain.engine import loop
 from hvdtrain.engine import memory_plan as settle
 from hvdtrain.engine import memory_survey as survey
 from hvdtrain.engine.callbacks import balance
-from hvdtrain.planning.linear import Speed
 from hvdtrain.planning.linear import LinearTime as Seconds
+from hvdtrain.planning.linear import Speed
 from hvdtrain.planning.memory.forecast import MeasuredMemory, MemoryLine
 
 PER_SAMPLE, DATA = 1 << 20, samples(96)

@@ -12,7 +12,7 @@ from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import PipelineConfig
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.build_model import Slowed
-from hvdtrain.engine.callbacks.stages import StageSeconds, StageTimes, Stages
+from hvdtrain.engine.callbacks.stages import Stages, StageSeconds, StageTimes
 from hvdtrain.parallel.pipeline.messages import measure_links
 from hvdtrain.parallel.pipeline.partition import planned
 from hvdtrain.planning.linear import Link

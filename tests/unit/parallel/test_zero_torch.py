@@ -12,9 +12,9 @@ from small_runs import CUTS, bits, config, fitted, lockstep, make_model, samples
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named, ScheduleConfig  # noqa: E402
-from hvdtrain.parallel.data_parallel.zero import Zero  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.protocols.run import Head  # noqa: E402
+from hvdtrain.parallel.data_parallel.zero import Zero  # noqa: E402
 
 UNFUSED = config(global_batch=24, max_steps=6, optimizer=Named("SGD", {"momentum": 0.9, "fused": False}),
                  exchange=ExchangeConfig(bucket_mb=0.0005))

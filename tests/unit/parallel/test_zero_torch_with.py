@@ -11,9 +11,9 @@ from sync_models import with_norms
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from hvdtrain.engine import loop  # noqa: E402
 from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.engine import loop  # noqa: E402
 
 ADAM = config(global_batch=24, max_steps=8, lr=0.01, optimizer=Named("Adam"), exchange=ExchangeConfig(bucket_mb=0.0005))
 DATA = samples(96)

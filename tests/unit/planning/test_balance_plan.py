@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.batch.minmax import CommonParts, OwnParts, solve
 from hvdtrain.planning.batch.plan import (
-    COLUMNS, BatchPlan, RankLabel, RankShare, advise_drop, equal, of_shares, plan, predicted, speed, table)
+    COLUMNS,
+    BatchPlan,
+    RankLabel,
+    RankShare,
+    advise_drop,
+    equal,
+    of_shares,
+    plan,
+    predicted,
+    speed,
+    table,
+)
 from hvdtrain.planning.batch.sampler import cut, micro_batches
 from hvdtrain.planning.linear import LinearTime
 

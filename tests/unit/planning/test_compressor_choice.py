@@ -5,8 +5,19 @@ import pytest
 from hvdtrain.comm.compressors import choices, create, names
 from hvdtrain.config import Config
 from hvdtrain.planning.compressor_choice import (
-    BUCKET_TIE, TIE, Baseline, CompressorChoice, CompressorCost, CompressorPrediction, best_wires, decide, pick_bucket,
-    predict, table, verdict)
+    BUCKET_TIE,
+    TIE,
+    Baseline,
+    CompressorChoice,
+    CompressorCost,
+    CompressorPrediction,
+    best_wires,
+    decide,
+    pick_bucket,
+    predict,
+    table,
+    verdict,
+)
 from hvdtrain.planning.linear import Link, Traffic
 
 LINKS = {"allreduce float32": Link(0.0, 1e-8), "allgather": Link(0.0, 2e-8)}

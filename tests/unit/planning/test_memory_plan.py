@@ -16,7 +16,17 @@ from hvdtrain.engine.memory_plan import MemoryPlan
 from hvdtrain.parallel.data_parallel.attach import least_stage
 from hvdtrain.planning.memory import options
 from hvdtrain.planning.memory.forecast import (
-    MeasuredMemory, MemoryFacts, MemoryTrace, Model, RankMemory, Sharding, Slots, first_copies, forecast, line)
+    MeasuredMemory,
+    MemoryFacts,
+    MemoryTrace,
+    Model,
+    RankMemory,
+    Sharding,
+    Slots,
+    first_copies,
+    forecast,
+    line,
+)
 from hvdtrain.planning.memory.options import Option
 
 SPECS = [ParamSpec(f"layer{i}", (512, 512), "float32") for i in range(8)]

@@ -10,8 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.planning.pipeline.orders import (
-    BACKWARD, FORWARD, Action, gpipe, gpipe_slots, in_flight, interleaved, measured_bubble, one_f_one_b, order_of,
-    play)
+    BACKWARD,
+    FORWARD,
+    Action,
+    gpipe,
+    gpipe_slots,
+    in_flight,
+    interleaved,
+    measured_bubble,
+    one_f_one_b,
+    order_of,
+    play,
+)
 
 SIZES = st.tuples(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 8), st.integers(1, 4),
                   st.integers(0, 17)).map(

@@ -4,8 +4,21 @@ import pytest
 
 from hvdtrain.planning.linear import Link
 from hvdtrain.planning.transport_choice import (
-    MeasuredTransport, TransportCost, TransportJob, WireChoice, better, by_rule, candidates, changed, decide, doubt,
-    rationed, estimate, short_of_cores, table)
+    MeasuredTransport,
+    TransportCost,
+    TransportJob,
+    WireChoice,
+    better,
+    by_rule,
+    candidates,
+    changed,
+    decide,
+    doubt,
+    estimate,
+    rationed,
+    short_of_cores,
+    table,
+)
 
 NO = float("inf")
 

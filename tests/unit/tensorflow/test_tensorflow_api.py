@@ -18,12 +18,11 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import hvdtrain.tensorflow as hvd  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.config import ExchangeConfig  # noqa: E402
-from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.buckets import plan_buckets  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.protocols import ParamSpec  # noqa: E402
 from hvdtrain.tensorflow import basics, capabilities  # noqa: E402
-from hvdtrain.tensorflow.gradients import (  # noqa: E402
-    DENSE, GradientItem, check_options, check_same_plan, fused, identity_of)
+from hvdtrain.tensorflow.gradients import DENSE, GradientItem, check_options, check_same_plan, fused, identity_of  # noqa: E402
 
 SOURCES = {"common/basics.py": "HorovodBasics", "tensorflow/__init__.py": None, "tensorflow/mpi_ops.py": None,
            "tensorflow/functions.py": None, "common/process_sets.py": None, "common/util.py": None}

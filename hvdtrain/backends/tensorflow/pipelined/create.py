@@ -26,7 +26,15 @@ from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.backends.tensorflow.params import Params
 from hvdtrain.backends.tensorflow.pipelined.crossing import CALLS, UNDO, Crossing, First, Last, Runs, input_of
 from hvdtrain.backends.tensorflow.pipelined.deferred import (
-    Deferred, Part, deferring, make, present, reads, refuse_released, release)
+    Deferred,
+    Part,
+    deferring,
+    make,
+    present,
+    reads,
+    refuse_released,
+    release,
+)
 from hvdtrain.backends.tensorflow.pipelined.stage import Chunks, PartEvaluator, Sums
 from hvdtrain.backends.tensorflow.pipelined.state import Names, PartBuffers, PartState
 from hvdtrain.backends.tensorflow.placement import keep_excluded, move

@@ -7,10 +7,10 @@ Owns the text that encodes a tree of tensors with masks and losses, and the call
 from __future__ import annotations
 
 import json
-import keras
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 

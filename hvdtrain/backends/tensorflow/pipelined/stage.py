@@ -20,8 +20,20 @@ from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.graphs import PLAIN, Graph
 from hvdtrain.backends.tensorflow.pipelined.crossing import (
-    CALLS, Crossing, First, Last, Runs, absent_form, absent_of, crossing_of, flat, has_gradient, input_of, tensors_of,
-    to_cargo)
+    CALLS,
+    Crossing,
+    First,
+    Last,
+    Runs,
+    absent_form,
+    absent_of,
+    crossing_of,
+    flat,
+    has_gradient,
+    input_of,
+    tensors_of,
+    to_cargo,
+)
 from hvdtrain.backends.tensorflow.pipelined.halves import Halves
 from hvdtrain.backends.tensorflow.stage import Stage, pair_of
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Evaluator

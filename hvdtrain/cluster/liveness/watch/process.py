@@ -23,7 +23,21 @@ from hvdtrain.cluster.liveness.pulse import Page
 from hvdtrain.cluster.liveness.watch import system
 from hvdtrain.cluster.liveness.watch.judge import TOGETHER_S, Judge, Others, Sight, WatchdogVerdict
 from hvdtrain.cluster.liveness.watch.messages import (
-    BEAT, BOUND, BYE, END, HELLO, HOST, READY, SECRET, SIZE, Beats, Counts, Message, PeerHost, marks)
+    BEAT,
+    BOUND,
+    BYE,
+    END,
+    HELLO,
+    HOST,
+    READY,
+    SECRET,
+    SIZE,
+    Beats,
+    Counts,
+    Message,
+    PeerHost,
+    marks,
+)
 from hvdtrain.cluster.liveness.watch.system import GRACE_S, end, leave_cause, report, say, why
 from hvdtrain.core.launcher import launch_facts
 

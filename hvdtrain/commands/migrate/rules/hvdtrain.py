@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from hvdtrain.commands.migrate.finding import MigrateOptions, Rewrite
 from hvdtrain.commands.migrate.rules import keras2
 from hvdtrain.commands.migrate.scan import Scan

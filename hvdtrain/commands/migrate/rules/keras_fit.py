@@ -7,11 +7,31 @@ from typing import Any
 import libcst as cst
 
 from hvdtrain.commands.migrate.edit import (
-    arg, comments, expression, guarded, in_a_row, keyword, statement, with_args, with_elements)
+    arg,
+    comments,
+    expression,
+    guarded,
+    in_a_row,
+    keyword,
+    statement,
+    with_args,
+    with_elements,
+)
 from hvdtrain.commands.migrate.finding import MigrateOptions, Refused, Rewrite
 from hvdtrain.commands.migrate.rules import keras2, keras_calls, keras_trainer
 from hvdtrain.commands.migrate.rules.keras_calls import (
-    COMPILE, DATASET, FIT, Chain, argument_indices, chain, compiles, fits, is_generator, saves, sole)
+    COMPILE,
+    DATASET,
+    FIT,
+    Chain,
+    argument_indices,
+    chain,
+    compiles,
+    fits,
+    is_generator,
+    saves,
+    sole,
+)
 from hvdtrain.commands.migrate.scan import Scan, argument, is_true, local_name, name_of
 
 IMPORT = "import hvdtrain.keras as hvd"

@@ -5,7 +5,6 @@ A loop of the script's own (``strategy.run``) stays as it is.
 
 from __future__ import annotations
 
-
 import libcst as cst
 
 from hvdtrain.commands.migrate.edit import dedent, statement

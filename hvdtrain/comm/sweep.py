@@ -23,7 +23,17 @@ from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import (
-    AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request)
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Array,
+    Collectives,
+    Compressor,
+    Control,
+    Ops,
+    ParamSpec,
+    Request,
+)
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.units import KIB, MIB
 from hvdtrain.planning.compressor_choice import CompressorCost, pick_bucket

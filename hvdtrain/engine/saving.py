@@ -16,8 +16,17 @@ from typing import Any
 
 from hvdtrain.checkpoint import files, sharded, stream
 from hvdtrain.checkpoint.adapters import (
-    Holders, PartitionedModel, RankState, Replicated, SplitReplicated, WithCallbacks, ZeroState, holders_of, part,
-    state_key_of)
+    Holders,
+    PartitionedModel,
+    RankState,
+    Replicated,
+    SplitReplicated,
+    WithCallbacks,
+    ZeroState,
+    holders_of,
+    part,
+    state_key_of,
+)
 from hvdtrain.checkpoint.manifest import encode_state
 from hvdtrain.checkpoint.run_directory import RunDirectory, keep_config
 from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver, NoRoom, view
@@ -38,7 +47,6 @@ from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.average import WithAverage
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.weight_checks import trainable_names
-
 
 LONGEST_SLEEP_S = 2e-3
 """How long a thread sleeps at most between two looks for a message: nobody waits for it."""

@@ -15,7 +15,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services, StepOutcome
 
 PACKAGES = {"backends", "checkpoint", "cluster", "comm", "commands", "config", "core", "data", "engine", "keras",
-            "parallel", "planning", "reports", "tensorflow", "torch"}
+            "parallel", "planning", "recipes", "reports", "tensorflow", "torch"}
 """torch: `hvdtrain.torch` to come."""
 MOST_FILES = 475
 

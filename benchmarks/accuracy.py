@@ -16,11 +16,11 @@ from typing import Any
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.comm.compressors import create, names
 from hvdtrain.commands import train
-from hvdtrain.commands.bench import record
-from hvdtrain.commands.bench.options import Parser, one_of, some_of, whole
+from hvdtrain.commands.bench import session
+from hvdtrain.commands.bench.cli import Parser, one_of, some_of, whole
 from hvdtrain.commands.verify import completed
 from hvdtrain.config import Config, schema
-from hvdtrain.core import table
+from hvdtrain.core import terminal
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.processes import orderly_signals
@@ -122,9 +122,9 @@ def main(argv: list[str]) -> int:
             trials.append(_trial(workload, name, seed, config, args.np, out))
             say(f"  {name}, seed {seed}: test {workload.metric} {trials[-1].value:.4f}")
             if args.jsonl:
-                record.append(args.jsonl, _record(workload, trials[-1], args, [*rest, *extra[name]]))
+                session.append(args.jsonl, _record(workload, trials[-1], args, [*rest, *extra[name]]))
     headers, rows = summary(workload, trials)
-    table.show(f"{workload.name}, {args.framework}, {args.np} ranks, seeds {', '.join(map(str, args.seeds))}: "
+    terminal.show(f"{workload.name}, {args.framework}, {args.np} ranks, seeds {', '.join(map(str, args.seeds))}: "
                f"{workload.doc}, {trials[0].about['steps']} steps", headers, rows, markdown=args.markdown)
     return int(any(row[-1] == "no" for row in rows))
 
@@ -269,7 +269,7 @@ def _params(path: Path) -> list[ParamSpec]:
 
 def _record(workload: Workload, trial: Trial, args: argparse.Namespace, options: Sequence[str]) -> dict[str, Any]:
     about = trial.about
-    facts = record.environment(hosts=about["hosts"], ranks=about["ranks"], wire=about["wire"], seed=trial.seed,
+    facts = session.environment(hosts=about["hosts"], ranks=about["ranks"], wire=about["wire"], seed=trial.seed,
                                framework=about["framework"])
     return {"bench": "accuracy", **facts, "workload": workload.name, "model": about["model"],
             "compression": trial.compression, "compressor": about.get("compression", trial.compression),

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks import race, throttle
 from benchmarks.jobs import Job, JobFailed
 from benchmarks.throttle import Throttle
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
+from hvdtrain.commands.bench import cli, session
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     config = train.parse(["--config", args.recipe, *_keys(args)], os.environ)
     assert config is not None
     config.check()
-    record.check(args.jsonl)
+    session.check(args.jsonl)
     jobs = keys(args.np, args.ways)
     if not jobs:
         raise UserError(f"--np {','.join(map(str, args.np))} with --ways {','.join(args.ways)} is no job: one rank has "
@@ -72,36 +72,36 @@ def main(argv: list[str]) -> int:
             about = _job(args, (ranks, way), words, failed)
             if about is not None:
                 found.setdefault((ranks, way), []).append(about)
-                record.append(args.jsonl, _record(args, way, quota, about)) if args.jsonl else None
+                session.append(args.jsonl, _record(args, way, quota, about)) if args.jsonl else None
             elif not found and any(failure.how.endswith("status 2") for failure in failed.values()):
                 break  # the recipe does not fit the first job: the others would say so once more
     if reason:
-        table.note(reason)
+        terminal.note(reason)
     cores = f"{quota:.2f} of {args.threads} core(s)" if quota < 1 else f"{args.threads} core(s)"
     if found:
-        table.show(f"{args.recipe}: {args.rounds} round(s) of {args.steps} steps, the median; a rank has {cores}",
+        terminal.show(f"{args.recipe}: {args.rounds} round(s) of {args.steps} steps, the median; a rank has {cores}",
                    HEADERS, rows(found), args.markdown)
-        table.note(NOTE.format(against=against(found)))
+        terminal.note(NOTE.format(against=against(found)))
     return race.report(failed)
 
 
-def _parser() -> options.Parser:
-    parser = options.Parser("benchmarks case",
+def _parser() -> cli.Parser:
+    parser = cli.Parser("benchmarks case",
                             "Train RECIPE, a file for --config, for some steps on several numbers of ranks, "
                             "and set side by side what an epoch would take. Not to be started under mpirun.")
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="YAML file, or a built-in recipe such as hvdtrain:cifar100")
     add("--np", type=_numbers, default=[1, 2, 4], metavar="A,B,...", help="numbers of ranks")
-    add("--ways", type=options.some_of("--ways", WAYS), default=list(WAYS), metavar="A,B", help=", ".join(WAYS)
+    add("--ways", type=cli.some_of("--ways", WAYS), default=list(WAYS), metavar="A,B", help=", ".join(WAYS)
         + "; zero2 is left out for one rank")
-    add("--batch", type=options.whole("--batch", 0), default=0, metavar="N", help="samples of a rank, so that the "
+    add("--batch", type=cli.whole("--batch", 0), default=0, metavar="N", help="samples of a rank, so that the "
         "global batch grows with the ranks; 0: the recipe's global batch on any number")
-    add("--rounds", type=options.whole("--rounds", 1), default=3, metavar="N", help="jobs of each number and way")
-    add("--steps", type=options.whole("--steps", 1), default=20, metavar="N", help="timed steps of a job")
-    add("--warmup", type=options.whole("--warmup", 1), default=5, metavar="N", help="steps before them")
-    add("--threads", type=options.whole("--threads", 1, 4096), default=1, metavar="N",
+    add("--rounds", type=cli.whole("--rounds", 1), default=3, metavar="N", help="jobs of each number and way")
+    add("--steps", type=cli.whole("--steps", 1), default=20, metavar="N", help="timed steps of a job")
+    add("--warmup", type=cli.whole("--warmup", 1), default=5, metavar="N", help="steps before them")
+    add("--threads", type=cli.whole("--threads", 1, 4096), default=1, metavar="N",
         help="compute threads of a rank")
-    add("--quota", type=options.number("--quota", 0, 1), default=None, metavar="Q", help="part of its cores that a "
+    add("--quota", type=cli.number("--quota", 0, 1), default=None, metavar="Q", help="part of its cores that a "
         "rank has; 1: no limit; else what the largest job leaves each of its ranks")
     add("--key", action="append", default=[], metavar="KEY=VALUE", help="a key of the configuration, such as "
         "data.args.root=DIR; may be repeated")
@@ -115,7 +115,7 @@ def _parser() -> options.Parser:
 
 def _numbers(text: str) -> list[int]:
     """Numbers of ranks: 1,2,4."""
-    return [options.whole("--np", 1, 4096)(part) for part in text.split(",")]
+    return [cli.whole("--np", 1, 4096)(part) for part in text.split(",")]
 
 
 def keys(ranks: Sequence[int], ways: Sequence[str]) -> list[Key]:
@@ -185,7 +185,7 @@ def _job(args: argparse.Namespace, key: Key, words: list[str], failed: dict[str,
 
 
 def _record(args: argparse.Namespace, way: str, quota: float, about: Mapping[str, Any]) -> dict[str, Any]:
-    where = record.environment(about["hosts"], about["ranks"], about["wire"], about["seed"], args.threads,
+    where = session.environment(about["hosts"], about["ranks"], about["wire"], about["seed"], args.threads,
                                about["framework"])
     return {"bench": "case", "recipe": args.recipe, "way": way, "quota": quota, **where, **about}
 

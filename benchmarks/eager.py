@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.commands.bench import options
+from hvdtrain.commands.bench import cli
 from hvdtrain.commands.bench.session import Session, open_session, records
-from hvdtrain.core import table
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.table import spread
+from hvdtrain.core.terminal import spread
 from hvdtrain.core.units import format_number
 
 HEADERS = ("call", "hvdtrain (ms)", "quartiles", "Horovod (ms)", "quartiles", "ratio", "quartiles")
@@ -29,7 +29,7 @@ WARM_UPS = 3
 
 def main(argv: list[str]) -> int:
     """Run the command."""
-    parser = options.Parser("benchmarks eager",
+    parser = cli.Parser("benchmarks eager",
                             "Time of one call of hvdtrain.tensorflow outside of graphs, and of the same call "
                             "of Horovod, in turns. Start it under mpirun with at least 2 ranks.")
     parser.waits(600.0, "longest wait for other ranks, in seconds")
@@ -55,10 +55,10 @@ def bench(session: Session, args: argparse.Namespace) -> int:
         keep(row)
     if control.rank == 0:
         title = f"one call outside of graphs: {control.size} ranks, {session.hosts}, {args.repeats} rounds"
-        table.show(title, HEADERS, [cells(row) for row in found], args.markdown, launched=True)
+        terminal.show(title, HEADERS, [cells(row) for row in found], args.markdown, launched=True)
         for row in found:
             if not row["same"]:
-                table.note(f"{row['call']}: hvdtrain and Horovod disagree about the result")
+                terminal.note(f"{row['call']}: hvdtrain and Horovod disagree about the result")
     return int(not all(row["same"] for row in found))
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import BATCHES, FILES, WORKLOADS, part
-from hvdtrain.commands.bench.options import Parser, one_of, whole
-from hvdtrain.core.table import spread
+from hvdtrain.commands.bench.cli import Parser, one_of, whole
+from hvdtrain.core.terminal import spread
 
 
 def main(argv: list[str]) -> int:

@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks import race
 from benchmarks.jobs import Job, JobFailed
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
+from hvdtrain.commands.bench import cli, session
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--root is {args.root!r}, which has no folder train", "a folder with train/CLASS/*.png of one "
                         "size", "correct --root, or leave it out to have pictures made")
     names = [name for name in args.readers if _is_here(name)]
-    record.check(args.jsonl)
+    session.check(args.jsonl)
     found: dict[Key, list[dict[str, Any]]] = {}
     failed: dict[str, JobFailed] = {}
     with contextlib.ExitStack() as stack:
@@ -66,19 +66,19 @@ def main(argv: list[str]) -> int:
                     if about is not None:
                         found.setdefault((ranks, name), []).append(about)
                         if args.jsonl:
-                            record.append(args.jsonl, _record(args, about))
-    table.show(f"a folder of pictures, {args.rounds} rounds, the median; batch {args.batch} a rank", HEADERS,
+                            session.append(args.jsonl, _record(args, about))
+    terminal.show(f"a folder of pictures, {args.rounds} rounds, the median; batch {args.batch} a rank", HEADERS,
                rows(found), args.markdown)
     return race.report(failed)
 
 
-def _parser() -> options.Parser:
-    parser = options.Parser("benchmarks input",
+def _parser() -> cli.Parser:
+    parser = cli.Parser("benchmarks input",
                             "Read a folder of pictures with hvdtrain, with torch's DataLoader under a "
                             "DistributedSampler and with tf.data's shard, on several numbers of ranks of this machine. "
                             "Not to be started under mpirun.")
-    add, whole = parser.add_argument, options.whole
-    add("--readers", type=options.some_of("--readers", CONTENDERS), default=list(CONTENDERS), metavar="A,B,...",
+    add, whole = parser.add_argument, cli.whole
+    add("--readers", type=cli.some_of("--readers", CONTENDERS), default=list(CONTENDERS), metavar="A,B,...",
         help=f"{', '.join(CONTENDERS)}; all that are installed")
     add("--np", type=lambda text: [whole("--np", 1, 4096)(part) for part in text.split(",")], default=[1, 2, 4],
         metavar="A,B,...", help="numbers of ranks (default 1,2,4)")
@@ -101,7 +101,7 @@ def _is_here(name: str) -> bool:
         return True
     if name == OWN:
         raise UserError("pillow is not installed", "it, which reads pictures", "run pip install pillow")
-    table.note(f"{name} is left out: {CONTENDERS[name]} is not installed")
+    terminal.note(f"{name} is left out: {CONTENDERS[name]} is not installed")
     return False
 
 
@@ -142,7 +142,7 @@ def _job(args: argparse.Namespace, ranks: int, name: str, root: str, decodes: st
 
 
 def _record(args: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any]:
-    where = record.environment(ranks=about["ranks"], framework=about["framework"], threads=1, seed=0)
+    where = session.environment(ranks=about["ranks"], framework=about["framework"], threads=1, seed=0)
     return {"bench": "input", "workers": args.workers, "batch": args.batch, **where, **about}
 
 

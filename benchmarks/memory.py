@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.jobs import Job, JobFailed
 from benchmarks.workloads import FILES, WORKLOADS
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
+from hvdtrain.commands.bench import cli, session
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     if launch_facts(os.environ).kind != "solo":
         raise UserError("bench memory was started under a launcher", "one process: it starts a job for each way",
                         "run it without mpirun")
-    record.check(args.jsonl)
+    session.check(args.jsonl)
     env = race.environment(args.ranks, args.threads, os.environ)
     prefix = race.launcher(args, args.ranks, env)
     found: dict[str, dict[str, Any]] = {}
@@ -69,33 +69,33 @@ def main(argv: list[str]) -> int:
                 failed[way] = failure
             finally:
                 job.end(grace_s=0.0 if way in failed else 20.0)
-    table.show(f"memory of a rank above that after imports: {args.framework}, {args.workload or 'MLP'}, Adam, "
+    terminal.show(f"memory of a rank above that after imports: {args.framework}, {args.workload or 'MLP'}, Adam, "
                f"{args.ranks} ranks",
                HEADERS, _rows(found, args.ranks), args.markdown)
     for way, about in found.items():
         if args.jsonl:
-            where = record.environment(ranks=args.ranks, framework=args.framework, threads=args.threads,
+            where = session.environment(ranks=args.ranks, framework=args.framework, threads=args.threads,
                                        wire=about["wire"], seed=0)
-            record.append(args.jsonl, {"bench": "memory", "way": way, **about, **where})
+            session.append(args.jsonl, {"bench": "memory", "way": way, **about, **where})
     return race.report(failed)
 
 
-def _parser() -> options.Parser:
-    parser = options.Parser("benchmarks memory",
+def _parser() -> cli.Parser:
+    parser = cli.Parser("benchmarks memory",
                             "Most memory that a rank holds while it trains a perceptron with Adam. Not to be "
                             "started under mpirun: it starts a job for each way.")
     add = parser.add_argument
-    add("--framework", type=options.one_of("--framework", FILES), default="torch")
-    add("--ways", type=options.some_of("--ways", WAYS), default=list(WAYS)[:3], metavar="A,B,...",
+    add("--framework", type=cli.one_of("--framework", FILES), default="torch")
+    add("--ways", type=cli.some_of("--ways", WAYS), default=list(WAYS)[:3], metavar="A,B,...",
         help=", ".join(WAYS))
-    add("--ranks", type=options.whole("--ranks", 1), default=4)
-    add("--workload", type=options.one_of("--workload", ("", *WORKLOADS)), default="",
+    add("--ranks", type=cli.whole("--ranks", 1), default=4)
+    add("--workload", type=cli.one_of("--workload", ("", *WORKLOADS)), default="",
         help=f"of bench step, in place of the perceptron of --parameters: {', '.join(WORKLOADS)}")
-    add("--parameters", type=options.whole("--parameters", 1000), default=60_000_000, help="of the model, about")
-    add("--layer", type=options.whole("--layer", 100), default=5_000_000, help="most parameters of a layer")
-    add("--batch", type=options.whole("--batch", 0), default=0, help="samples of a rank; 0: 8, or the workload's")
-    add("--steps", type=options.whole("--steps", 1), default=4)
-    add("--threads", type=options.whole("--threads", 0), default=1, help="compute threads of a rank")
+    add("--parameters", type=cli.whole("--parameters", 1000), default=60_000_000, help="of the model, about")
+    add("--layer", type=cli.whole("--layer", 100), default=5_000_000, help="most parameters of a layer")
+    add("--batch", type=cli.whole("--batch", 0), default=0, help="samples of a rank; 0: 8, or the workload's")
+    add("--steps", type=cli.whole("--steps", 1), default=4)
+    add("--threads", type=cli.whole("--threads", 0), default=1, help="compute threads of a rank")
     add("--key", action="append", default=[], metavar="KEY=VALUE", help="a key of the configuration, such as "
         "collectives=mpi; may be repeated")
     add("--hosts", default="", metavar="A:1,B:1", help="hosts for mpirun")

@@ -20,8 +20,8 @@ from benchmarks.jobs import JobFailed
 from benchmarks.parts import Measured
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
+from hvdtrain.commands.bench import cli, session
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     args = _parser().parse(argv)
     course, refused = course_of(args)
     plan = _plan(args, course, refused, os.environ)
-    record.check(args.jsonl)
+    session.check(args.jsonl)
     with contextlib.ExitStack() as stack:
         stack.enter_context(orderly_signals())
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-bench-"))
@@ -72,8 +72,8 @@ def main(argv: list[str]) -> int:
         return _measure(args, plan, course, scratch)
 
 
-def _parser() -> options.Parser:
-    parser = options.Parser("benchmarks mixed",
+def _parser() -> cli.Parser:
+    parser = cli.Parser("benchmarks mixed",
                             "Train on ranks of unlike speed: time hvdtrain's ways to share the work and other "
                             "trainers' equal batches, as parts of what the ranks reach alone, in interleaved rounds. "
                             "Not to be started under mpirun: it starts a job for each contender.")
@@ -85,7 +85,7 @@ def _parser() -> options.Parser:
         help="speed of each rank, as part of its threads' cores; 1: not slowed. One job has as many ranks")
     add("--contenders", default="", metavar="A,B,...", help="peers, or hvdtrain[-COLLECTIVES][+COMPRESSION][@BALANCE]; "
         "else " + "; ".join(f"{f}: {', '.join(names)}" for f, names in CONTENDERS.items()))
-    add("--move", type=options.whole("--move", 0), default=0, metavar="N",
+    add("--move", type=cli.whole("--move", 0), default=0, metavar="N",
         help="in each round give the ranks each other's speeds, in reversed order, and time N steps after that, in "
              f"windows of {parts.WINDOW}; as many untimed ones precede the next round")
     add("--equal", action="store_true", help="as many ranks, none slowed: what balance auto costs there")
@@ -98,7 +98,7 @@ def _parser() -> options.Parser:
 
 def speeds_of_ranks(text: str) -> tuple[float, ...]:
     """Return a type: the speeds of two ranks or more."""
-    one = options.number("--speeds", 0, 1)
+    one = cli.number("--speeds", 0, 1)
     speeds = tuple(one(part) for part in text.split(","))
     if len(speeds) < 2:
         raise UserError(f"--speeds is {text!r}", "a speed for each of two ranks or more", "for example --speeds 1,0.4")
@@ -133,7 +133,7 @@ def _plan(args: argparse.Namespace, course: Course, refused: str, env: Mapping[s
                         "correct --contenders")
     left_out = {c.name: f"its ranks cannot be slowed: {refused}" for c in found if c.peer and course.emulate}
     for name, reason in left_out.items():
-        table.note(f"{name} is left out: {reason}")
+        terminal.note(f"{name} is left out: {reason}")
     plan = race.plan(args, "mixed", [name for name in names if name not in left_out], len(course.speeds), env)
     plan.left_out.update(left_out)
     return plan
@@ -226,7 +226,7 @@ def _record_round(args: argparse.Namespace, plan: Plan, course: Course, found: R
     for name in measured.times if args.jsonl else ():
         percents = measured.percents(name) if name in measured.contenders else None
         moved = measured.moved.get(name)
-        record.append(args.jsonl, _facts(args, plan, course, found.about[name]) | {
+        session.append(args.jsonl, _facts(args, plan, course, found.about[name]) | {
             "kind": "round", "contender": name, "launch": list(plan.launch.get(name, ())),
             "round": found.rounds - 1, "ms": measured.times[name][-1], "samples_per_s": measured.rates(name)[-1],
             "percent": percents and percents[-1], "samples": measured.samples[name][-1],
@@ -242,26 +242,26 @@ def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> 
     found = parts.summary(measured)
     notes = {name: race.notes_of(plan, raced.about[name]) for name in measured.times}
     for text in standings.remarks({name: notes[name] for name in measured.contenders}):
-        table.note(text)
+        terminal.note(text)
     about = race.whole_job(raced.about, measured.times, len(course.speeds))
     speeds = ",".join(f"{speed:g}" for speed in course.speeds)
     title = (f"{args.workload} in {args.framework}, {about['parameters']:,} parameters, global batch "
              f"{plan.batch * len(course.speeds)}, ranks of speed {speeds} ({how(course)}), {plan.threads} "
              f"thread{'s' if plan.threads > 1 else ''} each, {about['hosts']}; median of {raced.rounds} rounds of "
              f"{args.steps} steps")
-    table.show(title, parts.HEADERS, parts.rows(found, {n: raced.about[n]["wire"] for n in measured.times}),
+    terminal.show(title, parts.HEADERS, parts.rows(found, {n: raced.about[n]["wire"] for n in measured.times}),
                markdown=args.markdown)
     if measured.solo_sums() is None:
-        table.note("a solo speed is missing, so there is no sum of them")
+        terminal.note("a solo speed is missing, so there is no sum of them")
     changed = parts.change_rows(found)
     if changed:
-        table.show(f"% of solo sum in the steps after the ranks took each other's speeds ({speeds} reversed)",
+        terminal.show(f"% of solo sum in the steps after the ranks took each other's speeds ({speeds} reversed)",
                    parts.change_headers(found), changed, markdown=args.markdown)
     if plan.left_out:
-        table.note("left out: " + "; ".join(f"{name}: {reason}" for name, reason in plan.left_out.items()))
+        terminal.note("left out: " + "; ".join(f"{name}: {reason}" for name, reason in plan.left_out.items()))
     if args.jsonl:
         own = {name: {**s, "wire": raced.about[name]["wire"], "notes": notes[name]} for name, s in found.items()}
-        record.append(args.jsonl, _facts(args, plan, course, about) | {
+        session.append(args.jsonl, _facts(args, plan, course, about) | {
             "kind": "summary", "wire": "", "contenders": own, "rounds_done": raced.rounds, "left_out": plan.left_out,
             "missing": [c.name for c in plan.contenders if c.name not in measured.times]})
 

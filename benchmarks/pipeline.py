@@ -23,9 +23,9 @@ from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
 from benchmarks.workloads import WORKLOADS
-from hvdtrain.commands.bench import options, record
+from hvdtrain.commands.bench import cli, session
 from hvdtrain.config import FOR_EACH
-from hvdtrain.core import table
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     args = _parser().parse(argv)
     course = course_of(args)
     plan = _plan(args, os.environ)
-    record.check(args.jsonl)
+    session.check(args.jsonl)
     with contextlib.ExitStack() as stack:
         stack.enter_context(orderly_signals())
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-bench-"))
@@ -74,24 +74,24 @@ def main(argv: list[str]) -> int:
         return (_check if args.check else _measure)(args, plan, course, scratch)
 
 
-def _parser() -> options.Parser:
-    parser = options.Parser("benchmarks pipeline", "Time steps of a model that is cut over ranks, hvdtrain's and "
+def _parser() -> cli.Parser:
+    parser = cli.Parser("benchmarks pipeline", "Time steps of a model that is cut over ranks, hvdtrain's and "
                             "torch.distributed.pipelining's with the same cut, order and micro-batches, each rank "
                             "under the same quota, in interleaved rounds; and hold the stages' idle shares against "
                             "what was predicted. Not to be started under mpirun: it starts a job for each contender.")
     race.add_options(parser, 5, 3, "steps before the first round", "compute threads of a rank")
     parser.set_defaults(workload="gpt12", threads=1, steps=2, settle=1, timeout=120.0)
     add = parser.add_argument
-    add("--np", type=options.whole("--np", 2, 64), default=2, metavar="N", help="stages, and ranks of each job")
-    add("--order", type=options.one_of("--order", ("1f1b", "gpipe", "interleaved")), default="1f1b", metavar="NAME",
+    add("--np", type=cli.whole("--np", 2, 64), default=2, metavar="N", help="stages, and ranks of each job")
+    add("--order", type=cli.one_of("--order", ("1f1b", "gpipe", "interleaved")), default="1f1b", metavar="NAME",
         help="1f1b, gpipe or interleaved")
-    add("--micro_batches", type=options.whole("--micro_batches", 0), default=0, metavar="N",
+    add("--micro_batches", type=cli.whole("--micro_batches", 0), default=0, metavar="N",
         help=f"parts of the global batch; 0: {FOR_EACH} for each stage")
-    add("--chunks", type=options.whole("--chunks", 2, 64), default=2, metavar="N",
+    add("--chunks", type=cli.whole("--chunks", 2, 64), default=2, metavar="N",
         help="runs of blocks on each rank, where interleaved")
     add("--cut", default="", metavar="A,B,...", help="blocks that the second and further chunks begin with; empty: as "
         "hvdtrain finds it, and for all others the same")
-    add("--quota", type=options.number("--quota", 0, 1), default=QUOTA, metavar="Q",
+    add("--quota", type=cli.number("--quota", 0, 1), default=QUOTA, metavar="Q",
         help="part of a core that each rank of each job has; 1: no limit")
     add("--contenders", default="", metavar="A,B,...", help="hvdtrain[-COLLECTIVES]/pipeline, pipelining (of PyTorch), "
         "or jobs of whole copies: hvdtrain-mpi, ddp; else "
@@ -99,7 +99,7 @@ def _parser() -> options.Parser:
         + f", on several hosts {', '.join(ON_HOSTS['torch'])}")
     add("--link", type=link, default=os.environ.get("TWO_HOSTS_RATE", "none"), metavar="RATE", help="what a host's "
         "link carries, such as 1gbit: for the sentence that says whether to take a pipeline or whole copies")
-    add("--within", type=options.number("--within", 0, 1e6), default=330.0, metavar="S",
+    add("--within", type=cli.number("--within", 0, 1e6), default=330.0, metavar="S",
         help="begin no round that would end after so many seconds")
     add("--check", action="store_true", help="do not measure: take the same 3 steps in each contender and in one "
         "process, and compare")
@@ -133,7 +133,7 @@ def course_of(args: argparse.Namespace) -> Course:
                         "quota is none", f"--quota {int(100 * cores / args.np / max(1, args.threads)) / 100:g}")
     reason = throttle.available() if args.quota < 1 else ""
     if reason:
-        table.note(f"no quota: {reason}")
+        terminal.note(f"no quota: {reason}")
     return Course(args.np, 1.0 if reason else args.quota, reason)
 
 
@@ -207,7 +207,7 @@ def _take_turns(args: argparse.Namespace, plan: Plan, course: Course, found: Rac
             course.spent.setdefault(name, []).append(done["spent"])
             found.about[name]["notes"] = done["notes"]
             if args.jsonl:
-                record.append(args.jsonl, _facts(args, plan, course, found.about[name]) | {
+                session.append(args.jsonl, _facts(args, plan, course, found.about[name]) | {
                     "kind": "round", "contender": name, "launch": list(plan.launch[name]), "round": number,
                     "ms": found.times[name][-1], "spent": done["spent"]})
         if not found.jobs:
@@ -216,7 +216,7 @@ def _take_turns(args: argparse.Namespace, plan: Plan, course: Course, found: Rac
         say(f"round {number + 1}/{args.rounds}: "
             + ", ".join(f"{name} {ms[-1]:.1f} ms" for name, ms in found.times.items()))
         if 2 * time.monotonic() - began > ends_at and found.rounds < args.rounds:
-            table.note(f"no more rounds: --within {args.within:g} s")
+            terminal.note(f"no more rounds: --within {args.within:g} s")
             break
 
 
@@ -234,25 +234,25 @@ def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> 
     found = stages.summary(times, own, spent, args.steps)
     notes = {name: race.notes_of(plan, raced.about[name]) for name in times}
     for text in standings.remarks(notes):
-        table.note(text)
+        terminal.note(text)
     about = race.whole_job(raced.about, times, args.np)
     title = (f"{args.workload} in {args.framework}, {about['parameters']:,} parameters, {args.np} stages, "
              f"{args.order}, global batch {plan.batch * args.np} in {args.micro_batches} micro-batches, {how(course)}, "
              f"{about['hosts']}; median of {n} rounds of {args.steps} steps")
-    table.show(title, stages.HEADERS, stages.rows(found, {name: raced.about[name]["wire"] for name in times}),
+    terminal.show(title, stages.HEADERS, stages.rows(found, {name: raced.about[name]["wire"] for name in times}),
                markdown=args.markdown)
     each = stages.stages(spent[own], args.steps, course.pipelines[own]) if own else []
     if own:
         rows = stages.stage_rows(each, course.quota)
-        table.show(f"stages of {own}", stages.STAGE_HEADERS, rows, markdown=args.markdown)
+        terminal.show(f"stages of {own}", stages.STAGE_HEADERS, rows, markdown=args.markdown)
         for text in stages.reached(found, "pipelining", each, course.quota):
-            table.note(text)
+            terminal.note(text)
     work = _work(args, course, spent, own, about) if own and args.link else None
     if work is not None:
-        table.note(f"reckoned: {estimates.sentence(work)}")
+        terminal.note(f"reckoned: {estimates.sentence(work)}")
         _compare(plan, found)
     if args.jsonl:
-        record.append(args.jsonl, _facts(args, plan, course, about) | {
+        session.append(args.jsonl, _facts(args, plan, course, about) | {
             "kind": "summary", "wire": "", "rounds_done": n, "left_out": plan.left_out, "stages": each,
             "contenders": {name: {**s, "wire": raced.about[name]["wire"], "notes": notes[name]}
                            for name, s in found.items()},
@@ -273,7 +273,7 @@ def _compare(plan: Plan, found: Mapping[str, Mapping[str, Any]]) -> None:
     if len(ours) == 2:
         cut, whole = (found[ours[cuts]]["median_ms"] for cuts in (True, False))
         faster = estimates.PIPELINE if cut < whole else estimates.DATA_PARALLEL
-        table.note(f"measured: {faster}: {cut:.0f} ms a step cut over the ranks, {whole:.0f} ms with whole copies")
+        terminal.note(f"measured: {faster}: {cut:.0f} ms a step cut over the ranks, {whole:.0f} ms with whole copies")
 
 
 def how(course: Course) -> str:
@@ -310,7 +310,7 @@ def _check(args: argparse.Namespace, plan: Plan, course: Course, scratch: str) -
     rows = [(name, f["wire"], f"{f['loss']:.6f}", f"{f['moved']:.6f}", wrong.get(name, ""))
             for name, f in found.items()]
     if rows:
-        table.show("after 3 steps: loss, length of the parameters' way",
+        terminal.show("after 3 steps: loss, length of the parameters' way",
                    ("contender", "wire", "loss", "moved", "wrong"), rows, markdown=args.markdown)
     return race.report(failed) or int(bool(wrong))
 

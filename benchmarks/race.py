@@ -21,9 +21,9 @@ from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender, ours
 from benchmarks.standings import Times
 from benchmarks.workloads import FILES, WORKLOADS
-from hvdtrain.commands.bench import options, record
+from hvdtrain.commands.bench import cli, session
 from hvdtrain.config import Config, RebalanceConfig
-from hvdtrain.core import ROOT, table
+from hvdtrain.core import ROOT, terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.terminal import say
 
@@ -57,12 +57,12 @@ class Race:
     rounds: int = 0
 
 
-def add_options(parser: options.Parser, rounds: int, warmup: int, warmup_help: str, threads_help: str) -> None:
+def add_options(parser: cli.Parser, rounds: int, warmup: int, warmup_help: str, threads_help: str) -> None:
     """Add the options of every race; ``rounds``, ``warmup``: the defaults."""
-    add, whole = parser.add_argument, options.whole
-    add("--workload", type=options.one_of("--workload", WORKLOADS), default="mlp", metavar="NAME",
+    add, whole = parser.add_argument, cli.whole
+    add("--workload", type=cli.one_of("--workload", WORKLOADS), default="mlp", metavar="NAME",
         help="; ".join(f"{w.name}: {w.doc}, batch {w.batch}" for w in WORKLOADS.values()))
-    add("--framework", type=options.one_of("--framework", FILES), default="torch", metavar="NAME",
+    add("--framework", type=cli.one_of("--framework", FILES), default="torch", metavar="NAME",
         help=" or ".join(FILES))
     add("--rounds", type=whole("--rounds", 1), default=rounds, metavar="N", help="rounds of each contender")
     add("--steps", type=whole("--steps", 1), default=20, metavar="N", help="timed steps of a round")
@@ -103,7 +103,7 @@ def plan(args: argparse.Namespace, bench: str, names: Iterable[str], ranks: int,
         reason = contender.lacks(args.framework)
         if reason:
             left_out[name] = reason
-            table.note(f"{name} is left out: {reason}")
+            terminal.note(f"{name} is left out: {reason}")
         else:
             contenders.append(contender)
     if not contenders:
@@ -136,7 +136,7 @@ def _check_settings(args: argparse.Namespace, contenders: Sequence[Contender]) -
 def environment(ranks: int, threads: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of every job; what hvdtrain's boot would set for itself is set for all."""
     from hvdtrain.cluster.boot import YIELD, should_yield
-    from hvdtrain.cluster.machine.cgroup import cpu_quota
+    from hvdtrain.cluster.machine.usage import cpu_quota
     from hvdtrain.cluster.topology import affinity
     from hvdtrain.commands.verify import AS_ROOT
 
@@ -261,7 +261,7 @@ def notes_of(plan: Plan, about: Mapping[str, Any]) -> list[str]:
 
 def facts(args: argparse.Namespace, bench: str, plan: Plan, about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first fields of a record: the environment as the job saw it, and what was asked for."""
-    known = record.environment(about["hosts"], about["ranks"], about["wire"], args.seed, plan.threads, args.framework)
+    known = session.environment(about["hosts"], about["ranks"], about["wire"], args.seed, plan.threads, args.framework)
     return {**known, "mpi": about["mpi"] or known["mpi"], "omp_num_threads": plan.env["OMP_NUM_THREADS"],
             "settings": about["settings"], "notes": notes_of(plan, about), "bench": bench, "workload": args.workload,
             "batch": plan.batch, "steps": args.steps, "rounds": args.rounds, "powersgd_rank": args.powersgd_rank,

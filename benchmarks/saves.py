@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import BATCHES, FILES, WORKLOADS
-from hvdtrain.commands.bench import record
-from hvdtrain.commands.bench.options import Parser, one_of, size, whole
-from hvdtrain.core import table
-from hvdtrain.core.table import spread
+from hvdtrain.commands.bench import session
+from hvdtrain.commands.bench.cli import Parser, one_of, size, whole
+from hvdtrain.core import terminal
+from hvdtrain.core.terminal import spread
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 
@@ -45,10 +45,10 @@ def main(argv: list[str]) -> int:
         control.barrier("end of the bench")
     if control.rank == 0:
         title = f"saves, case {args.case}: {args.framework}, {control.size} rank(s), layout {args.layout}"
-        table.show(title, HEADERS[args.case], rows, args.markdown, launched=control.size > 1)
+        terminal.show(title, HEADERS[args.case], rows, args.markdown, launched=control.size > 1)
         if args.jsonl:
-            where = record.environment(ranks=control.size, framework=args.framework, threads=args.threads, seed=0)
-            record.append(args.jsonl, {"bench": "saves", "case": args.case, **facts, **where})
+            where = session.environment(ranks=control.size, framework=args.framework, threads=args.threads, seed=0)
+            session.append(args.jsonl, {"bench": "saves", "case": args.case, **facts, **where})
     return 0
 
 
@@ -132,7 +132,7 @@ def _large(args: Any, control: Any, scratch: Path) -> tuple[list[list[str]], dic
     from hvdtrain.checkpoint.savers import InlineSaver
     from hvdtrain.engine import loop
     from hvdtrain.engine.assemble import assemble
-    from hvdtrain.engine.saving.saving import Saving
+    from hvdtrain.engine.saving import Saving
 
     width = max(8, int((args.parameters / 2) ** 0.5))
     args.workload = "mlp"

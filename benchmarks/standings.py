@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.peers import Contender
-from hvdtrain.core.table import spread
+from hvdtrain.core.terminal import spread
 
 BASES = ("hvdtrain", "hvdtrain/whole")
 """What "x hvdtrain" is relative to, the first that takes part: as it comes, uncompressed; with Adam."""

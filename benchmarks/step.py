@@ -20,8 +20,8 @@ from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
 from benchmarks.workloads import FILES
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
+from hvdtrain.commands.bench import cli, session
+from hvdtrain.core import terminal
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
 
@@ -39,15 +39,15 @@ def main(argv: list[str]) -> int:
         return _check(args, plan, scratch) if args.check else _measure(args, plan, scratch)
 
 
-def _parser() -> options.Parser:
-    parser = options.Parser("benchmarks step",
+def _parser() -> cli.Parser:
+    parser = cli.Parser("benchmarks step",
                             "Time whole training steps of hvdtrain's variants, and with --peers of other "
                             "trainers, on the same model, batch and optimizer (SGD with momentum), in interleaved "
                             "rounds. Not to be started under mpirun: it starts a job for each contender.")
     add = parser.add_argument
     race.add_options(parser, MIN_ROUNDS, 20, "steps before the first round; compression auto has settled after 14",
                      "compute threads of a rank; 0: its share of the cores here")
-    add("--np", type=options.whole("--np", 1, 4096), default=2, metavar="N",
+    add("--np", type=cli.whole("--np", 1, 4096), default=2, metavar="N",
         help="ranks of each job; 1: without mpirun")
     add("--peers", action="store_true", help="measure hvdtrain against all peers of the framework: "
         + "; ".join(f"{f}: {', '.join(peers.peers(f))}" for f in FILES) + " (plain: in 1 process only)")
@@ -91,7 +91,7 @@ def _measure(args: argparse.Namespace, plan: Plan, scratch: str) -> int:
 
     Where a signal ends it, the rounds that were complete are told first: whoever sent it may not wait long.
     """
-    record.check(args.jsonl)
+    session.check(args.jsonl)
     found = Race()
     try:
         try:
@@ -119,7 +119,7 @@ def _take_turns(args: argparse.Namespace, plan: Plan, found: Race) -> None:
             found.about[name]["notes"] = done["notes"]
             found.about[name].setdefault("marks", []).append(done.get("marks", {}))
             if args.jsonl:
-                record.append(args.jsonl, race.facts(args, "step", plan, found.about[name]) | {
+                session.append(args.jsonl, race.facts(args, "step", plan, found.about[name]) | {
                     "kind": "round", "contender": name, "launch": list(plan.launch[name]), "round": number,
                     "ms": found.times[name][-1]})
         if not found.jobs:
@@ -140,22 +140,22 @@ def _tell(args: argparse.Namespace, plan: Plan, raced: Race) -> None:
     found = standings.summarise(times, plan.contenders, args.np)
     notes = {name: race.notes_of(plan, raced.about[name]) for name in times}
     for text in standings.remarks(notes):
-        table.note(text)
+        terminal.note(text)
     about = race.whole_job(raced.about, times, args.np)
     ranks, threads = about["ranks"], plan.threads
     of = "" if raced.rounds == args.rounds else f" of {args.rounds}"
     title = (f"{args.workload} in {args.framework}, {about['parameters']:,} parameters, batch {plan.batch} a rank, "
              f"{ranks} rank{'s' if ranks > 1 else ''} of {threads} thread{'s' if threads > 1 else ''}, "
              f"{about['hosts']}; median of {raced.rounds}{of} rounds of {args.steps} steps")
-    table.show(title, standings.HEADERS, standings.rows(found, raced.about), markdown=args.markdown)
+    terminal.show(title, standings.HEADERS, standings.rows(found, raced.about), markdown=args.markdown)
     if plan.left_out:
-        table.note("left out: " + "; ".join(f"{name}: {reason}" for name, reason in plan.left_out.items()))
+        terminal.note("left out: " + "; ".join(f"{name}: {reason}" for name, reason in plan.left_out.items()))
     least = floor.find(times, plan.contenders, raced.about)
     if least is not None:
         say("\n".join(floor.lines(least, times, plan.contenders)))
     if args.jsonl:
         summary = {name: {**s, "wire": raced.about[name]["wire"], "notes": notes[name]} for name, s in found.items()}
-        record.append(args.jsonl, race.facts(args, "step", plan, about) | {
+        session.append(args.jsonl, race.facts(args, "step", plan, about) | {
             "kind": "summary", "wire": "", "contenders": summary, "rounds_done": raced.rounds,
             "base": standings.base(times), "left_out": plan.left_out,
             "floor": floor.record(least, times, plan.contenders),
@@ -180,6 +180,6 @@ def _check(args: argparse.Namespace, plan: Plan, scratch: str) -> int:
     rows = [(name, f["wire"], f"{f['loss']:.6f}", f"{f['moved']:.6f}", EQUAL[f["equal"]],
              wrong.get(name, "")) for name, f in found.items()]
     if rows:
-        table.show("after 3 steps: loss, length of the parameters' way, whether all ranks hold the same bits",
+        terminal.show("after 3 steps: loss, length of the parameters' way, whether all ranks hold the same bits",
                    ("contender", "wire", "loss", "moved", "ranks equal", "wrong"), rows, markdown=args.markdown)
     return race.report(failed) or int(bool(wrong))

@@ -20,8 +20,8 @@ from benchmarks.mixed import Course
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
 from benchmarks.workloads import WORKLOADS
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
+from hvdtrain.commands.bench import cli, session
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     course = mixed.course_of(args)[0]
     gone = args.without if args.without is not None else course.speeds.index(min(course.speeds))
     plan = _plan(args, course, gone)
-    record.check(args.jsonl)
+    session.check(args.jsonl)
     with contextlib.ExitStack() as stack:
         stack.enter_context(orderly_signals())
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-bench-"))
@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
         return _measure(args, plan, course, gone, scratch)
 
 
-def _parser() -> options.Parser:
-    parser = options.Parser("benchmarks whatif",
+def _parser() -> cli.Parser:
+    parser = cli.Parser("benchmarks whatif",
                             "Ask a run how long a step would take without one of its ranks, and time a run "
                             "without that rank beside it, in turns. Not to be started under mpirun.")
     race.add_options(parser, 7, 30, "steps before the first round", "compute threads of a rank; 0: its share of the "
@@ -59,9 +59,9 @@ def _parser() -> options.Parser:
     add = parser.add_argument
     add("--speeds", type=mixed.speeds_of_ranks, default=(0.4, 0.4, 0.4, 0.2), metavar="S0,S1,...",
         help="speed of each rank, as part of its threads' cores; 1: not slowed. Together no more than there are cores")
-    add("--without", type=options.whole("--without", 0), default=None, metavar="R",
+    add("--without", type=cli.whole("--without", 0), default=None, metavar="R",
         help="the rank that is left out; else the slowest")
-    add("--balance", type=options.one_of("--balance", ("off", "static", "auto")), default="off", metavar="WAY",
+    add("--balance", type=cli.one_of("--balance", ("off", "static", "auto")), default="off", metavar="WAY",
         help="how the batch is divided: off (equal), static or auto")
     add("--emulate", action="store_true", help="do not slow ranks by control groups: they wait instead (emulate_speed)")
     parser.set_defaults(move=0, equal=False, rebalance=[])
@@ -150,14 +150,14 @@ def _told(args: argparse.Namespace, plan: Plan, course: Course, gone: int, found
     middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     shown = [[str(at + 1), *_shown(row)] for at, row in enumerate(rows)] + [["median", *_shown(middle)]]
     about, speeds = found.about[WHOLE], ",".join(f"{speed:g}" for speed in course.speeds)
-    table.show(f"{args.workload} in {args.framework} without rank {gone}, ranks of speed {speeds} "
+    terminal.show(f"{args.workload} in {args.framework} without rank {gone}, ranks of speed {speeds} "
                f"({mixed.how(course)}), balance {args.balance}, global batch {plan.batch * len(course.speeds)}, "
                f"{about['wire']}, {len(rows)} rounds of {args.steps} steps", HEADERS, shown, markdown=args.markdown)
     holds = abs(middle["off"]) <= TARGET
-    table.note(f"the forecast is off by {middle['off']:+.1f} % of the step that was measured"
+    terminal.note(f"the forecast is off by {middle['off']:+.1f} % of the step that was measured"
                + ("" if holds else f", more than {TARGET:g} %"))
     if args.jsonl:
-        record.append(args.jsonl, race.facts(args, "whatif", plan, about) | {
+        session.append(args.jsonl, race.facts(args, "whatif", plan, about) | {
             "kind": "summary", "speeds": list(course.speeds), "slowed": mixed.how(course), "gone": gone,
             "balance": args.balance, "rounds_done": len(rows), "each": rows, "median": middle, "wire": about["wire"]})
     return holds

@@ -195,7 +195,7 @@ def _link(control: Any) -> dict[str, Any] | None:
 def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
     """Return the facts about a job for the records; collective."""
     from hvdtrain.cluster.topology import survey
-    from hvdtrain.commands.bench.record import mpi_library, settings
+    from hvdtrain.commands.bench.session import mpi_library, settings
 
     mine = int(sum(p.size for p in prepared.params()))
     return {"ranks": control.size, "hosts": survey(control).describe(), "wire": prepared.wire, "mpi": mpi_library(),

@@ -26,15 +26,14 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.resolve import paths_from
 from hvdtrain.core.timeline import active
 from hvdtrain.data.workers.worker import refuse_inside
-from hvdtrain.engine import loop, report_page, summary
+from hvdtrain.engine import loop, report_page, session, summary
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.average import leave_final, training_weights
 from hvdtrain.engine.build_model import eval_feed
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.history import History
+from hvdtrain.engine.final_files import export
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.saving import session
-from hvdtrain.engine.saving.final import export
 from hvdtrain.reports.progress import silence
 from hvdtrain.reports.survivor import failure
 

@@ -53,7 +53,7 @@ def short_collections():
 def records_are_documented():
     """Fail wherever a record is made that `hvdtrain.core.records` does not tell of."""
     from hvdtrain.core import records as schema
-    from hvdtrain.core.records import stream
+    from hvdtrain.core import records as stream
 
     def check(record):
         assert not schema.problems(record)

@@ -20,7 +20,7 @@ from benchmarks.chaos.plan import Amounts, draw
 from benchmarks.chaos.space import disk
 from hvdtrain.cluster.launchers.prepare import hosts_of
 from hvdtrain.commands import train, verify
-from hvdtrain.core import comparison, table
+from hvdtrain.core import comparison, terminal
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
@@ -111,7 +111,7 @@ def _report(args: argparse.Namespace, campaigns: Sequence[Campaign], planned: in
             found += cuts.findings(campaign.cuts)
             bits = False  # a host that was lost twice is left out once: ranks are not held
         found += judge.same_weights(campaign.legs, weights, verify.weights_of, bits, limit, caveats)
-    table.show("faults", judge.HEADERS, judge.table(outcomes))
+    terminal.show("faults", judge.HEADERS, judge.table(outcomes))
     for finding in found:
         say(("      " if finding.good else "LOST  ") + finding.words)
     lost = [finding for finding in found if not finding.good]

@@ -1,7 +1,7 @@
 """Find losses that are no weighted mean over samples before the first step, and refuse them where the batch is divided.
 
 Owns the samples, the decision and what follows from it. How a loss is evaluated is each backend's ``loss_evaluator``,
-or the pipeline's; `hvdtrain.keras.shardable` does the same for `hvdtrain.keras.shard`.
+or the pipeline's; `hvdtrain.keras.data` does the same for `hvdtrain.keras.shard`.
 
 With (S, W) the loss's numerator and weight, a weighted mean over samples has S(A and B) = S(A) + S(B), and W alike,
 for any samples A and B, the same ones included. Dice, contrastive losses, a mean over the masked elements of a batch
@@ -22,7 +22,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.data.feed import Feed
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.parallel.recovery.recovery import Recovery
+from hvdtrain.parallel.recovery import Recovery
 
 FIRST, SECOND, THIRD = (0, 1), (2, 3), (4, 5, 6)
 """The shares of the samples: uneven, and none of a single sample."""

@@ -6,6 +6,7 @@ Owns also the facts of metrics by name (`METRICS`). Knows shapes, no framework.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,11 +35,13 @@ METRICS = dict.fromkeys(
 
 
 def metric_of(name: str) -> Metric:
-    """Return the facts of metric ``name``, in any case, also of a ``module:callable``; those of a loss if unknown."""
-    def plain(text: str) -> str:
-        return text.rpartition(":")[2].lower().replace("_", "")
+    """Return the facts of metric ``name``, in any case, also of a ``module:callable``; those of a loss if unknown.
 
-    return next((facts for known, facts in METRICS.items() if plain(known) == plain(name)), Metric())
+    Keras puts the name of an output in front, and the number of a metric of the same class behind.
+    """
+    known = {key.lower().replace("_", ""): facts for key, facts in METRICS.items()}
+    words = re.sub(r"_\d+$", "", name.rpartition(":")[2].lower()).split("_")
+    return next((known[tail] for i in range(len(words)) if (tail := "".join(words[i:])) in known), Metric())
 
 
 def checked_pair(found: Any, origin: str = "task", expected: str = "(loss_sum, weight)") -> Pair:

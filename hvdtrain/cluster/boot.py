@@ -18,7 +18,7 @@ from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
 from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, sharing, usable, visible_devices
 from hvdtrain.cluster.liveness import causes, pulse, watch
 from hvdtrain.cluster.machine import software
-from hvdtrain.cluster.machine.cgroup import cpu_quota
+from hvdtrain.cluster.machine.usage import cpu_quota
 from hvdtrain.cluster.topology import affinity
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts

@@ -1,7 +1,7 @@
 """Links between hosts over MPI: latency, and the rate of each direction alone and of both at once.
 
 For each pair of hosts the first rank of the first one leads and times by its own clock; messages are polled.
-`hvdtrain.comm.measure.transports` shows the results.
+`hvdtrain.comm.transport_sweep` shows the results.
 """
 
 from __future__ import annotations

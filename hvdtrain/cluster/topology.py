@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.cluster.machine.cgroup import tightest_quota
+from hvdtrain.cluster.machine.usage import tightest_quota
 from hvdtrain.core.errors import count
 from hvdtrain.core.mesh import spans
 from hvdtrain.core.protocols import Control

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.devices import DeviceFacts, describe_difference
-from hvdtrain.cluster.machine.cgroup import cpu_quota
+from hvdtrain.cluster.machine.usage import cpu_quota
 from hvdtrain.cluster.topology import Topology, affinity
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.config import Config, cut_over_ranks

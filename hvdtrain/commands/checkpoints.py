@@ -27,7 +27,7 @@ from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.snapshot import check_listing, inspect
 from hvdtrain.checkpoint.store import ListedCheckpoint
-from hvdtrain.core import table
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     rows = look(root, args.verify)
     if not rows:
         raise UserError(f"{root} holds no checkpoints", "a run that has saved", "name another run")
-    table.show(str(root), HEADERS, [row.cells() for row in rows])
+    terminal.show(str(root), HEADERS, [row.cells() for row in rows])
     return int(args.verify and any(row.damaged for row in rows))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
-from hvdtrain.core import table
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine import machine
@@ -114,7 +114,7 @@ def _stages(config: Config, check: bool, target: str) -> None:
 def _memory(config: Config, check: bool, target: str) -> None:
     from hvdtrain import backends
     from hvdtrain.cluster.control import agreed
-    from hvdtrain.core import table
+    from hvdtrain.core import terminal
     from hvdtrain.engine import memory_plan as plans
     from hvdtrain.engine import memory_survey
     from hvdtrain.engine.assemble import assemble
@@ -134,7 +134,7 @@ def _memory(config: Config, check: bool, target: str) -> None:
     if run.control.rank == 0:
         show(plan, run.control.size > 1)
         if rows:
-            table.show(f"blocks recomputed in a trial of {count(measured.block_samples, 'sample')} on rank 0",
+            terminal.show(f"blocks recomputed in a trial of {count(measured.block_samples, 'sample')} on rank 0",
                        memory_survey.COLUMNS,
                        rows, launched=run.control.size > 1)
     agreed(run.control, lambda: _written(plan.to_dict(), target if run.control.rank == 0 else ""), "--json")
@@ -154,14 +154,15 @@ def _written(plan: dict[str, Any], target: str) -> None:
 
 def show(plan: MemoryPlan, launched: bool) -> None:
     """Print a plan's tables; on rank 0."""
-    from hvdtrain.core import table
+    from hvdtrain.core import terminal
     from hvdtrain.engine.memory_plan import COLUMNS, OPTION_COLUMNS
 
-    table.show("memory of each rank, above what the framework's import takes", COLUMNS, plan.rows(), launched=launched)
+    terminal.show("memory of each rank, above what the framework's import takes", COLUMNS, plan.rows(),
+                  launched=launched)
     if plan.options:
-        table.show("what would take less, best first", OPTION_COLUMNS, plan.option_rows(), launched=launched)
+        terminal.show("what would take less, best first", OPTION_COLUMNS, plan.option_rows(), launched=launched)
     else:
-        table.note("nothing that is known here would take less")
+        terminal.note("nothing that is known here would take less")
 
 
 def checked(run: Run, plan: MemoryPlan, steps: int) -> None:
@@ -182,5 +183,5 @@ def checked(run: Run, plan: MemoryPlan, steps: int) -> None:
         rows = [[str(r), format_bytes(need.total), format_bytes(peak),
                  f"{100 * (need.total / peak - 1):+.1f} %" if peak else "N/A"]
                 for r, (need, peak) in enumerate(zip(plan.needs_P, peaks))]
-        table.show(f"measured in {count(steps, 'step')}", ("rank", "predicted", "measured", "off by"), rows,
+        terminal.show(f"measured in {count(steps, 'step')}", ("rank", "predicted", "measured", "off by"), rows,
                    launched=control.size > 1)

@@ -21,7 +21,7 @@ from hvdtrain.commands import train
 from hvdtrain.commands.build_horovod.child_log import ChildFailed, logged
 from hvdtrain.commands.build_horovod.verify import launch_argv
 from hvdtrain.config import Config, cut_over_ranks, schema
-from hvdtrain.core import comparison, table
+from hvdtrain.core import comparison, terminal
 from hvdtrain.core.comparison import Tolerance
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.processes import orderly_signals
@@ -220,6 +220,6 @@ def _report(first: int, rows: Sequence[VerifyRow], limit: Tolerance, steps: int,
             "smaller lr or fewer --steps")
     for note in caveats if beyond else ():
         say(f"note: {note}")
-    table.show(f"weights after {count(steps, 'step')}", HEADERS,
+    terminal.show(f"weights after {count(steps, 'step')}", HEADERS,
                [[str(first), "equal", "", "", "reference"], *(row.cells(row in beyond, limit.value) for row in rows)])
     return int(bool(beyond))

@@ -37,7 +37,7 @@ MOVED = {
     "hvdtrain.protocols.report": "hvdtrain.core.protocols.run",
     "hvdtrain.protocols.state": "hvdtrain.core.protocols.run",
     "hvdtrain.protocols.wire": "hvdtrain.core.protocols.transport",
-    "hvdtrain.records.numbers": "hvdtrain.core.records.numbers",
+    "hvdtrain.records.numbers": "hvdtrain.core.records",
     "hvdtrain.run": "hvdtrain.engine.run",
     "hvdtrain.sections": "hvdtrain.config.sections",
     "hvdtrain.timeline": "hvdtrain.core.timeline",

@@ -19,7 +19,7 @@ from hvdtrain.cluster.control import every_rank
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor, Unread
-from hvdtrain.data.comparison import Comparison
+from hvdtrain.data.ledger import Comparison
 from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched
 from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
 from hvdtrain.planning.batch.sampler import epoch_order

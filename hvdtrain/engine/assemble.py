@@ -26,13 +26,13 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
 from hvdtrain.core.protocols import Collectives, Control, RunCallback, Schedule, Transform
-from hvdtrain.core.records.stream import RecordStream
+from hvdtrain.core.records import RecordStream
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
 from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import start
-from hvdtrain.engine import build_model, compare_ranks, first_sample
+from hvdtrain.engine import build_model, compare_ranks, first_sample, session
 from hvdtrain.engine.build_model import Slowed
 from hvdtrain.engine.callbacks.order import in_order
 from hvdtrain.engine.compare_ranks import check_config, check_parts, check_world
@@ -40,16 +40,14 @@ from hvdtrain.engine.memory_plan import settle
 from hvdtrain.engine.memory_survey import scene_of
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services
-from hvdtrain.engine.saving import session
 from hvdtrain.engine.weight_checks import check_trainable
 from hvdtrain.parallel import data_parallel
-from hvdtrain.parallel.data_parallel.unused import UnusedParameters
+from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline import over_ranks, plan
-from hvdtrain.parallel.pipeline.accumulate import Accumulate
+from hvdtrain.parallel.pipeline.over_ranks import Accumulate
 from hvdtrain.parallel.precision import Precision, remarks, resolve
-from hvdtrain.parallel.recovery.attempt import MemoryGuard
-from hvdtrain.parallel.recovery.recovery import Recovering, Recovery
+from hvdtrain.parallel.recovery import MemoryGuard, Recovering, Recovery
 from hvdtrain.reports import trackers
 
 

@@ -22,7 +22,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.recovery.attempt import attempt
+from hvdtrain.parallel.recovery import attempt
 from hvdtrain.planning.linear import Speed, fit, least
 
 CONFIRMS = 0.15

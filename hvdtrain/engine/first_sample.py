@@ -30,7 +30,7 @@ from hvdtrain.core.protocols import Batch, Cargo, Control, PipelineStage
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import on_disk
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.recovery.attempt import attempt
+from hvdtrain.parallel.recovery import attempt
 
 LEAST = 2
 MOST = 6

@@ -21,12 +21,12 @@ from hvdtrain.core.protocols.types import StepBatch
 from hvdtrain.core.timeline import active, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.weighting import check_weight
+from hvdtrain.engine import final_files
 from hvdtrain.engine.average import averaged, leave_final
 from hvdtrain.engine.callbacks.out_of_memory import recovers, repeats, tell
 from hvdtrain.engine.model_changes import check_late, follow, has_user_callbacks
-from hvdtrain.engine.saving import final
 from hvdtrain.engine.weight_checks import blame
-from hvdtrain.parallel.recovery.recovery import RecoveringEvaluator
+from hvdtrain.parallel.recovery import RecoveringEvaluator
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
@@ -65,7 +65,7 @@ def _start(run: Run) -> None:
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
-        final.check(run)
+        final_files.check(run)
         _stop_at_max_steps(run)
 
 

@@ -20,7 +20,7 @@ from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import average_bytes
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.recovery.attempt import attempt
+from hvdtrain.parallel.recovery import attempt
 from hvdtrain.planning.memory.fit import peak as peak_with
 from hvdtrain.planning.memory.forecast import (
     MeasuredMemory,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.parallel.data_parallel.unused import UnusedParameters
+from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.core.protocols import Array, Ops
 from hvdtrain.engine.weight_checks import Fingerprints
-from hvdtrain.parallel.recovery import recovery
+from hvdtrain.parallel import recovery
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Control

@@ -23,15 +23,15 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import ChangesTransport, Collectives, Control, DataParallel, RunCallback, Schedule
 from hvdtrain.core.protocols.run import RunSaver
 from hvdtrain.core.protocols.types import Announcement, StepBatch
-from hvdtrain.core.records.stream import RecordStream
+from hvdtrain.core.records import RecordStream
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.run_parts import RunPhases, RunSetup, RunState, Services
 from hvdtrain.engine.written_state import WrittenState
-from hvdtrain.parallel.data_parallel.unused import UnusedParameters
+from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.parallel.recovery.recovery import Recovery
+from hvdtrain.parallel.recovery import Recovery
 
 if TYPE_CHECKING:
     from hvdtrain.comm.wires import Wires

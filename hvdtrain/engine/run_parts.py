@@ -23,13 +23,13 @@ from hvdtrain.core.mesh import Group, Mesh
 from hvdtrain.core.protocols import Collectives, Control, DataParallel, Schedule
 from hvdtrain.core.protocols.run import Position, RunSaver
 from hvdtrain.core.protocols.types import Announcement, Cursor, StepBatch
-from hvdtrain.core.records.stream import RecordStream
+from hvdtrain.core.records import RecordStream
 from hvdtrain.core.timeline import StepTotals, Timeline, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine.written_state import WrittenState
-from hvdtrain.parallel.data_parallel.unused import UnusedParameters
+from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.parallel.recovery.recovery import Recovery
+from hvdtrain.parallel.recovery import Recovery
 from hvdtrain.planning.linear import LinearTime
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols import DataParallel, DividesState
-from hvdtrain.core.table import facts
-from hvdtrain.core.terminal import say
+from hvdtrain.core.terminal import facts, say
 from hvdtrain.core.units import format_bytes
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline import plan

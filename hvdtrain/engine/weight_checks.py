@@ -146,7 +146,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.protocols import Control
     from hvdtrain.core.protocols.types import StepBatch
     from hvdtrain.parallel.parts import ModelParts
-    from hvdtrain.parallel.recovery.recovery import Recovery
+    from hvdtrain.parallel.recovery import Recovery
 
 
 def check_trainable(parts: ModelParts) -> None:

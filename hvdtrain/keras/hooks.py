@@ -5,13 +5,15 @@ Each change is made once, with the first distributed optimizer, and has no effec
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import itertools
 import math
+import textwrap
 import warnings
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import numpy as np
@@ -22,11 +24,10 @@ from hvdtrain.backends.tensorflow.nodes import node_errors
 from hvdtrain.backends.tensorflow.state import to_numpy
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.errors import UserError
-from hvdtrain.keras import custom_steps, shardable
-from hvdtrain.keras.data import ShardedDataset
+from hvdtrain.keras import data
+from hvdtrain.keras.data import ShardedDataset, check_shard
 from hvdtrain.keras.exchange import OptimizerExchange, exchange_of, tf_variable
 from hvdtrain.keras.guard import EARLY, GuardCallback
-from hvdtrain.keras.shardable import check_shard
 from hvdtrain.tensorflow import functions
 
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -123,23 +124,23 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
     @functools.wraps(plain_fit)
     def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         held_out = kwargs.get("validation_data")
-        shards = [data for data in (x, held_out) if isinstance(data, ShardedDataset)]
+        shards = [one for one in (x, held_out) if isinstance(one, ShardedDataset)]
         if isinstance(x, ShardedDataset):
             _refuse_class_weight(plain_fit, self, x, *args, **kwargs)
         exchange = exchange_of(getattr(self, "optimizer", None))
         if not shards or exchange is None:
             _seen.pop(self, None)
             return plain_fit(self, x, *args, **kwargs)
-        shardable.check_losses(self)
-        for step, data in zip(custom_steps.STEPS, (x, held_out)):
-            if isinstance(data, ShardedDataset):
-                custom_steps.check(self, step, data)
+        data.check_losses(self)
+        for step, shard in zip(STEPS, (x, held_out)):
+            if isinstance(shard, ShardedDataset):
+                check(self, step, shard)
         even = all(shard.even() for shard in shards)
         if _seen.get(self) not in (False, even):
             self.train_function = self.test_function = None
         _seen[self] = even
         try:
-            with shardable.reading(shards), shardable.weighing(x):
+            with data.reading(shards), data.weighing(x):
                 if isinstance(x, ShardedDataset):
                     check_shard(self, x, exchange.ranks)
                 return plain_fit(self, x, *args, **kwargs)
@@ -150,18 +151,18 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
 
     @functools.wraps(plain_loss)
     def compute_loss(self: Any, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
-        shardable.check_batch(self, y_pred, args[0] if args else kwargs.get("sample_weight"))
+        data.check_batch(self, y_pred, args[0] if args else kwargs.get("sample_weight"))
         return plain_loss(self, x, y, y_pred, *args, **kwargs)
     fits.fit, loses.compute_loss = fit, compute_loss
     fits.evaluate, fits.test_on_batch = _weighing(fits.evaluate), _weighing(fits.test_on_batch)
 
 
 def _weighing(plain: Any) -> Any:
-    """Wrap ``plain``, which reads the data ``x``, in `hvdtrain.keras.shardable.weighing`: callbacks of a fit call it.
+    """Wrap ``plain``, which reads the data ``x``, in `hvdtrain.keras.data.weighing`: callbacks of a fit call it.
     """
     @functools.wraps(plain)
     def read(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with shardable.weighing(x):
+        with data.weighing(x):
             return plain(self, x, *args, **kwargs)
     return read
 
@@ -239,3 +240,64 @@ class WrittenVariables:
         found = [v for v in state_variables(self._model) if id(v) not in local and math.prod(v.shape) < LARGE]
         return {f"{v.path}#{i}" if any(v.path == w.path for w in found[:i]) else v.path: v
                 for i, v in enumerate(found)}
+
+
+if TYPE_CHECKING:
+    from hvdtrain.keras.data import ShardedDataset
+
+STEPS = ("train_step", "test_step")
+UNPACK = "unpack_x_y_sample_weight"
+Taken = Literal["pairs", "unweighted", "weighted", "unknown"]
+
+
+def check(model: Any, name: str, shard: ShardedDataset) -> None:
+    """Refuse (`UserError`) a custom step ``name`` that fails on sample weights or drops them, unless all are 1."""
+    import keras
+
+    step = getattr(type(model), name)
+    if step is getattr(keras.Model, name):
+        return
+    try:
+        how = taken(inspect.getsource(inspect.unwrap(step)))
+    except (OSError, TypeError, SyntaxError):
+        return
+    if how == "pairs" or how == "unweighted" and not shard.of_ones():
+        does = "takes two elements of a batch" if how == "pairs" else "drops the sample weights of a batch"
+        raise UserError(f"{type(model).__name__}.{name} {does} of hvdtrain.keras.shard",
+                        "x, y and sample_weight, which makes the mean over ranks that of the global batch",
+                        f"write x, y, sample_weight = keras.utils.{UNPACK}(data) in {name}, and give sample_weight "
+                        "to compute_loss")
+
+
+def taken(source: str) -> Taken:
+    """Return how a step's source takes its batch: two elements, three with the weights unread, or with them read."""
+    function = next((node for node in ast.walk(ast.parse(textwrap.dedent(source)))
+                     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))), None)
+    if function is None or len(function.args.args) < 2:  # a lambda
+        return "unknown"
+    data = function.args.args[1].arg
+    if any(isinstance(node, ast.Name) and node.id == data and isinstance(node.ctx, ast.Store)
+           for node in ast.walk(function)):
+        return "unknown"  # what is taken apart may be another batch
+    read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    unpacked = [node.targets[0].elts for node in ast.walk(function) if isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], (ast.Tuple, ast.List)) and _is_batch(node.value, data)]
+    if unpacked:
+        most = max(unpacked, key=len)
+        last = most[-1].value if isinstance(most[-1], ast.Starred) else most[-1]
+        if len(most) == 2 and last is most[-1]:
+            return "pairs"
+        return "unweighted" if isinstance(last, ast.Name) and last.id not in read else "weighted"
+    uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == data]
+    indices = [node.slice.value for node in ast.walk(function) if isinstance(node, ast.Subscript)
+               and isinstance(node.value, ast.Name) and node.value.id == data and isinstance(node.slice, ast.Constant)]
+    if not uses or len(indices) < len(uses):
+        return "unknown"
+    return "weighted" if 2 in indices else "unweighted"
+
+
+def _is_batch(value: ast.expr, data: str) -> bool:
+    """Return whether an expression is the parameter ``data``, or Keras' unpacking of it."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == UNPACK and value.args:
+        value = value.args[0]
+    return isinstance(value, ast.Name) and value.id == data

@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.backends.keras.metrics import in_order, is_additive, result_of, vector
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.keras import data
-from hvdtrain.keras.shardable import check_losses
+from hvdtrain.keras.data import check_losses
 
 
 @dataclass

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.core.table import as_text
+from hvdtrain.core.terminal import as_text
 from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.planning.linear import Link
 

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.files import write_all
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols import Record
-from hvdtrain.core.table import as_text
+from hvdtrain.core.terminal import as_text
 
 if TYPE_CHECKING:
     from hvdtrain.reports import ReportedRun

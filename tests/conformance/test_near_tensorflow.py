@@ -8,7 +8,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from hvdtrain.backends.tensorflow.nodes import node_errors  # noqa: E402
+from hvdtrain.backends.tensorflow.nodes import host_node, node_errors  # noqa: E402
 from hvdtrain.backends.tensorflow.ops import zeros  # noqa: E402
 from hvdtrain.comm.collectives import shared  # noqa: E402
 from hvdtrain.comm.collectives.shared import SharedUnavailable  # noqa: E402
@@ -116,6 +116,14 @@ def test_what_ends_the_node_comes_out_as_itself():
         graph([tf.zeros([3])])
     with pytest.raises(tf.errors.OpError, match="nobody's"), node_errors():
         raise tf.errors.UnknownError(None, None, "nobody's")
+
+
+def test_what_ends_a_call_outside_of_graphs_comes_out_as_itself():
+    def leave(_):
+        raise PeerFailed("rank 1 left")
+
+    with pytest.raises(PeerFailed, match="rank 1 left"):
+        host_node(leave, [tf.zeros([3])], tf.float32, "a test", stateful=True)
 
 
 @pytest.mark.parametrize("lacks", ["", "ranks", "MPI", "threads", "a host", "consent", "a CPU", "memory"])

@@ -1,6 +1,9 @@
-"""Errors that a backend takes for a lack of memory, and the memory use it reports."""
+"""Errors that a backend takes for a lack of memory, the memory use it reports, and that it offers no module by mistake.
+"""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import pytest
 
@@ -24,3 +27,5 @@ def test_backends_tell_out_of_memory_from_other_errors(framework):
         assert backend.out_of_memory(tf.errors.ResourceExhaustedError(None, None, "OOM"))
     calls = []
     assert backend.peak_bytes(lambda: calls.append(1)) == 0 and calls == [1]
+    # A module of the same name takes the place of a function that was imported before it.
+    assert not [name for name in backend.__all__ if isinstance(getattr(backend, name), ModuleType)]

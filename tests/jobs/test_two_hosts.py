@@ -24,7 +24,7 @@ RANK = f"""
 import json, os, socket
 import numpy as np
 from mpi4py import MPI
-from hvdtrain.comm.measure import transports as shown
+from hvdtrain.comm import transport_sweep as shown
 from hvdtrain.cluster import links
 
 def sent():
@@ -54,12 +54,12 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.cluster.topology import survey
 from hvdtrain.comm.wires import Wires
 from hvdtrain.config import Config
-from hvdtrain.planning import transport_choice; from hvdtrain.comm.measure import transports
+from hvdtrain.planning import transport_choice; from hvdtrain.comm import transport_sweep
 
 numpy, control = backends.load("numpy"), boot.start_control(launch_facts(os.environ), 60)
 wires = Wires(Config(), "numpy", numpy, control, survey(control), control.gather(numpy.device_facts()))
 first = wires.first([]).name
-found = transports.measure({{name: wires.get(name)[0] for name in wires.names}}, numpy.Ops(), control, 1e6, 0.5)
+found = transport_sweep.measure({{name: wires.get(name)[0] for name in wires.names}}, numpy.Ops(), control, 1e6, 0.5)
 assert all(other == found for other in control.gather(found))
 if world.rank == 0:
     print(json.dumps([first, wires.names, transport_choice.decide(transport_choice.estimate(found, 1e6, 1.0)).name]))

@@ -9,9 +9,8 @@ import pytest
 from small_runs import CLASSES, FEATURES, config, samples
 
 from hvdtrain.cluster import horovod
-from hvdtrain.comm import compressors
+from hvdtrain.comm import compressors, sweep
 from hvdtrain.comm.collectives.mpi import MpiCollectives
-from hvdtrain.comm.measure import sweep
 from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec

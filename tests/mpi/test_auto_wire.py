@@ -13,9 +13,8 @@ from small_runs import FRAMEWORKS, apart, config, fitted, make_model, samples, w
 
 from hvdtrain.cluster import horovod
 from hvdtrain.cluster.topology import HostRanks, Topology
-from hvdtrain.comm import wires
+from hvdtrain.comm import transport_sweep, wires
 from hvdtrain.comm.collectives.mpi import MpiCollectives
-from hvdtrain.comm.measure import transports
 from hvdtrain.config import CheckpointConfig
 from hvdtrain.engine import assemble as assembling
 from hvdtrain.engine.assemble import assemble
@@ -124,12 +123,12 @@ def test_the_sweep_is_the_same_everywhere_and_sane(control, comm):
     from hvdtrain.backends.numpy.ops import Ops
 
     two = {"mpi": MpiCollectives(comm, 60), "again": MpiCollectives(comm, 60)}
-    found = transports.measure(two, Ops(), control, 1e9, 0.3)
+    found = transport_sweep.measure(two, Ops(), control, 1e9, 0.3)
     assert all(other == found for other in control.gather(found))
     assert [m.name for m in found] == list(two)
     for m in found:
         assert m.link.seconds(1e6) > 0 and 0 <= m.busy_cores < 64 and m.idle_cores == 0 and m.most_bytes > 1 << 18
-    small, _ = transports.measure(two, Ops(), control, 1e5, 0.3)
+    small, _ = transport_sweep.measure(two, Ops(), control, 1e5, 0.3)
     assert small.most_bytes == 1 << 19, "no more than a step sends"
 
 

@@ -15,8 +15,8 @@ from hvdtrain.checkpoint.stream import PIECE_BYTES, StreamedContent, head, in_or
 from hvdtrain.checkpoint.transfer import arriving, fetch, receive_shards, send_shards
 from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.protocols.run import Head, Shard, Want
+from hvdtrain.engine import session
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.engine.saving import session
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 MIB = 2**20

@@ -17,9 +17,8 @@ from hvdtrain.checkpoint import stream
 from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.cluster.machine.memory import host_peak_bytes, resident_bytes
 from hvdtrain.config import CheckpointConfig, Named, PipelineConfig
-from hvdtrain.engine import loop
+from hvdtrain.engine import loop, session
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.engine.saving import session
 
 # Three ranks show it best: each then holds a third, and of two ranks half.
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]

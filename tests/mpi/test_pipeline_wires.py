@@ -12,7 +12,7 @@ from small_runs import CLASSES, FEATURES, apart, config, fitted, samples, solo, 
 from hvdtrain.backends import numpy as numpy_backend
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.collectives.shared import SharedCollectives
-from hvdtrain.comm.measure.sweep import exchange
+from hvdtrain.comm.sweep import exchange
 from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named, PipelineConfig
 from hvdtrain.core.mesh import Group
 from hvdtrain.engine.assemble import assemble

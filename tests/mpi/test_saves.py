@@ -14,7 +14,7 @@ from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
 from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving.saving import Saving
+from hvdtrain.engine.saving import Saving
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 DATA = samples(48)
@@ -57,7 +57,7 @@ def test_saves_beside_training_have_the_bits_of_saves_that_are_waited_for(contro
     busy = {}
     for name, layout, saver in (("beside", "gathered", BackgroundSaver), ("shards", "sharded", BackgroundSaver),
                                 ("waited", "gathered", InlineSaver)):
-        monkeypatch.setattr("hvdtrain.engine.saving.saving.BackgroundSaver", saver)
+        monkeypatch.setattr("hvdtrain.engine.saving.BackgroundSaver", saver)
         keys = CheckpointConfig(every_steps=2, keep=9, layout=layout)
         run = assemble(replace(settings, out=str(out / name), checkpoint=keys), make_model(framework), DATA)
         watch = Slow()

@@ -33,8 +33,9 @@ from hvdtrain.backends.tensorflow import convert as keras_side  # noqa: E402
 from hvdtrain.backends.torch import convert as torch_side  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot  # noqa: E402
 from hvdtrain.commands import train  # noqa: E402
-from hvdtrain.commands.convert import check, worker  # noqa: E402
+from hvdtrain.commands.convert import cli as check  # noqa: E402
 from hvdtrain.commands.convert import request as places  # noqa: E402
+from hvdtrain.commands.convert import worker  # noqa: E402
 from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
 from hvdtrain.config import DataConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402

@@ -1,22 +1,26 @@
 """TensorFlow with Keras 3: how tensors, steps and Horovod's collectives look there."""
 
-from hvdtrain.backends.tensorflow.collectives import collectives, stage
+# isort: off
+# First, as it imports the module `stage`, whose name the function takes over.
 from hvdtrain.backends.tensorflow.create import make_parts
+# isort: on
+from hvdtrain.backends.tensorflow.collectives import collectives, stage
 from hvdtrain.backends.tensorflow.data import adapt as adapt_data
 from hvdtrain.backends.tensorflow.footprint import (
+    Profiler,
     allocators,
     flops_of_graphs,
     flops_of_pass,
     held,
     model_bytes,
     product_type,
+    ranges,
     state_now,
     traced,
 )
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.pipelined.deferred import building
 from hvdtrain.backends.tensorflow.placement import device_facts, in_host_memory, seed, setup
-from hvdtrain.backends.tensorflow.profiler import Profiler, ranges
 from hvdtrain.backends.tensorflow.trial import (
     free_cached,
     hold_bytes,

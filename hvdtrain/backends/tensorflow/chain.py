@@ -22,7 +22,7 @@ from hvdtrain.backends.tensorflow.placement import HOST, lent
 from hvdtrain.backends.tensorflow.recompute import nbytes, source
 from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
 from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.recovery.attempt import attempt_halving
+from hvdtrain.parallel.recovery import attempt_halving
 from hvdtrain.planning.pipeline.blocks import Block
 
 DO = "give the model file blocks(model) -> [(name, layer), ...], the forward pass being a loop over them"

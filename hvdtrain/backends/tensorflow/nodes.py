@@ -76,7 +76,8 @@ def host_node(run: Callable[..., Any], xs: Sequence[tf.Tensor], dtypes: Any, wha
                 _errors.popitem(last=False)
             raise Failed(f"{key}: {type(error).__name__}: {error}") from error
 
-    return tf.numpy_function(call, xs, dtypes, stateful=stateful, name=name)
+    # Outside of graphs TensorFlow lets an exception through as it is; nobody would look up the original.
+    return tf.numpy_function(run if tf.executing_eagerly() else call, xs, dtypes, stateful=stateful, name=name)
 
 
 def blocked_s(ready_s: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -17,7 +17,7 @@ import torch
 from hvdtrain.backends.torch.snapshot import of_keras
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Writable
-from hvdtrain.parallel.data_parallel.unused import without_gradient
+from hvdtrain.parallel.data_parallel.reducing import without_gradient
 
 WRAPPERS = (("torch.nn", "DataParallel", "module"),
             ("torch.nn.parallel", "DistributedDataParallel", "module"),

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hvdtrain.cluster.machine.cgroup import memory_limits
+from hvdtrain.cluster.machine.usage import memory_limits
 
 DEVICE_PART = 0.9
 """Share of a device's memory that a plan may use: fragmentation and what libraries take later need the rest."""

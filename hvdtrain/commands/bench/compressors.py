@@ -20,13 +20,13 @@ from hvdtrain.cluster.topology import affinity, compute_threads
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.comm.compressors import create, names
-from hvdtrain.comm.measure.sweep import exchange, settle
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.comm.reducer.transport import Transport
-from hvdtrain.commands.bench import options, record
+from hvdtrain.comm.sweep import exchange, settle
+from hvdtrain.commands.bench import cli, session
 from hvdtrain.commands.bench.session import require
 from hvdtrain.config import Config, ExchangeConfig
-from hvdtrain.core import table
+from hvdtrain.core import terminal
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import launch_facts
@@ -43,7 +43,7 @@ from hvdtrain.core.protocols import (
     Request,
 )
 from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.core.table import spread
+from hvdtrain.core.terminal import spread
 from hvdtrain.core.units import format_number
 
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
@@ -245,8 +245,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"bench compressors was started on {launch_facts(os.environ).size} ranks",
                         "one process, which plays all ranks", "leave the launcher out and set --ranks")
     ops, graph, threads = _start(args)
-    record.check(args.jsonl)
-    environment = record.environment("", 1, "", args.seed, threads, args.framework)
+    session.check(args.jsonl)
+    environment = session.environment("", 1, "", args.seed, threads, args.framework)
     config = _config(args)
     for model, shapes in [("shapes", args.shapes)] if args.shapes else [(w, WORKLOADS[w][1]) for w in args.workload]:
         what = subject(model, shapes, args.bucket_mb, args.ranks, args.seed)
@@ -256,10 +256,10 @@ def main(argv: list[str]) -> int:
         for name in args.compressors:
             rows.append(measure(name, config, what, ops, graph, args.repeats, args.steps))
             if args.jsonl:
-                record.append(args.jsonl, {"bench": "compressors", **environment, **facts, **rows[-1]})
+                session.append(args.jsonl, {"bench": "compressors", **environment, **facts, **rows[-1]})
         headers = ("compressor", "ms a step", "encode", "decode", "bytes sent", "fp32 / sent", "error, 1 sum",
                    f"mean of {args.steps}")
-        table.show(_title(what, args.framework, threads, graph is not None), headers, [cells(r) for r in rows],
+        terminal.show(_title(what, args.framework, threads, graph is not None), headers, [cells(r) for r in rows],
                    args.markdown)
     return 0
 
@@ -268,33 +268,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; `UserError` for a bad one."""
     usual = ExchangeConfig()
     summing = [name for name in names() if not create(name, Config()).reductions]
-    parser = options.Parser("hvdtrain bench compressors",
+    parser = cli.Parser("hvdtrain bench compressors",
                             "Time to encode and decode, bytes sent and error of each gradient "
                             "compressor. One process; the ranks of --ranks are played by it. Encoding is what a "
                             "compressor does up to its last request to the transport, decoding what it does after the "
                             "last answer; ms a step is their sum, which is all that TensorFlow's graph shows.")
-    parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
+    parser.add_argument("--framework", type=cli.one_of("--framework", FRAMEWORKS), default="torch",
                         metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
-    parser.add_argument("--compressors", type=options.some_of("--compressors", summing), default=",".join(summing),
+    parser.add_argument("--compressors", type=cli.some_of("--compressors", summing), default=",".join(summing),
                         metavar="A,B", help="which")
-    parser.add_argument("--workload", type=options.some_of("--workload", WORKLOADS), metavar="A,B",
+    parser.add_argument("--workload", type=cli.some_of("--workload", WORKLOADS), metavar="A,B",
                         default=",".join(WORKLOADS),
                         help="whose parameters: " + "; ".join(f"{w}: {text}" for w, (text, _) in WORKLOADS.items()))
-    parser.add_argument("--shapes", type=options.shapes("--shapes"), default=None, metavar="2048x512,2048",
+    parser.add_argument("--shapes", type=cli.shapes("--shapes"), default=None, metavar="2048x512,2048",
                         help="parameters of these shapes instead")
-    parser.add_argument("--ranks", type=options.whole("--ranks", 2, 16), default=2, metavar="P",
+    parser.add_argument("--ranks", type=cli.whole("--ranks", 2, 16), default=2, metavar="P",
                         help="ranks that take part")
-    parser.add_argument("--steps", type=options.whole("--steps", 1, 10000), default=10, metavar="N",
+    parser.add_argument("--steps", type=cli.whole("--steps", 1, 10000), default=10, metavar="N",
                         help="steps of the same gradient, for the error of their mean")
-    parser.add_argument("--bucket_mb", type=options.number("--bucket_mb", 0, 2**20), default=usual.bucket_mb,
+    parser.add_argument("--bucket_mb", type=cli.number("--bucket_mb", 0, 2**20), default=usual.bucket_mb,
                         metavar="MIB", help="size of a bucket")
-    parser.add_argument("--powersgd_rank", type=options.whole("--powersgd_rank", 1), metavar="R",
+    parser.add_argument("--powersgd_rank", type=cli.whole("--powersgd_rank", 1), metavar="R",
                         default=usual.powersgd_rank, help="exchange.powersgd_rank")
-    parser.add_argument("--topk_ratio", type=options.number("--topk_ratio", 0, 1), default=usual.topk_ratio,
+    parser.add_argument("--topk_ratio", type=cli.number("--topk_ratio", 0, 1), default=usual.topk_ratio,
                         metavar="X", help="exchange.topk_ratio")
-    parser.add_argument("--seed", type=options.whole("--seed", 0, 2**32 - 1), default=0, metavar="N",
+    parser.add_argument("--seed", type=cli.whole("--seed", 0, 2**32 - 1), default=0, metavar="N",
                         help="of the gradients")
-    parser.add_argument("--threads", type=options.whole("--threads", 0, 4096), default=0, metavar="N",
+    parser.add_argument("--threads", type=cli.whole("--threads", 0, 4096), default=0, metavar="N",
                         help="compute threads; 0: one for each core")
     parser.common(repeats=10)
     return parser.parse(argv)

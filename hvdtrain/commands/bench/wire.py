@@ -16,16 +16,16 @@ import numpy as np
 
 from hvdtrain.cluster import boot
 from hvdtrain.cluster import links as measuring
+from hvdtrain.comm import transport_sweep as links
 from hvdtrain.comm.collectives.shared import SUMMED
-from hvdtrain.comm.measure import transports as links
-from hvdtrain.comm.measure.sweep import settle
-from hvdtrain.commands.bench import options
+from hvdtrain.comm.sweep import settle
+from hvdtrain.commands.bench import cli
 from hvdtrain.commands.bench.session import Session, open_session, records
-from hvdtrain.core import table
+from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops
 from hvdtrain.core.protocols.types import itemsize
-from hvdtrain.core.table import spread
+from hvdtrain.core.terminal import spread
 from hvdtrain.core.units import format_number
 
 KINDS = ("allreduce", "allgather", "alltoall", "reducescatter", "broadcast")
@@ -258,23 +258,23 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; `UserError` for a bad one."""
-    parser = options.Parser("hvdtrain bench wire",
+    parser = cli.Parser("hvdtrain bench wire",
                             "Time and bandwidth of each collective by size, with the columns and definitions "
                             "of nccl-tests, and the links between hosts. Start it under mpirun; alone it shows what a "
                             "call costs by itself.")
-    parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
+    parser.add_argument("--framework", type=cli.one_of("--framework", FRAMEWORKS), default="torch",
                         metavar="|".join(FRAMEWORKS), help="whose arrays travel")
-    parser.add_argument("--collectives", type=options.one_of("--collectives", WIRES), default="horovod",
+    parser.add_argument("--collectives", type=cli.one_of("--collectives", WIRES), default="horovod",
                         metavar="|".join(WIRES), help="the transport; auto: what a run would take")
-    parser.add_argument("--kinds", type=options.some_of("--kinds", KINDS), default=",".join(KINDS), metavar="A,B",
+    parser.add_argument("--kinds", type=cli.some_of("--kinds", KINDS), default=",".join(KINDS), metavar="A,B",
                         help="collectives to measure")
-    parser.add_argument("--min", "--minbytes", type=options.size("--min"), default="4K", metavar="BYTES",
+    parser.add_argument("--min", "--minbytes", type=cli.size("--min"), default="4K", metavar="BYTES",
                         help="smallest size, such as 4K")
-    parser.add_argument("--max", "--maxbytes", type=options.size("--max"), default="64M", metavar="BYTES",
+    parser.add_argument("--max", "--maxbytes", type=cli.size("--max"), default="64M", metavar="BYTES",
                         help="largest size, such as 64M; horovodrun takes --max for its own, so under it --maxbytes")
-    parser.add_argument("--factor", type=options.number("--factor", 1, 1024), default=4.0, metavar="X",
+    parser.add_argument("--factor", type=cli.number("--factor", 1, 1024), default=4.0, metavar="X",
                         help="from one size to the next")
-    parser.add_argument("--dtype", type=options.one_of("--dtype", DTYPES), default="float32", metavar="TYPE",
+    parser.add_argument("--dtype", type=cli.one_of("--dtype", DTYPES), default="float32", metavar="TYPE",
                         help="element type")
     parser.waits(600.0, "longest wait for other ranks, in seconds")
     parser.common(repeats=20)
@@ -298,7 +298,7 @@ def bench(session: Session, args: argparse.Namespace) -> int:
                         "one of " + ", ".join(d for d in DTYPES if d in session.wire.dtypes), "correct --dtype")
     keep = records(session, "wire", args.jsonl)
     for note in session.notes if control.rank == 0 else ():
-        table.note(note)
+        terminal.note(note)
     for kind in args.kinds:
         points = [point(kind, n, args.dtype, control.size) for n in sizes(args.min, args.max, args.factor)]
         found = []
@@ -307,7 +307,7 @@ def bench(session: Session, args: argparse.Namespace) -> int:
             keep(found[-1])
         status |= any(row["wrong"] for row in found)
         if control.rank == 0:
-            table.show(_title(session, found[0]), HEADERS, [cells(row) for row in found], args.markdown,
+            terminal.show(_title(session, found[0]), HEADERS, [cells(row) for row in found], args.markdown,
                        launched=control.size > 1)
     _tell_links(session, keep, args.markdown)
     return int(status)
@@ -331,7 +331,7 @@ def _tell_links(session: Session, keep: Callable[[dict[str, Any]], None], markdo
     hosts = session.topology.hosts if session.topology is not None else ()
     if len(hosts) < 2 or not boot.has_mpi():
         if session.control.rank == 0:
-            table.note(links.ONE_HOST if len(hosts) < 2 else links.NO_MPI)
+            terminal.note(links.ONE_HOST if len(hosts) < 2 else links.NO_MPI)
         return
     found = measuring.measure(boot.mpi_comm(), [host.ranks for host in hosts])
     if session.control.rank != 0:
@@ -341,6 +341,6 @@ def _tell_links(session: Session, keep: Callable[[dict[str, Any]], None], markdo
         for row in links.records(link, names):
             keep({**row, "wire": "mpi"})
     for title, rows in links.tables(found, names):
-        table.show(title, links.HEADERS, rows, markdown, launched=True)
+        terminal.show(title, links.HEADERS, rows, markdown, launched=True)
     for text in links.words(found, names):
-        table.note(text)
+        terminal.note(text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.cluster.machine import software as detect
-from hvdtrain.commands.build_horovod import record, tools, verify, wheel
+from hvdtrain.commands.build_horovod import tools, verify, wheel
 from hvdtrain.commands.build_horovod.child_log import ChildFailed, Display, clock
 from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, BuildPlan, plan
 from hvdtrain.core.errors import UserError
@@ -108,8 +108,8 @@ def run(options: Options, say=print) -> int:
     return 0
 
 
-def _ensure_installed(todo: BuildPlan, options: Options, log: Path, say) -> record.BuildRecord:
-    have = record.installed()
+def _ensure_installed(todo: BuildPlan, options: Options, log: Path, say) -> verify.BuildRecord:
+    have = verify.installed()
     if have is not None and have.key == todo.key and not options.force:
         say("already installed: the Horovod here was built for exactly this")
         return have
@@ -122,12 +122,12 @@ def _ensure_installed(todo: BuildPlan, options: Options, log: Path, say) -> reco
         else:
             built = _build(todo, options.jobs, log, say)
         wheel.install(built, log, wheel.child_env(todo))
-        now = record.BuildRecord(
+        now = verify.BuildRecord(
             key=todo.key, wheel_sha256=wheel.sha256_of(built),
             horovod=HOROVOD_VERSION, python=todo.facts.python_tag,
             frameworks={f.dist: f.version for f in todo.facts.frameworks},
             mpi=f"{todo.mpi.flavour} {todo.mpi.version}" if todo.mpi else "", cuda=todo.cuda)
-        record.write(now)
+        verify.write(now)
     return now
 
 
@@ -149,7 +149,7 @@ def _build(todo: BuildPlan, jobs: int, log: Path, say) -> Path:
     return built
 
 
-def _ensure_verified(todo: BuildPlan, now: record.BuildRecord, force: bool, log: Path, say) -> record.BuildRecord:
+def _ensure_verified(todo: BuildPlan, now: verify.BuildRecord, force: bool, log: Path, say) -> verify.BuildRecord:
     """Run the checks, unless the record says that this very wheel passed them in this environment."""
     if now.verified and not force:
         say(f"verified before: {'; '.join(now.verified)}")
@@ -157,5 +157,5 @@ def _ensure_verified(todo: BuildPlan, now: record.BuildRecord, force: bool, log:
     log.write_text(f"# {todo.title()}\n")
     passed = verify.run_all(todo, log, wheel.child_env(todo), say)
     now = replace(now, verified=passed)
-    record.write(now)
+    verify.write(now)
     return now

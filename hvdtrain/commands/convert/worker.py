@@ -28,7 +28,8 @@ from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.comm.collectives.base import NullCollectives
-from hvdtrain.commands.convert import check, resume
+from hvdtrain.commands.convert import cli
+from hvdtrain.commands.convert import request as target_run
 from hvdtrain.commands.convert.request import Request
 from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
@@ -41,7 +42,7 @@ SHORT = {"torch": "torch", "tensorflow": "keras"}
 
 def read(request: Request, exchange: Path) -> None:
     snapshot = read_snapshot(request.source.path) if request.source.kind == "checkpoint" else None
-    config = resume.config_of(snapshot.meta["config"]) if snapshot else Config()
+    config = target_run.config_of(snapshot.meta["config"]) if snapshot else Config()
     spec, side = _built(request.model, request.model_args, config.seed)
     request.source.require(spec.framework, "--model")
     meta: dict[str, Any] = {"framework": spec.framework, "notes": []}
@@ -56,7 +57,7 @@ def read(request: Request, exchange: Path) -> None:
         held = {name: dict(snapshot.tensors[name]) for name in ("model", "optimizer")}
         parts.state.load(held, snapshot.meta["step_rest"])
         if request.with_state:
-            resume.require_constant_rate(config, side.scheduled(parts))
+            target_run.require_constant_rate(config, side.scheduled(parts))
             rules.require_one_rule(side.own_optimizer(parts))
             rule, slots = side.optimizer(parts)
             groups |= {f"slot-{slot}": arrays for slot, arrays in slots.items()}
@@ -65,7 +66,7 @@ def read(request: Request, exchange: Path) -> None:
     meta["model"] = side.describe(spec.model).to_dict()
     groups["model"] = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}
     if request.check:
-        x = check.inputs(spec.example, request.input_shape, side.input_shapes(spec.model))
+        x = cli.inputs(spec.example, request.input_shape, side.input_shapes(spec.model))
         groups |= {"input": _numbered(x), "output": _numbered(_outputs(request.model, side, spec, x))}
         groups |= _by_chance(request, side, spec, x)
     write_snapshot(exchange, Snapshot(groups, meta))
@@ -78,7 +79,7 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     """
     found = read_snapshot(exchange)
     meta, rule = found.meta, Rule.from_dict(found.meta["rule"]) if "rule" in found.meta else None
-    old = resume.config_of(meta["run"]["config"]) if rule else Config()
+    old = target_run.config_of(meta["run"]["config"]) if rule else Config()
     spec, side = _built(request.twin, request.twin_args, old.seed)
     request.target.require(spec.framework, "--twin")
     if meta["framework"] == spec.framework:
@@ -100,7 +101,7 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
         raise UserError(f"{request.twin} gives optimizer(model, config), and the run goes on with the optimizer of its "
                         "checkpoint", "an optimizer by name", "leave optimizer out of the twin's file, or convert the "
                         "weights alone: give a file as TARGET")
-    config = resume.config_for(old, spec.framework, rule, request.twin, request.twin_args, request.target.path)
+    config = target_run.config_for(old, spec.framework, rule, request.twin, request.twin_args, request.target.path)
     slots = {slot: carry_moments(pairs, found.tensors[f"slot-{slot}"], SHORT[spec.framework]) for slot in rule.slots()
              if f"slot-{slot}" in found.tensors}
     parts = _parts(spec, config)
@@ -108,7 +109,7 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     parts.state.load(*side.state_of(parts, rule, slots))  # what --resume will do
     _save(request, side, parts, config, found, made)
     compressor_state = any(name.startswith("compressor.") for arrays in found.tensors.values() for name in arrays)
-    report["notes"] = [*remarks(rule, config.schedule.warmup_steps), *_training_remarks(pairs), *resume.remarks(
+    report["notes"] = [*remarks(rule, config.schedule.warmup_steps), *_training_remarks(pairs), *target_run.remarks(
         config, source.draws or target.draws, compressor_state, str(meta["loss"]))]
     name, args = config.optimizer.name, config.optimizer.args
     return report | {"optimizer": f"{name} {args}", "step": meta["run"]["cursor"]["step"], "slots": sorted(slots)}
@@ -118,10 +119,10 @@ def _save(request: Request, side: Any, parts: ModelParts, config: Config, found:
     """Write the run's directory: one checkpoint, as the run itself would write it, and its configuration."""
     run = found.meta["run"]
     groups, rest = parts.state.state()
-    ranks = {name: resume.rank_arrays(arrays, side.fresh_generators(parts.model, config.seed, int(name[5:])))
+    ranks = {name: target_run.rank_arrays(arrays, side.fresh_generators(parts.model, config.seed, int(name[5:])))
              for name, arrays in found.tensors.items() if name.startswith("rank-")}
     number = int(run["cursor"]["step"])
-    meta = resume.meta_for(run, backends.framework_of(parts.model), request.twin, rest, config)
+    meta = target_run.meta_for(run, backends.framework_of(parts.model), request.twin, rest, config)
     write_snapshot(RunDirectory(made).checkpoints / f"step-{number:08d}", Snapshot({**groups, **ranks}, meta),
                    step=number)
     plain = json.loads(json.dumps(config.to_dict(), default=repr))
@@ -139,7 +140,7 @@ def _training_remarks(pairs: Pairs) -> list[str]:
 def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: OpenCheckpoint) -> dict[str, Any]:
     x = _in_order(found, "input")
     may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
-    apart = check.apart(_outputs(request.twin, side, spec, x), _in_order(found, "output"))
+    apart = cli.apart(_outputs(request.twin, side, spec, x), _in_order(found, "output"))
     if not apart <= request.tolerance:
         raise UserError(f"the twins' outputs differ by {apart:.1e} of the largest on the same random input",
                         f"at most {request.tolerance:g}", f"look at this: {may}")
@@ -147,11 +148,11 @@ def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: OpenC
     if "chance" not in found.tensors:  # its outputs were not finite
         return report
     side.assign(spec.model, carry(pairs, found.tensors["chance"], SHORT[spec.framework]))
-    by_chance = check.apart(_outputs(request.twin, side, spec, x), _in_order(found, "chance-output"))
-    if not by_chance <= max(check.APART_BY_CHANCE, request.tolerance):
+    by_chance = cli.apart(_outputs(request.twin, side, spec, x), _in_order(found, "chance-output"))
+    if not by_chance <= max(cli.APART_BY_CHANCE, request.tolerance):
         raise UserError("the twins' outputs are alike with SOURCE's weights, and with random ones carried over the "
                         f"same pairs they differ by {by_chance:.1e} of the largest: weights such as 0 hide it",
-                        f"at most {check.APART_BY_CHANCE:g}", f"look at this: {may}")
+                        f"at most {cli.APART_BY_CHANCE:g}", f"look at this: {may}")
     return report | {"apart_by_chance": by_chance}
 
 
@@ -162,7 +163,7 @@ def _by_chance(request: Request, side: Any, spec: Spec, x: list[np.ndarray]) -> 
     The model keeps its own weights.
     """
     own = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}
-    side.assign(spec.model, check.random_weights(side.describe(spec.model), own))
+    side.assign(spec.model, cli.random_weights(side.describe(spec.model), own))
     drawn = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}  # shared ones once
     outputs = _outputs(request.model, side, spec, x)
     side.assign(spec.model, own)
@@ -196,7 +197,7 @@ def _built(text: str, args: dict[str, Any], seed: int) -> tuple[Spec, Any]:
 def _parts(spec: Spec, config: Config) -> ModelParts:
     plain = replace(spec, task=None, metrics=None, weight=None)
     make = backends.load(spec.framework).make_parts
-    parts: ModelParts = make(plain, resume.bare(config), SoloControl(), NullCollectives(), 0)
+    parts: ModelParts = make(plain, target_run.bare(config), SoloControl(), NullCollectives(), 0)
     return parts
 
 

@@ -24,7 +24,7 @@ from hvdtrain.commands.doctor.library_checks import short
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.processes import orderly_signals
-from hvdtrain.core.table import facts as facts_table
+from hvdtrain.core.terminal import facts as facts_table
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import format_bytes
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from hvdtrain.cluster.launchers import openmpi
 from hvdtrain.cluster.links import SLOW, LinkTiming, PairLink, slow
-from hvdtrain.comm.measure import transports as shown
+from hvdtrain.comm import transport_sweep as shown
 from hvdtrain.commands.doctor.facts import SLOWS, STOPS, Facts, Problem, known
-from hvdtrain.core import table
+from hvdtrain.core import terminal
 
 VIRTUAL = re.compile(r"docker|br-|virbr|veth|vmnet|vboxnet|cni|flannel|cali|lxc|lxdbr|podman|kube|dummy|ifb")
 """Names of interfaces that do not lead to another host."""
@@ -146,5 +146,5 @@ def text(hosts: Sequence[Facts]) -> list[str]:
     found, names = links_of(hosts), [host["host"] for host in hosts]
     if not found:
         return [f"links between hosts: {str(hosts[0]['links'] or 'not measured').rstrip('.')}."]
-    each = [f"{title}\n{table.as_text(shown.HEADERS, rows)}\n" for title, rows in shown.tables(found, names)]
+    each = [f"{title}\n{terminal.as_text(shown.HEADERS, rows)}\n" for title, rows in shown.tables(found, names)]
     return ["", *each, *(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in shown.words(found, names))]

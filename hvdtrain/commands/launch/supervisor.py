@@ -22,7 +22,7 @@ from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.liveness.causes import in_words, start_parts
 from hvdtrain.cluster.liveness.pulse import WAITING
 from hvdtrain.cluster.liveness.watch.system import catches
-from hvdtrain.cluster.machine.cgroup import oom_kills
+from hvdtrain.cluster.machine.usage import oom_kills
 from hvdtrain.commands.launch.job import SupervisedJob, next_number, prepare_attempt
 from hvdtrain.commands.launch.restart_policy import (
     EXIT_INTERRUPTED,

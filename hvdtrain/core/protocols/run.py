@@ -95,7 +95,7 @@ class Tracker(Protocol):
     """
 
     def write(self, record: Record) -> None:
-        """Take one record; `hvdtrain.core.records.numbers` reads numbers and settings out of it."""
+        """Take one record; `hvdtrain.core.records` reads numbers and settings out of it."""
         ...
 
     def close(self) -> None:

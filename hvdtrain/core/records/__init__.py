@@ -1,6 +1,15 @@
+import contextlib
+import math
+import numbers as kinds
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from hvdtrain.core.protocols import Record
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Record, RecordedRun, Report
 
 """What happened in a run, as one stream of records: the schema, who gets which."""
 
@@ -177,3 +186,187 @@ EVENTS = {
                   "measured at the end: kind -> bytes (hvdtrain.core.units), null: not known",
     }),
 }
+
+
+MOST_HELD = 1000
+"""Records kept until the run begins; beyond these the oldest are lost."""
+
+checks: list[Callable[[Record], None]] = []
+"""Called with every record, before any report; tests hold them against the schema here."""
+
+
+class RecordStream:
+    """Gives records to the reports that ``make`` returns, in the order in which they were made.
+
+    On rank 0; elsewhere it makes none. ``latest``: the last record of each event.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[Report]] = list) -> None:
+        self.latest: dict[str, Record] = {}
+        self._make = make
+        self._reports: list[tuple[Report, Turns]] = []
+        self._held: deque[Record] = deque(maxlen=MOST_HELD)
+        self._also: list[Report] = []
+
+    def also(self, report: Report) -> None:
+        """Give the records of the next fit to ``report`` too."""
+        self._also.append(report)
+
+    def open(self) -> None:
+        """Make the reports, where they are not open: they have all records from now on. A fit begins with it."""
+        if not self._reports:
+            self._reports = [(report, Turns(report.every, f"{type(report).__name__}.every is {report.every!r}"))
+                             for report in [*self._make(), *self._also]]
+
+    def wanted(self, run: RecordedRun) -> bool:
+        """Return whether the "step" record of the step that has just ended is any report's turn; ask once a step."""
+        due = False
+        for _, turns in self._reports:
+            due = turns.ask(run) or due
+        return due
+
+    def write(self, run: RecordedRun, event: str, values: dict[str, Any]) -> None:
+        """Make a record and hand it on."""
+        record = Record(event, run.state.cursor.step, time.time(), values)
+        for check in checks:
+            check(record)
+        self.latest[event] = record
+        if not self._reports:
+            return
+        self.flush(run)
+        if not run.begun:
+            self._held.append(record)
+        for report, turns in list(self._reports):
+            if (event != "step" or turns.due) and (run.begun or report.at_once):
+                self._give(run, report, record)
+
+    def flush(self, run: RecordedRun) -> None:
+        """Hand over what has waited for the run to begin, if it has."""
+        while run.begun and self._held:
+            record = self._held.popleft()
+            for report, _ in list(self._reports):
+                if not report.at_once:
+                    self._give(run, report, record)
+
+    def close(self, run: RecordedRun) -> None:
+        """End every report; what has waited for a run that did not begin is forgotten."""
+        self.flush(run)
+        self._held.clear()
+        reports, self._reports, self._also = self._reports, [], []
+        for report, _ in reports:
+            try:
+                report.close()
+            except Exception as error:  # noqa: BLE001  (whatever a tracker's library raises)
+                self._failed(run, report, error)
+
+    def _give(self, run: RecordedRun, report: Report, record: Record) -> None:
+        if all(other is not report for other, _ in self._reports):
+            return  # it failed over the note that another has failed, and that was said
+        try:
+            report.write(record)
+        except Exception as error:  # noqa: BLE001  (whatever a tracker's library raises)
+            self._reports = [(other, turns) for other, turns in self._reports if other is not report]
+            self._failed(run, report, error)
+
+    @staticmethod
+    def _failed(run: RecordedRun, report: Report, error: Exception) -> None:
+        name = getattr(report, "name", type(report).__name__)
+        run.note(f"{name} fails ({type(error).__name__}: {error}); training goes on without it")
+
+
+class Turns:
+    """Says at which steps it is somebody's turn who wants ``every``: "50 step", "2 epoch", "5 s", "" each.
+
+    ``got``: what a `UserError` says of an ``every`` that means nothing. ``clock``: seconds may be meant, as on rank 0
+    alone, since clocks differ. ``due``: what `ask` has returned last.
+    """
+
+    def __init__(self, every: str, got: str, clock: bool = True) -> None:
+        self.due = True
+        self._last = -math.inf
+        count, _, self._unit = every.partition(" ")
+        if every and (not re.fullmatch(r"\d+(\.\d+)?" if self._unit == "s" else r"\d+", count) or float(count) == 0
+                      or self._unit not in ("step", "epoch", *(["s"] if clock else []))):
+            raise UserError(got, "'N step', 'N epoch', or, on root only, 'N s'",
+                            "correct it")
+        self._count = float(count or 0)
+
+    def ask(self, run: RecordedRun) -> bool:
+        """Return whether it is its turn after the step that has just ended; ask once a step."""
+        if self._unit == "step":
+            self.due = run.state.cursor.step % int(self._count) == 0
+        elif self._unit == "epoch":
+            left = run.feed.steps_left(run.state.cursor)
+            self.due = left == 0 and (run.state.cursor.epoch + 1) % int(self._count) == 0
+        elif self._unit == "s":
+            now = time.monotonic()
+            self.due = now - self._last >= self._count
+            self._last = now if self.due else self._last
+        return self.due
+
+
+GROUPS = {"step": "train", "eval": "test", "system": "system", "seconds": "percent_of_time", "saved": "checkpoint",
+          "meter": "meter"}
+"""Events of the house with numbers that change while a run goes on -> the first part of their names."""
+
+LEFT_OUT = {"step": ("samples", "phases_s"), "eval": ("samples_per_s",), "seconds": ("from_step", "window_s", "waits"),
+            "saved": ("at_step",)}
+"""Event -> values that are a position, a sum since the start, or told by another event."""
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """Return the record's numbers by name, null ones left out; {} for an event that has none to draw.
+
+    A value of each rank ends in "/rank0", "/rank1" and so on. Seconds by cause become percent of the rank's time. An
+    event of a user's own (`Run.record`) has its numbers under its own name.
+    """
+    group = GROUPS.get(record.event) or ("" if record.event in EVENTS else record.event)
+    if not group:
+        return {}
+    values = {name: value for name, value in record.values.items() if name not in LEFT_OUT.get(record.event, ())}
+    if record.event == "eval":
+        values.update(values.pop("metrics", {}))
+    if record.event == "seconds":
+        values["ranks"] = [_percent(causes) for causes in values.get("ranks", ())]
+    return {f"{group}/{name}": value for name, value in _flat(values)}
+
+
+def settings(record: Record) -> dict[str, bool | int | float | str]:
+    """Return what a "start" or "environment" record says of the run, by dotted name: configuration, ranks, versions.
+
+    {} for other events. Lists and what else has no simple type become text.
+    """
+    if record.event == "start":
+        world = {name: record.values.get(name) for name in ("world_size", "hosts", "framework", "wire")}
+        return dict(_plain({**record.values.get("config", {}), **world}))
+    if record.event == "environment":
+        told_by_start = ("differs", "hosts")
+        return dict(_plain({name: value for name, value in record.values.items() if name not in told_by_start}))
+    return {}
+
+
+def _percent(causes: dict[str, float]) -> dict[str, float]:
+    whole_s = sum(causes.values())
+    return {cause: 100.0 * seconds / whole_s for cause, seconds in causes.items()} if whole_s > 0 else {}
+
+
+def _flat(values: dict[str, Any], rank: str = "") -> Iterator[tuple[str, float]]:
+    """(name, number) of nested values; entries of a list are the ranks'."""
+    for name, value in values.items():
+        if isinstance(value, kinds.Real) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # a whole number beyond any float is no curve's
+                yield f"{name}{rank}", float(value)
+        elif isinstance(value, dict):
+            yield from ((f"{name}/{inner}", number) for inner, number in _flat(value, rank))
+        elif isinstance(value, (list, tuple)) and not rank:
+            for r, own in enumerate(value):
+                ranked = own if name == "ranks" and isinstance(own, dict) else {name: own}
+                yield from _flat(ranked, f"/rank{r}")
+
+
+def _plain(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _plain(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,6 +1,6 @@
 """`compression: auto`: measure links and compressors, choose one where it saves time, and check the choice.
 
-Measuring is left to `hvdtrain.comm.measure.sweep`, arithmetic and text to `hvdtrain.planning.compressor_choice`.
+Measuring is left to `hvdtrain.comm.sweep`, arithmetic and text to `hvdtrain.planning.compressor_choice`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.comm import sweep
 from hvdtrain.comm.compressors import create
-from hvdtrain.comm.measure import sweep
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.comm.measure import sweep, transports
+from hvdtrain.comm import sweep, transport_sweep
 from hvdtrain.config import run_length
 from hvdtrain.core.protocols import ChangesTransport
 from hvdtrain.core.terminal import say
@@ -133,7 +133,7 @@ class AutoWire(Callback):
             found = {name: wires.get(name) for name in wires.names}
             left_out = {**wires.left_out, **{name: why for name, (wire, why) in found.items() if wire is None}}
             opened_s = max(control.gather(time.perf_counter() - begin))
-            measured = transports.measure({name: wire for name, (wire, _) in found.items() if wire is not None},
+            measured = transport_sweep.measure({name: wire for name, (wire, _) in found.items() if wire is not None},
                                           cast(ChangesTransport, run.dp).ops, control, nbytes,
                                           max(LEAST_S, BUDGET_S - opened_s))
         self._in_graph = {name: wire.in_graph for name, (wire, _) in found.items() if wire is not None}

@@ -10,8 +10,7 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.cluster.control import agreed
-from hvdtrain.core.table import as_text
-from hvdtrain.core.terminal import say
+from hvdtrain.core.terminal import as_text, say
 from hvdtrain.engine import balance_plan
 from hvdtrain.engine.balance_probe import probe, verified
 from hvdtrain.engine.callbacks.auto_compression import AutoCompression

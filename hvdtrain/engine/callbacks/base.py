@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.core.events import Event
-from hvdtrain.core.records.stream import Turns
+from hvdtrain.core.records import Turns
 from hvdtrain.engine.run import Run
 
 

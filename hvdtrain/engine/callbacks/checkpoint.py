@@ -1,6 +1,6 @@
 """Decide when a checkpoint is due: by its cost, every N steps or seconds, at the end.
 
-Writing in the background is left to `hvdtrain.engine.saving.saving`.
+Writing in the background is left to `hvdtrain.engine.saving`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import span
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving.final import DiskRoom, of_disk
-from hvdtrain.engine.saving.session import begin, save
+from hvdtrain.engine.final_files import DiskRoom, of_disk
+from hvdtrain.engine.session import begin, save
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run

@@ -15,7 +15,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import memory
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols.types import Shortage, first_line
-from hvdtrain.core.table import show
+from hvdtrain.core.terminal import show
 from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.engine import balance_probe, machine, memory_survey
 from hvdtrain.engine import memory_plan as plans
@@ -23,7 +23,7 @@ from hvdtrain.engine.callbacks import out_of_memory
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.memory_plan import RankFit, Settling, estimator
 from hvdtrain.engine.run import Run
-from hvdtrain.parallel.recovery.attempt import T
+from hvdtrain.parallel.recovery import T
 from hvdtrain.planning.linear import least
 
 Reckoned = Callable[[int], int] | None

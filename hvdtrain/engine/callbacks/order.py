@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import protocols
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import completed, load_callable
+from hvdtrain.core.resolve import completed, give, load_callable
 from hvdtrain.engine.callbacks.audit import Audit
 from hvdtrain.engine.callbacks.auto_compile import AutoCompile
 from hvdtrain.engine.callbacks.auto_compression import AutoCompression
@@ -86,4 +86,6 @@ def _own_callback(text: str) -> protocols.RunCallback:
     if not (callable(getattr(made, "on", None)) and getattr(made, "where", None) in ("root", "all")):
         raise UserError(f"callbacks: {text} gave a {type(made).__name__}", "a callback of hvdtrain, whose where is "
                         "'root' or 'all'", "make it a subclass of hvdtrain.Callback")
+    if not hasattr(made, "state_key"):  # not that of `Callback`, which all such classes would share
+        give(made, "state_key", type(made).__name__)
     return completed(made, Callback)  # type: ignore[no-any-return]

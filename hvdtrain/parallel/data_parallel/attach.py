@@ -68,7 +68,7 @@ def buckets_of(setup: DataParallelSetup) -> list[Bucket]:
     if size_mb == default_mb and wire.drives and not whole:
         size_mb = BESIDE_MB
     if size_mb == "auto":
-        from hvdtrain.comm.measure.sweep import pick_bucket_mb
+        from hvdtrain.comm.sweep import pick_bucket_mb
 
         with deadline(config.control_timeout_s, "the sweep of exchange.bucket_mb auto"):
             size_mb, reason = pick_bucket_mb(setup.collectives, setup.ops, setup.control, specs)

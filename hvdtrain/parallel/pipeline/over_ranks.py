@@ -13,14 +13,23 @@ from hvdtrain.config import Config
 from hvdtrain.core.comparison import Origin
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout
-from hvdtrain.core.protocols import Batch, Cargo, Control, Evaluator, GradientSink, Pair, PipelineStage, StepGradients
+from hvdtrain.core.protocols import (
+    Batch,
+    Cargo,
+    Control,
+    Evaluator,
+    GradientSink,
+    Pair,
+    PipelineStage,
+    Stage,
+    StepGradients,
+)
 from hvdtrain.core.protocols.types import Lost, first_line
 from hvdtrain.core.timeline import idle, span
 from hvdtrain.parallel.parts import ModelParts
-from hvdtrain.parallel.pipeline.accumulate import Accumulate
 from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MEASURED, MessageLabel, Post
-from hvdtrain.parallel.pipeline.origin import Looking, Places
-from hvdtrain.parallel.recovery.recovery import Recovering, Recovery, largest
+from hvdtrain.parallel.pipeline.partition import Looking, Places
+from hvdtrain.parallel.recovery import Recovering, Recovery, largest
 from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, Action, Order, order_of
 
 if TYPE_CHECKING:
@@ -315,3 +324,39 @@ def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery
         parts.evaluator = PipelineEvaluator(parts.evaluator, stage, layout, Post(carrier, control.node, AHEAD),
                                             recovery)
     return OverRanks(stage, layout, order_of(config.pipeline.order), Post(carrier, control.node), recovery)
+
+
+if TYPE_CHECKING:
+    from hvdtrain.core.protocols.types import StepBatch
+    from hvdtrain.parallel.recovery import MemoryGuard
+
+
+class Accumulate:
+    """`hvdtrain.core.protocols.Schedule` over a ``stage`` that is the whole model. ``guard``: refuses micro-batches
+    without memory.
+    """
+
+    def __init__(self, stage: Stage, guard: MemoryGuard | None = None) -> None:
+        self.stage, self._guard = stage, guard
+
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
+        """Sum the micro-batches' gradients; zeros on a rank without any."""
+        stage, guard, totals, waited_s = self.stage, self._guard, [], 0.0
+        stage.begin()
+        for i, micro in enumerate(batch.micros, 1):
+            if guard is not None:
+                guard.check(len(micro[0]))
+            totals.append(stage.run(micro, scale, i == len(batch.micros), sink))
+            waited_s += stage.waited_s
+            following = batch.micros[i] if i < len(batch.micros) else batch.coming()
+            if following:  # backward is queued by now, so that a device has something to do meanwhile
+                stage.ahead(following)
+            if guard is not None:
+                guard.ran(len(micro[0]))
+        if not batch.micros:
+            stage.nothing(sink)
+            waited_s += stage.waited_s
+        waited_s += sink.waited_s
+        begin = time.perf_counter()
+        grads = sink.collect()
+        return StepGradients(grads, totals, waited_s + time.perf_counter() - begin)

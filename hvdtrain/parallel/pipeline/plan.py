@@ -13,7 +13,7 @@ from typing import Any
 from hvdtrain.config import Config
 from hvdtrain.core.errors import count
 from hvdtrain.core.mesh import Layout
-from hvdtrain.core.table import as_text
+from hvdtrain.core.terminal import as_text
 from hvdtrain.core.units import MIB
 from hvdtrain.planning.pipeline.orders import Step
 from hvdtrain.planning.pipeline.search import Partition, Task

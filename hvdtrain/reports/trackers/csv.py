@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.protocols import Record, RecordedRun
-from hvdtrain.core.records.numbers import numbers, settings
+from hvdtrain.core.records import numbers, settings
 
 MODULE = PACKAGE = ARGUMENT = MEANS = ""
 APART_S = 0.0  # a step costs 31 us of CPU

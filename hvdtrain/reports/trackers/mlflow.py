@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from hvdtrain.core.protocols import Record, RecordedRun
-from hvdtrain.core.records.numbers import numbers, settings
+from hvdtrain.core.records import numbers, settings
 from hvdtrain.reports.trackers import kept
 
 MODULE, PACKAGE = "mlflow", "mlflow-skinny"

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from hvdtrain.core.protocols import Record, RecordedRun
-from hvdtrain.core.records.numbers import numbers, settings
+from hvdtrain.core.records import numbers, settings
 
 MODULE, PACKAGE = "prometheus_client", "prometheus-client"
 PORT = "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"  # 1 to 65535

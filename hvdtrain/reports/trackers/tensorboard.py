@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from hvdtrain.core.protocols import Record, RecordedRun
-from hvdtrain.core.records.numbers import numbers, settings
+from hvdtrain.core.records import numbers, settings
 
 MODULE = PACKAGE = "tensorboard"
 ARGUMENT = MEANS = ""

@@ -12,7 +12,7 @@ import uuid
 from typing import Any
 
 from hvdtrain.core.protocols import Record, RecordedRun
-from hvdtrain.core.records.numbers import numbers, settings
+from hvdtrain.core.records import numbers, settings
 from hvdtrain.reports.trackers import CLOSE_S, kept
 
 MODULE = PACKAGE = "wandb"

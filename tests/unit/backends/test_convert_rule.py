@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.backends.interchange import rule
 from hvdtrain.backends.interchange.rule import Rule
-from hvdtrain.commands.convert import resume
+from hvdtrain.commands.convert import request as resume
 from hvdtrain.config import Config, Named, ScheduleConfig
 from hvdtrain.core.errors import UserError
 

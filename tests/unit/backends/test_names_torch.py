@@ -21,7 +21,7 @@ from hvdtrain.checkpoint.adapters import fitting  # noqa: E402
 from hvdtrain.commands import checkpoints  # noqa: E402
 from hvdtrain.config import CheckpointConfig, DataParallelConfig, Named  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.engine.saving import session  # noqa: E402
+from hvdtrain.engine import session  # noqa: E402
 
 DATA = samples(48)
 

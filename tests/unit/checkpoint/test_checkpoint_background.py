@@ -14,9 +14,8 @@ from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver,
 from hvdtrain.comm.collectives.lockstep import LockstepControl
 from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.core.errors import UserError, WaitTimeout
-from hvdtrain.engine import loop
+from hvdtrain.engine import loop, saving, session
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving import saving, session
 
 DATA = samples(48)
 

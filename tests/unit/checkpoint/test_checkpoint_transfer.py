@@ -13,7 +13,7 @@ from hvdtrain.comm.collectives.lockstep import LockstepControl, LockstepWorld
 from hvdtrain.config import CheckpointConfig, DataParallelConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.run import Head, Want
-from hvdtrain.engine.saving import session
+from hvdtrain.engine import session
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.cluster.machine.cgroup import cpu_quota, tightest_quota
+from hvdtrain.cluster.machine.usage import cpu_quota, tightest_quota
 from hvdtrain.cluster.topology import affinity, arrange, compute_threads, survey
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 

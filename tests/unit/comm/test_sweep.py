@@ -7,10 +7,9 @@ import pytest
 
 from hvdtrain.backends.numpy import Ops
 from hvdtrain.cluster.control import SoloControl
-from hvdtrain.comm import compressors
+from hvdtrain.comm import compressors, sweep
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.lockstep import LockstepWorld, ring_bytes
-from hvdtrain.comm.measure import sweep
 from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec
@@ -25,7 +24,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("hvdtrain.comm.measure.sweep.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("hvdtrain.comm.sweep.time.perf_counter", lambda: self.now)
 
 
 class Wire(NullCollectives):

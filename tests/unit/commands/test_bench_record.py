@@ -10,12 +10,14 @@ import types
 import numpy as np
 import pytest
 
-from hvdtrain.comm.measure.sweep import settle
+from hvdtrain.comm.sweep import settle
 from hvdtrain.commands.bench import cli as bench
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table, units
+from hvdtrain.commands.bench import cli as options
+from hvdtrain.commands.bench import session as record
+from hvdtrain.core import terminal as table
+from hvdtrain.core import units
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.table import spread
+from hvdtrain.core.terminal import spread
 from hvdtrain.core.units import format_number
 
 # --- records -------------------------------------------------------------------------------------------------------
@@ -32,7 +34,7 @@ def test_the_environment_names_what_a_number_depends_on():
 
 
 def test_versions_are_read_without_an_import():
-    probe = ("import sys; from hvdtrain.commands.bench import record; record.environment(); "
+    probe = ("import sys; from hvdtrain.commands.bench import session; session.environment(); "
              "print(sorted({'torch', 'tensorflow', 'keras', 'horovod', 'mpi4py'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

@@ -15,7 +15,8 @@ import pytest
 
 from hvdtrain.cluster.machine.software import BuildFacts, Cuda, Framework, Mpi
 from hvdtrain.commands.build_horovod import cli as flow
-from hvdtrain.commands.build_horovod import record, tools, verify, wheel
+from hvdtrain.commands.build_horovod import tools, verify, wheel
+from hvdtrain.commands.build_horovod import verify as record
 from hvdtrain.commands.build_horovod import wheel as cache
 from hvdtrain.commands.build_horovod import wheel as toolkit
 from hvdtrain.commands.build_horovod.child_log import BuildProgress, ChildFailed, Display, clock, logged

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint import Snapshot, write_snapshot
-from hvdtrain.commands.convert import Request, check, cli, convert, source_of, target_of
+from hvdtrain.commands.convert import Request, cli, convert, source_of, target_of
+from hvdtrain.commands.convert import cli as check
 from hvdtrain.commands.convert.request import ModelPath, completed
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 from test_doctor_checks import host
 
 from hvdtrain.cluster.links import SINGLY, LinkTiming, PairLink, rounds
-from hvdtrain.comm.measure import transports as shown
+from hvdtrain.comm import transport_sweep as shown
 from hvdtrain.commands.bench import wire
 from hvdtrain.commands.bench.session import Session
 from hvdtrain.commands.doctor import checks, gather

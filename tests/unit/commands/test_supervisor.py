@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness import causes, pulse
-from hvdtrain.cluster.machine.cgroup import oom_kills
+from hvdtrain.cluster.machine.usage import oom_kills
 from hvdtrain.commands.launch import supervisor as supervising
 from hvdtrain.commands.launch.job import SupervisedJob, next_number
 from hvdtrain.commands.launch.restart_policy import HostCandidate, cause_of

@@ -23,7 +23,7 @@ CASES = [
     ("from hvdtrain.sections import Schedule as m", "hvdtrain.config.sections:ScheduleConfig"),
     ("from hvdtrain.data_parallel.replicate import Replicate as m",
      "hvdtrain.parallel.data_parallel.replicate:Replicate"),
-    ("from hvdtrain.records.numbers import numbers as m", "hvdtrain.core.records.numbers:numbers"),
+    ("from hvdtrain.records.numbers import numbers as m", "hvdtrain.core.records:numbers"),
     ("from hvdtrain.protocols import Tracker as m", "hvdtrain.core.protocols:Tracker"),
     ("from hvdtrain.protocols.state import Head as m", "hvdtrain.core.protocols.run:Head"),
     ("from hvdtrain.errors import UserError as m", "hvdtrain.core.errors:UserError"),

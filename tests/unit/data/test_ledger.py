@@ -13,11 +13,10 @@ from small_runs import Recut, config, fitted, lockstep, make_model, samples, sol
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import CheckpointConfig, DataConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.data import comparison
 from hvdtrain.data import ledger as books
+from hvdtrain.data import ledger as comparison
 from hvdtrain.data.batches import READ_BEFORE
-from hvdtrain.data.comparison import COMPARED
-from hvdtrain.data.ledger import Book, Sums
+from hvdtrain.data.ledger import COMPARED, Book, Sums
 from hvdtrain.engine import loop
 from hvdtrain.engine import summary as run_summary
 from hvdtrain.engine.assemble import assemble

@@ -9,10 +9,10 @@ from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.comm.compressors import create
-from hvdtrain.comm.measure.sweep import Sweep
+from hvdtrain.comm.sweep import Sweep
 from hvdtrain.config import Config, ExchangeConfig
+from hvdtrain.core import records as stream
 from hvdtrain.core.events import Event
-from hvdtrain.core.records import stream
 from hvdtrain.engine.callbacks import auto_compression
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
 from hvdtrain.planning.compressor_choice import CompressorChoice, CompressorCost

@@ -8,8 +8,8 @@ from fake_run import make_run
 from hvdtrain.cluster.topology import HostRanks, Topology
 from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config
+from hvdtrain.core import records as stream
 from hvdtrain.core.events import Event
-from hvdtrain.core.records import stream
 from hvdtrain.engine.callbacks import auto_wire
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
 from hvdtrain.engine.callbacks.auto_wire import LOOK_STEPS, MOST_TIMES, AutoWire
@@ -63,7 +63,7 @@ class Script:
         def measure(wires, *_):
             self.sweeps += 1
             return [m for m in found if m.name in wires]
-        monkeypatch.setattr(auto_wire.transports, "measure", measure)
+        monkeypatch.setattr(auto_wire.transport_sweep, "measure", measure)
         if state:
             self.auto.load_state_dict(state)
             self.auto.restored(run)

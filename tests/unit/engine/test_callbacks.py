@@ -82,7 +82,7 @@ def test_a_callback_of_the_user_is_stored_by_the_name_of_its_class():
 
 def test_every_so_many_seconds(run, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("hvdtrain.core.records.stream.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.core.records.time.monotonic", lambda: clock[0])
 
     class Seer(Callback):
         every, count = "2.5 s", 0

@@ -11,9 +11,10 @@ from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, 
 
 from hvdtrain.backends import pairs
 from hvdtrain.backends.numpy import Ops
+from hvdtrain.checkpoint.adapters import state_key_of
 from hvdtrain.comm import compressors
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
-from hvdtrain.comm.measure.sweep import measure
+from hvdtrain.comm.sweep import measure
 from hvdtrain.commands import train
 from hvdtrain.config import (
     Config,
@@ -33,7 +34,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.engine.callbacks import order
-from hvdtrain.engine.saving.saving import callback_states
+from hvdtrain.engine.saving import callback_states
 from hvdtrain.reports.progress import silence
 
 MINE = '''
@@ -202,6 +203,9 @@ def no_way(setup):
 def test_a_callback(mine, tmp_path):
     trained(tmp_path / "run", callbacks=[f"{mine}:Count"])
     assert (tmp_path / "run" / "count.json").read_text() == "6"
+    other = mine.with_name("other.py")
+    other.write_text('class Other:\n    where = "all"\n\n    def on(self, event, run):\n        pass\n')
+    assert state_key_of(order._own_callback(f"{other}:Other")) == "Other", "its state in earlier checkpoints"
 
 
 TEA = """
@@ -288,6 +292,8 @@ def test_a_schedule(framework, mine, tmp_path, monkeypatch):
 
 def test_a_metric(mine, tmp_path, monkeypatch):
     """`early_stop` knows whether larger is better, as the metric says; of an unknown one that smaller is."""
+    names = ("accuracy", "head_accuracy", "auc_1", "mean_io_u", "inaccuracy")
+    assert [pairs.metric_of(name).better for name in names] == ["max"] * 4 + ["min"]
     monkeypatch.setattr(pairs, "METRICS", dict(pairs.METRICS))
     rises = "seen = []\n\n\ndef rises(outputs, targets):\n    seen.append(0)\n    return len(seen), 1\n"
     for facts, epochs in (('METRICS["rises"] = Metric("max")\n', 4), ("", 2)):

@@ -11,8 +11,8 @@ from small_runs import config, lockstep, make_model, samples, weights
 from hvdtrain.checkpoint import CheckpointStore, Snapshot, files, read_snapshot
 from hvdtrain.config import CheckpointConfig, PipelineConfig
 from hvdtrain.core.errors import UserError
+from hvdtrain.engine import final_files as room
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.saving import final as room
 from hvdtrain.trainer import Trainer
 
 

@@ -19,9 +19,8 @@ from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import CheckpointConfig, Config, DataParallelConfig, Named, PipelineConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.engine import loop, summary
+from hvdtrain.engine import loop, session, summary
 from hvdtrain.engine.assemble import assemble
-from hvdtrain.engine.saving import session
 
 SIZES = (FEATURES, 16, 14, 12, CLASSES)
 DATA = samples(100), samples(30, 1)
@@ -168,7 +167,7 @@ def test_final_weights_that_find_no_room_end_every_rank_in_words(tmp_path: Path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights, "put", full)
-    monkeypatch.setattr("hvdtrain.engine.saving.final.WAITS_S", ())
+    monkeypatch.setattr("hvdtrain.engine.final_files.WAITS_S", ())
     said: list[str] = []
 
     def work(run: Any) -> None:

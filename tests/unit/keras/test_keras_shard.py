@@ -313,7 +313,7 @@ def test_a_train_step_of_the_users_own_has_to_take_the_weights(take, loss, uneve
 
 
 def test_a_short_branch_of_a_step_is_no_pair():
-    from hvdtrain.keras.custom_steps import taken
+    from hvdtrain.keras.hooks import taken
 
     both = ("def train_step(self, data):\n  if len(data) == 3:\n    x, y, w = data\n"
             "  else:\n    x, y = data\n  f(x, y{})")

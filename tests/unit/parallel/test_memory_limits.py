@@ -13,7 +13,7 @@ from small_runs import apart, config, fitted, lockstep, make_model, samples, wei
 
 from hvdtrain.cluster.machine import memory
 from hvdtrain.engine import loop
-from hvdtrain.parallel.recovery.attempt import MemoryGuard
+from hvdtrain.parallel.recovery import MemoryGuard
 
 KB, HOST = 1024, 4000
 
@@ -118,7 +118,7 @@ def test_a_size_that_is_reckoned_not_to_fit_is_refused_and_a_smaller_one_is_not(
 
 
 def test_what_a_process_has_held_once_it_can_hold_again(monkeypatch):
-    from hvdtrain.parallel.recovery import attempt as room
+    from hvdtrain.parallel import recovery as room
 
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(room.time, "monotonic", lambda: clock.now)
@@ -140,7 +140,7 @@ def test_what_a_process_has_held_once_it_can_hold_again(monkeypatch):
 
 
 def test_what_a_process_held_before_it_trained_is_not_what_a_micro_batch_takes(monkeypatch):
-    from hvdtrain.parallel.recovery import attempt as room
+    from hvdtrain.parallel import recovery as room
 
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(room.time, "monotonic", lambda: clock.now)

@@ -16,8 +16,7 @@ from hvdtrain.config import DataParallelConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor, StepBatch
 from hvdtrain.engine import summary
-from hvdtrain.parallel.recovery.attempt import attempt, attempt_halving
-from hvdtrain.parallel.recovery.recovery import no_repeat, recut, stopped
+from hvdtrain.parallel.recovery import attempt, attempt_halving, no_repeat, recut, stopped
 
 SETTINGS = replace(config(), max_steps=6, global_batch=24)
 DATA = samples(96)

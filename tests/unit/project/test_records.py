@@ -7,8 +7,7 @@ from test_docs_config import generate  # noqa: F401  (a fixture)
 
 from hvdtrain.core import ROOT
 from hvdtrain.core.protocols import Record
-from hvdtrain.core.records import EVENTS, problems
-from hvdtrain.core.records.stream import RecordStream
+from hvdtrain.core.records import EVENTS, RecordStream, problems
 
 
 def made():

@@ -252,7 +252,7 @@ def test_steps_of_the_whole_run(tmp_path, steps, config, total):
 def test_lines(tmp_path, capsys, monkeypatch, steps):
     clock = [0.0]
     monkeypatch.setattr("hvdtrain.reports.progress.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("hvdtrain.core.records.stream.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.core.records.time.monotonic", lambda: clock[0])
     run = make_run(tmp_path, steps=steps, epochs=2)
     run.state.samples_per_s = 1234.5
     for _ in walk(run, reporting(run, progress.PlainProgress(seconds=3.0))):

@@ -20,7 +20,7 @@ from hvdtrain.config import Config
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Record
-from hvdtrain.core.records.numbers import numbers, settings
+from hvdtrain.core.records import numbers, settings
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.reports import trackers
 from hvdtrain.reports import trackers as beside

@@ -44,7 +44,7 @@ from hvdtrain.core.terminal import say
 from hvdtrain.parallel.parts import ModelParts, ReplicaGroup, replicas_of
 from hvdtrain.parallel.pipeline.partition import agree, measured_samples
 from hvdtrain.parallel.precision import Precision
-from hvdtrain.parallel.recovery.attempt import attempt_halving
+from hvdtrain.parallel.recovery import attempt_halving
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
 
 Sample = Callable[[int], Batch]

@@ -24,7 +24,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch, Control
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.parallel.pipeline.plan import DevicePlan
-from hvdtrain.parallel.recovery.attempt import attempt_halving
+from hvdtrain.parallel.recovery import attempt_halving
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs, part_samples, split_micros
 
 

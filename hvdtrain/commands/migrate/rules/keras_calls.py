@@ -10,7 +10,7 @@ import libcst as cst
 from hvdtrain.commands.migrate.edit import arg, in_a_row, with_args
 from hvdtrain.commands.migrate.finding import Refused, Rewrite
 from hvdtrain.commands.migrate.scan import Scan, argument, is_false, is_true, name_of, starred
-from hvdtrain.keras.custom_steps import STEPS, UNPACK, taken
+from hvdtrain.keras.hooks import STEPS, UNPACK, taken
 
 FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data", "shuffle",
        "class_weight", "sample_weight", "initial_epoch", "steps_per_epoch", "validation_steps",

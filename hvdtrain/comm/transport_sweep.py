@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.cluster.links import SINGLY, PairLink, others_Bps, slowest_link
-from hvdtrain.comm.measure.sweep import settle, slowest
 from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.comm.sweep import settle, slowest
 from hvdtrain.core.protocols import AllReduce, Array, Collectives, Control, Ops
 from hvdtrain.core.units import MIB, format_number
 from hvdtrain.planning.linear import fit_link

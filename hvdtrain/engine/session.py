@@ -30,7 +30,7 @@ from hvdtrain.core.resolve import absolute
 from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.saving.saving import Saving, held_by, json_able, parts_of, schedule_of
+from hvdtrain.engine.saving import Saving, held_by, json_able, parts_of, schedule_of
 from hvdtrain.parallel.pipeline.plan import ranks_of
 
 MOST_NAMES = 8

@@ -37,7 +37,7 @@ from hvdtrain.core.terminal import say
 from hvdtrain.engine import summary
 from hvdtrain.engine.average import averaged
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.saving.saving import callback_states, held_by
+from hvdtrain.engine.saving import callback_states, held_by
 from hvdtrain.engine.weight_checks import trainable_names
 
 NATIVE = {"torch": "model.pt", "tensorflow": "model.keras"}

@@ -1,1 +1,0 @@
-"""Checkpoints of a run: contents, session, final files."""

@@ -253,4 +253,6 @@ def _world(run: Run) -> str:
                           config.emulate_speed]
     if run.parts.layout is not None:
         keys += [run.mesh.copies, run.parts.layout.starts, config.pipeline]
-    return f"{run.control.size} ranks, {run.topology.describe()}, {devices}, {keys}"
+    # Of the pipeline under its class' name in earlier checkpoints, whose plans stay valid.
+    text = str(keys).replace("PipelineConfig(", "Pipeline(", 1)
+    return f"{run.control.size} ranks, {run.topology.describe()}, {devices}, {text}"

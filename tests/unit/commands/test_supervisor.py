@@ -334,6 +334,7 @@ def test_what_the_system_killed_for_memory():
 @pytest.mark.parametrize("group, file, text", [
     ("0::/jobs/7", "jobs/7/memory.events", "low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\n"),
     ("0::/jobs/7", "memory.events", "oom 3\noom_kill 2\n"),
+    (f"0::/{300 * 'x'}", "memory.events", "oom_kill 2\n"),  # a folder that cannot be asked for
     ("5:cpu:/x\n4:memory:/jobs/7", "memory/jobs/7/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n")])
 def test_the_systems_count_of_kills_for_memory(tmp_path, group, file, text):
     (tmp_path / "self").mkdir()

@@ -15,7 +15,7 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine import balance_plan as copies
 from hvdtrain.engine import compare_ranks as per_rank
 from hvdtrain.engine.callbacks import meter
-from hvdtrain.engine.callbacks.balance import Balance
+from hvdtrain.engine.callbacks.balance import Balance, _world
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.parallel.pipeline.partition import planned
 from hvdtrain.planning.batch.plan import plan
@@ -193,3 +193,13 @@ def test_balance_of_copies_is_told_by_copy() -> None:
     assert record["columns"][0] == "copy" and len(record["rows"]) == 2
     kept = next(c for c in runs[0].callbacks if isinstance(c, Balance)).state_dict()
     assert len(kept["plan"]["lines"]) == 2
+
+
+def test_a_plan_of_an_earlier_checkpoint_is_of_the_same_world():
+    """It names the section of a pipeline by the class' name of then."""
+    settings, mesh = config(pipeline=PipelineConfig(2)), SimpleNamespace(copies=((0, 1),))
+    run = SimpleNamespace(config=settings, spelled=settings, devices=[], mesh=mesh, control=SimpleNamespace(size=2),
+                          topology=SimpleNamespace(describe=lambda: "one host"),
+                          parts=SimpleNamespace(layout=SimpleNamespace(starts=((0, 1),))))
+    assert _world(run).endswith("((0, 1),), Pipeline(stages=2, order='1f1b', depths=[], micro_batches=0, chunks=2, "
+                                "cut=[])]")

@@ -235,7 +235,7 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
     state = run.state
     state.outcome.bad_ranks, state.outcome.bad_where = bad, {}
     if not run.parts.stage.asynchronous:
-        origin = getattr(run.schedule, "origin", None)  # of a partitioned model
+        origin = run.schedule.origin
         again = None if origin is None else partial(origin, batch, run.dp.scale(batch), run.dp)
         state.outcome.bad_where = blame(run.parts, batch, bad, run.control, run.recovery, again)
         state.outcome.bad_ranks = sorted(state.outcome.bad_where) or bad

@@ -130,6 +130,8 @@ class Recovering:
     it enters the same collectives as the others before the agreement.
     """
 
+    origin = None
+
     def __init__(self, schedule: Schedule, stage: Stage, recovery: Recovery) -> None:
         self._schedule, self._stage, self._recovery = schedule, stage, recovery
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -176,9 +176,8 @@ class Stage(Protocol):
 class StepGradients:
     """Result of a step's gradients on this rank.
 
-    ``grads``: as `GradientSink.collect` returns them. ``totals``: (loss_sum, weight) of each micro-batch, maybe still
-    on the device. ``waited_s``: seconds waited for other ranks. ``lost``: None, or the lack of memory for which this
-    rank has handed over poison in place of its gradients: no rank makes the update.
+    ``grads``: as `GradientSink.collect` returns them. ``totals``: (loss_sum, weight) by micro-batch, perhaps on device.
+    ``waited_s``: for other ranks. ``lost``: shortage for which this rank sent poison: no rank makes the update.
     """
 
     grads: list[Array]
@@ -188,7 +187,10 @@ class StepGradients:
 
 
 class Schedule(Protocol):
-    """The order of a step's forwards and backwards."""
+    """The order of a step's forwards and backwards; ``origin`` of a partitioned model finds what is not finite."""
+
+    @property
+    def origin(self) -> Callable[[StepBatch, float, GradientSink], Any] | None: ...
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
         """Compute and sum the gradients of ``loss_sum * scale`` over this rank's micro-batches of ``batch``."""

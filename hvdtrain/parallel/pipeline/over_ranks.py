@@ -127,6 +127,8 @@ class Ordered:
     ``idle_s``: seconds between its actions, receiving and sending. ``channel_s``: those in which a message was moving.
     """
 
+    origin = None
+
     def __init__(self, stage: PipelineStage, layout: Layout, order: Order, post: Post, recovery: Recovery) -> None:
         self._stage, self._layout, self._order, self._post = stage, layout, order, post
         self._recovery, self.places = recovery, Places(layout)
@@ -335,6 +337,8 @@ class Accumulate:
     """`hvdtrain.core.protocols.Schedule` over a ``stage`` that is the whole model. ``guard``: refuses micro-batches
     without memory.
     """
+
+    origin = None
 
     def __init__(self, stage: Stage, guard: MemoryGuard | None = None) -> None:
         self.stage, self._guard = stage, guard

@@ -90,7 +90,7 @@ def _parser() -> cli.Parser:
                             "Train RECIPE, a file for --config, for some steps on several numbers of ranks, "
                             "and set side by side what an epoch would take. Not to be started under mpirun.")
     add = parser.add_argument
-    add("recipe", metavar="RECIPE", help="YAML file such as recipes/cifar100.yaml")
+    add("recipe", metavar="RECIPE", help="YAML file, or a built-in recipe such as hvdtrain:cifar100")
     add("--np", type=_numbers, default=[1, 2, 4], metavar="A,B,...", help="numbers of ranks")
     add("--ways", type=cli.some_of("--ways", WAYS), default=list(WAYS), metavar="A,B", help=", ".join(WAYS)
         + "; zero2 is left out for one rank")

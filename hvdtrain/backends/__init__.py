@@ -64,7 +64,7 @@ def built_in_model() -> str:
     names = installed()
     if not names:
         raise UserError("neither torch nor tensorflow is installed", "one of them",
-                        "run `make setup`, or `pip install -r requirements/torch-cpu.txt`")
+                        'run pip install "hvdtrain[torch]" or "hvdtrain[tensorflow]"; in a checkout, make setup')
     return BUILT_IN[names[0]]
 
 

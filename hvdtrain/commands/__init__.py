@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
 
 COMMANDS = {
+    "init": "write a project to start from: script, configuration, hostfile and Slurm script",
     "train": "train a model (the default: without arguments, the built-in recipe)",
     "plan": "probe every rank's speed and print its share of the batch; --memory: what each rank would hold",
     "launch": "start a job on the hosts of a list: the right command line for the MPI found here",
@@ -20,7 +22,7 @@ COMMANDS = {
     "bench": "benchmark transports and compressors on this cluster",
 }
 
-USAGE = """usage: python -m hvdtrain [command] [options]
+USAGE = """usage: hvdtrain [command] [options]   (or python -m hvdtrain [command] [options])
 
 Without a command: train the built-in recipe, a CNN on scikit-learn's digits.
 Ranks come from the launcher: horovodrun -np 4 python -m hvdtrain, or mpirun -np 4 python -m hvdtrain.
@@ -30,6 +32,11 @@ commands:
 
 python -m hvdtrain COMMAND --help prints a command's options.
 """
+
+
+def script() -> int:
+    """Run the command line of the console script ``hvdtrain``; return the exit status."""
+    return main(sys.argv[1:])
 
 
 def main(argv: list[str]) -> int:

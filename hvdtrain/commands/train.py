@@ -72,7 +72,8 @@ def make_parser() -> Any:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with any of the keys below; several are laid over each other",
+        help="YAML file with any of the keys below, or hvdtrain:NAME (a recipe, such as hvdtrain:cifar100); several "
+        "are laid over each other",
     )
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and stop")
     parser.add_class_arguments(Config, sub_configs=False)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import recipes
 from hvdtrain.core.errors import UserError
 
 MAX_BYTES = 64 * 1024
@@ -25,8 +26,8 @@ _FLOAT = re.compile(r"""^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9]
 
 
 def read(path: str) -> dict[str, Any]:
-    """Return the mapping in the file ``path``; `UserError` for everything that is not one."""
-    file = Path(path)
+    """Return the mapping in the file ``path``, or in the recipe ``hvdtrain:NAME``; `UserError` for anything else."""
+    file = Path(recipes.path_of(path))
     try:
         if not file.exists():
             raise UserError(f"there is no file {path!r}", "a YAML file", "correct --config")

@@ -99,10 +99,16 @@ def _unreadable(error: SyntaxError, key: str) -> UserError:
                      "correct that line")
 
 
+def not_installed(what: str, package: str, extra: str) -> UserError:
+    """Return the error for an optional ``package`` that ``what`` needs and ``extra`` of setup.cfg installs."""
+    return UserError(f"{what} needs {package}, which is not installed", f"{package} beside this Python",
+                     f'run pip install "hvdtrain[{extra}]"')
+
+
 def _lacking(where: object, missing: str, key: str) -> UserError:
     package = missing.partition(".")[0]
-    pinned = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}.get(package)
-    remedy = f"run `pip install -r requirements/{pinned}-cpu.txt`" if pinned else f"run `pip install {package}`"
+    extra = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}.get(package)
+    remedy = f'run pip install "hvdtrain[{extra}]"' if extra else f"run `pip install {package}`"
     return UserError(f"{key}: importing {where} needs {missing!r}, which is not installed", f"{missing} installed",
                      remedy)
 

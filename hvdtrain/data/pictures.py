@@ -160,7 +160,7 @@ def _pillow() -> Any:
         from PIL import Image, WebPImagePlugin  # noqa: F401  (else the first picture would load all of Pillow's)
     except ImportError as error:
         raise UserError(f"pictures need Pillow, which cannot be imported: {error}", "it beside numpy",
-                        "run pip install pillow") from None
+                        'run pip install "hvdtrain[data]"') from None
     return Image
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core import ROOT
+from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import Record
 from hvdtrain.core.terminal import say
@@ -116,6 +117,8 @@ def write(out: Path) -> None:
         from hvdtrain.reports import html as report
 
         report.write(out)
+    except UserError as error:
+        say(f"note: {RunDirectory.REPORT} is not written: {error}")
     except Exception as error:  # noqa: BLE001  (a page never ends a run)
         say(f"note: {RunDirectory.REPORT} could not be written ({type(error).__name__}: {error}); python -m hvdtrain "
             f"report {out} tries again")

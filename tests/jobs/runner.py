@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +39,11 @@ class Job:
 
 
 def mpirun(ranks: int, argv: list[str], timeout_s: float = 60.0, env: dict[str, str] | None = None,
-           settle_s: float = 2.0) -> Job:
-    """Run ``python argv...`` on ``ranks`` ranks; ``returncode`` is None if it had to be ended after ``timeout_s``."""
+           settle_s: float = 2.0, program: Sequence[str] = (sys.executable,)) -> Job:
+    """Run ``program argv...`` on ``ranks`` ranks; ``returncode`` is None if it had to be ended after ``timeout_s``."""
     launcher = shutil.which("mpirun", path=_path())
     assert launcher, "mpirun was not found beside this interpreter or on PATH"
-    return run([launcher, *_flags(launcher), "-np", str(ranks), sys.executable, *argv], timeout_s, env, settle_s)
+    return run([launcher, *_flags(launcher), "-np", str(ranks), *program, *argv], timeout_s, env, settle_s)
 
 
 def run(command: list[str], timeout_s: float = 60.0, env: dict[str, str] | None = None, settle_s: float = 2.0) -> Job:

@@ -1,6 +1,6 @@
 """Horovod's collectives for TensorFlow. Sums only (law 1); names are given by the caller (law 5).
 
-Owns the nodes of Horovod's operations. Graphs that carry names outside of a trace are `named`'s.
+Owns the nodes of Horovod's operations. Graphs that carry names outside of a trace are `nodes`'.
 """
 
 from __future__ import annotations

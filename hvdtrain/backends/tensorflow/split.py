@@ -1,7 +1,7 @@
 """A Keras model split over a rank's devices by a `DevicePlan`: its variables, its graph, its measured bubble.
 
 Owns the placement of variables and optimizer slots, and one graph of forward and backward with copies at the cuts
-alone. Blocks are measured by `costs`; calls outside of steps are `transforms.placement`'s.
+alone. Blocks are measured by `chain`; calls outside of steps are `transforms.placement`'s.
 """
 
 from __future__ import annotations

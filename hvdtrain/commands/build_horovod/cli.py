@@ -78,7 +78,7 @@ def make_plan(options: Options) -> BuildPlan:
     for name in options.frameworks or ():
         if not any(f.name == name for f in facts.frameworks):
             raise UserError(f"got --frameworks {name}, which is not installed here",
-                            "an installed framework", f"run pip install -r requirements/{name}-cpu.txt")
+                            "an installed framework", f'run pip install "hvdtrain[{name}]"')
     return plan(facts, options.cpu_only)
 
 

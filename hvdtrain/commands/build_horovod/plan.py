@@ -53,7 +53,7 @@ def plan(facts: BuildFacts, cpu_only: bool = False) -> BuildPlan:
     """
     if not facts.frameworks:
         raise UserError("got no framework in this environment", "torch or tensorflow",
-                        "run pip install -r requirements/torch-cpu.txt, or requirements/tensorflow-cpu.txt")
+                        'run pip install "hvdtrain[torch]" or "hvdtrain[tensorflow]"')
     cuda, notes = _gpu_build(facts, cpu_only)
     mpi = facts.mpi is not None and bool(facts.mpi.mpicxx)
     if not mpi:

@@ -47,7 +47,7 @@ def check_build_needs() -> None:
     missing = [name for name in _BUILD_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"got no {', '.join(missing)} in this environment", "what Horovod's setup.py imports",
-                        "run pip install -r requirements/horovod.txt")
+                        'run pip install "hvdtrain[horovod]"')
 
 
 def child_env(plan: BuildPlan) -> dict[str, str]:

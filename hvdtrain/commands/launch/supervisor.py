@@ -225,7 +225,8 @@ class Supervisor:
                     self.environment.say(text)
                 before = seen
         if len(self.records) > 1:
-            self.environment.say(history.attempts_table(self.records))
+            for line in history.attempts_table(self.records).splitlines():  # each gets the supervisor's tag
+                self.environment.say(line)
         cost = history.restarts_sentence(self.records, time.monotonic() - begin)
         self.environment.say(f"{cost}; files in {self.job.out}")
         return self.signals.status if decision.status == EXIT_REQUEUE else decision.status

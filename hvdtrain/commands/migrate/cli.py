@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from typing import TYPE_CHECKING
 
+from hvdtrain.core.resolve import not_installed
 from hvdtrain.core.terminal import say
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ NOTHING = ("{name}: nothing recognised: no Horovod, tf.distribute, model.fit of 
 def main(argv: list[str]) -> int:
     """Print diffs and findings; return 1 where no script was recognised. Errors: `UserError` for a bad file."""
     args = parser().parse_args(argv)
+    if importlib.util.find_spec("libcst") is None:
+        raise not_installed("migrate", "libcst", "migrate")
     from hvdtrain.commands.migrate import plan
     from hvdtrain.commands.migrate.finding import MigrateOptions
 

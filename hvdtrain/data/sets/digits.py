@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import not_installed
 from hvdtrain.data.sources import ArraySource, Source, held_out
 
 SHAPE = (1797, 65)
@@ -32,8 +32,7 @@ def table() -> np.ndarray:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise UserError("data: digits needs scikit-learn, which is not installed", "it beside numpy",
-                        "run pip install scikit-learn, or use data: synthetic")
+        raise not_installed("data: digits", "scikit-learn", "data")
     for folder in found.submodule_search_locations or ():
         try:
             rows = np.loadtxt(Path(folder, "datasets", "data", "digits.csv.gz"), delimiter=",")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import not_installed
 from hvdtrain.core.terminal import say
 from hvdtrain.reports.html import headline, story
 from hvdtrain.reports.html import sections as slots
@@ -86,8 +87,13 @@ def _render(template: str, live: bool, **values: Any) -> str:
 
 @lru_cache
 def _environment() -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+    except ModuleNotFoundError as error:
+        if error.name not in ("jinja2", "markupsafe"):
+            raise
+        raise not_installed("a report", "jinja2", "report") from None
 
     made = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
                        lstrip_blocks=True)

@@ -64,7 +64,7 @@ def check_installed(entries: Sequence[str]) -> None:
         needs = _module(name)
         if needs.MODULE and not _installed(needs.MODULE):
             raise UserError(f"trackers has {name}, and {needs.PACKAGE} is not installed", f"{needs.PACKAGE} on rank 0",
-                            f"run `pip install {needs.PACKAGE}`")
+                            f'run pip install {needs.PACKAGE}, or "hvdtrain[trackers]" for all of them')
 
 
 def make(run: ReportedRun) -> list[Report]:

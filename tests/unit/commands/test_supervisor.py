@@ -77,6 +77,7 @@ def test_it_launches_again_until_the_record_is_there(supervisor, tmp_path):
     assert pages == [1, 2, 3], "the report page is written after each attempt, which is in it"
     text = "\n".join(said)
     assert "recovered in " in text and "2 restarts, 0 steps computed again" in text
+    assert not [line for line in said if "\n" in line]
 
 
 def test_a_status_of_0_without_the_record_is_no_success(supervisor, tmp_path):

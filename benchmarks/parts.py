@@ -1,7 +1,7 @@
 """Figures of `benchmarks mixed` made of its times: parts of the sum of solo speeds, before and after speeds change.
 
 Owns these numbers and their tables. Pure: measures and prints nothing. Everything is by round, and what is told is the
-median over rounds, since solo speeds are measured anew in each.
+median over rounds, since solo speeds are measured again in each.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Two cases. ``often``: a training that saves every few steps; of its time the seconds that saves hold it up and the
 processor seconds of the threads beside it. ``large``: a state of many parameters, saved beside the run and, in turns
-with that, while the run waits; for how long training is held up in each.
+with that, while the run waits; for how long training is blocked in each.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Clock(Callback):
         self.end: Any = None
 
     def step_end(self, run: Run) -> None:
-        """Begin after the warm steps, and go on to the last."""
+        """Begin after the warm steps, and continue to the last."""
         self.end = _read(run)
         if run.state.cursor.step == WARM_STEPS:
             self.begin = self.end

@@ -4,7 +4,7 @@ Owns these numbers and their tables. Pure: measures and prints nothing. Idle sha
 end, of a step's forwards and backwards: what a rank waits in them for other stages and what they send, and after its
 last one for the others to end. Under a quota a rank that has waited computes faster than it may in the mean, as what it
 did not use of its period is still there: the clock then sees more idle time than a device of that speed has. So the
-share is reckoned by processor time as well: what its ranks used of what the quota gave them.
+share is estimated by processor time as well: what its ranks used of what the quota gave them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``benchmarks whatif``: what a run reckons of a step without one of its ranks, held against a run without that rank.
+"""``benchmarks whatif``: what a run estimates of a step without one of its ranks, held against a run without that rank.
 
 Owns the two jobs and the comparison. Both train the same global batch at the same speeds, are alive at once and take
 turns (`race`); the forecast is asked of the whole one in each round, right after its turn.
@@ -137,7 +137,7 @@ def _round(args: argparse.Namespace, found: Race, gone: int, number: int) -> dic
     without_s = reckoned.get("without_s", [None] * (gone + 1))[gone]
     if without_s is None:
         raise JobFailed(WHOLE, f"cannot tell of a step without rank {gone}", [])
-    # Against the time that this round has taken: what the run reckons from are its latest steps, of some rounds.
+    # Against the time that this round has taken: what the run estimates from are its latest steps, of some rounds.
     reckoned_ms = ms[WHOLE] * without_s / reckoned["step_s"]
     return {"ms": ms[WHOLE], "reckoned": reckoned_ms, "without": ms[LESS],
             "off": 100 * (reckoned_ms / ms[LESS] - 1), "reckoned_gain": 100 * (reckoned["step_s"] / without_s - 1),

@@ -1,6 +1,6 @@
 """Goes through a plan of faults against one supervised training, and then lets it come to its end.
 
-Owns the order: wait for the fault's moment, say how many ranks come next, do the harm, see the run go on. A training
+Owns the order: wait for the fault's moment, say how many ranks come next, do the harm, see the run continue. A training
 that is complete before its last fault is followed by another one, in a directory of its own. Every wait has a bound;
 one that runs out is a hang, which ends the campaign.
 """

@@ -91,7 +91,7 @@ def _report(args: argparse.Namespace, campaigns: Sequence[Campaign], planned: in
     record = look.completed(reference) or {}
     weights = verify.weights_of(reference)
 
-    @functools.cache  # it trains once more, in a directory of its own
+    @functools.cache  # it trains again, in a directory of its own
     def limit() -> comparison.Tolerance:
         return comparison.tolerance(weights, in_parts, verify.parts_of(quiet))
 

@@ -2,7 +2,7 @@
 
 Owns the plan of the cuts, the link, and the question whether each side named the other and ended. The hosts are network
 namespaces that ``mpi_scripts/two_hosts.sh`` of the source tree makes for root; their processes are all seen from here.
-Every other cut is mended before anybody may call it one, and must be survived; the others last until no rank of the
+Every other cut is fixed before anybody may call it one, and must be survived; the others last until no rank of the
 attempt lives on either side. `draw_cuts` and `judged` are pure.
 """
 
@@ -157,7 +157,7 @@ class TwoHosts(Job):
 
 
 class Link:
-    """End of the cable at a host, held by its network so that it can be mended when nobody lives there any more."""
+    """End of the cable at a host, held by its network so that it can be fixed when nobody lives there any more."""
 
     def __init__(self, network: int) -> None:
         """Take over ``network``, an open descriptor; `ValueError` for this process' own network."""
@@ -227,7 +227,7 @@ class CutCampaign(Campaign):
             time.sleep(LOOK_S)
 
     def _short(self, fault: Fault, attempt: Attempt, link: Link) -> bool:
-        """Mend the link in time and see the same attempt go on; whether it stood still while there was no link."""
+        """Mend the link in time and see the same attempt continue; whether it stood still while there was no link."""
         for_s, outcome = lasts(fault, self.bound_s), self.outcomes[-1]
         time.sleep(for_s / 2)
         step = attempt.eye.step()

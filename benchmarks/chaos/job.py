@@ -23,7 +23,7 @@ class Job:
     """``launch --restarts`` of one run, again and again.
 
     ``words``: the training's options without --out. ``launch``: options of the launch but its hosts. ``before``: what
-    runs the supervisor. ``hostfile`` is written anew before each attempt: the supervisor reads it at each restart.
+    runs the supervisor. ``hostfile`` is written again before each attempt: the supervisor reads it at each restart.
     """
 
     def __init__(self, work: Path, host: str, launch: Sequence[str], words: Sequence[str],
@@ -105,7 +105,7 @@ class Job:
             return 0
 
     def resumed(self, since: int) -> int | None:
-        """Return the step that the last attempt resumed at, by its output after ``since``; 0: anew, None: unknown."""
+        """Return the step that the last attempt resumed at, by its output after ``since``; 0: again, None: unknown."""
         found = _RESUMED.findall(self.said(since))
         return int(found[-1] or 0) if found else None
 

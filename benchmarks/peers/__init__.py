@@ -65,7 +65,7 @@ class Setup:
 
     @property
     def whole_batches(self) -> Batches:
-        """The batches of all ranks together, for a job whose ranks are one copy of the model."""
+        """The batches of all ranks together, for a job whose ranks are one replica."""
         return part(self.arrays, self.batch * self.control.size, 0, 1)
 
     def begin(self) -> None:
@@ -86,7 +86,7 @@ class Prepared:
     ``step(i)``: one whole training step on batch i of the rank. ``loss()``: of the last step, the mean over this
     rank's samples (``global_loss``: over all ranks' samples already). ``params()``: the trainable parameters as numpy
     arrays. ``sync()``: wait for the device. ``samples()``: of this rank in the last step, where they are not always
-    the batch. ``whatif()``: what hvdtrain reckons of a step without each rank; collective. ``split``: each rank has a
+    the batch. ``whatif()``: what hvdtrain estimates of a step without each rank; collective. ``split``: each rank has a
     part of the model, so that ``params`` and ``loss`` of the ranks add up. ``pipeline``: how a model is cut over the
     ranks. ``spent()``: seconds of this rank so far by phase, and in ``step``, and what it sent, in bytes. ``marks()``:
     what it stamped in each step since it was last asked, in seconds. ``gradient_bytes``: of one step's gradients.
@@ -148,7 +148,7 @@ class Contender:
 
     @property
     def cuts(self) -> bool:
-        """Return whether its ranks are one copy of the model, each with a part of it."""
+        """Return whether its ranks are one replica, each with a part of it."""
         return bool(self.options.get("pipeline")) or self.file == "pipelining"
 
     def ranks(self, asked: int) -> int:

@@ -27,7 +27,7 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     ``remat``: its keys of that name.
 
     ``adam``: "whole", "zero1" or "zero2": Adam in place of SGD, its state on each rank or divided in that stage.
-    ``pipeline``: the ranks are one copy of the model, cut as the setup says.
+    ``pipeline``: the ranks are one replica, cut as the setup says.
     ``looks``: whether summed gradients are looked at, as always but in the bench that tells what it costs.
     """
     from hvdtrain.checkpoint.run_directory import starting
@@ -41,7 +41,7 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     run = assemble(config, data=setup.arrays)
     if not looks:
         for part in (run.dp, run.collectives):
-            setattr(part, "looks", False)  # noqa: B010  (of the wires only those that look have it)
+            setattr(part, "looks", False)  # noqa: B010  (of the transports only those that look have it)
     batches = _fetched(run, setup) if balance == "off" else _live(run)
     with starting(run):
         run.emit(Event.FIT_START)
@@ -63,7 +63,7 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
 
 
 class _Marks:
-    """Of each step: seconds until its first bucket is handed to the wire, of computing and of the update.
+    """Of each step: seconds until its first bucket is handed to the transport, of computing and of the update.
 
     A bucket that is put inside a graph is put while that is traced, once: its steps have no such mark.
     """

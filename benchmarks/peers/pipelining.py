@@ -16,7 +16,7 @@ from hvdtrain.config import FOR_EACH
 
 
 def prepare(setup: Setup) -> Prepared:
-    """Return a job whose ranks are the stages of one copy of the model, in the order that it is told."""
+    """Return a job whose ranks are the stages of one replica, in the order that it is told."""
     import torch
 
     cut, size = setup.cut, setup.control.size

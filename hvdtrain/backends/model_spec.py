@@ -29,7 +29,7 @@ class Spec:
     reduction}`` (`hvdtrain.engine.written_state`), which may also be a method of the model.
 
     ``rows``: how columns of the data are taken by name (`hvdtrain.data.rows.ColumnNames`), in a run.
-    ``again()``: builds the model once more, to the same initial weights, where a callable built it. ``model`` may be no
+    ``again()``: builds the model again, to the same initial weights, where a callable built it. ``model`` may be no
     more than an outline without values then (`build_spec`), which `become` replaces.
     """
 
@@ -70,7 +70,7 @@ def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None],
     """Import ``module:callable``, call it with ``args``, and collect its file's optional functions.
 
     ``prepare`` sets up and seeds the frameworks that are imported by then; a callable that imports its framework
-    itself is called once more afterwards, so that its weights come from the seed. ``scope``: entered around each call.
+    itself is called again afterwards, so that its weights come from the seed. ``scope``: entered around each call.
     ``outline``: gives what calls the builder in place of this function and returns a model without values, if
     anything does; it also gets the file's ``block_names() -> [name]`` and ``build_block(name) -> block``, with ``args``
     in them, where the file has both.
@@ -144,7 +144,7 @@ def _frameworks() -> set[str]:
 
 
 def _call(build: Callable[..., Any], text: str, args: dict[str, Any]) -> Any:
-    """Call a user's builder; its complaint about arguments is the user's to mend."""
+    """Call a user's builder; its complaint about arguments is the user's to fix."""
     try:
         inspect.signature(build).bind(**args)
     except TypeError as error:

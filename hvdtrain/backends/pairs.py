@@ -94,7 +94,7 @@ class Totals:
                        for name, (total, weight) in pairs.items()}
 
     def take(self) -> dict[str, np.ndarray]:
-        """Return the sums by name; they start anew."""
+        """Return the sums by name; they start again."""
         sums, self._sums = self._sums, {}
         return sums
 

@@ -40,7 +40,7 @@ def script() -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command line; return the exit status (2: a mistake the user can mend)."""
+    """Run a command line; return the exit status (2: a mistake the user can fix)."""
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE.format(commands="\n".join(f"  {name:11} {text}" for name, text in COMMANDS.items())))
         return 0

@@ -1,4 +1,4 @@
-"""Errors a user can mend: what was got, what was expected, what to do.
+"""Errors a user can fix: what was got, what was expected, what to do.
 
 Owns the exception types, the nearest-name hint and counts with their nouns. Does not print or exit:
 `hvdtrain.cluster.exit` does.
@@ -19,11 +19,11 @@ EXIT_USER_ERROR = 2
 
 
 class UserError(Exception):
-    """A mistake the user can mend; ends every rank with one message and exit status 2.
+    """A mistake the user can fix; ends every rank with one message and exit status 2.
 
     ``got`` is what was found, ``expected`` what would have been right, ``do`` the next action. Each is one
     plain sentence or clause without a closing full stop. ``kind``: what a supervisor takes it for: "user", which no
-    restart mends, or another kind of `hvdtrain.cluster.liveness.causes`.
+    restart fixes, or another kind of `hvdtrain.cluster.liveness.causes`.
     """
 
     kind = "user"

@@ -24,7 +24,7 @@
         if evaluation is due:
             EVAL_END                                   # exact sums over uneven shards
         EPOCH_END
-        if a vote to stop was cast: break
+        if an agreement to stop was cast: break
     FIT_END                                            # also after a stop; callbacks save last
     FIT_SAVED                                          # a change of the model is not what training continues from
 

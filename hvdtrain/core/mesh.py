@@ -33,7 +33,7 @@ class Mesh:
     copies: tuple[tuple[int, ...], ...]
     rank: int
     before: Before | None = None
-    """What a run goes on with: the same cut has the same bits, where it still fits."""
+    """What a run continues with: the same cut has the same bits, where it still fits."""
 
     def __post_init__(self) -> None:
         ranks = sorted(r for copy in self.copies for r in copy)
@@ -67,7 +67,7 @@ class Mesh:
 
     @property
     def deepest(self) -> int:
-        """Number of ranks of the deepest copy; 1 where no model is cut over ranks."""
+        """Number of ranks of the deepest copy; 1 where no model is partitioned over ranks."""
         return max(map(len, self.copies))
 
     @property

@@ -55,7 +55,7 @@ def mark() -> Callable[[], None]:
 
 
 def _numpys() -> dict[str, Any]:
-    """Return the state of numpy's global generator. Its 624 words are read anew only if their memory has changed.
+    """Return the state of numpy's global generator. Its 624 words are read again only if their memory has changed.
 
     That tells of every draw, unless the generator has a normal number in store, which leaves no trace when it is taken.
     """

@@ -19,7 +19,7 @@ _UNREAD = (OSError, ValueError, AttributeError)
 
 
 def say(line: str) -> None:
-    """Print one line in one write (mpirun tags every write), and go on where nobody reads any more.
+    """Print one line in one write (mpirun tags every write), and continue where nobody reads any more.
 
     A run must not end because the reader of its output did, such as ``| head`` or a full disk.
     """

@@ -129,7 +129,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
 
 
 def _schedule(parts: ModelParts, control: Control, config: Config, recovery: Recovery) -> Schedule:
-    """In which order a step's forwards and backwards are done; collective where the model is cut over ranks."""
+    """In which order a step's forwards and backwards are done; collective where the model is partitioned over ranks."""
     if parts.layout is not None:
         return over_ranks.join(parts, control, config, recovery)
     return Recovering(Accumulate(parts.stage, recovery.guard), parts.stage, recovery)
@@ -202,6 +202,6 @@ def _transforms(config: Config) -> list[Transform]:
 
 
 def _mesh(config: Config, control: Control) -> Mesh:
-    """Return the replicas of the model; each rank has one where none is cut over ranks."""
+    """Return the replicas of the model; each rank has one where none is partitioned over ranks."""
     depths = depths_of(config.pipeline.stages, config.pipeline.depths, control.size)
     return Mesh.of(depths, control.rank)

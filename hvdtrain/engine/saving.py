@@ -382,7 +382,7 @@ def schedule_of(run: Run, at: Cursor) -> dict[str, Any]:
 
 
 def _cut_of(run: Run) -> dict[str, Any]:
-    """Return where the model was cut over ranks; nothing of a whole one."""
+    """Return where the model was partitioned over ranks; nothing of a whole one."""
     layout = run.parts.layout
     if layout is None:
         return {}

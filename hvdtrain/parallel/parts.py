@@ -88,7 +88,7 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Ranks with the same blocks, one of each copy of the model (``group``), the ``blocks``' numbers, and their
+    """Ranks with the same blocks, one of each replica (``group``), the ``blocks``' numbers, and their
     transport.
     """
 

@@ -23,7 +23,7 @@ from hvdtrain.planning.linear import Link
 HEADERS = ("", "wire", "MB/s", "wire ms", "cpu ms", "cost ms", "idle cpu")
 
 TIE = 0.05
-"""Costs this near to the least count as equal; of those the wire that takes the least processor time is taken."""
+"""Costs this near to the least count as equal; of those the transport that takes the least processor time is taken."""
 
 OFF = 0.25
 """A wait this much longer than estimated is looked into."""
@@ -122,7 +122,7 @@ class TransportCost:
 
 @dataclass(frozen=True)
 class WireChoice:
-    """The decision: a wire, why, and the next best (None: there is no other)."""
+    """The decision: a transport, why, and the next best (None: there is no other)."""
 
     name: str
     reason: str

@@ -36,7 +36,7 @@ from hvdtrain.tensorflow.nodes import (
 )
 
 KINDS = {Average: "sum", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
-"""Reduction -> what a wire calls it; an average is a sum, divided."""
+"""Reduction -> what a transport calls it; an average is a sum, divided."""
 
 
 @unconverted

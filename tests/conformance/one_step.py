@@ -145,7 +145,7 @@ class OneStep:
     # --- what it holds -----------------------------------------------------------------------------------------------
 
     def weights(self) -> list[np.ndarray]:
-        """Return copies of the model's parameters and kept buffers, in its own order."""
+        """Return replicas's parameters and kept buffers, in its own order."""
         return [np.array(array) for array in self.state()[0]["model"].values()]
 
     def rank_state(self) -> dict[str, np.ndarray]:

@@ -109,7 +109,7 @@ def test_the_scale_comes_back_with_a_checkpoint():
 
 @pytest.mark.parametrize("own", ["bf16", "fp16"])
 def test_a_model_that_was_given_back_has_its_own_types(own, tmp_path):
-    """Also what Keras keeps of graphs that a callback had traced; and a run has it again where it goes on."""
+    """Also what Keras keeps of graphs that a callback had traced; and a run has it again where it continues."""
     model, x = mlp(extra=[keras.layers.Dropout(0.0), keras.layers.Activation("relu", dtype="float64")]), batch(0)[0]
     built = [layer.dtype_policy for layer in model._flatten_layers()]
     step = made(own, model)

@@ -29,7 +29,7 @@ def address(x):
 
 
 def shared(slots=SLOTS):
-    """Return a wire with memory of its own, seen from one rank, and that memory."""
+    """Return a transport with memory of its own, seen from one rank, and that memory."""
     rows = zeros(slots * 1024, "float32").reshape(slots, 1024)
     return SimpleNamespace(buffers=lambda n, dtype, slots: [row[:n] for row in rows]), rows
 

@@ -51,7 +51,7 @@ def test_unfreezing_and_freezing_are_plain_pytorchs(tmp_path, monkeypatch, ranks
 @pytest.mark.parametrize("stop", (6, 11))
 @pytest.mark.parametrize("way", ("replicate", "zero 2", "ema"))
 def test_a_checkpoint_holds_what_is_trained(tmp_path, way, stop):
-    """Also of a run that goes on with another number of ranks, whose callback changes nothing at its begin."""
+    """Also of a run that continues with another number of ranks, whose callback changes nothing at its begin."""
     setting = replace(BASE, out=str(tmp_path), checkpoint=CheckpointConfig(at_end=True), **WAYS[way])
     lockstep(2, replace(setting, max_steps=stop), lambda rank: model(), data(), work)
     for ranks in (3, 2):

@@ -1,4 +1,4 @@
-"""The node that sums gradients in shared memory, in one process, over a wire that hears itself twice."""
+"""The node that sums gradients in shared memory, in one process, over a transport that hears itself twice."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ DTYPES = ("float32", "float64", "float32", "float32", "float32")
 
 
 class Twice:
-    """The wire, with the calls and the vectors that were handed to it."""
+    """The transport, with the calls and the vectors that were handed to it."""
 
     def __init__(self):
         self.calls, self.begins, self.error = [], [], None

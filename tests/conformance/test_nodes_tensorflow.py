@@ -17,7 +17,7 @@ from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout  # noqa: E40
 
 
 class Wire(NullCollectives):
-    """A wire of two ranks outside of graphs that keeps the order of its calls; ``flown``: its vector in flight."""
+    """A transport of two ranks outside of graphs that keeps the order of its calls; ``flown``: its vector in flight."""
 
     name, in_graph, host, overlaps = "host", False, True, False
 

@@ -55,7 +55,7 @@ def trained(make: Any, fails: range, place: str = "backward", size: int = 1, **c
 @pytest.mark.parametrize("remat", ["off", "every:1"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_masks_noise_and_statistics_are_those_of_an_undisturbed_run(place, remat):
-    """Also where memory lacks while a block is computed once more."""
+    """Also where memory lacks while a block is computed again."""
     def make() -> Any:
         return model(nn.BatchNorm1d(HIDDEN), nn.Dropout(0.5), Drawing())
 

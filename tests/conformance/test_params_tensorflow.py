@@ -202,7 +202,7 @@ def test_what_an_optimizer_keeps_of_a_gradient_stays():
 
 
 def test_memory_that_is_written_from_is_not_kept_and_what_others_hold_stays():
-    """As the wire's own memory, which its next call overwrites."""
+    """As the transport's own memory, which its next call overwrites."""
     params = attached(mlp()).parts.params
     buckets = plan_buckets(params.specs, 0.0005)
     held = [(v.value.read_value(), v.numpy()) for v in params.variables]

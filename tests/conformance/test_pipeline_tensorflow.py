@@ -1,4 +1,4 @@
-"""A Keras model that is cut over ranks, on ranks that are threads, beside the cases of every backend."""
+"""A Keras model that is partitioned over ranks, on ranks that are threads, beside the cases of every backend."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ L = keras.layers
 
 
 def outcome(make, chosen, steps=2, sizes=(16, 16), **more):
-    """Weights, statistics, losses and random states after some steps; the operations that graphs make once more."""
+    """Weights, statistics, losses and random states after some steps; the operations that graphs make again."""
     keras.utils.set_random_seed(5)
     step = attached(make(), **more)
     random.seed(5)

@@ -301,7 +301,7 @@ class Outside(NullCollectives):
 
 
 def test_a_rank_without_samples_adds_nothing():
-    """It runs a stand-in through a convolution, which neither gradients nor statistics notice."""
+    """It runs a placeholder through a convolution, which neither gradients nor statistics notice."""
     def task(model, batch):
         return tf.reduce_sum(model(batch[0], training=True)) + 3.0, tf.shape(batch[0])[0]
 
@@ -311,7 +311,7 @@ def test_a_rank_without_samples_adds_nothing():
         micros = [(X[:n], Y[:n]) for n in sizes]
         got = run(step, micros, 1.0, check=True)
         assert got[1][-1] == (0.0, 0.0) and got[0][0]
-        if not any(sizes):  # momentum goes on; statistics of no sample at all are 0 and 0
+        if not any(sizes):  # momentum continues; statistics of no sample at all are 0 and 0
             assert got[0][1] == 0.0
         assert all(np.isfinite(w).all() for w in weights(step))
         assert any((a != b).any() for a, b in zip(weights(step), before))

@@ -125,7 +125,7 @@ def test_ranks_with_other_loss_scales_share_the_gradient_of_the_loss():
 
 
 def test_evaluation_and_trials_need_no_other_rank():
-    """On a wire whose other rank never comes: torch's own results."""
+    """On a transport whose other rank never comes: torch's own results."""
     layer, x, outer = drawn(lambda: nn.BatchNorm1d(3), (3,))
     plain = copy.deepcopy(layer)
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_synchronised_is_named():
 
 
 def test_what_a_rank_without_samples_computes_spreads_to_no_other():
-    """Its stand-in, here of what is no number, counts for nothing: neither 0 nor 0 times NaN."""
+    """Its placeholder, here of what is no number, counts for nothing: neither 0 nor 0 times NaN."""
     layer, x, outer = drawn(lambda: nn.BatchNorm1d(3), (3,))
     y, dx = passed(copy.deepcopy(layer), x, outer, 1)
     layers = [copy.deepcopy(layer) for _ in range(2)]
@@ -279,7 +279,7 @@ class View(nn.Module):
 
 @pytest.mark.parametrize("seen", [0, 4], ids=["from the start", "later"])
 def test_a_rank_without_samples_adds_nothing(seen):
-    """Its model runs on a stand-in, which neither gradients nor statistics notice; no task meets an empty batch."""
+    """Its model runs on a placeholder, which neither gradients nor statistics notice; no task meets an empty batch."""
     def task(model, batch):
         assert len(batch[0]) > 0
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum") + 3.0, len(batch[0])
@@ -306,7 +306,7 @@ def test_a_rank_without_samples_adds_nothing(seen):
 
 
 def two():
-    """Return a wire of two ranks in which nothing is exchanged."""
+    """Return a transport of two ranks in which nothing is exchanged."""
     return NullCollectives(0, 2)
 
 

@@ -61,7 +61,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def table(outcomes: Sequence[Outcome], width: int = 150) -> str:
-    """Return the rows as text: name, outcome, seconds, detail; a long detail goes on in lines below."""
+    """Return the rows as text: name, outcome, seconds, detail; a long detail continues in lines below."""
     names = max((len(o.name) for o in outcomes), default=0)
     room = max(30, width - names - 20)
     lines = []

@@ -1,4 +1,4 @@
-"""A stand-in for ssh on the two hosts of mpi_scripts/two_hosts.sh: like sshd it starts with an empty environment.
+"""A placeholder for ssh on the two hosts of mpi_scripts/two_hosts.sh: like sshd it starts with an empty environment.
 
 Owns the script and the question whether two hosts can be made here. It notes each call in SCRIPT.log.
 """

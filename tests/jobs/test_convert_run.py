@@ -1,7 +1,7 @@
-"""A run begun in one framework goes on in the other on the same curve: 20 + 20 steps against 40, whole runs.
+"""A run begun in one framework continues in the other on the same curve: 20 + 20 steps against 40, whole runs.
 
-Few processes: one of TensorFlow trains and reads its checkpoints, one of PyTorch writes and goes on from them, one
-conversion back goes by the command line, and TensorFlow goes on from it.
+Few processes: one of TensorFlow trains and reads its checkpoints, one of PyTorch writes and continues from them, one
+conversion back goes by the command line, and TensorFlow continues from it.
 """
 
 from __future__ import annotations

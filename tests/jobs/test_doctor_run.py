@@ -1,6 +1,6 @@
 """The doctor under a real launcher: ranks gather; a job that does not come together is told, bounded, status 1.
 
-The frameworks are stand-ins that load at once, so that the runs take seconds.
+The frameworks are placeholders that load at once, so that the runs take seconds.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The scripts in mpi_scripts/ that users copy: shellcheck has nothing to say, and each runs on two hosts as it stands.
 
-The hosts are those of two_hosts.sh, reached by a stand-in for ssh that brings no environment along.
+The hosts are those of two_hosts.sh, reached by a placeholder for ssh that brings no environment along.
 """
 
 import json

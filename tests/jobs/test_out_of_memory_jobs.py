@@ -1,4 +1,4 @@
-"""Jobs of which a rank runs out of memory: they go on, or end on all ranks with one message and status 2."""
+"""Jobs of which a rank runs out of memory: they continue, or end on all ranks with one message and status 2."""
 
 import json
 

@@ -17,7 +17,7 @@ import numpy as np
 FEATURES, CLASSES = 12, 5
 DIE = "TEST_DIE_AT"
 """Environment variable "RANK:N:DIRECTORY": that rank's process is killed when it fetches its Nth batch of training
-data and the directory holds two checkpoints, which are written beside training."""
+data and the directory holds two checkpoints, which are written in the background."""
 
 
 def torch_model(dropout: float = 0.2) -> Any:

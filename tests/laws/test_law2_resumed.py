@@ -1,4 +1,4 @@
-"""Law 2 over a resumption: a run that goes on with other ranks, shares or batches follows the curve it was on.
+"""Law 2 over a resumption: a run that continues with other ranks, shares or batches follows the curve it was on.
 
 Bit-equal with the same ranks and shares; elsewhere within the least tolerance of `python -m hvdtrain verify`, while the
 ledger finds each sample exactly once. Here in one process; over other wires: tests/mpi/test_resume_wires.py. Whole jobs
@@ -20,7 +20,7 @@ N, BATCH, STEPS, STOP = 107, 53, 12, 5
 """Steps of 53, 53 and 1 samples: the first part stops between two steps of an epoch."""
 
 WAYS = [(2, [3, 1]), (1, []), (3, [5, 0, 2]), (4, [])]
-"""(ranks, shares) that a run of 2 ranks with shares 3:1 goes on with; the first are its own."""
+"""(ranks, shares) that a run of 2 ranks with shares 3:1 continues with; the first are its own."""
 
 
 def settings(out, **changes):

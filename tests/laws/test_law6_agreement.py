@@ -71,7 +71,7 @@ def test_a_wish_at_the_end_of_an_epoch_stops_before_the_next(tmp_path):
 
 
 def test_a_clock_of_rank_0_saves_on_all(tmp_path):
-    """Clocks differ: only rank 0's counts, and it goes through the vote."""
+    """Clocks differ: only rank 0's counts, and it goes through the agreement."""
     setting = config(global_batch=5, max_steps=4, out=str(tmp_path),
                      checkpoint=CheckpointConfig(every_s=1e-6, at_end=False))
     results = lockstep(3, setting, lambda rank: make_model("numpy"), samples(40), seen)

@@ -70,7 +70,7 @@ def test_a_run_measures_decides_and_goes_on_alike(control, tmp_path, capsys):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_wire_can_be_gone_over_to_and_gives_the_same_sums(framework, control, tmp_path, monkeypatch):
-    """The wires take turns by order of the test; the curve is that of one wire."""
+    """The transports take turns by order of the test; the curve is that of one wire."""
     out = Path(control.bcast(str(tmp_path)))
     names = [n for n in ("mpi", "shared", "horovod") if n != "horovod" or horovod.horovod_reason(framework) is None]
 

@@ -62,7 +62,7 @@ def traces(run):
 
 @pytest.mark.parametrize("balance, most", [("off", 9), ("auto", 2)])
 def test_new_plans_trace_a_few_graphs_or_one(control, framework, out, balance, most):
-    """Eight numbers of samples get one each and all others share one; where plans go on changing, all share one, and
+    """Eight numbers of samples get one each and all others share one; where plans keep changing, all share one, and
     trials another."""
     class Count(Callback):
         where = "all"

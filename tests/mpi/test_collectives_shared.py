@@ -152,7 +152,7 @@ def test_no_file_stays_open(comm):
 
 
 def test_a_rank_that_has_ended_is_told_by_those_of_its_host(comm, monkeypatch):
-    """Within seconds, not when the wire's own bound is over."""
+    """Within seconds, not when the transport's own bound is over."""
     monkeypatch.setattr(shared, "LOOK_S", 0.05)
     monkeypatch.setattr(shared, "GRACE_S", 0.2)
     wire = SharedCollectives(comm, timeout_s=60, host=comm.Split(0, key=comm.Get_rank()))

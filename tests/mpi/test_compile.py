@@ -1,4 +1,4 @@
-"""compile auto on several ranks: they choose alike, exchange while a compiled backward goes on, and stay one model.
+"""compile auto on several ranks: they choose alike, exchange while a compiled backward continues, and stay one model.
 
 The compiler is PyTorch's without code generation.
 """

@@ -1,4 +1,4 @@
-"""Plain MPI's exchange goes on while the program computes: sums, parts, and a compressor's second request."""
+"""Plain MPI's exchange continues while the program computes: sums, parts, and a compressor's second request."""
 
 import threading
 import time

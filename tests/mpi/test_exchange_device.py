@@ -1,4 +1,4 @@
-"""Gradients over host memory on real wires: the bits of the direct wire, while the control plane goes on beside it.
+"""Gradients over host memory on real wires: the bits of the direct wire, while the control plane continues beside it.
 
 Ranks have no GPU here: `HostLane` copies within host memory where `CudaLane` copies between a GPU and pinned memory.
 """
@@ -44,7 +44,7 @@ def staged(inner):
 
 
 def trained(control, tmp_path, framework, wire):
-    """Return the bits of eight steps over ``wire`` with unequal shares, and how the wire is called."""
+    """Return the bits of eight steps over ``wire`` with unequal shares, and how the transport is called."""
     out = str(tmp_path / wire.name.replace(" ", "-"))
     settings = config(global_batch=53, max_steps=8, out=control.bcast(out), accumulate=2,
                       shares=CUTS[control.size][-1], optimizer=Named("SGD", {"momentum": 0.5}))

@@ -1,4 +1,4 @@
-"""Freezing and unfreezing on real ranks: one model over every wire, as plain PyTorch trains it."""
+"""Freezing and unfreezing on real ranks: one model over every transport, as plain PyTorch trains it."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_other_exchanges_go_over_horovod(control):
 
 
 def test_ranks_in_different_exchanges_say_so(control):
-    """On every rank, as itself, after which all goes on."""
+    """On every rank, as itself, after which all continues."""
     exchange, (one, other) = GradientExchange(), (variables()[:2], variables()[1:3])
     mine, theirs = gradients(0)[:2], gradients(0)[1:3]
     for _ in range(2):

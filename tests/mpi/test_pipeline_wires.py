@@ -1,4 +1,4 @@
-"""Copies of a model that is cut over real ranks, over every wire: one model, and the curve of one process."""
+"""Copies of a model that is partitioned over real ranks, over every wire: one model, and the curve of one process."""
 
 from __future__ import annotations
 

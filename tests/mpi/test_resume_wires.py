@@ -1,4 +1,4 @@
-"""A run that goes on over another wire, with other shares, or as one process: one curve, each sample once."""
+"""A run that continues over another transport, with other shares, or as one process: one curve, each sample once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves beside training over MPI: whole runs of each framework, both layouts, resumed by other numbers of ranks."""
+"""Saves in the background over MPI: whole runs of each framework, both layouts, resumed by other numbers of ranks."""
 
 from __future__ import annotations
 

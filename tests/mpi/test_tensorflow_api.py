@@ -168,7 +168,7 @@ def test_gradients_flow_through_a_group():
 
 
 def test_a_rank_that_brings_fewer_tensors_is_told_at_once():
-    """Then it meets by hand the tensor that the first rank has more, so that this test can go on."""
+    """Then it meets by hand the tensor that the first rank has more, so that this test can continue."""
     count = 3 if hvd.rank() == 0 else 2
     with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched ALLREDUCE tensor shapes"):
         try:

@@ -1,4 +1,4 @@
-"""Training for real: both frameworks over both wires, compared on every rank with one process alone.
+"""Training for real: both frameworks over both transports, compared on every rank with one process alone.
 
 The reference is computed in this very process by `small_runs.solo`, so law 2 is checked at whatever number of ranks
 the job has.

@@ -1,4 +1,4 @@
-"""ZeRO with Keras on TensorFlow over each wire: one model on all ranks, the unsharded run's, also when it goes on."""
+"""ZeRO with Keras on TensorFlow over each wire: one model on all ranks, the unsharded run's, also when it continues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(control, wire, run, whole):
 
 @pytest.mark.parametrize("wire", ["shared", "mpi", "horovod"], indirect=True)
 def test_it_gives_the_unsharded_run_s_model(control, wire, trained):
-    """In stage 2; the other goes on below, and is in conformance/test_zero_tensorflow.py."""
+    """In stage 2; the other continues below, and is in conformance/test_zero_tensorflow.py."""
     whole, shards = trained(), list(range(control.size))
     check(control, wire, trained("zero", 2, shards), whole)
     assert "tensorflow" in imported()

@@ -73,7 +73,7 @@ def test_shards_of_compressed_gradients_have_the_bits_of_the_whole(control, out,
 
 @pytest.mark.parametrize("stage", (1, 2))
 def test_over_memory_of_several_hosts(control, comm, out, stage):
-    """Buckets share one vector of the wire's there: one at a time, while others may go on beside backward."""
+    """Buckets share one vector of the transport's there: one at a time, while others may continue beside backward."""
     wire = SharedCollectives(comm, 30.0, host=comm.Split(control.rank % 2, key=control.rank))
     settings = replace(BASE, exchange=ExchangeConfig(bucket_mb=1e-5), data_parallel=DataParallelConfig("zero", stage))
     run = fitted(assemble(replace(settings, shares=CUTS[control.size][1], out=f"{out}/zero"), make_model("torch"), DATA,

@@ -33,7 +33,7 @@ from hvdtrain.backends.tensorflow.trial import (
 )
 
 SYNCS_OVER_HOST = False
-"""Whether BatchNorm's moments can be taken over a wire outside of TensorFlow's graphs."""
+"""Whether BatchNorm's moments can be taken over a transport outside of TensorFlow's graphs."""
 
 __all__ = ["Ops", "Profiler", "SYNCS_OVER_HOST", "adapt_data", "allocators", "building", "collectives",
            "device_facts", "flops_of_graphs", "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory",

@@ -199,7 +199,7 @@ def _largest(magnitude_C: Array, k: int) -> Array:
 
 
 SLOTS = 3
-"""Of a bucket in the wire's own memory: one to fill, one still held, and one whose sums are copied out."""
+"""Of a bucket in the transport's own memory: one to fill, one still held, and one whose sums are copied out."""
 
 
 def aligned(bucket: Bucket) -> Bucket:

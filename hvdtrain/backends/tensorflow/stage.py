@@ -77,9 +77,9 @@ class Stage:
         """Prepare the graphs for this sink; they are traced at the first batch, and kept while the sink is the same."""
         if sink is not self._sink or self._connected:
             self.calls, self._sink, self._zeros = Calls(self._gradients.around), sink, {}
-            # Every rank asks for this memory or none, whatever it computes on: the wire may make it in common.
+            # Every rank asks for this memory or none, whatever it computes on: the transport may make it in common.
             self._memory = [] if sink.in_graph else [sink.buffer(b) for b in sink.buckets]
-            # Gradients are copied, one by one, to where the wire sums them.
+            # Gradients are copied, one by one, to where the transport sums them.
             self._in_place = bool(self._memory) and all(isinstance(x, np.ndarray) for x in self._memory)
             leaves = bool(self._memory) and sink.overlaps and not self._across
             self._leaving = Leaving(sink, self._memory, self._in_place) if leaves else None

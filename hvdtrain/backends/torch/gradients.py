@@ -223,7 +223,7 @@ class Gradients:
             if not self._open:
                 return
             if index not in filling.missing:
-                if self._final:  # the bucket may be on the wire with half of this gradient
+                if self._final:  # the bucket may be on the transport with half of this gradient
                     name = self._params.names[index]
                     raise UserError(f"parameter {name} received its gradient twice in one backward",
                                     "one gradient for each parameter and backward",

@@ -32,7 +32,7 @@ LIBRARIES = re.compile(
 """What a RuntimeError says where memory does not suffice."""
 
 WIRES = re.compile(r"nccl|horovod|gloo|\bMPI_", re.IGNORECASE)
-"""What an error of a wire says."""
+"""What an error of a transport says."""
 
 
 def hold_bytes(n: int) -> torch.Tensor | None:
@@ -44,7 +44,7 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` means too little memory of device or host; frees what was cached.
 
     Beside PyTorch's own class these are RuntimeErrors of the CPU's allocator and of libraries that allocate themselves
-    (`LIBRARIES`). A shortage in a wire does not count: its ranks are no longer at one place.
+    (`LIBRARIES`). A shortage in a transport does not count: its ranks are no longer at one place.
     """
     found = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and bool(LIBRARIES.search(str(error))) and not WIRES.search(

@@ -152,7 +152,7 @@ class Metrics:
         self._totals = Totals()
 
     def add(self, model: torch.nn.Module, batch: Tensors) -> None:
-        """Add one batch; the model runs once, or once more for a model file that defines ``metrics``."""
+        """Add one batch; the model runs once, or again for a model file that defines ``metrics``."""
         if self._by_name is None:
             self._totals.add(of_model_file(self._task, self._spec.metrics, model, batch))
             return

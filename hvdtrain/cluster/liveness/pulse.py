@@ -302,7 +302,7 @@ def own_wait() -> str:
 
 
 def heard(step: int) -> None:
-    """Note that every rank took part in the vote of ``step``."""
+    """Note that every rank took part in the agreement of ``step``."""
     if _own is not None:
         _own.heard(step)
 

@@ -121,7 +121,7 @@ class MpiCollectives(WithoutMemory):
         self._comm, self.moves = comm, progress_of_process()
         self.overlaps = self.moves.threaded
         self.drives = self.overlaps and self.size > 1  # exchanges too, from request to request
-        self.moves_parts = self.overlaps  # whether `reducescatterv` and `allgatherv` go on by themselves as well
+        self.moves_parts = self.overlaps  # whether `reducescatterv` and `allgatherv` continue by themselves as well
         with deadline(timeout_s, "duplicating a communicator"):
             self._peers = Peers(comm.Dup(), self.moves)
         self._issued = 0

@@ -220,7 +220,7 @@ class Exchanged(Rounds):
                  got: Sequence[np.ndarray], value: Any = None) -> None:
         super().__init__(peers, what, sequence, stage)
         self._sent, self._got, self._value = [_raw(x) for x in sent], [_raw(x) for x in got], value
-        # Not more than one of the others may reckon with: each pair has its own number of pieces.
+        # Not more than one of the others may estimate with: each pair has its own number of pieces.
         self.rounds = -(-max((x.size for x in (*self._sent, *self._got)), default=0) // PIECE)
 
     def begun(self) -> None:

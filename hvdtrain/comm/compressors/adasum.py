@@ -17,7 +17,7 @@ class Adasum(Uncompressed):
 
     Adasum combines the means over each rank's own samples (``own_mean``): equal vectors give themselves, orthogonal
     ones their sum, and a rank without samples, whose vector is zero, changes nothing. Unlike law 1's sum it depends on
-    how samples are cut over ranks, and knows no weights.
+    how samples are partitioned over ranks, and knows no weights.
     """
 
     name = "adasum"

@@ -58,7 +58,7 @@ class SupervisedJob:
         more: list[str] = []
         if cut_over_ranks(self.config):
             more += pipeline_options(self.config, recut(self.config, self.first, hosts))
-            del lists["shares"]  # of copies of the model, not of ranks
+            del lists["shares"]  # of replicas, not of ranks
         for name, values in lists.items():
             # Settings by host or by kind of device need no fitting: they are mappings.
             if isinstance(values, (list, tuple)) and len(values) == ranks:

@@ -274,7 +274,7 @@ class BlockCost:
     """Savings and cost of activation checkpointing of one block, for a micro-batch that was tried.
 
     ``saved_bytes``: activations that the block keeps from forward to backward, less what recomputing has to keep (its
-    inputs that nobody else keeps). ``forward_s``: seconds of its forward pass, which is made once more.
+    inputs that nobody else keeps). ``forward_s``: seconds of its forward pass, which is made again.
     ``inner_bytes``: what comes back for the time of the block's own backward, since only one block is recomputed at a
     time: 0 where that is not known.
     """

@@ -87,7 +87,7 @@ class Report(Protocol):
 
 
 class Tracker(Protocol):
-    """Hands records on to another tool, beside training: ``trackers: [path/file.py:callable]``, called with the run.
+    """Hands records on to another tool, in the background: ``trackers: [path/file.py:callable]``, called with the run.
 
     Made, used and closed in one thread of rank 0, after the run has begun, so ``run.out`` is there; only what does not
     change in the run may be read from it. It gets a "step" record every ``log_every`` steps and all others. What it
@@ -231,7 +231,7 @@ class Stateful(Given, Protocol):
         ...
 
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
-        """Undo `shards` and `rest`; return in words what did not fit and starts anew, or ""."""
+        """Undo `shards` and `rest`; return in words what did not fit and starts again, or ""."""
         ...
 
 
@@ -289,7 +289,7 @@ class SaveCost:
 
 
 class RunSaver(Protocol):
-    """Saves a run, one save at a time, while it goes on. ``spent``: what that has cost this rank.
+    """Saves a run, one save at a time, while it continues. ``spent``: what that has cost this rank.
 
     ``cost_s``: on rank 0, what the latest save that is over has cost the slowest rank; None before there is one.
     """

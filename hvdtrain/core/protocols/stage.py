@@ -43,7 +43,7 @@ class GradientSink(Protocol):
     def variant(self) -> int: ...
 
     def buffer(self, bucket: Bucket) -> Array:
-        """Return zeros (n,) to make a bucket's gradient in: where the wire sums it without a copy, if it can."""
+        """Return zeros (n,) to make a bucket's gradient in: where the transport sums it without a copy, if it can."""
         ...
 
     def put(self, index: int, x: Array) -> None:
@@ -59,7 +59,7 @@ class GradientSink(Protocol):
         ...
 
     def collect(self) -> list[Array]:
-        """Complete what was put and return it, summed over the copies of the model; by index."""
+        """Complete what was put and return it, summed over the replicas; by index."""
         ...
 
     def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
@@ -146,14 +146,14 @@ class Stage(Protocol):
         ...
 
     def culprit(self, batch: Batch) -> str:
-        """Compute a micro-batch's gradient once more, for itself; return the first parameter where it is not finite.
+        """Compute a micro-batch's gradient again, for itself; return the first parameter where it is not finite.
 
         "" where all of it is finite. Like `trial` it exchanges nothing and leaves nothing behind.
         """
         ...
 
     def alone(self, batch: Batch) -> list[Array]:
-        """Compute a micro-batch's gradient once more, for itself; return that of each parameter, in its own shape.
+        """Compute a micro-batch's gradient again, for itself; return that of each parameter, in its own shape.
 
         With training's loss scale and types. Like `trial` it leaves nothing behind; unused parameters have zeros.
         """
@@ -266,7 +266,7 @@ class PipelineStage(Stage, Protocol):
         """Return the first parameter whose gradient of the step at hand is not finite on this rank; "" if none is.
 
         Asked before `hand_over`, so that what other copies bring in counts not. Of a copy of one rank it may compute
-        ``batch`` once more instead, as `Stage.culprit`.
+        ``batch`` again instead, as `Stage.culprit`.
         """
         ...
 
@@ -362,7 +362,7 @@ class DataParallel(GradientSink, Protocol):
         ...
 
     def restore(self, own: dict[str, np.ndarray]) -> str:
-        """Undo `saved`; return in words what of it did not fit and starts anew, or ""."""
+        """Undo `saved`; return in words what of it did not fit and starts again, or ""."""
         ...
 
     def restart(self) -> None:
@@ -396,5 +396,5 @@ class ChangesTransport(DataParallel, Protocol):
         ...
 
     def use_wire(self, wire: Collectives) -> str:
-        """Exchange over another transport from the next step on; return what of the state starts anew, or ""."""
+        """Exchange over another transport from the next step on; return what of the state starts again, or ""."""
         ...

@@ -39,7 +39,7 @@ class Ops(Protocol):
         ...
 
     def buffer(self, n: int, dtype: str, own: np.ndarray | None = None) -> Array:
-        """(n,) zeros for a stage to write gradients into, in memory ``own`` of a wire's if there is such.
+        """(n,) zeros for a stage to write gradients into, in memory ``own`` of a transport's if there is such.
 
         What `to_host` makes of it is that memory, not a copy.
         """

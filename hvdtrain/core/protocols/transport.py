@@ -36,11 +36,11 @@ class Handle(Protocol):
 class Collectives(Protocol):
     """Moves gradients: each call takes a deterministic ``name`` and returns a `Handle` (law 5).
 
-    ``dtypes``: names of the dtypes `allreduce` sums. ``overlaps``: work goes on while a handle is open.
+    ``dtypes``: names of the dtypes `allreduce` sums. ``overlaps``: work continues while a handle is open.
     ``in_graph``: may be called while TensorFlow traces. ``host``: takes and gives numpy arrays; a backend converts.
     ``reductions``: what `allreduce` can do beside "sum". An `allreduce` may reuse the memory of its argument.
     ``drives``: it goes through the requests of a compressor by itself (`drive`). ``moves_parts``: `reducescatterv` and
-    `allgatherv` go on while their handles are open, each in memory of its own.
+    `allgatherv` continue while their handles are open, each in memory of its own.
     """
 
     name: str
@@ -131,14 +131,14 @@ class Collectives(Protocol):
         """Return this rank's part of the sum over ranks: (N,) -> (sizes_P[rank],); N is the sum of ``sizes_P``.
 
         Parts lie in the order of the ranks; some may be empty. Added in the order of the ranks, in float32 at least,
-        so that every wire gives the same bits.
+        so that every transport gives the same bits.
         """
         ...
 
     def allgatherv(self, part_K: Array, sizes_P: Sequence[int], name: str) -> Handle:
         """Return the ranks' parts one after the other: (sizes_P[rank],) -> (N,).
 
-        What it returns may be memory of the wire's own, good until the next call of this wire.
+        What it returns may be memory of the transport's own, good until the next call of this wire.
         """
         ...
 

@@ -307,7 +307,7 @@ class Turns:
 
 GROUPS = {"step": "train", "eval": "test", "system": "system", "seconds": "percent_of_time", "saved": "checkpoint",
           "meter": "meter"}
-"""Events of the house with numbers that change while a run goes on -> the first part of their names."""
+"""Events of the house with numbers that change while a run continues -> the first part of their names."""
 
 LEFT_OUT = {"step": ("samples", "phases_s"), "eval": ("samples_per_s",), "seconds": ("from_step", "window_s", "waits"),
             "saved": ("at_step",)}

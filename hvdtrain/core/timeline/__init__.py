@@ -26,7 +26,7 @@ class Taker(Protocol):
     """Takes the spans of a trace."""
 
     def take(self, name: str, lane: str, begin_s: float, end_s: float, args: dict[str, Any], cause: str = "") -> None:
-        """Keep what ``lane`` (a thread, a wire) did; seconds of `time.perf_counter`. Called from any thread.
+        """Keep what ``lane`` (a thread, a transport) did; seconds of `time.perf_counter`. Called from any thread.
 
         ``cause``: one of `CAUSES`, "wait" for the time in an exchange; "": that of the span around it.
         """
@@ -41,7 +41,7 @@ class Timeline:
     at a cost, is to do so. ``alone``: what this rank does without the others, so that an exchange would hang; "" if
     nothing.
     ``marks``: begin and end a range in the eyes of a device's profiler, called around each span of the run's own
-    thread. A new one gives all that has passed since its process began to "start", and goes on so until `begin`.
+    thread. A new one gives all that has passed since its process began to "start", and continues so until `begin`.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def idle(rank: int) -> Iterator[None]:
 
 
 class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))
-    """Encloses standing in the exchange ``name``, for other ranks or for the wire; the same on every rank (law 5).
+    """Encloses standing in the exchange ``name``, for other ranks or for the transport; the same on every rank (law 5).
 
     ``came_s``: when this rank had handed over its part (`time.perf_counter`), which may become known in the body; 0: on
     entering the body. Within another `blocked`, and in threads other than the run's own, it is a `span` without cause.

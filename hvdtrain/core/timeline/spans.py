@@ -71,7 +71,7 @@ KERNEL = "kernel"
 
 
 class Span(NamedTuple):
-    """A piece of work ``name`` of a ``lane`` (a thread, a wire), in seconds of the rank's `time.perf_counter`.
+    """A piece of work ``name`` of a ``lane`` (a thread, a transport), in seconds of the rank's `time.perf_counter`.
 
     ``cause``: of the rank's time (`hvdtrain.core.timeline.CAUSES`), or where it comes from; "": of what is around it.
     """
@@ -170,7 +170,7 @@ class BlockedSpans:
             self.rows = [kept for kept in self.rows if kept.step % self.stride == 0]
 
     def take(self) -> list[Blocked]:
-        """Return those kept, and begin anew."""
+        """Return those kept, and begin again."""
         rows, self.rows, self.stride = self.rows, [], 1
         return rows
 

@@ -23,7 +23,7 @@ from hvdtrain.planning.compressor_choice import Baseline, CompressorChoice
 from hvdtrain.planning.linear import Link
 
 OtherWire = tuple[Mapping[str, Link], bool]
-"""(links by kind of call, whether it works beside backward) of a wire that is not in use."""
+"""(links by kind of call, whether it works beside backward) of a transport that is not in use."""
 
 WARM_STEPS = 2
 """Steps that are not counted at first: allocation, tracing, connections."""
@@ -36,7 +36,7 @@ class AutoCompression(Callback):
     """Runs on all ranks; decisions are rank 0's, made between two steps, and every one is a note of the run.
 
     ``choice``: the compressor in use. ``settled``: nothing more is measured or changed. ``others``: measures the other
-    wires of the run for kinds of calls; where the wire is chosen too, both are chosen from one table.
+    transports of the run for kinds of calls; where the transport is chosen too, both are chosen from one table.
     """
 
     where = "all"

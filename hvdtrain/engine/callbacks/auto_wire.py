@@ -25,10 +25,10 @@ from hvdtrain.planning.compressor_choice import Baseline
 from hvdtrain.planning.transport_choice import TransportCost, WireChoice
 
 BUDGET_S, LEAST_S = 2.0, 0.3
-"""For opening the wires and measuring them; what is left for measuring at least."""
+"""For opening the transports and measuring them; what is left for measuring at least."""
 
 OTHERS_S = 1.0
-"""For measuring what compressors need over the wires that are not in use."""
+"""For measuring what compressors need over the transports that are not in use."""
 
 LOOK_STEPS = 50
 """Steps between two looks at the wait, once all is settled."""
@@ -41,12 +41,12 @@ class AutoWire(Callback):
     """Runs on all ranks; decisions are rank 0's, made between two steps, and every one is a note of the run.
 
     ``choice``: the wire in use. ``settled``: nothing more is measured, unless the link changes. ``compression``: what
-    chooses a compressor in the same run. It begins on the wire that is best without one, and then chooses wire and
-    compressor together; a wire that was taken with a compressor is checked with it.
+    chooses a compressor in the same run. It begins on the transport that is best without one, and then chooses wire and
+    compressor together; a transport that was taken with a compressor is checked with it.
     """
 
     where = "all"
-    before = ("AutoCompression",)  # which compares compressors over the wires that it opens
+    before = ("AutoCompression",)  # which compares compressors over the transports that it opens
     state_key = "AutoWire"
 
     @classmethod
@@ -66,7 +66,7 @@ class AutoWire(Callback):
         self._times = 0
 
     def join(self, compression: AutoCompression) -> None:
-        """Choose together with ``compression``, which compares its compressors over the other wires too."""
+        """Choose together with ``compression``, which compares its compressors over the other transports too."""
         self._compression, compression.others = compression, self.others
 
     def fit_start(self, run: Run) -> None:

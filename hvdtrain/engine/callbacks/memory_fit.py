@@ -223,7 +223,7 @@ LOOK_AFTER = 2
 class MemoryReport(Callback):
     """Writes ``run.memory``: bytes of "state", as estimated by rank, and "peak", as measured by rank.
 
-    "reckoned" and "measured" are by rank and kind (`hvdtrain.core.units`), None where nothing is known.
+    "estimated" and "measured" are by rank and kind (`hvdtrain.core.units`), None where nothing is known.
     """
 
     where = "all"

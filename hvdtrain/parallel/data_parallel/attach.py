@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from hvdtrain.parallel.data_parallel import DataParallelSetup
 
 FIRST_MB = 1.0
-"""So much is enough for a wire to begin with that works beside backward: it is still busy when more is there."""
+"""So much is enough for a transport to begin with that works beside backward: it is still busy when more is there."""
 
 BESIDE_MB = 2.0
 """Size of a bucket, by default, on a wire that moves pieces beside backward: only the last one is not hidden by it, and
-what a call costs is hidden as well. Large ones are for wires that block, or that fuse by themselves."""
+what a call costs is hidden as well. Large ones are for transports that block, or that fuse by themselves."""
 
 
 def compression_of(setup: DataParallelSetup) -> str:

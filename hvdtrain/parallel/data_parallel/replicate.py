@@ -57,7 +57,7 @@ class Replicate(Reducing):
     copies_equal = retains = True
     waited_s = 0.0
     plan: Callable[[Collectives], list[Bucket]] | None = None
-    """Gives the buckets of a wire; None where it was made without a run."""
+    """Gives the buckets of a transport; None where it was made without a run."""
     looks = True
     """False only in the bench that tells what looking at gradients costs."""
 

@@ -32,7 +32,7 @@ LAID_OUT = 2
 """Updates after which all that stays has been made."""
 
 IN_FLIGHT = 2
-"""Buckets that are on the wire at once: of updated parameters, and in stage 2 of gradients."""
+"""Buckets that are on the transport at once: of updated parameters, and in stage 2 of gradients."""
 
 
 def make(setup: DataParallelSetup) -> DataParallel:
@@ -273,7 +273,7 @@ class Zero(Reducing):
             done = i - ahead + 1
             if done >= 0:
                 bucket, whole_N = self.buckets[done], open_.pop(done).wait()
-                if self.wire.host:  # read where it lies: it is the wire's own until its next call
+                if self.wire.host:  # read where it lies: it is the transport's own until its next call
                     whole_N = self._wires[done].ops.buffer(bucket.n, bucket.dtype, whole_N)
                 params.write(bucket, whole_N, self._own_B[done])
 

@@ -33,7 +33,7 @@ MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Partition of one copy of the model, the task that it solves, and the predicted step."""
+    """Partition of one replica, the task that it solves, and the predicted step."""
 
     task: Task
     choice: Partition
@@ -211,7 +211,7 @@ def span(names: Sequence[str], chunk: range) -> str:
 
 
 def ranks_of(copies: Sequence[Sequence[int]]) -> str:
-    """Return how many ranks a run has and, where its model is cut over them, in what copies.
+    """Return how many ranks a run has and, where its model is partitioned over them, in what copies.
 
     >>> ranks_of([[0], [1]]), ranks_of([[0, 1], [2, 3]]), ranks_of([[0], [1, 2]]), ranks_of([[0, 1]])
     ('2', '4 in 2 pipelines of 2', '3 in pipelines of 1 and 2', '2 in one pipeline')

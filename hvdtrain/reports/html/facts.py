@@ -140,7 +140,7 @@ class RunFacts:
 
     @cached_property
     def copies(self) -> list[list[int]]:
-        """The ranks of each copy of the model, by stage; [] where no model is cut over ranks, or nobody tells."""
+        """The ranks of each replica, by stage; [] where no model is partitioned over ranks, or nobody tells."""
         found = self.start.get("pipeline")
         rows = found.get("copies") if isinstance(found, dict) else None
         copies = [[r for r in row if isinstance(r, int)] for row in rows or () if isinstance(row, list)]

@@ -97,7 +97,7 @@ def read(path: Path) -> Log:
 
 
 def _belongs(events: list[LogRecord], step: int, order: int) -> None:
-    """Give what a new process has recorded before its "start", at the step it goes on from, to its own attempt."""
+    """Give what a new process has recorded before its "start", at the step it continues from, to its own attempt."""
     for i in range(len(events) - 1, -1, -1):
         if events[i].name not in BEFORE_START or events[i].step != step:
             return

@@ -18,7 +18,7 @@ from hvdtrain.reports.progress import silence
 from hvdtrain.reports.progress.line import Line, Standing, line_terminal
 
 OVER_S = 60.0
-"""The time that is left is reckoned from the speed of so many seconds, evaluations and saves with it."""
+"""The time that is left is estimated from the speed of so many seconds, evaluations and saves with it."""
 
 
 def make(config: Config, launched: bool) -> list[Report]:

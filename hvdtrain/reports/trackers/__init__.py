@@ -68,7 +68,7 @@ def check_installed(entries: Sequence[str]) -> None:
 
 
 def make(run: ReportedRun) -> list[Report]:
-    """Return the trackers that ``run.config`` names, each beside training in a thread of its own."""
+    """Return the trackers that ``run.config`` names, each in the background in a thread of its own."""
     return [_beside(run, text) for text in run.config.trackers]
 
 

@@ -1,6 +1,6 @@
 """Tables in the run's directory: ``csv/train.csv``, ``csv/test.csv`` and so on, and ``csv/settings.csv``.
 
-Columns: time (unix seconds), step, the numbers. A resumed run goes on in them; steps it repeats are there twice.
+Columns: time (unix seconds), step, the numbers. A resumed run continues in them; steps it repeats are there twice.
 """
 
 from __future__ import annotations

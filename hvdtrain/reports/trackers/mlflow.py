@@ -1,6 +1,6 @@
 """MLflow: ``mlflow`` writes ``mlruns/`` in the run's directory, ``mlflow:URI`` another folder or to a server.
 
-A resumed run goes on with its curves by the id in ``mlflow.id``; settings that have changed become tags.
+A resumed run continues with its curves by the id in ``mlflow.id``; settings that have changed become tags.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights & Biases: ``trackers: [wandb]`` or ``[wandb:PROJECT]``; its files are in ``wandb/`` of the run's directory.
 
 Online where W&B finds a key, else offline, for `wandb sync`; ``WANDB_MODE`` and the other variables of W&B hold. Its id
-is kept in ``wandb.id``, so that a resumed run goes on with its curves. Curves are drawn over the trainer's own steps,
+is kept in ``wandb.id``, so that a resumed run continues with its curves. Curves are drawn over the trainer's own steps,
 which may go back to a checkpoint; W&B's count of calls may not.
 """
 

@@ -1,4 +1,4 @@
-"""Rows of the exchange: wires, the way over pinned host memory, compressors, Horovod."""
+"""Rows of the exchange: transports, the way over pinned host memory, compressors, Horovod."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def gigabytes_a_second(wire: Any, control: Control, mib: int = 32, rounds: int =
 
 
 def host_wires(control: Control) -> dict[str, Any]:
-    """Return the wires of host memory by name, each staged for tensors of this rank's device."""
+    """Return the transports of host memory by name, each staged for tensors of this rank's device."""
     from hvdtrain.comm.collectives.mpi import MpiCollectives
     from hvdtrain.comm.collectives.shared import SharedCollectives, SharedUnavailable
 
@@ -82,7 +82,7 @@ def host_wires(control: Control) -> dict[str, Any]:
     found = {"mpi": stage(MpiCollectives(boot.mpi_comm(), timeout_s=60.0), control)}
     try:
         found["shared"] = stage(SharedCollectives(boot.mpi_comm(), timeout_s=60.0), control)
-    except SharedUnavailable:  # told by the number of wires
+    except SharedUnavailable:  # told by the number of transports
         pass
     return found
 

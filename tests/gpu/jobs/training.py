@@ -75,7 +75,7 @@ def precision(control: Control) -> dict[str, Any]:
 
 
 def batchnorm(control: Control) -> dict[str, Any]:
-    """Train convolutions with BatchNorm over ranks of unlike shares."""
+    """Train convolutions with BatchNorm over ranks of different shares."""
     def net() -> nn.Sequential:
         torch.manual_seed(5)
         return nn.Sequential(nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8),
@@ -119,7 +119,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def checkpoint(control: Control) -> dict[str, Any]:
-    """Train with dropout; go on from the middle: the same bits, so the device's random state came along."""
+    """Train with dropout; continue from the middle: the same bits, so the device's random state came along."""
     def net() -> nn.Sequential:
         torch.manual_seed(6)
         return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 10))

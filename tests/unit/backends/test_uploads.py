@@ -59,7 +59,7 @@ def test_a_batch_that_was_announced_is_copied_once_and_waited_for_where_it_is_ta
     lanes = uploads(done)
     lanes.ahead(one)
     assert done == ["stage", "send"] * 2
-    x, y = lanes.take(tuple(array[:] for array in one))  # the same memory, seen anew
+    x, y = lanes.take(tuple(array[:] for array in one))  # the same memory, seen again
     assert done == ["stage", "send"] * 2 + ["receive"] * 2
     assert x.dtype == torch.float32 and y.dtype == torch.int64
     assert np.array_equal(x, one[0]) and np.array_equal(y, one[1])

@@ -29,7 +29,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """``bench(ms of all, ms without, what is reckoned, *options) -> (status, record, command lines)``."""
+    """``bench(ms of all, ms without, what is estimated, *options) -> (status, record, command lines)``."""
     def run(ms, less_ms, without_s, *argv):
         lines = {}
 

@@ -112,7 +112,7 @@ import time; time.sleep(60)
 
 
 def test_ranks_are_found_by_their_mark_and_their_command(tmp_path):
-    """The two stand-ins are of a package `hvdtrain` beside them, whose train sleeps."""
+    """The two placeholders are of a package `hvdtrain` beside them, whose train sleeps."""
     (tmp_path / "hvdtrain").mkdir()
     (tmp_path / "hvdtrain" / "__main__.py").write_text("import time; time.sleep(60)")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -290,7 +290,7 @@ def test_the_table_has_a_row_for_each_kind():
 
 
 class StubJob:
-    """Stands in for the supervised training: ``ends`` with a status at once, or goes on with processes that sleep."""
+    """Stands in for the supervised training: ``ends`` with a status at once, or continues with processes that sleep."""
 
     def __init__(self, tmp_path, ends=None, trains=True):
         self.out, self.mark, self.ends, self.trains = tmp_path, "", ends, trains

@@ -1,4 +1,4 @@
-"""Saves beside training: the bits of saves that are waited for, at each of many steps, and never a false success."""
+"""Saves in the background: the bits of saves that are waited for, at each of many steps, and never a false success."""
 
 import errno
 import os
@@ -188,7 +188,7 @@ class Disk:
 
 
 class Breaks(Callback):
-    """Breaks the disk before step 4 is saved, and mends it before step 8 is."""
+    """Breaks the disk before step 4 is saved, and fixes it before step 8 is."""
 
     where = "all"
 

@@ -181,7 +181,7 @@ def test_old_or_new_whatever_call_goes_wrong(tmp_path, monkeypatch, way, scene):
             assert outcome == (NEW if published else OLD)
             assert path.name == f"step-{step if published else 1:08d}", f"call {nth}: not under its own name"
         outcomes.add("old" if outcome == OLD else "new")
-        # The next run goes on from there: what is left over goes, and what is needed stays.
+        # The next run continues from there: what is left over goes, and what is needed stays.
         store = CheckpointStore(root, keep=1)
         store.save(make(3), 3)
         assert bits(store.latest_whole(said.append)[1]) == NEXT

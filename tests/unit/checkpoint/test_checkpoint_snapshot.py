@@ -1,4 +1,4 @@
-"""A snapshot comes back as it went in; what could not is refused in words before anything is written."""
+"""A snapshot comes back as it went in; what could not is refused with a message before anything is written."""
 
 from __future__ import annotations
 

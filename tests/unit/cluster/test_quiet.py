@@ -73,7 +73,7 @@ def test_without_a_standard_error_nothing_happens():
 
 
 def test_only_the_first_import_of_tensorflow_is_filtered(tmp_path):
-    """With a stand-in for TensorFlow, which may be missing here."""
+    """With a placeholder for TensorFlow, which may be missing here."""
     folder = tmp_path / "tensorflow"
     folder.mkdir()
     (folder / "__init__.py").write_text(f"import os\nos.write(2, {ONEDNN + chr(10)!r}.encode() + b'real\\n')\n")

@@ -107,7 +107,7 @@ def one_step(reducer, flats, order):
 @pytest.mark.parametrize("make", [NoCompression, Scaled, Rounds])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_sums_whatever_the_order_of_handing_over(make, size):
-    """Every rank fills its buckets in another order at every step; the wire sees one order (law 5)."""
+    """Every rank fills its buckets in another order at every step; the transport sees one order (law 5)."""
     orders = list(itertools.permutations(range(3)))
 
     def work(control, wire):

@@ -1,4 +1,4 @@
-"""Buckets in a trace: how long each queues, and when it is on the wire, also where nobody waits for it yet."""
+"""Buckets in a trace: how long each queues, and when it is on the transport, also where nobody waits for it yet."""
 
 from __future__ import annotations
 

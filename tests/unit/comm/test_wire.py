@@ -162,7 +162,7 @@ def test_a_horovod_without_operations_of_the_cpu_gives_way_to_mpi_in_words(job):
 
 
 def test_horovod_lacks_on_one_rank_what_it_has_on_another(job, monkeypatch):
-    """A rank that failed by itself must not take another wire than the rest."""
+    """A rank that failed by itself must not take another transport than the rest."""
     backend = SimpleNamespace(in_host_memory=lambda: False,
                               collectives=lambda *a, over_host: SimpleNamespace(name="horovod", host=False))
     monkeypatch.setattr(wire.horovod, "load_horovod", lambda framework: None)

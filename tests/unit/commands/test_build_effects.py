@@ -1,4 +1,4 @@
-"""The half of the build with effects, on small stand-ins: children, cache, unpacking, record, flow, tools."""
+"""The half of the build with effects, on small placeholders: children, cache, unpacking, record, flow, tools."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ DIFFS = {"horovod_keras": "horovod_keras", "horovod_keras2": "horovod_keras", "h
          "tf_distribute": "tf_distribute"}
 """Folders of scripts that a diff moves, and their kinds."""
 LOOPS = ("ddp", "accelerate", "data_parallel")
-"""Kinds with a loop of their own, for which there is code to go on from."""
+"""Kinds with a loop of their own, for which there is code to continue from."""
 
 
 def test_every_folder_is_told_of():

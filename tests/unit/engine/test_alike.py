@@ -13,7 +13,7 @@ ONE = ["parameter a float32[3]", "parameter b float32[2]", "buffer c int64[]", "
 
 
 def said(lines_of_rank, groups=None):
-    """Return what each rank is told, "" where it may go on."""
+    """Return what each rank is told, "" where it may continue."""
     groups = groups or [tuple(range(len(lines_of_rank)))] * len(lines_of_rank)
 
     def rank(control, wire):

@@ -26,7 +26,7 @@ NEAR = [FOUND[0], MeasuredTransport("horovod", Link(0.0, 1.1e-8), 1.0, 0.02)]
 
 
 class Wires:
-    """Two wires; ``lacking``: what cannot be had, and why."""
+    """Two transports; ``lacking``: what cannot be had, and why."""
 
     def __init__(self, lacking):
         self.names, self.left_out, self.why = ["mpi", "horovod"], {"shared": "it would be mpi"}, "no host has several"

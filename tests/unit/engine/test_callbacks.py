@@ -340,7 +340,7 @@ def test_a_checkpoint_that_fails_ends_the_run_where_that_is_asked_for(run, saved
     saved.bad = {3}
     with pytest.raises(UserError, match="the checkpoint of step 3 could not be written: disk full"):
         drive(run, Checkpoint(CheckpointSettings(every_steps=1, on_failure="stop")))
-    assert run.state.cursor.step == 4 and run.notes == []  # told at the vote after the one that asked for it
+    assert run.state.cursor.step == 4 and run.notes == []  # told at the agreement after the one that asked for it
 
 
 def by_the_clock(run, monkeypatch, callback, saver, seconds, **cost):

@@ -199,7 +199,7 @@ def test_a_thousand_clean_steps_on_uneven_ranks(tmp_path):
 
 
 def test_roundings_of_a_first_fit_are_forgiven_in_a_second(monkeypatch, tmp_path):
-    """5 roundings of 16 after 40 updates, where sqrt(40) are: as many as unlike devices may have."""
+    """5 roundings of 16 after 40 updates, where sqrt(40) are: as many as different devices may have."""
     monkeypatch.setattr(room, "kinds", lambda run: ["cpu a", "cpu b"])
 
     def work(run):

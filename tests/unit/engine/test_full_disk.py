@@ -72,7 +72,7 @@ def test_a_store_gives_up_its_oldest_checkpoints_for_the_next_and_never_the_newe
         store.save(state, step)
     said: list[str] = []
     disk.capacity = disk.used() + 12_000
-    store.save(state, 4, said.append)  # which takes 17 000, as it is reckoned
+    store.save(state, 4, said.append)  # which takes 17 000, as it is estimated
     assert [one.step for one in store.list()] == [2, 3, 4]
     assert len(said) == 1 and "step-00000001, was removed" in said[0]
     disk.capacity = disk.used()
@@ -129,7 +129,7 @@ def test_without_any_room_the_last_checkpoint_is_named(disk, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def abandoned(self, run, fill=Fills.fill):
-        """Fill the disk beside a checkpoint of a later step, of a run that this one does not go on from."""
+        """Fill the disk beside a checkpoint of a later step, of a run that this one does not continue from."""
         CheckpointStore(disk.root / "checkpoints", keep=9).save(Snapshot({"model": {"w": np.zeros(3)}}), 20)
         fill(self, run)
 

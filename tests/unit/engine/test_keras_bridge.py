@@ -121,7 +121,7 @@ def test_a_stop_in_the_middle_of_an_epoch_closes_it():
 
     diary = Stops()
     result = ours(made(), diary)
-    assert result.steps == 2  # the vote that stops comes with the next step
+    assert result.steps == 2  # the agreement that stops comes with the next step
     assert [c[:2] for c in diary.calls if c[0].startswith("epoch")] == [("epoch_begin", 0), ("epoch_end", 0)]
     assert len(result.history["loss"]) == len(result.history["val_loss"]) == 1
 

@@ -142,7 +142,7 @@ def test_memory_by_kind_is_that_of_the_tensors(framework):
 
 
 class Seen:
-    """A stand-in for a run's records that keeps them."""
+    """A placeholder for a run's records that keeps them."""
 
     def __init__(self):
         self.records = []

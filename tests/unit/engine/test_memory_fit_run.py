@@ -182,7 +182,7 @@ def test_a_model_without_blocks_is_told(fitting, tmp_path):
 
 
 def test_a_size_that_ran_out_is_not_tried_by_the_next_run(fitting, tmp_path):
-    """The plan was wrong: the first rank holds 3 samples, whatever was reckoned."""
+    """The plan was wrong: the first rank holds 3 samples, whatever was estimated."""
     auto = replace(SETTINGS, micro_batch="auto", on_oom="shrink", out=str(tmp_path / "first"))
     found = fitting(auto, [100, 100], holds=3)
     assert found[0][1][0] == 3 and found[1][1][0] == 12, "12 and 6 ran out"

@@ -1,4 +1,4 @@
-"""`balance` between copies of a model that is cut over ranks: whose speed counts, and what names mean."""
+"""`balance` between copies of a model that is partitioned over ranks: whose speed counts, and what names mean."""
 
 from __future__ import annotations
 

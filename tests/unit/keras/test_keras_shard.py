@@ -125,7 +125,7 @@ class Seen(keras.callbacks.Callback):
 
 def averaged(shares, cut):
     """Return what a callback after MetricAverageCallback sees on each rank: fits of rate 0 to learn what every rank
-    hands over, and once more to hand it to each."""
+    hands over, and again to hand it to each."""
     handed: list[list] = [[] for _ in shares]
 
     def run(rank, gather):

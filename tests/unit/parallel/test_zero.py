@@ -66,7 +66,7 @@ def test_accumulated_gradients_keep_their_bits(tmp_path):
 @pytest.mark.parametrize("compression, kind", [("none", "reducescatterv"), ("bf16", "alltoallv")])
 def test_stage_2_has_two_buckets_under_way_where_the_wire_works_beside_backward(
         compression, kind, stage, most, tmp_path, monkeypatch):
-    """Such a wire holds a bucket's memory until its sum is taken."""
+    """Such a transport holds a bucket's memory until its sum is taken."""
     begin, open_, found = getattr(LockstepCollectives, kind), [set(), set()], []
     settings = replace(MOMENTUM, compression=compression, exchange=ExchangeConfig(bucket_mb=0.0001))
 

@@ -227,8 +227,8 @@ def test_a_host_that_brings_less_than_its_wire_costs_is_named():
 
 @pytest.mark.parametrize("lines, hosts, wire_s", [
     ([FAST, FAST, FAST], HOSTS, 0.03),                                        # it brings more than that
-    ([FAST, FAST, SLOW], HOSTS, 0.0),                                         # a wire that costs nothing
-    ([FAST, FAST, SLOW], [("a", (0,)), ("b", (1,)), ("c", (2,))], 0.03),      # a wire stays between a and b
+    ([FAST, FAST, SLOW], HOSTS, 0.0),                                         # a transport that costs nothing
+    ([FAST, FAST, SLOW], [("a", (0,)), ("b", (1,)), ("c", (2,))], 0.03),      # a transport stays between a and b
     ([FAST, FAST, SLOW], HOSTS, 0.011),                                       # less than 5 % of the step
     ([FAST, FAST, SLOW], [("a", (0, 1, 2))], 0.03)])
 def test_else_nothing_is_advised(lines, hosts, wire_s):

@@ -38,7 +38,7 @@ def played(ranks: list[list[Action]], chunks: int, capacity: int = 1, forward_s:
     """Play the ranks' actions with channels that hold ``capacity`` messages; return when the last rank is done.
 
     A message goes into the channel of its (sender, receiver, direction), whose messages come in the order in which they
-    were sent; the sender waits where it is full. Fails where no rank can go on.
+    were sent; the sender waits where it is full. Fails where no rank can continue.
     """
     depth, now = len(ranks), [0.0] * len(ranks)
     due = [deque(actions) for actions in ranks]

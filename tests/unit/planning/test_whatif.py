@@ -1,4 +1,4 @@
-"""A step without one of its ranks, as reckoned, against a made-up world in which that rank is really gone."""
+"""A step without one of its ranks, as estimated, against a made-up world in which that rank is really gone."""
 
 import json
 

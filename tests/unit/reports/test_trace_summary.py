@@ -49,7 +49,7 @@ def test_the_chain_goes_to_the_rank_that_came_last() -> None:
 
 
 def test_an_exchange_counts_from_when_the_last_rank_has_handed_over() -> None:
-    # b0 is on the wire of rank 0 from 1 to 3, but rank 1 brings its part at 2; rank 0 computes until 2.5.
+    # b0 is on the transport of rank 0 from 1 to 3, but rank 1 brings its part at 2; rank 0 computes until 2.5.
     mine = [Span("gradients", "main", 0, 3, "compute"), _blocked("b0", 2.5, 3), _sent("b0", 1, 3)]
     late = [Span("gradients", "main", 0, 3, "compute"), _blocked("b0", 2, 3), _sent("b0", 2, 3)]
     assert overlaps(_courses(mine, late)) == [50.0, 0.0]

@@ -92,7 +92,7 @@ class Remat:
 
     def _mark(self, names: Collection[str]) -> None:
         for name in names:
-            if name not in self._layers:  # of a model that is cut over ranks, another one's
+            if name not in self._layers:  # of a model that is partitioned over ranks, another one's
                 continue
             layer = self._layers[name]
             wrapped = _noted(name, layer.call)

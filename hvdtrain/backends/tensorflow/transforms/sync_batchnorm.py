@@ -136,7 +136,7 @@ def joint_moments(x: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int], ran
         mean = sum n_r m_r / N        var = sum (s_r + n_r (m_r - mean)^2) / N
 
     (Chan, Golub, LeVeque 1979), so a rank counts by its samples. Every rank's loss depends on both, so their gradients
-    are summed over ranks before they go on to x, as dmean / N + 2 (x - mean) dvar / N.
+    are summed over ranks before they continue to x, as dmean / N + 2 (x - mean) dvar / N.
     ``gather``: (K,) -> (P, K) over ``ranks``; ``total``: the sum over ranks (K,) -> (K,). ``own``: of what this rank
     contributes and of its gradient.
     """

@@ -241,7 +241,7 @@ class _Outputs:
 Named = Sequence[tuple[str, torch.nn.Module]]
 
 UNDO = "leave pipeline out"
-"""How to do without a model that is cut over ranks."""
+"""How to do without a model that is partitioned over ranks."""
 
 
 class NotHere(UserError, AttributeError):

@@ -167,7 +167,7 @@ class Watcher:
             elif fd in self.launchers:
                 ended = self.launchers.pop(fd)
                 self._drop(fd)
-                # A wrapper of one rank (a script, a launcher's helper) ends in order with it, and others go on.
+                # A wrapper of one rank (a script, a launcher's helper) ends in order with it, and others continue.
                 if any(ended in rank.launchers and self._is_alive(rank.pid) for rank in self.ranks.values()):
                     self.orphaned_at = time.monotonic()
             else:

@@ -1,4 +1,4 @@
-"""Memory by kind and rank: what was reckoned beside what was measured."""
+"""Memory by kind and rank: what was estimated beside what was measured."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _kinds(rows: Any) -> list[dict[str, float]]:
 
 def _by_kind(facts: RunFacts, reckoned: list[dict[str, float]], measured: list[dict[str, float]],
              memory: dict[str, Any]) -> Bars:
-    """Two bars a rank, as far as both are known: what was reckoned above what was measured."""
+    """Two bars a rank, as far as both are known: what was estimated above what was measured."""
     ranks = max(len(reckoned), len(measured))
     found = [row for row in (*reckoned, *measured) if row]
     names = list(
@@ -87,7 +87,7 @@ def _by_kind(facts: RunFacts, reckoned: list[dict[str, float]], measured: list[d
 
 
 def _planned(facts: RunFacts, memory: dict[str, Any], rows: list[dict[str, Any]]) -> Table | None:
-    """State as reckoned, the peak as measured, what was free, and what allocators hold in vain."""
+    """State as estimated, the peak as measured, what was free, and what allocators hold in vain."""
     ranks = max([len(v) for v in memory.values() if isinstance(v, list)] + [len(rows)], default=0)
     heads = ["", "reckoned: parameters, gradients, optimizer", "measured: peak", "free at the start", "process (RSS)",
              "allocated", "reserved", "fragmentation"]

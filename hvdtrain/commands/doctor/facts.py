@@ -55,7 +55,7 @@ from hvdtrain.cluster.machine.memory import left_alive_bytes
 from hvdtrain.cluster.machine.software import answer_of, find_framework, find_mpi, find_mpirun, version_of
 from hvdtrain.cluster.machine.usage import cpu_quota, memory_limits
 from hvdtrain.cluster.topology import affinity
-from hvdtrain.commands.doctor import probes
+from hvdtrain.commands.doctor import peers, probes
 from hvdtrain.core import __version__
 from hvdtrain.core.launcher import launch_facts
 
@@ -130,7 +130,7 @@ def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
         "affinity": lambda: len(affinity()),
         "limits": limits,
         "container": lambda: find_container(env),
-        "peers": lambda: neighbours(env, "processes", probes.between_processes()),
+        "peers": lambda: neighbours(env, "processes", peers.between_processes()),
         "memory_bytes": left_alive_bytes,
         "shm_bytes": lambda: shutil.disk_usage("/dev/shm").free,
         "shm_total": lambda: shutil.disk_usage("/dev/shm").total,

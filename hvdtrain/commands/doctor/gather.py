@@ -22,7 +22,7 @@ from hvdtrain.cluster.launchers.spec import HostSlots, is_address
 from hvdtrain.cluster.machine.usage import cpu_quota
 from hvdtrain.cluster.topology import affinity
 from hvdtrain.comm.transport_sweep import NO_MPI
-from hvdtrain.commands.doctor import checks, facts, library_checks, network_checks, probes
+from hvdtrain.commands.doctor import checks, facts, library_checks, network_checks, peers, probes
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, PROBE_S, STOPS, UNKNOWN, Facts, Problem
 from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.launcher import LaunchFacts
@@ -102,7 +102,7 @@ def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
             ranks = [r for r, key in enumerate(keys) if key == keys[rank]]
             cores = {core for r in ranks for core in places[r][2]}  # mpirun may have bound each rank to its own
             host |= {"ranks": ranks, "slots": len(ranks), "cores": min(len(cores), places[rank][3])}
-            tried = probes.worst([one for r, one in enumerate(reached) if r in ranks and one])
+            tried = peers.worst([one for r, one in enumerate(reached) if r in ranks and one])
             if tried:
                 host["peers"] = facts.neighbours(env, "ranks", tried)
             host["clock"] = clocks.offset(rounds, rank) if len(set(keys)) > 1 else None
@@ -126,12 +126,12 @@ def _add_links(hosts: Sequence[Facts]) -> None:
 
 def _reached(control: Control, keys: Sequence[object]) -> list[dict[str, str] | None]:
     """Return what each rank found of the memory of the next one on its host, None for a rank alone; collective."""
-    offer = facts.attempt(probes.Offer)
+    offer = facts.attempt(peers.Offer)
     offers = control.gather(None if isinstance(offer, str) else offer.facts)
     on_host = [rank for rank, key in enumerate(keys) if key == keys[control.rank]]
     near = on_host[(on_host.index(control.rank) + 1) % len(on_host)]
     tries = near != control.rank and offers[near] is not None
-    found = control.gather(probes.reach(offers[near]) if tries else None)
+    found = control.gather(peers.reach(offers[near]) if tries else None)
     if not isinstance(offer, str):
         offer.close()  # all have tried
     return found

@@ -16,10 +16,9 @@ from hvdtrain.cluster.launchers.spec import HostSlots, LauncherProgram
 from hvdtrain.cluster.machine.software import Framework
 from hvdtrain.commands.doctor import cli as doctor
 from hvdtrain.commands.doctor import cli as table
-from hvdtrain.commands.doctor import facts, gather, probes
+from hvdtrain.commands.doctor import facts, gather, peers, probes
 from hvdtrain.commands.doctor import facts as container
 from hvdtrain.commands.doctor import gather as start
-from hvdtrain.commands.doctor import probes as peers
 from hvdtrain.commands.doctor.checks import diagnose
 from hvdtrain.commands.doctor.facts import SLOWS, STOPS, Problem
 from hvdtrain.core.errors import UserError

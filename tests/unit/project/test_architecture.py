@@ -17,7 +17,7 @@ from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services, St
 PACKAGES = {"backends", "checkpoint", "cluster", "comm", "commands", "config", "core", "data", "engine", "keras",
             "parallel", "planning", "recipes", "reports", "tensorflow", "torch"}
 """torch: `hvdtrain.torch` to come."""
-MOST_FILES = 451
+MOST_FILES = 452
 """Without recipes/, whose files users copy."""
 
 

@@ -133,7 +133,7 @@ class PlainMpi(HostNodes):
         self.name, self.reductions, self._ranks = "plain MPI", frozenset(FOLD), world_rank_of
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> ReadyHandle:
-        """See `Collectives`; any shape."""
+        """Sum a tensor of any shape, as `Collectives.allreduce` does a vector."""
         def run(x: np.ndarray) -> np.ndarray:
             if op != "sum":
                 return np.asarray(FOLD[op].reduce(self._rows(x[None], name), axis=0), x.dtype)

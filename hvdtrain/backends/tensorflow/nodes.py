@@ -144,7 +144,7 @@ class HostNodes(WithoutMemory):
         return self._node(lambda x: self._wire.reducescatter(x, name), flat_N, name, [flat_N.shape[0] // self.size])
 
     def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
-        """See `Collectives`; by way of the transport's vector in flight, if it has one."""
+        """Reduce to shards by way of the transport's vector in flight, if it has one."""
         def in_flight(x: np.ndarray) -> np.ndarray:
             flight_N = self._wire.flight(x.size, x.dtype.name)
             if flight_N is None:

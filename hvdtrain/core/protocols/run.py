@@ -117,16 +117,14 @@ class RunCallback(Protocol[RunT]):
     doing: str
 
     @property
-    def steers(self) -> bool:
-        """See above."""
-        ...
+    def steers(self) -> bool: ...
 
     def hears(self, event: Event) -> bool:
         """Return whether `on` does anything at ``event``."""
         ...
 
     def on(self, event: Event, run: RunT) -> None:
-        """See one moment."""
+        """Handle ``event``."""
         ...
 
     def saving(self, run: RunT) -> None:
@@ -142,7 +140,7 @@ class RunCallback(Protocol[RunT]):
         ...
 
     def restored(self, run: RunT) -> None:
-        """See the run between `load_state_dict` and the return of what each rank owns, such as compressor state."""
+        """Adapt to the run after `load_state_dict`, before each rank gets back its own state (of compressors)."""
         ...
 
 

@@ -241,9 +241,7 @@ class Optimizer(Protocol):
     changes: list[str]
 
     @property
-    def traced(self) -> Callable[[Sequence[Array], Array, float], Array] | None:
-        """See above."""
-        ...
+    def traced(self) -> Callable[[Sequence[Array], Array, float], Array] | None: ...
 
     def step(self, grads: Sequence[Array], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:

@@ -54,9 +54,7 @@ class Collectives(Protocol):
     drives: bool
 
     @property
-    def moves_parts(self) -> bool:
-        """See above."""
-        ...
+    def moves_parts(self) -> bool: ...
 
     def among(self, group: Group) -> Collectives:
         """Return the same kind of wire between the ranks of ``group`` alone, whose ranks count from 0 in it.

@@ -85,4 +85,4 @@ class Callback:
         """Undo `state_dict`."""
 
     def restored(self, run: Run) -> None:
-        """See the run between `load_state_dict` and the return of what each rank owns, such as compressor state."""
+        """Adapt to the run after `load_state_dict`, before each rank gets back its own state (of compressors)."""

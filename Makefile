@@ -31,7 +31,7 @@ PINNED := $(VENV)/.pinned-$(KIND)
 STAMP := $(VENV)/.installed-$(KIND)
 PINS := base mpi horovod $(WITH) $(addsuffix -$(DEVICE),$(CHOSEN))
 PIN_FILES := $(PINS:%=requirements/%.txt)
-# Models of others (docs/models.md), each without the packages it asks for: keras-hub's tensorflow-text would bring
+# Models of others (docs/how-to/models.md), each without the packages it asks for: keras-hub's tensorflow-text would bring
 # TensorFlow's own package beside tensorflow-cpu. What they need is pinned in the file or comes with the rest. A folder
 # of wheels does not have them.
 ZOO_FILES := $(if $(WHEELHOUSE),,$(if $(filter dev,$(WITH)),requirements/zoo.txt \
@@ -47,7 +47,7 @@ AS_ROOT := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 HOROVODRUN := PATH="$(abspath $(VENV))/bin:$$PATH" $(AS_ROOT) $(VENV)/bin/horovodrun -np $(NP) -H localhost:$(NP) $(abspath $(VENV))/bin/python -m hvdtrain
 
-.PHONY: help quickstart setup test check lint clean check-tools check-house packages wheelhouse gpu-check gpu-wheels
+.PHONY: help quickstart setup test check lint docs clean check-tools check-house packages wheelhouse gpu-check gpu-wheels
 .DEFAULT_GOAL := help
 
 help:
@@ -57,6 +57,7 @@ help:
 	@echo 'make test         every test, in one process and under MPI'
 	@echo 'make check        lint and the fast tests, in under 3 minutes on 2 cores'
 	@echo 'make lint         ruff, mypy, and import-linter (imports go downward only)'
+	@echo 'make docs         the documentation as a site in build/site, from the files alone: open build/site/index.html'
 	@echo 'make gpu-check    check this machine'\''s GPU from the source tree; what is not installed comes from WHEELS=FOLDER'
 	@echo 'make gpu-wheels   fill WHEELS=FOLDER for a machine without a network'
 	@echo 'make clean        remove $(VENV) and what tests and tools left (the wheel cache stays)'
@@ -121,7 +122,7 @@ ifneq ($(ZOO_FILES),)
 	|| { echo "no torchvision for PyTorch on CPUs found: timm is tested with the Python parts of PyPI's, in $(VENV)/zoo"; \
 	     $(PIP) install --no-deps -r requirements/zoo.txt >>$(VENV)/install.log 2>&1 \
 	     && $(PIP) install --no-deps --upgrade --target $(VENV)/zoo -r requirements/zoo-torch-cuda.txt >>$(VENV)/install.log 2>&1; } \
-	|| echo "models of others (docs/models.md) could not be installed: their tests are skipped; log: $(VENV)/install.log"
+	|| echo "models of others (docs/how-to/models.md) could not be installed: their tests are skipped; log: $(VENV)/install.log"
 endif
 	@touch $(STAMP)
 
@@ -136,6 +137,14 @@ lint: setup
 	$(PY) -m ruff check hvdtrain benchmarks tests $(wildcard torch_models tf_models containers)
 	$(PY) -m mypy
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-logo
+
+# Nothing is loaded from a network, neither here nor by the pages. --strict: a dead link or anchor is an error.
+docs: setup $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict && echo build/site/index.html
+
+$(VENV)/.docs: requirements/docs.txt
+	@$(PIP) install --quiet $(FROM) -r $< >>$(VENV)/install.log 2>&1 || { tail -n 20 $(VENV)/install.log; exit 1; }
+	@touch $@
 
 # Needs no set-up: any Python starts it, and it looks for one that has PyTorch (PYTHON= names one).
 ANY_PYTHON = $(shell command -v "$(PYTHON)" 2>/dev/null || command -v python3)

@@ -158,8 +158,7 @@ def parsed(options: Sequence[str]) -> Config:
 
 def wire_bytes(config: Config, compression: str, params: Sequence[ParamSpec], size: int) -> int:
     """Bytes that one of ``size`` ranks sends in a step, after any warm-up. Pure."""
-    bucket_mb = config.exchange.bucket_mb
-    buckets = plan_buckets(params, 16.0 if isinstance(bucket_mb, str) else bucket_mb)
+    buckets = plan_buckets(params, config.exchange.unmeasured_mb)
     compressor = create(compression, config)
     return sum(compressor.wire_bytes(bucket, size) for bucket in buckets)
 

@@ -69,7 +69,7 @@ def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
         throttle.enter(args.cgroup[max(0, facts.rank)])
     control = boot.start_control(facts, config.control_timeout_s)
     run = assemble(config, control=control)
-    run.eval_feed = None  # not what is measured, and it may take longer
+    run.eval_feeds = {}  # not what is measured, and it may take longer
     clock = Clock(args.warmup, args.steps)
     run.callbacks.append(clock)
     loop.fit(run)

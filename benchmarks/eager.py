@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     """Run the command."""
     parser = cli.Parser("benchmarks eager",
                             "Time of one call of hvdtrain.tensorflow outside of graphs, and of the same call "
-                            "of Horovod, in turns. Start it under mpirun with at least 2 ranks.")
+                            "of Horovod, interleaved. Start it under mpirun with at least 2 ranks.")
     parser.waits(600.0, "longest wait for other ranks, in seconds")
     parser.common(repeats=15)
     args = parser.parse(argv)

@@ -80,10 +80,10 @@ def sentence(work: StepWork) -> str:
     least_s, most_s = data_parallel_s(work)
     take = {PIPELINE: "take the pipeline", DATA_PARALLEL: "take data parallelism",
             EITHER: "either: measure both"}[which(work)]
-    return (f"{take}: about {format_ms(pipeline_s(work))} a step cut over {work.ranks} hosts, {format_ms(least_s)} to "
-            f"{format_ms(most_s)} with whole copies; at {work.link_bytes_s / 1e6:.0f} MB/s each host sends "
-            f"{format_bytes(work.sums_bytes)} of gradients a step, or {format_bytes(work.cut_bytes)} cross each cut, "
-            f"and the pipeline stands idle for {100 * idle_share(work):.0f} %")
+    return (f"{take}: about {format_ms(pipeline_s(work))} a step as a pipeline over {work.ranks} hosts, "
+            f"{format_ms(least_s)} to {format_ms(most_s)} with replicas; at {work.link_bytes_s / 1e6:.0f} MB/s each "
+            f"host sends {format_bytes(work.sums_bytes)} of gradients a step, or {format_bytes(work.cut_bytes)} "
+            f"cross each boundary, and the pipeline stands idle for {100 * idle_share(work):.0f} %")
 
 
 def idle_share(work: StepWork) -> float:

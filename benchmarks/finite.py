@@ -39,7 +39,7 @@ def _parser() -> Parser:
                     "CPU time of a step, with and without a look whether summed gradients are finite.")
     parser.add_argument("--framework", type=one_of("--framework", FILES), default="torch")
     parser.add_argument("--workload", type=one_of("--workload", WORKLOADS), default="mlp")
-    parser.add_argument("--collectives", default="auto", help="the wire, as in the configuration")
+    parser.add_argument("--collectives", default="auto", help="transport, as in the configuration")
     parser.add_argument("--rounds", type=whole("--rounds", 2), default=15)
     parser.add_argument("--steps", type=whole("--steps", 1), default=12, help="steps of a run in a round")
     parser.add_argument("--threads", type=whole("--threads", 1), default=1)

@@ -29,7 +29,7 @@ class Floor:
     """The parts of the formula. ``compute_of``: what told how long computing takes; ``slowest``: the pair of hosts.
 
     ``compute_s``: a step without any exchange, its update in it. ``first_s``: from the begin of a step until its first
-    bucket is handed to the wire; None where that is inside a graph and not seen, and counts as 0. ``sent_bytes``: that
+    bucket starts; None where that is inside a graph and not seen, and counts as 0. ``sent_bytes``: that
     a host sends for one uncompressed step. ``rate_Bps``: of the slowest link in each direction, both busy.
     """
 

@@ -1,4 +1,4 @@
-"""``benchmarks mixed``: ranks of unlike speed, and how much of the sum of their solo speeds each trainer reaches.
+"""``benchmarks mixed``: heterogeneous ranks, and the scaling efficiency of each trainer.
 
 Owns who runs at which speed, and when speeds change ranks (how ranks are slowed: `throttle`; how jobs are launched and
 take turns: `race`; what is made of the times: `parts`). Beside the contenders there is a plain loop alone for each
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> cli.Parser:
     parser = cli.Parser("benchmarks mixed",
-                            "Train on ranks of unlike speed: time hvdtrain's ways to share the work and other "
+                            "Train on heterogeneous ranks: time hvdtrain's ways to share the work and other "
                             "trainers' equal batches, as parts of what the ranks reach alone, in interleaved rounds. "
                             "Not to be started under mpirun: it starts a job for each contender.")
     race.add_options(parser, 7, 30, "steps before the first round, the settling of balance auto among them",
@@ -252,7 +252,7 @@ def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> 
     terminal.show(title, parts.HEADERS, parts.rows(found, {n: raced.about[n]["wire"] for n in measured.times}),
                markdown=args.markdown)
     if measured.solo_sums() is None:
-        terminal.note("a solo speed is missing, so there is no sum of them")
+        terminal.note("a single-rank throughput is missing, so there is no sum of them")
     changed = parts.change_rows(found)
     if changed:
         terminal.show(f"% of solo sum in the steps after the ranks took each other's speeds ({speeds} reversed)",

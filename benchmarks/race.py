@@ -218,7 +218,7 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
 
 
 def drop(failure: JobFailed, race: Race) -> None:
-    """Go on without a job."""
+    """Continue without a job."""
     race.jobs.pop(failure.name).end()
     race.failed[failure.name] = failure
     race.times.pop(failure.name, None)

@@ -1,4 +1,4 @@
-"""``benchmarks step``: whole training steps of hvdtrain and of its peers, in turns, in one run.
+"""``benchmarks step``: whole training steps of hvdtrain and of its peers, interleaved, in one run.
 
 Owns the choice of contenders, the rounds and what is told of them (how jobs are launched and take turns: `race`; what
 is made of the times: `standings`). Each contender is a job of its own under mpirun, started with the same flags,
@@ -54,7 +54,8 @@ def _parser() -> cli.Parser:
     add("--contenders", default="", metavar="A,B,...", help="just these: peers, hvdtrain[-COLLECTIVES]"
         "[+COMPRESSION] such as hvdtrain-mpi, hvdtrain+powersgd, hvdtrain+auto; hvdtrain/whole, "
         "hvdtrain/zero1, hvdtrain/zero2: Adam whose state is whole on each rank or divided; hvdtrain/compiled: compile "
-        "auto; hvdtrain/remat1, hvdtrain/remat2: all blocks, or every second, recomputed; or plain-each: on each "
+        "auto; hvdtrain/remat1, hvdtrain/remat2: all blocks, or every second, recomputed; "
+        "hvdtrain.torch: horovod's loop with another import; or plain-each: on each "
         "rank at once a plain loop of its own, without any exchange")
     add("--check", action="store_true", help="do not measure: take the same 3 steps in each contender and compare")
     return parser
@@ -165,17 +166,23 @@ def _tell(args: argparse.Namespace, plan: Plan, raced: Race) -> None:
 # --- do they all do the same? ----------------------------------------------------------------------------------------
 
 def _check(args: argparse.Namespace, plan: Plan, scratch: str) -> int:
-    """Take the same steps in each contender, one job after the other, and compare where they lead."""
+    """Take the same steps in each contender and compare where they lead; the next job starts while one is awaited."""
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, JobFailed] = {}
-    for contender in plan.contenders:
-        job = Job(contender.name, command(args, plan, contender, scratch), plan.env)
-        try:
-            found[contender.name] = job.wait("checked", args.timeout)
-        except JobFailed as failure:
-            failed[contender.name] = failure
-        finally:
-            job.end(GRACE_S if contender.name in found else 0.0)
+    jobs: list[Job] = []
+    try:
+        for at, contender in enumerate(plan.contenders):
+            for later in plan.contenders[len(jobs):at + 2]:
+                jobs.append(Job(later.name, command(args, plan, later, scratch), plan.env))
+            try:
+                found[contender.name] = jobs[at].wait("checked", args.timeout)
+            except JobFailed as failure:
+                failed[contender.name] = failure
+            finally:
+                jobs[at].end(GRACE_S if contender.name in found else 0.0)
+    finally:
+        for job in jobs:
+            job.end()
     wrong = standings.disagreements(found, plan.contenders, args.np)
     rows = [(name, f["wire"], f"{f['loss']:.6f}", f"{f['moved']:.6f}", EQUAL[f["equal"]],
              wrong.get(name, "")) for name, f in found.items()]

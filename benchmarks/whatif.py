@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> cli.Parser:
     parser = cli.Parser("benchmarks whatif",
                             "Ask a run how long a step would take without one of its ranks, and time a run "
-                            "without that rank beside it, in turns. Not to be started under mpirun.")
+                            "without that rank, interleaved. Not to be started under mpirun.")
     race.add_options(parser, 7, 30, "steps before the first round", "compute threads of a rank; 0: its share of the "
                      "cores here")
     parser.set_defaults(workload="resnet", threads=1, steps=30)

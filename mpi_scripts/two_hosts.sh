@@ -6,7 +6,7 @@
 #
 # A host is a network, mount, UTS and IPC namespace: its own name (host0, host1, ...), address (10.77.0.1, ...), eth0,
 # /dev/shm and TMPDIR. Processors, memory, process ids and all other files are shared. RATE holds on every host's link,
-# in both directions. docs/two_hosts.md has the variables that COMMAND sees. Exit status: COMMAND's; 2 for a wrong call;
+# in both directions. docs/benchmarks/two-hosts.md has the variables that COMMAND sees. Exit status: COMMAND's; 2 for a wrong call;
 # 77 where this cannot run, with one line that says why.
 #
 # Everything lives in one process namespace whose first process dies with this script, SIGKILL included. Its processes,

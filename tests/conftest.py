@@ -1,10 +1,11 @@
-"""The police of all tests: no test leaks environment variables, hooks or threads.
+"""The police of all tests: no test leaks environment variables, hooks, threads or deadlines.
 
 Owns what holds for every test. Time limits are pytest-timeout's (setup.cfg).
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import os
@@ -19,7 +20,7 @@ import pytest
 # Ranks as threads share TensorFlow's pool, and a node that waits for other ranks holds one of its threads.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
 
-pytest.register_assert_rewrite("step_cases", "step_kit")
+pytest.register_assert_rewrite("step_cases", "step_kit", "step_state_cases")
 for shared in ("conformance", "fixtures"):  # cases and small runs that several folders share
     sys.path.insert(0, str(Path(__file__).parent / shared))
 
@@ -30,6 +31,14 @@ MAY_CHANGE = ("PYTEST_", "COV_", "TF_", "TF2_", "KMP_", "KERAS_", "TORCH", "PYTO
 
 MANY_OBJECTS = 100_000
 """How many the collector may have to look through when a file begins."""
+
+
+def pytest_configure(config):
+    """Let a deadline, which ends this process, write past the capture of file descriptor 2."""
+    from hvdtrain.cluster import deadline
+
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        deadline._STDERR = os.dup(2)
 
 
 def pytest_collection_finish():
@@ -107,6 +116,20 @@ def no_leaked_threads():
     while left := [t for t in threading.enumerate() if t not in before and not t.daemon and t.is_alive()]:
         if time.monotonic() > ends_at:
             raise AssertionError(f"the test left threads: {[t.name for t in left]}")
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_deadlines():
+    """Fail a test that leaves a deadline, which would end the process in a later one."""
+    yield
+    watchdog = sys.modules["hvdtrain.cluster.deadline"]._watchdog
+    ends_at = time.monotonic() + 2.0
+    while left := [what for _, _, what in list(watchdog.open.values())]:
+        if time.monotonic() > ends_at:
+            watchdog.open.clear()
+            faulthandler.dump_traceback(sys.__stderr__)
+            raise AssertionError(f"the test left the deadlines of {left}; the stacks are in its output")
         time.sleep(0.02)
 
 

@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mapped = self.inputs(x)
-        h = c = mapped.new_zeros(len(x), self.width)
+        h = c = mapped.new_zeros(mapped.shape[0], self.width)
         found = []
         for at_t in mapped.unbind(1):
             i, f, g, o = (at_t + self.state(h)).chunk(4, 1)

@@ -146,7 +146,7 @@ def _work(out: str) -> Path:
         if any(path.iterdir()):
             raise UserError(f"{out} is not empty", "a new directory", "choose another --out")
     except OSError as error:
-        raise UserError(f"{out} cannot be made: {error}", "a writable place", "choose another --out") from None
+        raise UserError(f"{out} cannot be made: {error}", "a writable folder", "choose another --out") from None
     return path
 
 
@@ -168,6 +168,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     config = train.parse(words[1:])
     if config is None:
         raise UserError("the training is asked for help", "one that trains", "take that option away")
+    words = ["train", *train.by_keys(words[1:])]
     given = {word[2:].partition("=")[0].rstrip("+") for word in words[1:] if word.startswith("--")}
     for name in sorted(given & set(OWNED)):
         raise UserError(f"the training sets --{name}, which is for chaos to set", OWNED[name], f"leave --{name} out")

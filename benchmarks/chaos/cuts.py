@@ -227,7 +227,7 @@ class CutCampaign(Campaign):
             time.sleep(LOOK_S)
 
     def _short(self, fault: Fault, attempt: Attempt, link: Link) -> bool:
-        """Mend the link in time and see the same attempt continue; whether it stood still while there was no link."""
+        """Repair the link in time and see the same attempt continue; whether it stood still while there was no link."""
         for_s, outcome = lasts(fault, self.bound_s), self.outcomes[-1]
         time.sleep(for_s / 2)
         step = attempt.eye.step()

@@ -15,7 +15,7 @@ from hvdtrain.core.processes import Child, kill_all, processes
 RESTARTS = 1000
 """More than any plan needs: chaos says when it is over."""
 
-_RESUMED = re.compile(rb"resumed at step (\d+)|no checkpoint yet, starting anew")
+_RESUMED = re.compile(rb"resumed at step (\d+)|no checkpoint yet, starting from scratch")
 _NOT_USED = re.compile(rb"checkpoint (step-\d+) is not used")
 
 

@@ -180,6 +180,7 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("pipelining", "pipelining"),
         Contender("horovod", "horovod_torch", needs="horovod", env=AS_IT_COMES),
         Contender("horovod-tuned", "horovod_torch", needs="horovod"),
+        Contender("hvdtrain.torch", "horovod_torch", {"module": "hvdtrain.torch"}, needs="horovod", peer=False),
         Contender("plain", "plain_torch", alone=True),
         Contender("plain-compiled", "plain_torch", {"compiled": True}, alone=True),
         Contender("plain-each", "plain_torch", peer=False, exchanges=False),

@@ -106,7 +106,7 @@ def _pipeline(setup: Setup) -> PipelineConfig:
 
 
 def _layout(run: Run) -> dict[str, Any]:
-    """Return the partition and its prediction: seconds of a step's forwards and backwards."""
+    """Return the partition and its prediction: seconds of a step's forward and backward passes."""
     layout = cast(Planned, run.parts.layout)
     parts, step = layout.chunks(), layout.plans[layout.mesh.copy].step
     return {"cut": [layout.names[blocks[0]] for blocks in parts[1:]], "places": list(layout.mesh.ranks),

@@ -81,12 +81,12 @@ Evaluate = Callable[[Sequence[int], bool], LossValue]
 """Returns the loss of the samples of these numbers, in training or evaluation mode; changes nothing for later calls."""
 
 _TASK = "or give the model file a task(model, batch) -> (loss_sum, weight), each of the two a sum over samples"
-PER_SAMPLE = f"take the loss of each sample by itself (Keras' Dice and Tversky: axis=(1, 2, 3)), {_TASK}"
+PER_SAMPLE = f"compute the loss of each sample separately (Keras' Dice and Tversky: axis=(1, 2, 3)), {_TASK}"
 MEAN_OF_BATCH = "add a mean over the batch (keras.ops.mean) in place of a sum; for a product of means over the batch " \
                 "give the model file a task(model, batch) -> (loss_sum, weight), each of the two a sum over samples"
 DRAWS = "the loss draws random numbers"
 FAILS = "the loss cannot be evaluated on a few samples"
-SHORT = "memory lacks for the loss of a few samples"
+SHORT = "out of memory with the loss of a few samples"
 NOT_FINITE = "the loss of a few samples is not finite"
 ZERO = "the loss of a few samples is 0"
 OUTPUTS = "the model's outputs for a sample depend on the other samples of its batch"
@@ -99,8 +99,6 @@ def per_row(outputs: Sequence[np.ndarray], n: int) -> tuple[tuple[tuple[int, ...
                  for x in outputs if x.ndim and x.shape[0] == n and x.size)
 
 
-# --- the decision ----------------------------------------------------------------------------------------------------
-
 def judge(evaluate: Evaluate, rows: int = 7, slowest: Callable[[float], float] = float) -> Finding | None:
     """Return what is wrong with the loss of the ``rows`` samples that `choose_rows` has taken; None: nothing.
 
@@ -109,7 +107,7 @@ def judge(evaluate: Evaluate, rows: int = 7, slowest: Callable[[float], float] =
     """
     reason = ""
     for training in (True, False):
-        found = _difference(lambda numbers: evaluate(numbers, training), rows, slowest)  # noqa: B023
+        found = _difference(lambda numbers: evaluate(numbers, training), rows, slowest)
         if found is None:
             return None
         if isinstance(found, str):
@@ -120,7 +118,7 @@ def judge(evaluate: Evaluate, rows: int = 7, slowest: Callable[[float], float] =
             return _finding_of(found)
         if coupled and not training:
             return Finding(OUTPUTS, outputs=True)
-    return Finding(f"{reason}: whether it is a weighted mean over samples was not judged", unjudged=True)
+    return Finding(f"{reason}: hvdtrain did not check that the loss is a weighted mean over samples", unjudged=True)
 
 
 def _difference(evaluate: Callable[[Sequence[int]], LossValue], rows: int,
@@ -178,7 +176,7 @@ def _compare(evaluate: Callable[[Sequence[int]], LossValue], combined: Sequence[
         if not finite:
             return _not_finite(*repeated[0])
         noise = _noise(evaluate, pairs[0][0], firsts)
-    except Exception as error:  # noqa: BLE001  (as a model for one number of samples: the first step reports failures)
+    except Exception as error:  # as a model for one number of samples: the first step reports failures
         return SHORT if out_of_memory(error) or getattr(error, "kind", "") == "oom" else FAILS
     for whole, parts in repeated:
         if names := _gaps(whole, parts, scale, noise, SPREADS):
@@ -269,7 +267,7 @@ def _finding_of(difference: Difference) -> Finding:
     gap, added = (whole[name] - sum(part[name] for part in parts) for name in ("total", "added"))
     if "added" in difference.names and ("total" not in difference.names or abs(gap - added) <= (
             0.01 * abs(added) + TOLERANCE * abs(whole["total"]))):
-        return Finding("what layers add to the loss (add_loss) is not a mean over the batch: " + _numbers(
+        return Finding("the losses of layers (add_loss) are not means over the batch: " + _numbers(
             whole["added"], whole["weight"], [(part["added"], part["weight"]) for part in parts]), MEAN_OF_BATCH)
     return Finding("the loss is not a weighted mean over samples: " + _numbers(
         whole["total"], whole["weight"], [(part["total"], part["weight"]) for part in parts]), PER_SAMPLE)
@@ -280,8 +278,6 @@ def _numbers(total: float, weight: float, parts: Sequence[tuple[float, float]]) 
     return (f"the same samples give {total:.5g} of weight {weight:.5g} together, {totals:.5g} of weight {weights:.5g} "
             "in shares")
 
-
-# --- samples ---------------------------------------------------------------------------------------------------------
 
 def choose_rows(arrays: Sequence[np.ndarray], micro_batch: int = 0) -> list[int]:
     """Return the rows to evaluate, which may hold one several times: 7, then those of larger shares.
@@ -334,8 +330,6 @@ def _varied(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [mean_N for mean_N in means if np.isfinite(mean_N).all() and np.ptp(mean_N) > 0][:len(THIRD)]
 
 
-# --- what follows ----------------------------------------------------------------------------------------------------
-
 def refusal(finding: Finding, divided_by: str) -> UserError:
     """Return the error of a loss that is not a weighted mean over samples, where ``divided_by`` divide the batch."""
     return UserError(finding.got, f"numerator and weight that are sums over samples, since {divided_by} divide the "
@@ -344,8 +338,8 @@ def refusal(finding: Finding, divided_by: str) -> UserError:
 
 def note_of(finding: Finding) -> str:
     """Return the line that names such a loss where nothing divides the batch."""
-    return f"{finding.got}; nothing divides the batch here, so it trains as it is; several ranks or micro-batches " \
-           "would change its gradient, and are refused"
+    return f"{finding.got}; this run does not divide the batch; several ranks or micro-batches " \
+           "would change the gradient, and are an error"
 
 
 def apply_finding(finding: Finding | None, feed: Feed, parts: ModelParts, recovery: Recovery, notes: list[str]) -> None:

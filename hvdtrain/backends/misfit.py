@@ -26,19 +26,19 @@ _PLAIN_BUGS = ("RecursionError", "UnicodeError", "NotImplementedError", "OutOfMe
 _OF_INPUT = ("ValueError", "IndexError", "RuntimeError", "AssertionError", "InvalidArgumentError", "UnimplementedError")
 
 DO = (
-    (r"does not require grad", "call requires_grad_() on what the model or loss differentiates by"),
+    (r"does not require grad", "call requires_grad_() on the tensor by which the model or loss differentiates"),
     (r"label value|device-side assert|out of range|is not in \[0", "number tokens and classes from 0, below the size "
      "of the model's table or output, or build the model with a larger one"),
     (r"indices.*scalar type|expected.*(Long|Int)\b.*Float", "give token and class numbers as integers (int64)"),
-    (r"scalar type|dtype|not implemented for|unsigned char|Input type|data type|same type", "convert the data to the "
-     "type that the model computes in, such as float32 for images"),
-    (r"argument", "give the model's call the arguments that the data has, or the data the arrays that it takes"),
-    (r"", "reshape the data, or build the model for it (model_args, or the model file)"),
+    (r"scalar type|dtype|not implemented for|unsigned char|Input type|data type|same type", "convert the data "
+     "to the model's compute type, such as float32 for images"),
+    (r"argument", "match the arguments of the model's call and the arrays of the data"),
+    (r"", "reshape the data, or build the model for the data (model_args, or the model file)"),
 )
 """What to do, by the first pattern that the framework's words match."""
 
 
-ONE_SAMPLE = "with BatchNorm, which takes its statistics over more than one value per channel"
+ONE_SAMPLE = "with BatchNorm, which computes its statistics over more than one value per channel"
 
 
 def fixed_batch(model: Any) -> int:
@@ -71,12 +71,12 @@ def told(model: Any, batch: Sequence[Any], evaluates: bool = False) -> Iterator[
         if not _is_misfit(error, *places[-1]):
             raise
         said, (layer, sizes) = reason(error), _layer(model, [frame for frame, _ in places])
-        where = ", ".join(filter(None, [f"in {layer}" if layer else "", _line_of_the_user(places)]))
+        where = ", ".join(filter(None, [f"in {layer}" if layer else "", line_of_the_user(places)]))
         if evaluates and "does not require grad" in said:
-            raise UserError(f"the model or a metric takes a gradient in an evaluation, which records none: {said}"
-                            + (f" ({where})" if where else ""), "a forward pass that enables gradients itself where it "
-                            "needs them", "put `with torch.enable_grad():` around that part of the model, and call "
-                            "requires_grad_() on what it differentiates by") from error
+            raise UserError(f"the model or a metric computes a gradient in an evaluation, which records none: {said}"
+                            + (f" ({where})" if where else ""), "a forward pass that enables "
+                            "gradients where needed", "put `with torch.enable_grad():` around that part of the model, "
+                            "and call requires_grad_() on the tensor by which it differentiates") from error
         subject = "the model" if layer or _is_of_keras(said) else "the loss or a metric"
         raise UserError(f"{subject} does not take the data, {kinds(batch)}: {said}" + (f" ({where})" if where else ""),
                         _expected(model, layer, sizes, said),
@@ -150,8 +150,8 @@ def _layer(model: Any, frames: list[FrameType]) -> tuple[str, str]:
     return "", ""
 
 
-def _line_of_the_user(places: list[tuple[FrameType, int]]) -> str:
-    """file:line of the innermost code that is neither a framework's nor this project's; "" where there is none."""
+def line_of_the_user(places: list[tuple[FrameType, int]]) -> str:
+    """Return file:line of the innermost code of neither a framework nor this project; "" where there is none."""
     for frame, line in reversed(places):
         path = frame.f_code.co_filename
         if owner(path) == "user" and not path.startswith(str(ROOT)):
@@ -172,4 +172,4 @@ def _expected(model: Any, layer: str, sizes: str, said: str) -> str:
         return "x " + " and ".join(f"{i.dtype}[{shape}]" for i, shape in zip(inputs, shapes))
     if "xpected" in said and not sizes:
         return ""
-    return f"what {layer}{sizes} takes" if layer else "shapes, types and numbers that go together"
+    return f"what {layer}{sizes} takes" if layer else "matching shapes, types and numbers"

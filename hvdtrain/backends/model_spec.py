@@ -5,9 +5,10 @@ Owns the reading of ``module:callable``. The framework follows from what the cal
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,13 @@ class Spec:
     """A model and the optional functions of its file (None where it has none).
 
     ``task(model, batch) -> (loss_sum, weight)``; ``weight(batch) -> float`` of a numpy batch, needed where the weight
-    is not the number of samples; ``metrics(model, batch) -> {name: (sum, weight)}`` beside a task;
+    is not the number of samples; ``metrics(model, batch) -> {name: (sum, weight)}`` beside a task, as is
+    ``predict(model, batch) -> outputs``, which without it are ``model(batch[0])``;
     ``blocks(model) -> [(name, block)]``; ``example(B) -> (x_B, y_B)``; ``parameter_groups(model) -> [group]`` and
     ``optimizer(model, config) -> optimizer`` in the framework's own terms; ``buffer_reduction(model) -> {name:
     reduction}`` (`hvdtrain.engine.written_state`), which may also be a method of the model.
 
+    ``columns``: names of the columns of the data that the task reads, where it is known; others are left out.
     ``rows``: how columns of the data are taken by name (`hvdtrain.data.rows.ColumnNames`), in a run.
     ``again()``: builds the model again, to the same initial weights, where a callable built it. ``model`` may be no
     more than an outline without values then (`build_spec`), which `become` replaces.
@@ -39,6 +42,7 @@ class Spec:
     task: Callable[..., Any] | None = None
     weight: Callable[..., float] | None = None
     metrics: Callable[..., Any] | None = None
+    predict: Callable[..., Any] | None = None
     blocks: Callable[..., Any] | None = None
     example: Callable[..., Any] | None = None
     parameter_groups: Callable[..., Any] | None = None
@@ -46,14 +50,18 @@ class Spec:
     buffer_reduction: Callable[..., Any] | None = None
     again: Callable[[], Any] | None = None
     rows: Any = None
+    columns: Collection[str] = ()
 
     def become(self, model: Any) -> None:
         """Take ``model`` in place of an outline of it."""
         object.__setattr__(self, "model", model)
 
 
-_PARTS = ("task", "weight", "metrics", "blocks", "example", "parameter_groups", "optimizer",
+_PARTS = ("task", "weight", "metrics", "predict", "blocks", "example", "parameter_groups", "optimizer",
           "buffer_reduction")
+PRETRAINED = "hf:"
+"""Start of a model's name that is a folder of transformers (`hvdtrain.backends.torch.pretrained`)."""
+_PRETRAINED = "hvdtrain.backends.torch.pretrained"
 
 
 def spec_of(model: Any, name: str = "") -> Spec:
@@ -73,8 +81,11 @@ def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None],
     itself is called again afterwards, so that its weights come from the seed. ``scope``: entered around each call.
     ``outline``: gives what calls the builder in place of this function and returns a model without values, if
     anything does; it also gets the file's ``block_names() -> [name]`` and ``build_block(name) -> block``, with ``args``
-    in them, where the file has both.
+    in them, where the file has both. ``hf:FOLDER``: a folder of transformers.
     """
+    name = text
+    if text.startswith(PRETRAINED):
+        text, args = f"{_PRETRAINED}:build", {"folder": text.removeprefix(PRETRAINED), **args}
     build = load_callable(text, "model")
 
     def make() -> Any:
@@ -101,7 +112,7 @@ def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None],
     if _frameworks() != before and model is not build:
         prepare()
         model = made()
-    return _spec(text, model, {part: find(part) for part in _PARTS}, None if model is build else again)
+    return _spec(name, model, {part: find(part) for part in _PARTS}, None if model is build else again)
 
 
 def called(spec: Any, part: str, *given: Any) -> Any:
@@ -112,7 +123,7 @@ def called(spec: Any, part: str, *given: Any) -> Any:
     except TypeError as error:
         raise UserError(f"{part} of {spec.name} does not take {len(given)} arguments: {error}",
                         f"{part}({', '.join(('model', 'config')[:len(given)])})",
-                        f"correct {part}, or call it otherwise if it is something else") from None
+                        f"correct {part}, or rename it if it has another purpose") from None
     except ValueError:  # some callables have no signature
         pass
     return function(*given)
@@ -123,6 +134,13 @@ def refuse_groups(spec: Any, where: str, do: str) -> None:
     for part in ("parameter_groups", "optimizer"):
         if getattr(spec, part) is not None:
             raise UserError(f"{part} in the file of {where}", "a model of PyTorch's own, or Keras on TensorFlow", do)
+
+
+def _of_transformers(model: Any) -> dict[str, Any]:
+    """Return the functions of a model of transformers or peft, whose forward returns a ModelOutput; {} for others."""
+    theirs = any(c.__module__.startswith(("transformers.", "peft.")) for c in type(model).__mro__)
+    found: dict[str, Any] = importlib.import_module(_PRETRAINED).parts_of(model) if theirs else {}
+    return found
 
 
 def _by_block(find: Callable[[str], Any], args: dict[str, Any]) -> list[Callable[..., Any]]:
@@ -148,7 +166,7 @@ def _call(build: Callable[..., Any], text: str, args: dict[str, Any]) -> Any:
     try:
         inspect.signature(build).bind(**args)
     except TypeError as error:
-        raise UserError(f"model {text} does not take model_args {args}: {error}", "arguments it takes",
+        raise UserError(f"model {text} does not take model_args {args}: {error}", "arguments it accepts",
                         "correct model_args") from None
     except ValueError:  # some callables have no signature
         pass
@@ -164,5 +182,6 @@ def _spec(name: str, model: Any, parts: dict[str, Any], again: Callable[[], Any]
     framework = backends.framework_of(model)
     usable = {p: f for p, f in parts.items() if callable(f)}
     if "task" not in usable:  # they speak of a task; without one a function of that name is something else
-        usable = {p: f for p, f in usable.items() if p not in ("weight", "metrics")}
+        usable = {p: f for p, f in usable.items() if p not in ("weight", "metrics", "predict")}
+        usable = {**_of_transformers(model), **usable}
     return Spec(name, model, framework, **usable, again=again)

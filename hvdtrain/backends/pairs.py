@@ -30,18 +30,43 @@ METRICS = dict.fromkeys(
      "top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy", "AUC", "Precision", "Recall", "F1Score",
      "FBetaScore", "R2Score", "PrecisionAtRecall", "RecallAtPrecision", "SensitivityAtSpecificity",
      "SpecificityAtSensitivity", "IoU", "MeanIoU", "BinaryIoU", "OneHotIoU", "OneHotMeanIoU", "cosine_similarity",
-     "PearsonCorrelation", "ConcordanceCorrelation", "TruePositives", "TrueNegatives"), Metric("max"))
-"""Metrics of PyTorch and Keras that are no losses, by name. A file with a metric of one's own adds a line."""
+     "PearsonCorrelation", "ConcordanceCorrelation", "TruePositives", "TrueNegatives", "AUROC", "AveragePrecision",
+     "Specificity", "JaccardIndex", "CohenKappa", "MatthewsCorrCoef", "ExactMatch", "PearsonCorrCoef",
+     "SpearmanCorrCoef", "ConcordanceCorrCoef", "KendallRankCorrCoef", "CosineSimilarity", "ExplainedVariance",
+     "PeakSignalNoiseRatio", "StructuralSimilarityIndexMeasure", "BLEUScore", "SacreBLEUScore", "ROUGEScore",
+     "RetrievalMAP", "RetrievalMRR", "RetrievalNormalizedDCG", "map", "map_50", "map_75"), Metric("max"))
+METRICS |= dict.fromkeys(("WordErrorRate", "CharErrorRate", "MeanSquaredError", "MeanAbsoluteError", "RMSE",
+                          "RootMeanSquaredError", "Perplexity", "HammingDistance", "CalibrationError",
+                          "FrechetInceptionDistance", "FalsePositives", "FalseNegatives"), Metric())
+"""Metrics of PyTorch, torchmetrics and Keras that are no losses, by name. A metric of one's own adds a line."""
 
 
 def metric_of(name: str) -> Metric:
     """Return the facts of metric ``name``, in any case, also of a ``module:callable``; those of a loss if unknown.
 
-    Keras puts the name of an output in front, and the number of a metric of the same class behind.
+    Keras puts the name of an output in front, and the number of a metric of the same class behind; torchmetrics puts
+    the kind of the task in front.
     """
+    return _found(name) or Metric()
+
+
+def is_known(name: str) -> bool:
+    """Return whether it is known if larger values of ``name`` are better: of losses and of `METRICS`."""
+    return _found(name) is not None or name.lower().endswith("loss")
+
+
+def _found(name: str) -> Metric | None:
     known = {key.lower().replace("_", ""): facts for key, facts in METRICS.items()}
-    words = re.sub(r"_\d+$", "", name.rpartition(":")[2].lower()).split("_")
-    return next((known[tail] for i in range(len(words)) if (tail := "".join(words[i:])) in known), Metric())
+    last = re.split("[:/]", name)[-1].lower()  # of an evaluation set it is NAME/METRIC
+    whole = re.sub(r"_\d+$", "", last).split("_")
+    for words in (last.split("_"), whole):
+        for i in range(len(words)):
+            tail = "".join(words[i:])
+            if i and tail.startswith("map"):  # depth_map
+                continue
+            if found := known.get(tail) or known.get(re.sub(r"^(binary|multiclass|multilabel)", "", tail)):
+                return found
+    return None
 
 
 def checked_pair(found: Any, origin: str = "task", expected: str = "(loss_sum, weight)") -> Pair:
@@ -49,7 +74,7 @@ def checked_pair(found: Any, origin: str = "task", expected: str = "(loss_sum, w
     whole = isinstance(found, (tuple, list)) or getattr(found, "shape", None) == (2,)
     if not whole or len(found) != 2:
         length = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
-        raise UserError(f"{origin} returned a {type(found).__name__}{length}", expected, "mend the model file")
+        raise UserError(f"{origin} returned a {type(found).__name__}{length}", expected, "fix the model file")
     for value, what in zip(found, ("a loss" if origin == "task" else "a sum", "a weight")):
         shape = _shape(value)
         if shape or not (hasattr(value, "shape") or isinstance(value, (int, float))):
@@ -76,7 +101,7 @@ def of_model_file(task: Callable[..., Any], metrics: Callable[..., Any] | None, 
         found = metrics(*args, **more)
         if not isinstance(found, Mapping):
             raise UserError(f"metrics returned a {type(found).__name__}", "a dict of name: (sum, weight)",
-                            "mend the model file's metrics")
+                            "fix the model file's metrics")
         for name, pair in found.items():
             pairs[name] = checked_pair(pair, f"metric {name!r}", "(sum, weight)")
     return pairs

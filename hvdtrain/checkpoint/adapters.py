@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.checkpoint.stream import FIRST
-from hvdtrain.checkpoint.transfer import own_group, whole_shards
+from hvdtrain.checkpoint.transfer import copied_shards, own_group, whole_shards
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control, ModelState
 from hvdtrain.core.protocols.run import ArrayWindow, Given, Head, Place, Read, Shard, Want
@@ -119,7 +119,6 @@ class ZeroState:
         return self._model.rest()
 
     def wants(self, heads: Sequence[Head]) -> list[Want]:
-        """Return the model, and this rank's windows of the optimizer's state, however it was sharded."""
         own = [one for one in heads if one.group in FIRST and self._mine(one)]
         windows = self._state.wanted([one for one in own if one.group == "optimizer"])
         return [_all_of(one) for one in own if one.group == "model"] + [Want("optimizer", *w) for w in windows]
@@ -148,13 +147,9 @@ class WithCallbacks:
 
     def shards(self, place: Place | None = None) -> Iterator[Shard]:
         yield from self._inner.shards(place)
-        for prefix, callback in self._callbacks.items() if self._rank == 0 else ():
-            for name, array in callback.arrays().items():
-                memory = None if place is None else place(CALLBACKS, prefix + name, array.shape, array.dtype)
-                if isinstance(memory, np.ndarray):
-                    memory[...] = array
-                    array = memory
-                yield Shard(CALLBACKS, prefix + name, array.shape, 0, np.ascontiguousarray(array).reshape(-1))
+        yield from copied_shards(CALLBACKS, (
+            (prefix + name, array) for prefix, callback in self._callbacks.items() if self._rank == 0
+            for name, array in callback.arrays().items()), place)
 
     def rest(self) -> dict[str, Any]:
         rest: dict[str, Any] = self._inner.rest()
@@ -192,13 +187,7 @@ class RankState:
         self._group, self._state, self._load = own_group(rank), state, load
 
     def shards(self, place: Place | None = None) -> Iterator[Shard]:
-        arrays = self._state()
-        for name, array in arrays.items():
-            memory = None if place is None else place(self._group, name, array.shape, array.dtype)
-            if isinstance(memory, np.ndarray):
-                memory[...] = array
-                arrays[name] = memory
-        yield from whole_shards({self._group: arrays}, [self._group])
+        yield from copied_shards(self._group, self._state().items(), place)
 
     def rest(self) -> dict[str, Any]:
         return {}
@@ -207,7 +196,6 @@ class RankState:
         return [_all_of(one) for one in heads if one.group == self._group]
 
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
-        """Load this rank's arrays; return what did not fit and starts from scratch, or ""."""
         return self._load(dict(read(self._group)))
 
 
@@ -274,7 +262,7 @@ class Holders:
         kept = {key(head.name): head.name for head in heads if head.group == "model"}
         missing, extra = sorted(own - set(kept)), sorted(kept[name] for name in set(kept) - own)
         if missing or extra:
-            raise UserError(f"the checkpoint's model lacks {missing[:3]} and has {extra[:3]} besides",
+            raise UserError(f"the checkpoint's model lacks {missing[:3]} and also has {extra[:3]}",
                             f"the {count(len(own), 'tensor')} of this model",
                             "resume with the model and optimizer of that run")
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
+import itertools
 import os
 import re
 import secrets
@@ -60,6 +62,45 @@ def write_durably(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
         raise
     os.close(descriptor)  # network filesystems report a full disk here, so this error counts
     return FileEntry(size_bytes, digest.hexdigest())
+
+
+def write_or_link(path: Path, pieces: Iterable[memoryview], earlier: Path) -> FileEntry:
+    """Do as `write_durably`; where the file ``earlier`` holds the same bytes, make ``path`` a hard link to it. OSError.
+
+    Nothing is written up to the first byte that differs. File systems without hard links get a copy.
+    """
+    chunks = (piece[start:start + CHUNK_BYTES] for piece in pieces for start in range(0, len(piece), CHUNK_BYTES))
+    try:
+        descriptor = open_to_read(earlier)
+    except OSError:
+        return write_durably(path, chunks)
+    digest, n = hashlib.sha256(), 0
+    try:
+        for chunk in chunks:
+            if os.pread(descriptor, len(chunk), n) != chunk:
+                return write_durably(path, itertools.chain(_start_of(descriptor, n), [chunk], chunks))
+            digest.update(chunk)
+            n += len(chunk)
+        if os.fstat(descriptor).st_size != n:
+            return write_durably(path, _start_of(descriptor, n))
+        try:
+            os.link(earlier, path, follow_symlinks=False)
+        except OSError:
+            return write_durably(path, _start_of(descriptor, n))
+    finally:
+        os.close(descriptor)
+    return FileEntry(n, digest.hexdigest())
+
+
+def _start_of(descriptor: int, n: int) -> Iterator[memoryview]:
+    """Yield the first ``n`` bytes of a file, which have been read before. OSError."""
+    at = 0
+    while at < n:
+        data = os.pread(descriptor, min(CHUNK_BYTES, n - at), at)
+        if not data:
+            raise OSError(errno.EIO, "the file became shorter")
+        yield memoryview(data)
+        at += len(data)
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
@@ -124,6 +165,22 @@ def make_directories(path: Path) -> None:
     fsync_directory(path.parent)
 
 
+def lock(directory: Path) -> int:
+    """Lock a directory until its descriptor, which is returned, is closed; -1 on a file system without locks.
+
+    BlockingIOError where another process or descriptor has it. The lock leaves no file and ends with its process.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return -1
+    return descriptor
+
+
 def free_bytes(directory: Path) -> int:
     """Return the bytes that this process may write into ``directory``, quotas aside. OSError."""
     status = os.statvfs(directory)
@@ -143,7 +200,7 @@ def require_space(directory: Path, needed_bytes: int) -> None:
 
 def make_temp(parent: Path) -> Path:
     """Create a hidden directory of this process in ``parent``; the umask decides who may read it."""
-    path = parent / _hidden_name("tmp")
+    path = parent / hidden_name("tmp")
     os.mkdir(path)
     return path
 
@@ -170,7 +227,7 @@ def publish(temp: Path, target: Path) -> None:
     """
     aside = None
     if os.path.lexists(target):
-        aside = target.with_name(_hidden_name("aside", target.name))
+        aside = target.with_name(hidden_name("aside", target.name))
         os.rename(target, aside)
     try:
         os.rename(temp, target)
@@ -187,7 +244,7 @@ def publish(temp: Path, target: Path) -> None:
 
 def discard(path: Path) -> None:
     """Remove a directory, renamed to rubbish first, so that a crash half-way leaves no half checkpoint."""
-    rubbish = path.with_name(_hidden_name("tmp"))
+    rubbish = path.with_name(hidden_name("tmp"))
     os.rename(path, rubbish)
     shutil.rmtree(rubbish)
 
@@ -245,8 +302,9 @@ def tree_bytes(directory: Path) -> int:
     return 0
 
 
-def _hidden_name(kind: str, target: str = "") -> str:
-    name = f".hvdtrain-{kind}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+def hidden_name(kind: str, target: str = "", serial: str = "") -> str:
+    """Return the name of a `Leftover` of this process; ``serial``: 8 hexadecimal digits, random by default."""
+    name = f".hvdtrain-{kind}-{_host()}-{os.getpid()}-{serial or secrets.token_hex(4)}"
     return f"{name}-{target}" if target else name
 
 

@@ -114,7 +114,7 @@ def decode(data: bytes, where: str) -> Manifest:
     if seal != digest:
         raise damaged(f"{where} was changed: it hashes to {digest}", f"{_short(seal)} as noted in it")
     if _sealed(text, digest) != data:
-        raise damaged(f"{where} was changed in its spelling", "the bytes that hvdtrain wrote")
+        raise damaged(f"{where} was reformatted", "the bytes that hvdtrain wrote")
     _check_shape(document, where)
     files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
     return Manifest(document["step"], files, document["meta"], document.get("shards", {}))
@@ -155,15 +155,15 @@ def _check_shards(document: dict[str, Any], where: str) -> None:
     if document["version"] == VERSION:
         return
     if not isinstance(shards, dict) or list(shards) != list(document["files"]) or not shards:
-        raise foreign(f"{where} says of other files than it lists which shards they hold", "the same files")
+        raise foreign(f"{where} lists shards of files that it does not list", "the same files")
     for name, entries in shards.items():
         if not isinstance(entries, dict):
-            raise foreign(f"{where} lists the shards of {name} as {_short(entries)}", "places and shapes by name")
+            raise foreign(f"{where} lists the shards of {name} as {_short(entries)}", "offsets and shapes by name")
         for key, entry in entries.items():
             fine = isinstance(entry, list) and len(entry) == 2 and _is_count(entry[0]) and isinstance(entry[1], list)
             if not (fine and all(_is_count(n) for n in entry[1]) and _GROUP.fullmatch(key.partition("/")[0])):
                 raise foreign(f"{where} lists the shard {_short(key)} as {_short(entry)}",
-                               "a name GROUP/NAME with a place and a shape")
+                               "a name GROUP/NAME with an offset and a shape")
 
 
 def _check_plain(value: Any, path: str) -> None:
@@ -181,7 +181,7 @@ def _check_plain(value: Any, path: str) -> None:
     for key, item in value.items():
         if not isinstance(key, str):
             raise CheckpointError(f"{path} has the key {key!r} of type {type(key).__name__}",
-                                  "text keys, since JSON would give back text",
+                                  "text keys, since JSON has no others",
                                   "use str(key), or a list of pairs")
         _check_plain(item, f"{path}.{key}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -19,7 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdtrain.checkpoint import files, weights
+from hvdtrain.checkpoint import files, remote, weights
+from hvdtrain.checkpoint.downloads import local_path
+from hvdtrain.checkpoint.remote import RemoteRun
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
@@ -27,7 +28,7 @@ from hvdtrain.core import RunFiles
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor
-from hvdtrain.core.resolve import absolute
+from hvdtrain.core.resolve import absolute, is_url
 
 MOST_JSON_BYTES = 16 * 2**20  # a larger ``completed.json`` is none of a run's
 
@@ -79,13 +80,16 @@ class RunOutput:
     """A run's directory. ``out``: its path once `ensure_out` has made it, before that the current directory.
 
     ``made``: directories that were made for ``out``, innermost first. ``lock``: descriptor by which rank 0 keeps other
-    jobs out while it trains; -1: none. ``begun``: a fit has begun to write into ``out`` (`begin`).
+    jobs out while it trains; -1: none. ``begun``: a fit has begun to write into ``out`` (`begin`). ``storage``: on rank
+    0 of a run under a URL, for which ``out`` is the staging folder; ``opened`` on every rank once it is there.
     """
 
     out: Path = Path()
     made: list[Path] = field(default_factory=list)
     lock: int = -1
     begun: bool = False
+    storage: RemoteRun | None = None
+    opened: bool = False
 
 
 class NamedModel(Protocol):
@@ -124,20 +128,25 @@ def ensure_out(run: DirectoryRun) -> Path:
     """Find or make the run's directory, by rank 0 on first use, and broadcast it. Collective.
 
     Empty ``config.out``: a new ``runs/MODEL-NNN``; with ``resume auto`` the newest of that model. A given directory
-    that holds a run already is refused unless it is resumed. Nothing in an existing directory is changed.
+    that already holds a run is refused unless it is resumed. Nothing in an existing directory is changed.
     """
     if run.directory.out == Path():
         def on_root() -> tuple[Path, list[Path]]:
             return choose(run.config, run.spec.name) if run.control.rank == 0 else (Path(), [])
 
         run.directory.out, run.directory.made = run.control.bcast(agreed(run.control, on_root, "out"))
+    if is_url(run.config.out) and not run.directory.opened:
+        def storage() -> RemoteRun | None:
+            return RemoteRun(run.config) if run.control.rank == 0 else None
+
+        run.directory.storage, run.directory.opened = agreed(run.control, storage, "out"), True
     return run.directory.out
 
 
 def find_out(config: Config, name: str) -> Path | None:
     """Return the directory that ``resume auto`` continues in, None where there is none yet; makes nothing."""
     with contextlib.suppress(OSError):  # what cannot even be looked at cannot be made: `ensure_out` says so
-        path = absolute(config.out) if config.out else _newest(absolute("runs"), name)
+        path = local_path(config.out) if config.out else _newest(absolute("runs"), name)
         return path if path is not None and path.is_dir() else None
     return None
 
@@ -163,20 +172,13 @@ def release(run: DirectoryRun) -> None:
 
 
 def _lock(run: DirectoryRun) -> None:
-    """Keep other jobs out of the run's directory while this process has it open; `UserError` if one has it.
-
-    A lock of the directory leaves no file and ends with its process. Some file systems have no locks.
-    """
+    """Keep other jobs out of the run's directory while this process has it open; `UserError` if one has it."""
     release(run)
-    run.directory.lock = os.open(run.directory.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(run.directory.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        run.directory.lock = files.lock(run.directory.out)
     except BlockingIOError:
-        release(run)
-        raise UserError(f"another job is training in {run.directory.out}", "a directory of its own for each job",
+        raise UserError(f"another job is training in {run.directory.out}", "a separate directory for each job",
                         "wait for that job, or choose another --out") from None
-    except OSError:
-        release(run)
 
 
 def begin(run: DirectoryRun) -> None:
@@ -190,6 +192,8 @@ def begin(run: DirectoryRun) -> None:
             if not left and (run.directory.out / RunDirectory.COMPLETED).exists():
                 return False
             _lock(run)
+            if run.directory.storage is not None:
+                run.directory.storage.claim()
             keep_config(run)
             (run.directory.out / RunDirectory.COMPLETED).unlink(missing_ok=True)
         except OSError as error:
@@ -205,8 +209,8 @@ def begin(run: DirectoryRun) -> None:
     if run.state.requeue:
         return  # ended by a signal before it began: the note would be wrong
     if not run.directory.begun:
-        run.note(f"nothing is left to train: {run.directory.out} holds a run that is complete; its files stay as they "
-                 "are")
+        run.note(f"nothing is left to train: {run.directory.out} holds a complete run; its "
+                 "files are unchanged")
     elif not left and run.state.cursor.step > 0:
         run.note(f"nothing is left to train after step {run.state.cursor.step}")
 
@@ -216,16 +220,30 @@ def keep_config(run: DirectoryRun) -> None:
     _write(run.directory.out / RunDirectory.CONFIG, _yaml(run.config))
 
 
+def checkpoint_written(run: DirectoryRun, path: Path) -> None:
+    """Write the configuration where it lacks: saved without a fit, or after the directory was deleted; rank 0 only.
+
+    Then upload the checkpoint of a run under a URL, which counts as saved only when it is stored there. StorageError.
+    """
+    with contextlib.suppress(OSError):  # the checkpoint holds the configuration too
+        if not (run.directory.out / RunDirectory.CONFIG).exists():
+            keep_config(run)
+    if run.directory.storage is not None:
+        run.directory.storage.saved(path, run.config.checkpoint.keep)
+
+
 def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
-    """Return the run's directory and the directories made for it; `UserError` if it holds a run already."""
+    """Return the run's directory and the directories made for it; `UserError` if it already holds a run."""
+    if is_url(config.out):
+        return remote.prepared(config), []
     found = find_out(config, name) if config.resume == "auto" else None
     if found is not None:
         return found, []
     path = absolute(config.out or "runs")
     try:
         if config.out and not config.resume and any((path / trace).exists() for trace in RunDirectory.TRACES):
-            raise UserError(f"{path} holds a run already", "a new directory, so that nothing is overwritten",
-                            "add --resume auto to go on with it, or choose another --out")
+            raise UserError(f"{path} already holds a run", "a new directory, so that nothing is overwritten",
+                            "add --resume auto to continue the run, or choose another --out")
         made = [parent for parent in (path, *path.parents) if not parent.exists()]
         path.mkdir(parents=True, exist_ok=True)
         if not config.out:
@@ -258,7 +276,7 @@ def _give_back(run: DirectoryRun) -> None:
 
 def _taken(root: Path, name: str) -> tuple[str, list[int]]:
     """Return the stem of this model's directories under ``root``, and the numbers in use, in order."""
-    file = Path(name.rpartition(":")[0] or name).name.removesuffix(".py")
+    file = Path(name[3:] if name.startswith("hf:") else name.rpartition(":")[0] or name).name.removesuffix(".py")
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", file).strip("-.") or "run"
     found = (re.fullmatch(re.escape(stem) + r"-(\d+)", path.name) for path in root.glob(f"{stem}-*"))
     return stem, sorted(int(match[1]) for match in found if match)
@@ -283,6 +301,23 @@ def _numbered(root: Path, name: str) -> Path:
 
 def _yaml(config: Config) -> str:
     return recipe.dump(json.loads(json.dumps(config.to_dict(), default=repr)))
+
+
+def complete(run: DirectoryRun, record: dict[str, Any]) -> None:
+    """Write the completion record, of a run under a URL when everything else is stored there; rank 0 only.
+
+    Errors: OSError; `UserError` of the storage, and then the record is not there.
+    """
+    out, storage = run.directory.out, run.directory.storage
+    if storage is not None:
+        storage.sync()
+    write_completed(out, record)
+    if storage is not None:
+        try:
+            storage.sync()
+        except UserError:
+            (out / RunDirectory.COMPLETED).unlink(missing_ok=True)
+            raise
 
 
 def write_completed(path: Path, record: dict[str, Any]) -> None:

@@ -40,8 +40,7 @@ class BackgroundSaver:
         self._settled: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
     def save(self, step: int, work: Callable[[], None]) -> None:
-        """Start ``work``; every exception that it raises is an outcome, since nobody else would see it."""
-        assert self._idle.is_set(), "the last save is still under way"
+        assert self._idle.is_set(), "the last save is still running"
         self._idle.clear()
         self._orders.put((step, work))
         if self._thread is None:
@@ -78,7 +77,7 @@ def _done(step: int, work: Callable[[], None]) -> Outcome:
         work()
     except (OSError, UserError) as problem:
         error = str(problem)
-    except BaseException as problem:  # noqa: BLE001  (see `BackgroundSaver.save`)
+    except BaseException as problem:  # see `BackgroundSaver.save`
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(step, error, time.perf_counter() - begin, time.thread_time() - cpu)
 
@@ -90,7 +89,6 @@ class InlineSaver:
         self._settled: list[Outcome] = []
 
     def save(self, step: int, work: Callable[[], None]) -> None:
-        """Call ``work``; raise errors that concern neither the disk nor the state."""
         begin, error = time.perf_counter(), ""
         try:
             work()
@@ -174,7 +172,7 @@ def often(settings: CheckpointConfig) -> str:
     if settings.every_s:
         words.append(f"every {settings.every_s:g} s")
     if not words and settings.every == "auto":
-        words.append(f"after {FIRST_S:g} s, then as often as costs less than {100 * PART:g} % of the time")
+        words.append(f"after {FIRST_S:g} s, then as often as keeps their cost below {100 * PART:g} % of the time")
     return ", ".join(words + ["at the end"] * settings.at_end)
 
 
@@ -190,21 +188,21 @@ def free_bytes(out: Path) -> int | None:
     return None
 
 
-def line(settings: CheckpointConfig, one_bytes: int, free: int | None) -> str:
-    """Return the line about checkpoints at a run's start. Pure."""
-    who = ", each rank its part" if settings.layout == "sharded" else ""
+def line(settings: CheckpointConfig, one_bytes: int, free: int | None, n_best: int = 0) -> str:
+    """Return the line about checkpoints at a run's start; ``n_best``: metrics whose best one is kept. Pure."""
+    who = ", each rank its shard" if settings.layout == "sharded" else ""
     room = "" if free is None else f"; {format_bytes(free)} free"
-    most = format_bytes(most_bytes(one_bytes, settings.keep))
-    return (f"checkpoints: {often(settings)}; about {format_bytes(one_bytes)} each{who}, the newest {settings.keep} "
-            f"kept, so at most {most}{room}")
+    most, best = format_bytes(most_bytes(one_bytes, settings.keep + n_best)), " and the best" if n_best else ""
+    return (f"checkpoints: {often(settings) or 'of the best evaluation'}; about {format_bytes(one_bytes)} each{who}, "
+            f"the newest {settings.keep}{best} are kept, at most {most}{room}")
 
 
-def warning(settings: CheckpointConfig, one_bytes: int, free: int | None) -> str:
+def warning(settings: CheckpointConfig, one_bytes: int, free: int | None, n_best: int = 0) -> str:
     """Return the warning about a disk that is too small, "" where it is not. Pure."""
-    needed = most_bytes(one_bytes, settings.keep)
+    needed = most_bytes(one_bytes, settings.keep + n_best)
     if free is None or free >= needed:
         return ""
-    return (f"checkpoints may not fit: {format_bytes(needed)} for {settings.keep} and one more while it is written, "
+    return (f"checkpoints may not fit: {format_bytes(needed)} for {settings.keep + n_best} and one more during a save, "
             f"{format_bytes(free)} free; free some space, set checkpoint.keep lower, or choose another --out")
 
 

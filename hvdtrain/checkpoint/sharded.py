@@ -79,8 +79,8 @@ def sees(path: Path, n_bytes: int = -1) -> bool:
 
 def _require(path: Path, n_bytes: int) -> None:
     if not sees(path, n_bytes):
-        raise CheckpointError(f"{path} is not there as its rank wrote it, {n_bytes} bytes", "one file system, the same "
-                              "for all ranks", "set checkpoint.layout: gathered")
+        raise CheckpointError(f"{path} is not visible as its rank wrote it, {n_bytes} bytes", "one file system "
+                              "that all ranks share", "set checkpoint.layout: gathered")
 
 
 Note = dict[str, Any]
@@ -104,8 +104,8 @@ def check_shared(control: Control, out: Path) -> None:
         if control.rank == 0:
             files.remove_quietly(Path(token))
     if blind:
-        raise UserError(f"checkpoint.layout is sharded, and rank(s) {', '.join(map(str, blind))} do not see {out} as "
-                        "rank 0 has it", "a directory on a file system that all ranks share",
+        raise UserError(f"checkpoint.layout is sharded, and rank(s) {', '.join(map(str, blind))} do not "
+                        f"see rank 0's {out}", "a directory on a file system that all ranks share",
                         "choose such an --out, or set checkpoint.layout: gathered")
 
 
@@ -133,7 +133,7 @@ def answer(order: Note, rank: int, shards: Sequence[Shard], error: str, trainabl
                  "shards": written.shards}
     except (OSError, UserError) as problem:
         note["error"] = f"rank {rank}: {problem}"
-    except Exception as problem:  # noqa: BLE001  (whatever it is, rank 0 must not wait for an answer)
+    except Exception as problem:  # whatever it is, rank 0 must not wait for an answer
         note["error"] = f"rank {rank}: {type(problem).__name__}: {problem}"
     return note
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint import files
+from hvdtrain.checkpoint import files, frozen
 from hvdtrain.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -63,13 +63,13 @@ class Snapshot:
 
 
 def write_snapshot(directory: Path, content: Content, *, step: int = 0,
-                   make_room: Callable[[int], None] | None = None) -> Path:
+                   make_room: Callable[[int], None] | None = None, earlier: Path | None = None) -> Path:
     """Write state as the checkpoint ``directory``, which appears, or is replaced, atomically.
 
     Every file is fsynced, then their directory, which is renamed into place, then the parent. Raises OSError (disk
     full, I/O error, permission) with nothing left behind and an older checkpoint of that name kept; CheckpointError for
     state that cannot be stored and for a ``directory`` that is no checkpoint. ``make_room``: gets the needed bytes
-    beforehand.
+    beforehand. ``earlier``: a checkpoint whose file of frozen weights may be shared (`hvdtrain.checkpoint.frozen`).
     """
     directory = Path(os.path.abspath(directory))
     step = _step(step)
@@ -78,9 +78,10 @@ def write_snapshot(directory: Path, content: Content, *, step: int = 0,
     planned = {file_name(group): FileEntry(plan.size_bytes, "0" * 64) for group, plan in layouts.items()}
     manifest_bytes = len(encode(Manifest(step, planned, dict(content.meta))))
     sizes = [manifest_bytes, *(entry.size_bytes for entry in planned.values())]
-    temp = open_new(directory, sum(size + BLOCK_BYTES for size in sizes), make_room)
+    shared = frozen.shared_bytes({name: entry.size_bytes for name, entry in planned.items()}, earlier)
+    temp = open_new(directory, sum(size + BLOCK_BYTES for size in sizes) - shared, make_room)
     try:
-        _fill(temp, content, step, layouts)
+        _fill(temp, content, step, layouts, earlier)
         files.publish(temp, directory)
     except BaseException:
         files.remove_quietly(temp)
@@ -154,11 +155,11 @@ def check_listing(directory: Path, manifest: Manifest) -> None:
             raise damaged(f"{directory / name} is {state}: {status.st_size} bytes", f"{size_bytes}")
 
 
-def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, FileLayout]) -> None:
+def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, FileLayout], earlier: Path | None) -> None:
     entries = {}
     for group, plan in layouts.items():
         name = file_name(group)
-        entries[name] = files.write_durably(temp / name, plan.pieces(content.blocks(group, plan.names)))
+        entries[name] = frozen.writer(group, earlier)(temp / name, plan.pieces(content.blocks(group, plan.names)))
     data = encode(Manifest(step, entries, dict(content.meta)))
     files.write_durably(temp / MANIFEST_NAME, [memoryview(data)])
     files.fsync_directory(temp)
@@ -211,7 +212,7 @@ def _no_manifest(directory: Path) -> CheckpointError:
     except OSError as error:
         return _unreadable(directory, error)
     return CheckpointError(f"{directory} {state}",
-                           "a whole checkpoint; this is another program's directory, or damaged",
+                           "a complete checkpoint; this directory is another program's, or damaged",
                            "give a directory such as step-00000120 that hvdtrain wrote")
 
 
@@ -326,14 +327,15 @@ def open_checkpoint(directory: Path, manifest: Manifest) -> OpenCheckpoint:
         arrays = read_header(directory / file)
         shards = manifest.shards.get(file)
         if shards is not None and set(shards) != set(arrays):
-            raise damaged(f"{directory / file} holds other arrays than its manifest lists", "the same")
+            raise damaged(f"{directory / file} holds arrays that differ from its manifest", "the same")
         heads_F.append([])
         for key, (spec, offset) in arrays.items():
-            group, name, begin, shape = str(group_name(file)), key, 0, spec.shape
+            group, name, begin, shape = frozen.group_of(str(group_name(file))), key, 0, spec.shape
             if shards is not None:
                 (begin, shape), (group, _, name) = shards[key], key.partition("/")
             heads_F[-1].append(Head(group, name, tuple(shape), spec.dtype.str, begin, math.prod(spec.shape)))
             places[i, group, name] = directory / file, offset
     found = tensors_of(heads_F)
-    groups = list(found) if manifest.shards else [str(group_name(file)) for file in manifest.files]
+    groups = list(found) if manifest.shards else list(dict.fromkeys(
+        frozen.group_of(str(group_name(file))) for file in manifest.files))
     return OpenCheckpoint({name: TensorGroup(name, found.get(name, {}), places) for name in groups}, manifest.meta)

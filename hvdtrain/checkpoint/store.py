@@ -9,9 +9,9 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
@@ -47,8 +47,23 @@ def silent(_text: str) -> None:
     pass
 
 
+def best_of(meta: Mapping[str, Any], steps: Collection[int]) -> dict[int, list[str]]:
+    """Return the metrics by step of the best checkpoints among ``steps``, by the ``meta`` of the newest checkpoint.
+
+    Of each metric the first of its steps that is there, since the save of a better one may have failed.
+    """
+    found: dict[int, list[str]] = {}
+    for metric, candidates in meta.get("best", {}).items():
+        for step in [step for step in candidates if step in steps][:1]:
+            found.setdefault(step, []).append(metric)
+    return found
+
+
 class CheckpointStore:
-    """Save to ``root/step-00000120`` and keep the last ``keep``; one process at a time writes to a root."""
+    """Save to ``root/step-00000120`` and keep the last ``keep``; one process at a time writes to a root.
+
+    Checkpoints that the newest one's meta names as the "best" (metric -> steps) are never removed (`best_of`).
+    """
 
     def __init__(self, root: Path, keep: int) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -69,29 +84,30 @@ class CheckpointStore:
         removed.
         """
         self.begin()
-        saved = write_snapshot(self.path_of(step), content, step=step,
+        newest = next((stored.path for stored in reversed(self.list())), None)
+        saved = write_snapshot(self.path_of(step), content, step=step, earlier=newest,
                                make_room=lambda needed_bytes: self.make_room(step, needed_bytes, log))
         self.saved(step, log)
         return saved
 
     def make_room(self, step: int, needed_bytes: int, log: Log = silent) -> None:
         """Remove checkpoints before ``step``, never the newest whole one, if that gives the needed room."""
-        whole = [stored for stored in self.list() if stored.step < step and self._looks_whole(stored.path)]
         lacking = needed_bytes - files.free_bytes(self.root)
-        if lacking > sum(files.tree_bytes(stored.path) for stored in whole[:-1]):
+        if lacking > sum(files.tree_bytes(stored.path) for stored in self._removable(step, 1)):
             return
         while lacking > 0 and (path := self.drop_oldest(step)) is not None:
             lacking = needed_bytes - files.free_bytes(self.root)
-            log(f"note: too little room for the checkpoint of step {step}: the oldest one, {path.name}, was removed")
+            log(f"note: not enough space for the checkpoint of step {step}: the oldest one, {path.name}, was removed")
 
     def drop_oldest(self, before: int = sys.maxsize) -> Path | None:
-        """Remove the oldest whole checkpoint; return its path, None if it is the only one before a step. OSError."""
-        whole = [stored.path for stored in self.list() if stored.step < before and self._looks_whole(stored.path)]
-        if len(whole) < 2:
+        """Remove the oldest whole checkpoint before a step, not the newest or best; return its path or None. OSError.
+        """
+        removable = self._removable(before, 1)
+        if not removable:
             return None
-        self._inspected.pop(whole[0], None)
-        files.discard(whole[0])
-        return whole[0]
+        self._inspected.pop(removable[0].path, None)
+        files.discard(removable[0].path)
+        return removable[0].path
 
     def begin(self) -> None:
         """Clean up after writers that died, before a checkpoint is written."""
@@ -191,16 +207,21 @@ class CheckpointStore:
 
     def _prune(self, saved_step: int) -> None:
         """Keep the checkpoint just saved and the ``keep - 1`` before it that look whole."""
-        older = [stored for stored in self.list() if stored.step < saved_step and self._looks_whole(stored.path)]
-        for stored in older[: max(0, len(older) - (self.keep - 1))]:
+        for stored in self._removable(saved_step + 1, self.keep):
             self._inspected.pop(stored.path, None)
             files.discard(stored.path)
+
+    def _removable(self, before: int, keep: int) -> StoredList:
+        """Return whole checkpoints before a step, oldest first, without the newest ``keep`` and the best ones."""
+        whole = [stored for stored in self.list() if stored.step < before and self._looks_whole(stored.path)]
+        best = best_of(self._inspect(whole[-1].path).meta, {stored.step for stored in whole}) if whole else {}
+        return [stored for stored in whole[: max(0, len(whole) - keep)] if stored.step not in best]
 
     def _warn_newer(self, saved_step: int, log: Log) -> None:
         newest = max((stored.step for stored in self.list()), default=saved_step)
         if newest > saved_step and not self._warned_newer:
             self._warned_newer = True
             log(
-                f"{self.root} already holds a checkpoint of step {newest}, later than step {saved_step} that "
-                "was just saved; resuming the latest would take it. Move it away if this run starts over"
+                f"{self.root} already holds a checkpoint of step {newest}, later than step {saved_step} "
+                "that was just saved; a resume would use the later one. Move it away if this run starts over"
             )

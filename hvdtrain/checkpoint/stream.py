@@ -130,8 +130,8 @@ def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]
             if came < n:
                 faults.append(f"{name!r} of group {group!r}: {n - came} of {n} elements are missing")
     if faults:
-        raise CheckpointError(f"the ranks' shards do not make whole tensors; {'; '.join(faults[:3])}",
-                              "every element from exactly one rank", "correct what gave these shards")
+        raise CheckpointError(f"the ranks' shards do not form complete tensors; {'; '.join(faults[:3])}",
+                              "every element from exactly one rank", "fix the code that returned these shards")
     order = {_place(part.head._replace(begin=0, n=0)): part.head for part in parts}
     found: dict[str, dict[str, Tensor]] = {}
     for _, one in sorted(order.items()):
@@ -157,7 +157,7 @@ class StreamedContent:
 
     def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
         """Yield the values of a group; groups must be requested in the order of `specs`."""
-        assert list(names) == list(self._tensors[group]), "the files' order is another than the stream's"
+        assert list(names) == list(self._tensors[group]), "the order of files differs from the stream's"
         parts = [part for tensor in self._tensors[group].values() for part in tensor.parts]
         for _ in range(sum(len(pieces_of(n_bytes(part.head))) for part in parts)):
             yield next(self._left).data
@@ -186,11 +186,11 @@ def _fault(spec: Spec, one: Head, end: int) -> str:
     """Describe why a shard does not continue a tensor that is there up to ``end``, or return ""."""
     n, dtype = math.prod(spec.shape), np.dtype(one.dtype)
     if (tuple(one.shape), dtype) != (spec.shape, spec.dtype):
-        return f"it came as {spec.dtype}{list(spec.shape)} and as {dtype}{list(one.shape)}"
+        return f"it was sent as {spec.dtype}{list(spec.shape)} and as {dtype}{list(one.shape)}"
     if not 0 <= one.begin <= one.begin + one.n <= n:
         return f"elements {one.begin} to {one.begin + one.n} of {n}"
     if one.begin < end and one.n:
-        return f"some of the elements {one.begin} to {one.begin + one.n} came twice"
+        return f"some of the elements {one.begin} to {one.begin + one.n} were sent twice"
     return ""
 
 

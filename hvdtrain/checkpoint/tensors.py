@@ -24,7 +24,9 @@ BLOCK_BYTES = 1 << 20  # size from which a block is written by itself
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "uint64": "U64", "int32": "I32",
     "uint32": "U32", "int16": "I16", "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
-_DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items()}
+_DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items()} | {
+    "BF16": np.dtype("<u2"), "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1")}
+"""Types of an array by safetensors' names; bits, for types that numpy lacks."""
 
 
 class Spec(NamedTuple):
@@ -123,7 +125,7 @@ def read_header(path: Path) -> dict[str, tuple[Spec, int]]:
         raise _foreign(path, f"{type(error).__name__}: {error}") from None
     for name, (spec, begin) in found.items():
         if begin + spec.n_bytes > size:
-            raise _foreign(path, f"{name!r} ends behind its end")
+            raise _foreign(path, f"{name!r} ends past the end of the file")
     return found
 
 
@@ -131,7 +133,7 @@ def _entry(entry: dict[str, Any], first: int) -> tuple[Spec, int]:
     """Parse a header's entry of one array, values counted from ``first``; ValueError for an impossible one."""
     (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
     if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
-        raise ValueError("a shape or a place that is no whole number of at least 0")
+        raise ValueError("a shape or an offset that is no whole number of at least 0")
     spec = Spec(_DTYPES[entry["dtype"]], shape)
     if end - begin != spec.n_bytes:
         raise ValueError(f"{end - begin} bytes for {spec.dtype}{list(shape)}")
@@ -170,4 +172,4 @@ def _check_name(name: str, group: str) -> None:
             good = False
     if not good:
         raise CheckpointError(f"tensor name {name!r} in group {group!r}",
-                              "text that UTF-8 can hold, other than '__metadata__'", "rename the tensor")
+                              "text that UTF-8 can encode, other than '__metadata__'", "rename the tensor")

@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.stream import head, local_pieces, packed, pieces_of, un
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import WaitTimeout
 from hvdtrain.core.protocols import Channel, Control, Handle
-from hvdtrain.core.protocols.run import Head, Shard, Want
+from hvdtrain.core.protocols.run import Head, Place, Shard, Want
 
 ROUND_SHARDS = 4096  # most windows in a round
 Groups = dict[str, dict[str, np.ndarray]]
@@ -32,8 +32,17 @@ def own_group(rank: int) -> str:
 def whole_shards(tensors: Mapping[str, Mapping[str, np.ndarray]], groups: Iterable[str]) -> Iterator[Shard]:
     """Yield each array of ``groups``, as far as there are such, as one shard."""
     for group in groups:
-        for name, array in tensors.get(group, {}).items():
-            yield Shard(group, name, array.shape, 0, np.ascontiguousarray(array).reshape(-1))
+        yield from copied_shards(group, tensors.get(group, {}).items())
+
+
+def copied_shards(group: str, arrays: Iterable[tuple[str, np.ndarray]], place: Place | None = None) -> Iterator[Shard]:
+    """Yield ``arrays`` by name as shards of ``group``, copied into the memory that ``place`` gives."""
+    for name, array in arrays:
+        memory = None if place is None else place(group, name, array.shape, array.dtype)
+        if isinstance(memory, np.ndarray):
+            memory[...] = array
+            array = memory
+        yield Shard(group, name, array.shape, 0, np.ascontiguousarray(array).reshape(-1))
 
 
 def arriving(control: Control, heads_P: Sequence[Sequence[Head]],
@@ -73,7 +82,7 @@ def fetch(control: Control, kept: OpenCheckpoint | None, wants: Sequence[Want], 
             takes = target in (None, control.rank)
             places = [mine[want[:2]][low:high] if takes else np.empty(high - low, held_as[want[:2]].dtype)
                       for want, low, high in row if takes or control.rank == 0]
-            agreed(control, lambda: _read(kept, row, places), "restore")  # noqa: B023  (called at once)
+            agreed(control, lambda: _read(kept, row, places), "restore")  # called at once
             if target != 0:
                 control.send(places, 0, target)
     groups: Groups = {}

@@ -5,6 +5,7 @@ A PyTorch model's names are its state_dict's, a Keras model's its variables' pat
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ import numpy as np
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.adapters import key
+from hvdtrain.checkpoint.frozen import group_of
 from hvdtrain.checkpoint.manifest import CheckpointError
-from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout
+from hvdtrain.checkpoint.snapshot import OpenCheckpoint
+from hvdtrain.checkpoint.tensors import Content, FileLayout, Spec, layout, read_header
 from hvdtrain.core.comparison import finite, has_nan, plain_name
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.run import Shard
@@ -45,7 +48,7 @@ def write(content: Content, target: Path, average: bool = False) -> int:
             places[name], specs[kept], groups[kept] = kept, content.specs()[AVERAGES][kept], AVERAGES
             codes.pop(name, None)
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already", "a new name, so that nothing is overwritten",
+        raise CheckpointError(f"{target} exists already", "a new name, so that nothing is overwritten",
                               "choose another name")
     plan = layout({name: specs[place] for name, place in places.items()}, "model", codes)
     wanted = [places[name] for name in plan.names]
@@ -58,10 +61,54 @@ def has_average(content: Content) -> bool:
     return bool(content.specs().get(AVERAGES))
 
 
+def arrays(content: OpenCheckpoint) -> dict[str, np.ndarray]:
+    """Return a checkpoint's weights by its own names, their moving average in place of each that has one."""
+    model = content.tensors["model"]
+    found = {name: model[name] for name in model}
+    if has_average(content):
+        places, _ = named(content.specs()["model"], str(content.meta.get("framework", "")))
+        for name, kept in _averages(content, places).items():
+            place = places[name]
+            found[place] = _narrowed(content.tensors[AVERAGES][kept], found[place].dtype)
+    return found
+
+
+def _narrowed(average: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return an average in its weight's type, where uint16 stands for the bits of bfloat16, rounded to nearest even."""
+    if dtype != np.uint16:
+        return average.astype(dtype, copy=False)
+    bits = np.ascontiguousarray(average, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def read(path: Path, own: Mapping[str, Spec], framework: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a final model's file `FILE` by a checkpoint's names; ``own``: those of the same model.
+
+    Errors: `UserError` for a file that is none of that model. OSError.
+    """
+    from safetensors import safe_open
+
+    header = read_header(path)
+    with safe_open(str(path), "numpy") as file:
+        shared: Mapping[str, str] = file.metadata() or {}  # names of tied weights -> the name in the file
+    places, _ = named(own, framework)
+    wanted = {place: shared.get(name, name) for name, place in places.items()}
+    missing, more = sorted(set(wanted.values()) - set(header)), sorted(set(header) - set(wanted.values()))
+    if missing or more:
+        raise UserError(f"{path} lacks {missing[:3]} and also has {more[:3]}",
+                        f"the {len(wanted)} tensors of the model", "correct --model and --model_args; for layers that "
+                        "Keras has only numbered otherwise, give --checkpoint with a step, or name them")
+    found: dict[str, np.ndarray] = {}
+    for place, name in wanted.items():
+        spec, begin = header[name]
+        found[place] = np.fromfile(path, spec.dtype, math.prod(spec.shape), offset=begin).reshape(spec.shape)
+    return found
+
+
 def _averages(content: Content, places: Mapping[str, str]) -> dict[str, str]:
     """Return the arrays of averages by the names in the model, also for each name of tied weights."""
     if not has_average(content):
-        raise CheckpointError("the checkpoint holds no moving average of the weights", "one of a run with ema",
+        raise CheckpointError("the checkpoint holds no moving average of the weights", "a checkpoint of a run with ema",
                               "leave out --average")
     kept = {key(name): name for name in content.specs()[AVERAGES]}
     found = {name: kept[key(place.removesuffix(_BFLOAT16))] for name, place in places.items()
@@ -109,7 +156,7 @@ def _keras(model: Mapping[str, Spec]) -> Named:
 def check_shards(shards: Sequence[Shard], trainable: Collection[str]) -> None:
     """Apply `check_finite` to the model's shards among ``shards``."""
     for shard in shards:
-        if shard.group == "model":
+        if group_of(shard.group) == "model":
             check_finite({shard.name: shard.values}, trainable)
 
 
@@ -118,4 +165,4 @@ def check_finite(model: Mapping[str, np.ndarray], names: Collection[str]) -> Non
     for name, array in model.items():
         if not finite(name, array) and (plain_name(name) in names or has_nan(name, array)):
             raise UserError(f"parameter {name} is not finite", "finite weights",
-                            "go back to the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")
+                            "resume from the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")

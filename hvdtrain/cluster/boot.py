@@ -21,7 +21,7 @@ from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.machine.usage import cpu_quota
 from hvdtrain.cluster.topology import affinity
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.core.launcher import LaunchFacts, torchrun_size
 from hvdtrain.core.protocols import Control
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
@@ -43,7 +43,8 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, dev
     that pick a device by their local rank themselves. A later call that claims
     still does, which takes effect where nothing has started CUDA yet. ``heartbeat_s``:
     `hvdtrain.cluster.liveness.watch`'s bound, None: the environment's or the default; it begins before MPI does. Raises
-    `UserError` where MPI and the launcher do not fit together, and, on every rank, where a host has too few devices.
+    `UserError` where MPI and the launcher do not fit together, for several processes of torchrun, and, on every rank,
+    where a host has too few devices.
     """
     if heartbeat_s is not None or "control" not in _started:
         watch.start(facts, heartbeat_s)
@@ -63,6 +64,9 @@ def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
     causes.leave_done_at_exit()
     notes: list[str] = []
     if facts.kind == "solo":
+        if torchrun_size(os.environ) > 1:
+            raise UserError(f"{torchrun_size(os.environ)} processes of torchrun, each of which would train alone",
+                            "ranks of MPI", "start the job with mpirun -np N python script.py, or hvdtrain launch")
         control: Any = SoloControl()  # which takes ``notes`` too
     elif facts.kind == "mpi":
         notes += [note for note in (yield_when_idle(facts, os.environ), send_only(facts, os.environ)) if note]
@@ -206,7 +210,7 @@ def send_only(facts: LaunchFacts, env: MutableMapping[str, str]) -> str:
     if SEND_ONLY in env or facts.launcher != "Open MPI mpirun" or not 0 < facts.local_size < facts.size:
         return ""
     env[SEND_ONLY] = "send"
-    return f"{SEND_ONLY}=send was set: over TCP long messages then use both directions of a link"
+    return f"{SEND_ONLY}=send was set, so that long messages over TCP use both directions of a link"
 
 
 def _import_mpi(launcher: str) -> Any:
@@ -271,4 +275,4 @@ def _start_mpi(facts: LaunchFacts, timeout_s: float) -> MpiControl:
 def _mismatch(facts: LaunchFacts, size: int, library: str) -> str:
     first = software.first_line(library)
     return (f"{facts.launcher} started {facts.size} processes, but mpi4py's MPI library ({first}) sees {size}: "
-            "they are of different MPIs")
+            "they belong to different MPIs")

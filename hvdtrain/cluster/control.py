@@ -303,7 +303,7 @@ def in_turn(control: Control, work: Callable[[], T], what: str) -> T:
     """
     found: list[T] = []
     for turn in range(max(control.gather(control.local_size))):
-        agreed(control, lambda: found.append(work()) if turn == control.local_rank else None, what)  # noqa: B023
+        agreed(control, lambda: found.append(work()) if turn == control.local_rank else None, what)
     return found[0]
 
 

@@ -23,7 +23,10 @@ ABORT_GRACE_S = 5.0
 """Longest wait for the job's abort before this process ends itself."""
 
 
-ELSEWHERE = "Another rank is gone, frozen or elsewhere in the program."
+ELSEWHERE = "Another rank has ended, hangs, or is elsewhere in the program."
+
+_STDERR = 2
+"""File descriptor of the last message; tests, whose runner takes 2, put another here."""
 
 LOCKED_GRACE_S = 1.0
 """How much later than its deadline a body that keeps Python's lock is ended."""
@@ -89,7 +92,7 @@ def set_owner(who: str, abort: Callable[[int], None] | None) -> None:
     _watchdog.who, _watchdog.abort = who, abort
 
 
-class deadline:  # noqa: N801  (reads as a statement: with deadline(60, "allreduce grad.0"):)
+class deadline:  # reads as a statement: with deadline(60, "allreduce grad.0"):
     """Context: the body must end within ``seconds``, else the process and its job are ended with status 70.
 
     ``what`` names the wait in the message. Arming takes microseconds. Needs a body that lets go of Python's
@@ -109,7 +112,7 @@ class deadline:  # noqa: N801  (reads as a statement: with deadline(60, "allredu
         _watchdog.disarm(id(self))
 
 
-class locked_deadline(deadline):  # noqa: N801
+class locked_deadline(deadline):
     """A `deadline` whose body may keep Python's lock, as MPI_Init does: the watchdog's thread could not run then.
 
     C code of `faulthandler` shows the stacks and ends this process with 1; the launcher then ends the job. One at a
@@ -139,8 +142,8 @@ def _expire(entry: tuple[float, float, str], who: str, abort: Callable[[int], No
         pulse.leaving()
         causes.leave("hang", f"{what} did not end within {seconds:g} s. {pulse.missing()}")
         sys.stdout.flush()
-        os.write(2, text.encode(errors="replace"))
-        faulthandler.dump_traceback(file=2, all_threads=True)
+        os.write(_STDERR, text.encode(errors="replace"))
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
         if abort is not None:
             helper = threading.Thread(target=abort, args=(EXIT_DEADLINE,), name="hvdtrain-abort", daemon=True)
             helper.start()

@@ -159,8 +159,8 @@ def too_few(shown: int, ranks: int, per_rank: int) -> UserError:
           else f"take a host with {count(per_rank, 'GPU')} for each rank")
     gpus, of_ranks = count(shown, "GPU"), count(ranks, "rank")
     return UserError(f"this host shows {gpus} for {of_ranks} x {per_rank} devices",
-                     f"{ranks * per_rank}, so that no two ranks share one",
-                     f"{do}, set model_parallel and devices_per_rank lower, or compute on CPUs only with "
+                     f"{ranks * per_rank}, so that no two ranks share a device",
+                     f"{do}, lower model_parallel and devices_per_rank, or use CPUs only with "
                      f"{VISIBLE}= (empty)")
 
 
@@ -176,10 +176,10 @@ def overlap(owned: Sequence[tuple[str, Sequence[str]]]) -> UserError | None:
             if first != rank:
                 alike = [r for r, (h, _) in enumerate(owned) if h == host]
                 shown = len({e for h, own in owned if h == host for e in own})
-                return UserError(f"ranks {first} and {rank} on host {host} were both given GPU {entry}: it shows "
+                return UserError(f"ranks {first} and {rank} on host {host} both use GPU {entry}: it shows "
                                  f"{count(shown, 'GPU')} for {count(len(alike), 'rank')} x "
                                  f"{count(len(entries), 'device')}",
-                                 f"{len(alike) * len(entries)}, so that no two ranks share one",
+                                 f"{len(alike) * len(entries)}, so that no two ranks share a device",
                                  f"list them all in {VISIBLE} for every rank, or start fewer ranks on this host")
     return None
 

@@ -6,6 +6,7 @@ Leaves deciding what is an error to others.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.core.errors import EXIT_USER_ERROR, ExitCalled, Interrupted, UserError, WaitTimeout, of_locale
 from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.core.terminal import log
 
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
@@ -64,9 +66,9 @@ def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
         causes.leave({0: "done", EXIT_REQUEUE: "requeue"}.get(status, "exception"), f"exit status {status}")
     except BrokenPipeError:  # nobody reads any more (| head): not a failure, and nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        causes.leave("exception", "nobody read the output any more")
+        causes.leave("exception", "the reader of the output has ended")
         return _leave("", EXIT_CRASH, facts)
-    except BaseException as error:  # noqa: BLE001  (this is where every exception ends)
+    except BaseException as error:  # this is where every exception ends
         return end(error, facts)
     if status == EXIT_REQUEUE:
         _keep_status()
@@ -183,9 +185,9 @@ def _meeting_place(text: str, facts: LaunchFacts) -> MpiControl | None:
     """Return the control plane for leaving, starting MPI if need be: a lone exit would cut the others off."""
     if boot.exit_control() is None:
         try:
-            with deadline(START_S, f"starting MPI to report this mistake: {text}"):
+            with deadline(START_S, f"starting MPI to report this error: {text}"):
                 boot.start_control(facts, START_S)
-        except Exception:  # noqa: BLE001  (MPI cannot start; that may be the very mistake being reported)
+        except Exception:  # MPI cannot start; that may be the very mistake being reported
             return None
     return boot.exit_control()
 
@@ -249,4 +251,6 @@ def _say(text: str) -> None:
     stream: Any = sys.stderr
     with contextlib.suppress(OSError, ValueError, AttributeError):
         stream.write(f"hvdtrain: {text}\n")
+    with contextlib.suppress(Exception):  # a handler of the user's must not keep a rank from ending
+        log(text, logging.ERROR, printed=True)
     flush_streams()

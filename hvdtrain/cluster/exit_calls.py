@@ -41,14 +41,14 @@ def called(stop: SystemExit) -> ExitCalled:
     """Return the error for ``stop``, which a callable of the user's has raised."""
     stack = [(frame.f_code, line) for frame, line in traceback.walk_tb(stop.__traceback__)]
     return ExitCalled(f"{_caller(stack)} ended the program with {_status(stop.code)} in the middle of a run; "
-                      "expected a return or an exception. Take the sys.exit() out, or raise an exception that says "
-                      "what is wrong")
+                      "expected a return or an exception. Remove the sys.exit(), or raise an "
+                      "exception with a message")
 
 
 def _status(code: object) -> str:
     if code is None or isinstance(code, int):
         return f"status {code or 0}"
-    return f"status 1 and the words {str(code)!r}"
+    return f"status 1 and the message {str(code)!r}"
 
 
 def _caller(stack: list[tuple[CodeType, int]]) -> str:

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import socket
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hvdtrain.cluster.boot import prepare_lone_mpi
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse, watch
 from hvdtrain.config import ExchangeConfig
+from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.protocols import Control
 
@@ -56,7 +57,7 @@ def horovod_reason(framework: str) -> str | None:
     found = horovod_libraries(framework)
     if found is None:
         return f"Horovod is not installed; {BUILD}"
-    return None if found else f"Horovod is installed without its {framework} part; {BUILD}"
+    return None if found else f"Horovod is installed without {framework} support; {BUILD}"
 
 
 def start_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFacts | Control,
@@ -69,8 +70,8 @@ def start_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFacts |
     """
     hvd = _running_horovod(framework, exchange, where)
     if over_host and not (hvd.mpi_enabled() or hvd.gloo_enabled()):
-        raise HorovodUnavailable("Horovod was built for GPUs only, without the operations of MPI or Gloo that move "
-                                 f"gradients over host memory; {BUILD}")
+        raise HorovodUnavailable("Horovod was built for GPUs only, without the MPI or Gloo operations "
+                                 f"that exchange gradients over host memory; {BUILD}")
     return hvd
 
 
@@ -101,12 +102,12 @@ def stall_bound(env: Mapping[str, str]) -> float:
 
 
 def _running_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFacts | Control) -> Any:
-    if framework in _running:
+    if framework in _running and _running[framework].is_initialized():
         return _running[framework]
     reason = horovod_reason(framework)
     if reason is not None:
         raise HorovodUnavailable(reason)
-    if isinstance(where, LaunchFacts):  # without MPI this is where ranks first meet
+    if isinstance(where, LaunchFacts) and framework not in _running:  # without MPI this is where ranks first meet
         watch.start(where)
     _horovod_env(exchange, os.environ)
     if where.size == 1:
@@ -119,19 +120,51 @@ def _running_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFact
     if (hvd.rank(), hvd.size()) != (where.rank, where.size):
         raise HorovodUnavailable(
             f"Horovod sees rank {hvd.rank()} of {hvd.size()} where this is rank {where.rank} of {where.size}: it was "
-            f"built for another MPI than the one that runs this job; {BUILD}")
+            f"built for an MPI that differs from this job's; {BUILD}")
     _running[framework] = hvd
     return hvd
+
+
+def check_built(framework: str, ext_name: str) -> None:
+    """Raise `ImportError` with the remedy where Horovod's part for ``framework`` is not built."""
+    reason = horovod_reason(framework)
+    if reason is not None:
+        raise ImportError(f"{ext_name}: {reason}")
+
+
+def no_elastic() -> UserError:
+    """Return the error of every name of ``elastic``."""
+    return UserError(
+        "hvd.elastic, which hvdtrain excludes: its rendezvous is an HTTP server without authentication that "
+        "unpickles requests, so anyone who reaches it runs code on every host (CVE-2024-10190, no fixed release)",
+        "checkpoints, and a job that is started again and resumes from the last one",
+        "use hvdtrain.Trainer with checkpoint.every_steps and resume: auto, which also continues with another "
+        "number of ranks")
 
 
 def load_horovod(framework: str) -> Any:
     """Import Horovod's module for ``framework`` without starting it. Raises `HorovodUnavailable`."""
     try:
         return importlib.import_module(f"horovod.{framework}")
-    except Exception as error:  # noqa: BLE001  (ImportError, OSError, and TensorFlow's NotFoundError for a stale ABI)
+    except Exception as error:  # ImportError, OSError, and TensorFlow's NotFoundError for a stale ABI
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise HorovodUnavailable(f"Horovod's {framework} part does not load ({line}); it was built for another "
+        raise HorovodUnavailable(f"Horovod's {framework} support does not load ({line}); it was built for another "
                                  f"{framework} or MPI; {BUILD}") from error
+
+
+def start_again(hvd: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) -> list[Any]:
+    """Restart Horovod with sets of ranks among which collectives may run; return its objects for them. Collective.
+
+    It takes them at its start only, or any later one if ``dynamic``, which costs each of its cycles a look at the table
+    of sets. One that is down is only started.
+    """
+    sets = [hvd.ProcessSet(list(ranks)) for ranks in process_sets]
+    if hvd.is_initialized():
+        hvd.shutdown()
+    if dynamic:
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    hvd.init(process_sets=sets)
+    return sets
 
 
 def stop_horovod(framework: str, timeout_s: float) -> None:

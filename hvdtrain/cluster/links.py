@@ -176,7 +176,7 @@ def measure(comm: Any, hosts: Sequence[Sequence[int]], budget_s: float = BUDGET_
                 elif control.rank == ranks[1]:
                     follow(own, ranks[0], timeout_s)
     links = sorted((link for links in control.gather(found) for link in links), key=lambda link: link.hosts)
-    with deadline(timeout_s, "giving the communicator for the links between hosts back"):
+    with deadline(timeout_s, "freeing the communicator for the links between hosts"):
         own.Free()
     return links
 
@@ -328,7 +328,7 @@ class _End:
         """Wait until all ``tests`` are true; each is called every time, since that advances it."""
         if not wait_for(lambda: all([test() for test in tests]), self._timeout_s, LONGEST_SLEEP_S):
             _stuck.append((self, tests))
-            raise WaitTimeout(f"waited {self._timeout_s:g} s for rank {self._peer} while the link to it was measured. "
+            raise WaitTimeout(f"waited {self._timeout_s:g} s for rank {self._peer} during a measurement of the link. "
                               f"{pulse.missing()}".rstrip())
 
 

@@ -120,8 +120,6 @@ def _candidate(name: str, config: Config, collectives: Collectives,
     return compressor, ""
 
 
-# --- compressors ---------------------------------------------------------------------------------------------------
-
 class _Listening(NullCollectives):
     """Loopback transport: returns its input and records each call as (kind, round, bytes)."""
 
@@ -201,8 +199,6 @@ def _sample(buckets: Sequence[Bucket]) -> list[Bucket]:
     """Return all buckets, or about `MOST_ELEMENTS` worth, taken evenly."""
     return list(buckets[::max(1, -(-sum(b.n for b in buckets) // MOST_ELEMENTS))])
 
-
-# --- links ---------------------------------------------------------------------------------------------------------
 
 def measure_links(collectives: Collectives, ops: Ops, control: Control, kinds: Sequence[str],
                   budget_s: float = BUDGET_S) -> dict[str, Link]:
@@ -285,8 +281,6 @@ class _LinkProbe:
         return AllToAll(ops.reshape(ops.zeros(wire.size * K, self._dtype), (wire.size, K)))
 
 
-# --- buckets -------------------------------------------------------------------------------------------------------
-
 def pick_bucket_mb(collectives: Collectives, ops: Ops, control: Control,
                    params: Sequence[ParamSpec]) -> tuple[float, str]:
     """Return the bucket size in MiB with the cheapest exchange of ``params``, and its numbers; collective.
@@ -300,7 +294,7 @@ def pick_bucket_mb(collectives: Collectives, ops: Ops, control: Control,
         if all([b.params for b in plan] != [b.params for b in other] for other in plans.values()):
             plans[mb] = plan
     if collectives.size == 1 or len(plans) == 1:
-        why = "one rank sends nothing" if collectives.size == 1 else f"from {min(plans):g} MiB on it is one plan"
+        why = "one rank sends nothing" if collectives.size == 1 else f"from {min(plans):g} MiB on it is a single bucket"
         return (max(plans) if collectives.size == 1 else min(plans)), why
     begin = time.perf_counter()
     kinds = sorted({f"allreduce {b.dtype}" for b in next(iter(plans.values()))})
@@ -337,8 +331,6 @@ def _exchange_seconds(collectives: Collectives, ops: Ops, control: Control, plan
     return median_s
 
 
-# --- shared --------------------------------------------------------------------------------------------------------
-
 def exchange(reducer: Reducer, flats: Sequence[Array]) -> list[Array]:
     """Return the sums of one vector for each bucket."""
     for i, flat_N in enumerate(flats):
@@ -348,7 +340,7 @@ def exchange(reducer: Reducer, flats: Sequence[Array]) -> list[Array]:
 
 def _as_in_training(work: Work, collectives: Collectives, ops: Ops) -> Work:
     """Return ``work`` as one graph where training has the exchange in one, else as it is."""
-    return getattr(ops, "compiled")(work) if _in_graph(collectives, ops) else work  # noqa: B009
+    return getattr(ops, "compiled")(work) if _in_graph(collectives, ops) else work
 
 
 def _in_graph(collectives: Collectives, ops: Ops) -> bool:

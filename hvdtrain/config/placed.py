@@ -91,10 +91,11 @@ def by_rank(key: str, given: Mapping[str, T], places: Sequence[RankPlace], rest:
         ranked = sorted((meaning(name, place), name) for name in given if meaning(name, place) >= 0)
         best = [name for kind, name in ranked if kind == ranked[0][0]]
         if len({repr(given[name]) for name in best}) > 1:
-            raise UserError(f"{key} means rank {rank} on {place} by {' and by '.join(map(repr, best))}",
-                            f"one {WORDS[ranked[0][0]]} that it is meant by", "name its host, or leave one out")
+            raise UserError(f"{key} has different values for rank {rank} on {place} by "
+                            f"{' and by '.join(map(repr, best))}",
+                            f"one {WORDS[ranked[0][0]]} that matches the rank", "name its host, or leave one out")
         if not best and rest is None:
-            raise UserError(f"{key} names nothing that rank {rank} on {place} is meant by",
+            raise UserError(f"{key} has no entry for rank {rank} on {place}",
                             nearest(next(iter(absent(given, places)), ""), [*_names(places), REST]),
                             f"add that host or device, or {REST!r} for the rest")
         found.append(given[best[0]] if best else rest)  # type: ignore[arg-type]

@@ -62,6 +62,22 @@ def kind_of(name: str) -> ScheduleKind:
     return next((facts[each.lower()] for each in names if each.lower() in facts), ScheduleKind())
 
 
+def members_of(name: str, args: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return names and arguments of the schedules that ``args.schedulers`` of the schedule ``name`` lists."""
+    found = args.get("schedulers")
+    spelled = "a list such as [{name: LinearLR, args: {total_iters: 5}}, {name: StepLR, args: {step_size: 9}}]"
+    if not isinstance(found, (list, tuple)) or not found:
+        raise UserError(f"schedule {name} without schedule.args.schedulers", spelled, "set schedule.args.schedulers")
+    members = []
+    for one in found:
+        one = {"name": one} if isinstance(one, str) else one
+        if not (isinstance(one, Mapping) and isinstance(one.get("name"), str) and {*one} <= {"name", "args"}
+                and isinstance(one.get("args", {}), Mapping)):
+            raise UserError(f"schedule.args.schedulers of {name} has the entry {one!r}", spelled, "correct it")
+        members.append((one["name"], dict(one.get("args", {}))))
+    return members
+
+
 def updates(config: Config, steps_per_epoch: int | None, at: Cursor = Cursor(), left: int | None = None) -> int:
     """Return the updates of a whole run from its start; 0 where nobody knows (a stream without ``max_steps``).
 
@@ -109,6 +125,7 @@ def filled(config: Config, steps_per_epoch: int | None, notes: list[str] | None 
                             "max_steps, or data that tells its length", f"set schedule.args.{names[0]}")
         taken = _warm_up(given) if kind.warms else 0
         more[names[0]] = max(1, whole - taken)
+    _check_members(schedule, whole)
     if kind.covers:
         end = _end(replace(schedule, args={**more, **given}))
         if 0 < end < whole:
@@ -116,23 +133,40 @@ def filled(config: Config, steps_per_epoch: int | None, notes: list[str] | None 
                             "a cycle as long as the run",
                             f"leave schedule.args.{kind.ends[0]} out, or make it longer")
     elif notes is not None and (end := _end(schedule)) and end < whole:
-        notes.append(f"schedule {schedule.name} ends after {end} {schedule.interval}s of a run of {whole}: from there "
-                     "on the rate stays as it is, or climbs again")
+        notes.append(f"schedule {schedule.name} ends after {end} {schedule.interval}s of a run of {whole}: after "
+                     "that the rate stays constant or rises again")
     return replace(config, schedule=replace(schedule, args={**given, **more})) if more else config
+
+
+def _check_members(schedule: ScheduleConfig, whole: int) -> None:
+    """Raise `UserError` for a OneCycle within a sequence or chain that ends before its turn or the run does."""
+    chained = schedule.name.lower() == "chainedscheduler"
+    if not (chained or schedule.name.lower() == "sequentiallr"):
+        return
+    members, milestones = members_of(schedule.name, schedule.args), schedule.args.get("milestones", [])
+    if chained or not (isinstance(milestones, (list, tuple)) and len(milestones) == len(members) - 1
+                       and all(isinstance(step, int) for step in milestones)):
+        milestones = []
+    for i, (name, args) in enumerate(members):
+        begin, stop = milestones[i - 1] if milestones and i else 0, min([whole, *milestones[i:i + 1]])
+        end = _end(ScheduleConfig(name, args)) if kind_of(name).covers else 0
+        if 0 < end < stop - begin:
+            raise UserError(f"schedule {name} of {count(end, 'step')} in {schedule.name}, where it holds for "
+                            f"{stop - begin}", "a cycle as long as its turn", "correct schedule.args.schedulers")
 
 
 def too_long(config: Config, steps: int) -> list[str]:
     """Return a sentence for each setting by which a run of ``steps`` updates never comes to what was meant."""
     found = []
     if config.schedule.warmup_steps > steps:
-        found.append(f"the warm-up of {count(config.schedule.warmup_steps, 'step')} is longer than "
-                     f"the run of {steps}, in which "
-                     f"the rate stays below its own: set schedule.warmup_steps to {max(1, steps // 20)} or so")
+        found.append(f"the warm-up of {count(config.schedule.warmup_steps, 'step')} is longer "
+                     f"than the run of {steps}, so that the "
+                     f"rate never reaches its full value: set schedule.warmup_steps to {max(1, steps // 20)} or so")
     first = config.ema ** steps
     if first > 0.5:
         wiser = max(0.5, 1 - 10 / steps)  # (1 - 10 / steps) ** steps < e ** -10
-        found.append(f"ema {config.ema:g} over {steps} updates: {100 * first:.0f} % of the average that is evaluated "
-                     f"and written at the end is the first weights: set ema to {wiser:.4g} or so")
+        found.append(f"ema {config.ema:g} over {steps} updates: {100 * first:.0f} % of the evaluated and "
+                     f"saved average is still the initial weights: set ema to {wiser:.4g} or so")
     return found
 
 
@@ -141,7 +175,7 @@ def too_long(config: Config, steps: int) -> list[str]:
 def kept(schedule: ScheduleConfig, whole: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what a checkpoint keeps of a filled schedule in a run of the length ``whole``; ``own``: see `own_of`."""
     return {"name": schedule.name, "args": dict(schedule.args), "interval": schedule.interval, "length": whole,
-            "own": own}
+            "own": own, "metric": schedule.followed * schedule.plateau}
 
 
 def own_of(rate: object, steps: int, epochs: int) -> dict[str, Any] | None:
@@ -163,7 +197,8 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     names = [one["name"].lower() for one in (before, now)]
     if not any(ScheduleConfig(name).on for name in names):
         return False
-    return names[0] != names[1] or any(before[key] != now[key] for key in ("args", "interval"))
+    return names[0] != names[1] or any(
+        before.get(key, now[key]) != now[key] for key in ("args", "interval", "metric"))
 
 
 def check_resumed(before: Mapping[str, Any], schedule: ScheduleConfig, now: Mapping[str, Any]) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from hvdtrain.config import placed
+from hvdtrain.config.sections import is_off
+from hvdtrain.core import metric_entries
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import ask
 
@@ -48,6 +51,10 @@ class Key:
     unused: tuple[Any, ...] = ()
     least: float | None = None
     most: float | None = None
+    off: Any = None
+    auto: Any = None
+    aliases: tuple[str, ...] = ()
+    alias_sets: Callable[[Any], dict[str, Any]] | None = None
 
     @property
     def help(self) -> str:
@@ -121,6 +128,44 @@ def sections(cls: type) -> dict[str, type]:
     return {f.name: hint for f, hint in _fields(cls) if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
+def off_sections(cls: type) -> dict[str, type]:
+    """Return the sections of ``cls`` that a bare off, none or null turns off, to the values of their ``OFF``."""
+    return {name: hint for name, hint in sections(cls).items() if hasattr(hint, "OFF")}
+
+
+@lru_cache(maxsize=None)
+def respelled(cls: type) -> tuple[Key, ...]:
+    """Return the keys of ``cls`` that take other spellings of their values than those of their type."""
+    return tuple(key for key in keys(cls) if key.off is not None or key.auto is not None or _items(key.hint))
+
+
+def own_value(key: Key, value: Any) -> Any:
+    """Return the key's own value for another spelling of it, and any other ``value`` as it is. Pure.
+
+    These are the words off, none, null, 0 and empty; auto, where a number stands for it; and for a list its bare item,
+    or several with commas between them.
+    """
+    of, text = _items(key.hint), isinstance(value, str)
+    known = fits(value, key.hint)
+    if key.auto is not None and (value is None or text and value.strip().lower() in ("auto", "none", "null", "")):
+        return key.auto
+    block = of is str and known and text and value.strip() == "0"  # remat: the blocks of a Sequential have such names
+    if key.off is not None and is_off(value) and not block:
+        return value if known and value == key.off else type(key.off)(key.off)
+    if of is None or known:
+        return value
+    if text and by_name(key.hint) and (named := placed.entries(value)) is not None:
+        return {name: int(entry) if entry.isdecimal() else entry for name, entry in named.items()}
+    if text and of is str and not value.lstrip().startswith("["):
+        return metric_entries.split(value)
+    return [value] if of is not str and fits(value, of) else value
+
+
+def _items(hint: Any) -> type | None:
+    """Return the type of the items of a list, None for what cannot be one."""
+    return next((get_args(one)[0] for one in (hint, *get_args(hint)) if get_origin(one) is list), None)
+
+
 def named_sections(cls: type) -> dict[str, type]:
     """Return the sections of ``cls`` that have a ``name``: a bare text stands for it."""
     return {name: hint for name, hint in sections(cls).items() if any(f.name == "name" for f, _ in _fields(hint))}
@@ -132,7 +177,7 @@ def bare(cls: type, name: str, value: Any) -> str:
     A text is a section's name, a whole number what its ``BARE`` says, such as a pipeline's stages.
     """
     section = sections(cls).get(name)
-    if section is None:
+    if section is None or value is None or value is False:
         return ""
     if isinstance(value, str):
         return "name" if name in named_sections(cls) else ""

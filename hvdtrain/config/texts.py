@@ -93,7 +93,7 @@ def wanted(text: str | Sequence[str], names: Sequence[str]) -> list[str]:
 
 def check_text(text: str | Sequence[str]) -> None:
     """Raise `UserError` for what no model's blocks can be meant by."""
-    empty = not text or not isinstance(text, str) and not all(text)
+    empty = not text or str(text).lower() == "true" or not isinstance(text, str) and not all(text)
     if empty or isinstance(text, str) and (text.startswith("every") and not re.fullmatch(r"every:[1-9]\d*", text)):
         raise UserError(f"remat is {text!r}", "off, auto, every:K with K of 1 or more, or names of blocks",
                         "for example remat: every:2")

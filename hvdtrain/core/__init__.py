@@ -1,8 +1,11 @@
 """Parts without imports of other layers: errors, protocols, records, the timeline, units, groups, random numbers."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 ROOT = Path(__file__).parent.parent
 """Directory of this package, as tracebacks spell it; its parent is what a child needs in ``sys.path``."""
@@ -19,3 +22,15 @@ class RunFiles:
     MODEL = "model"
     TRACES = (LOG, CHECKPOINTS, COMPLETED)
     """What a run that has begun has left."""
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give the body another name to write a file by; then it replaces ``path``, and none is left after an error."""
+    draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-DROPPED_IN = "0.2"
+DROPPED_IN = "0.3"
 MOVED = {
     "hvdtrain.balance.line": "hvdtrain.planning.linear",
     "hvdtrain.balance.plan": "hvdtrain.planning.batch.plan",
@@ -38,7 +38,6 @@ MOVED = {
     "hvdtrain.protocols.state": "hvdtrain.core.protocols.run",
     "hvdtrain.protocols.wire": "hvdtrain.core.protocols.transport",
     "hvdtrain.records.numbers": "hvdtrain.core.records",
-    "hvdtrain.run": "hvdtrain.engine.run",
     "hvdtrain.sections": "hvdtrain.config.sections",
     "hvdtrain.timeline": "hvdtrain.core.timeline",
     "hvdtrain.trackers": "hvdtrain.reports.trackers",
@@ -64,7 +63,6 @@ class OldNames:
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of an old name."""
         new = moved_to(name) if name.startswith("hvdtrain.") else None
         if new is None:
             return None
@@ -113,4 +111,4 @@ _warned: set[str] = set()
 
 def _warn(name: str, new: str) -> None:
     """Warn at the line that imports; frames of the import machinery do not count."""
-    warnings.warn(f"{name} is now {new}; the old name is dropped in release {DROPPED_IN}", DeprecationWarning, 3)
+    warnings.warn(f"{name} is now {new}; the old name is removed in release {DROPPED_IN}", DeprecationWarning, 3)

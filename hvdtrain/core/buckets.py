@@ -27,7 +27,7 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float, group: str = "wo
     larger than ``bucket_mb`` gets a bucket of its own. ``group``: who sums them. ``by_block``: no bucket crosses a
     block of the model, whose blocks may lie on other devices or ranks. ``aligned``: within a bucket those come last
     whose bytes are no multiple of `ALIGNMENT`, so that all others begin at one. ``first_mb``: bucket 0 is closed once
-    it holds so much, so that a transport which works beside backward begins early.
+    it holds so much, so that a transport which overlaps with backward begins early.
     Source: gradient bucketing in PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704).
     """
     limit = bucket_mb * MIB

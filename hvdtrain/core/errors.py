@@ -48,6 +48,18 @@ class UserError(Exception):
         return self
 
 
+class NotSupported(UserError, NotImplementedError):
+    """A reduction that the transport lacks."""
+
+
+class WrongMode(UserError, RuntimeError):
+    """A call that this job, or a framework's mode, does not have."""
+
+
+class WrongValue(UserError, ValueError):
+    """An unknown option, or one that excludes another."""
+
+
 def of_locale(error: BaseException) -> BaseException:
     """Return a `UserError` for a text that the locale's encoding does not hold, ``error`` for any other error."""
     encoding = codecs.lookup(locale.getpreferredencoding(False)).name
@@ -93,6 +105,18 @@ class PeerFailed(RuntimeError):
     """A collective failed because another rank went away; that rank's own error is the one to read."""
 
 
+class RankFailed(RuntimeError):
+    """A rank of `hvdtrain.run` raised an exception, which is the cause of this one, or ended without a result.
+
+    ``exit_status``: of a rank that ended, None after an exception; ``traceback``: the rank's, "" where there is none.
+    """
+
+    def __init__(self, text: str, rank: int = -1, host: str = "", exit_status: int | None = None,
+                 traceback: str = "") -> None:
+        super().__init__(text)
+        self.rank, self.host, self.exit_status, self.traceback = rank, host, exit_status, traceback
+
+
 def count(n: float, one: str, many: str = "") -> str:
     """Return a number with its noun, which is plural but for 1.
 
@@ -103,7 +127,7 @@ def count(n: float, one: str, many: str = "") -> str:
     return f"{number} {one if n == 1 else many or one + 's'}"
 
 
-def closest(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str | None:
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the choice that is spelled most like ``name``, any case; None where none is alike."""
     known = sorted(choices)
     close = difflib.get_close_matches(name.lower(), [c.lower() for c in known], n=1, cutoff=cutoff)

@@ -45,6 +45,11 @@ def launch_facts(env: Mapping[str, str]) -> LaunchFacts:
     return SOLO
 
 
+def torchrun_size(env: Mapping[str, str]) -> int:
+    """Return the number of processes that torchrun or accelerate started, which are no ranks here; 0 without them."""
+    return _number(env, "WORLD_SIZE", 0) if "TORCHELASTIC_RUN_ID" in env else 0
+
+
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, "").strip()
     return int(text) if re.fullmatch(r"-?\d+", text) else default

@@ -37,7 +37,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         ranks = sorted(r for copy in self.copies for r in copy)
-        assert ranks == list(range(len(ranks))), f"copies {self.copies} do not hold each rank once"
+        assert ranks == list(range(len(ranks))), f"replicas {self.copies} do not hold each rank once"
 
     @classmethod
     def of(cls, depths: Sequence[int], rank: int) -> Mesh:
@@ -47,12 +47,10 @@ class Mesh:
 
     @property
     def copy(self) -> int:
-        """The copy of this rank."""
         return self.copy_of(self.rank)
 
     @property
     def place(self) -> int:
-        """The place of this rank in its copy."""
         return self.copies[self.copy].index(self.rank)
 
     @property
@@ -81,7 +79,6 @@ class Mesh:
         return self.rank == min(self.ranks)
 
     def copy_of(self, rank: int) -> int:
-        """Return the copy that ``rank`` is in."""
         return next(c for c, copy in enumerate(self.copies) if rank in copy)
 
     def ordered(self, copies: Sequence[Sequence[int]]) -> Mesh:
@@ -177,7 +174,7 @@ def depths_of(stages: int, depths: Sequence[int], size: int) -> list[int]:
     if size % stages:
         raise UserError(f"pipeline.stages is {stages} in a job of {count(size, 'rank')}",
                         f"a multiple of {count(stages, 'rank')}, or "
-                        "pipeline.depths for copies of unlike depth",
+                        "pipeline.depths for replicas of different depth",
                         f"start {count(size // stages * stages or stages, 'rank')}")
     return [stages] * (size // stages)
 

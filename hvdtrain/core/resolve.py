@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
 import sys
 import threading
 import zlib
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hvdtrain.core import torchvision_parts
 from hvdtrain.core.errors import UserError, nearest
 
 _LOADING = threading.RLock()  # a user's file may load another
@@ -38,8 +40,53 @@ def paths_from(directory: str) -> Iterator[None]:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` as an absolute path, from the directory of `paths_from`, else from the current one."""
-    return Path(os.path.abspath(os.path.join(_start, path)))
+    """Return ``path`` as an absolute path, from the directory of `paths_from`, else from the current one.
+
+    ``file:///a/b`` is the path ``/a/b``.
+    """
+    return Path(os.path.abspath(os.path.join(_start, os.fspath(path).removeprefix(_FILE))))
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://", re.ASCII)
+"""Two characters at least: ``C://`` is a drive of Windows."""
+
+_FILE = "file://"
+
+_SECRETS = ((re.compile(r"://[^\s/@:]*:[^\s@]*@"), "://***@"), (re.compile(r"\?[^\s'\")]+"), "?***"))
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path means storage that fsspec opens: ``s3://bucket/run``; ``file://`` is a local path."""
+    text = os.fspath(path)
+    return bool(_URL.match(text)) and not text.startswith(_FILE)
+
+
+def redacted(text: str) -> str:
+    """Return ``text`` without the credentials and query strings of URLs in it."""
+    for pattern, mark in _SECRETS:
+        text = pattern.sub(mark, text)
+    return text
+
+
+def check_url(key: str, path: str | os.PathLike[str]) -> None:
+    """Raise `UserError` for a URL that cannot be a run's directory; a local path passes."""
+    text = os.fspath(path)
+    scheme, _, rest = text.partition("://")
+    if text.startswith(_FILE) and not rest.startswith("/"):
+        raise UserError(f"{key} is {text!r}", "file:///absolute/path", f"correct {key}")
+    if not is_url(text):
+        return
+    if not rest.strip("/"):
+        raise UserError(f"{key} is {text}", f"a folder, such as {scheme}://bucket/run", f"correct {key}")
+    if "::" in text:
+        raise UserError(f"{key} is a chained URL, {redacted(text)}", "one storage such as s3://bucket/run",
+                        f"correct {key}")
+    user, _, host = rest.partition("/")[0].rpartition("@")
+    _, colon, port = host.rpartition(":")
+    if ":" in user or colon and not port.isdigit() or "?" in rest:
+        raise UserError(f"{key} is a URL of {scheme}:// that holds credentials or a query", "a URL without them: "
+                        "configurations are written to disk and into logs", "give credentials as the storage's own "
+                        "environment variables or files, such as AWS_ACCESS_KEY_ID")
 
 
 def load_callable(text: str, key: str) -> Callable[..., Any]:
@@ -68,6 +115,7 @@ def load_callable(text: str, key: str) -> Callable[..., Any]:
 
 def load_module(where: str, key: str) -> ModuleType:
     """Import a module by dotted name or by the path of a ``.py`` file."""
+    torchvision_parts.use()
     if where.endswith(".py"):
         return _load_file(Path(where), key)
     if not all(part.isidentifier() for part in where.split(".")):
@@ -101,7 +149,7 @@ def _unreadable(error: SyntaxError, key: str) -> UserError:
 
 def not_installed(what: str, package: str, extra: str) -> UserError:
     """Return the error for an optional ``package`` that ``what`` needs and ``extra`` of setup.cfg installs."""
-    return UserError(f"{what} needs {package}, which is not installed", f"{package} beside this Python",
+    return UserError(f"{what} needs {package}, which is not installed", f"{package} installed for this Python",
                      f'run pip install "hvdtrain[{extra}]"')
 
 

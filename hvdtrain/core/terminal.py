@@ -1,24 +1,69 @@
 """Print lines to a stdout that may be closed, full or absent.
 
-Owns the one way in which a run prints. Knows nothing of terminals and progress lines.
+Owns the one way in which a run prints: through the logger ``hvdtrain``. Knows nothing of terminals and progress lines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from typing import IO, Any, cast
 
 import numpy as np
 
+from hvdtrain.core.launcher import launch_facts
+
 _UNREAD = (OSError, ValueError, AttributeError)
 """What writing to a stdout raises that is full, closed, or none at all (Python's stdout is then None)."""
 
 
+class StdoutHandler(logging.Handler):
+    """Prints messages on the stdout of now, without a lock: a thread that exits must not wait for one that prints."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Print ``record`` unless it is on stderr already."""
+        if record.levelno >= self.level and not record.__dict__.get("printed") and self.filter(record):
+            _print(record.getMessage())
+        return True
+
+
+LOGGER = logging.getLogger("hvdtrain")
+"""Gets every message; its handler prints what a user sees by default. Not the root logger's: messages would be there
+twice."""
+if LOGGER.level == logging.NOTSET:
+    LOGGER.setLevel(logging.INFO)
+LOGGER.propagate = False
+LOGGER.addHandler(StdoutHandler())
+
+
+def _placed(record: logging.LogRecord) -> bool:
+    """Give ``record`` rank and host. As a filter: ``extra`` refuses names that a script's record factory sets, too."""
+    record.__dict__.setdefault("rank", launch_facts(os.environ).rank)
+    record.__dict__.setdefault("host", socket.gethostname())
+    return True
+
+
+LOGGER.addFilter(_placed)
+
+
 def say(line: str) -> None:
+    """Log one line, which prints it; a note has the level WARNING, any other line INFO."""
+    log(line, logging.WARNING if line.startswith("note: ") else logging.INFO)
+
+
+def log(text: str, level: int, printed: bool = False) -> None:
+    """Pass ``text`` to the logger `LOGGER`, with rank and host as fields. ``printed``: it is on stderr already."""
+    LOGGER.disabled = False  # logging.config disables the loggers that a script's settings do not name
+    if LOGGER.isEnabledFor(level):
+        LOGGER.log(level, "%s", text, stacklevel=3, extra={"printed": printed})
+
+
+def _print(line: str) -> None:
     """Print one line in one write (mpirun tags every write), and continue where nobody reads any more.
 
     A run must not end because the reader of its output did, such as ``| head`` or a full disk.
@@ -31,7 +76,7 @@ def say(line: str) -> None:
         sys.stdout.flush()
     except _UNREAD:
         with contextlib.suppress(OSError, ValueError):
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
 def escaped(text: str, stream: Any) -> str:

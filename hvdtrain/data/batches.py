@@ -27,10 +27,10 @@ from hvdtrain.planning.batch.sampler import epoch_order
 WeightFn = Callable[[Arrays], float]
 
 _NONE = np.empty(0, np.int64)
-_UNEVEN = "the ranks' streams differ in length: steps continue with the samples there are"
-_DIFFERENT = ("the ranks read different streams: each takes its cut of what it reads, so samples are lost or "
-              "repeated; seed the shuffle alike and do not split the stream by rank (a stream that draws random "
-              "numbers for each sample needs a seed too)")
+_UNEVEN = "the ranks' streams differ in length: steps continue with the remaining samples"
+_DIFFERENT = ("the ranks read different streams: each takes its share of what it reads, so samples are lost "
+              "or repeated; use the same seed for the shuffle and do not split the stream by rank (a stream that draws "
+              "random numbers for each sample needs a seed too)")
 HEAD_ROWS = 16  # samples at the start of a stream's epoch that are compared after a resumption
 Bounds = Callable[[int, int], tuple[int, int]]
 """From a step of the run and the samples of its global batch to this rank's share of them, [low, high)."""
@@ -76,11 +76,12 @@ class SourceWalk:
 
     ``even``: give a rank without samples of a step arrays (0, ...) of their shapes. ``begins``: steps whose fetch is
     begun ahead, of data that can do so (`hvdtrain.data.workers.pool.Pooled`). ``skip``: leave out unreadable samples.
+    ``most``: samples at the start that are all of it; 0: no limit.
     """
 
     def __init__(self, data: Source, global_batch: int, seed: int, control: Control | None, even: bool,
-                 skip: bool = False) -> None:
-        self.samples = len(data)
+                 skip: bool = False, most: int = 0) -> None:
+        self.samples = min(len(data), most or len(data))
         if self.samples == 0:
             raise UserError("the dataset is empty", "at least one sample", "check its path and its filters")
         self._data: Any = data
@@ -102,7 +103,7 @@ class SourceWalk:
     def batches(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[LocalBatch, None, None]:
         """Yield this rank's shares from ``cursor`` to the end of its epoch, in the fetching thread."""
         if cursor.samples > self.samples:
-            raise UserError(f"the run stands at sample {cursor.samples} of a dataset that has {self.samples}",
+            raise UserError(f"the run is at sample {cursor.samples} of a dataset that has {self.samples}",
                             "a position inside the epoch", "resume with the data of the checkpoint, or start again")
         order_N, self._left_out = epoch_order(self.samples, self._seed, cursor.epoch, shuffle), 0
         return self._batches(order_N, cursor, bounds)
@@ -180,7 +181,7 @@ class SourceWalk:
             number, place, reason = unread[-1]
             raise UserError(f"{self._left_out} of {self.samples} samples cannot be read, the latest of them {number}: "
                             f"{place}: {reason}", f"{MOST_UNREAD:.0%} at most, or {FEW_UNREAD}",
-                            "fix the data; on_bad_sample: skip is for a few")
+                            "fix the data; on_bad_sample: skip tolerates only a few")
         return replace(batch, counts_P=[n for n, _ in rows] if self._even else None, all_unread=unread)
 
     def sample(self, n: int, cursor: Cursor) -> Arrays:
@@ -224,13 +225,13 @@ class StreamWalk:
 
     ``even``: give a rank whose stream has ended arrays (0, ...) of the shapes that it had. ``unlike``: why the samples
     of the epoch cannot be verified, the same on all ranks. ``head``: (epoch, checksum) of the first `HEAD_ROWS` samples
-    of the latest epoch that this rank has opened.
+    of the latest epoch that this rank has opened. ``most``: as of `SourceWalk`.
     """
 
     samples, begins = None, 0
 
-    def __init__(self, data: Stream, global_batch: int, rank: int, control: Control, even: bool) -> None:
-        self._data, self._global_batch, self._even = data, global_batch, even
+    def __init__(self, data: Stream, global_batch: int, rank: int, control: Control, even: bool, most: int = 0) -> None:
+        self._data, self._global_batch, self._even, self._most = data, global_batch, even, most
         self._rank, self._control, self._everyone = rank, control, every_rank(control)
         self._empty: Arrays = ()
         self._warned: set[str] = set()
@@ -243,6 +244,10 @@ class StreamWalk:
         with contextlib.closing(self._continued(cursor)) as batches:
             for step, batch in enumerate(batches, cursor.step):
                 at = cursor.samples + (step - cursor.step) * self._global_batch
+                if self._most:
+                    batch = tuple(array[:max(0, self._most - at)] for array in batch)
+                    if not len(batch[0]):
+                        return
                 low, high = bounds(step, len(batch[0]))
                 mine = tuple(array[low:high] for array in batch)
                 yield LocalBatch(len(batch[0]), high - low, mine, fingerprint(batch), np.arange(at + low, at + high))
@@ -330,9 +335,9 @@ class StreamWalk:
             self._empty = self._empty or _emptied(batch.arrays)
             return batch
         if not self._empty:
-            raise UserError(f"rank {self._rank}'s stream has no sample, and sync_batchnorm has every rank run the "
-                            "model", "at least one sample on every rank", "give every rank the same stream, or set "
-                            "sync_batchnorm: false")
+            raise UserError(f"rank {self._rank}'s stream has no sample, and with sync_batchnorm "
+                            "every rank runs the model", "at least one sample on every rank",
+                            "give every rank the same stream, or set sync_batchnorm: false")
         return replace(batch, arrays=self._empty)
 
     def _refute(self, text: str) -> None:
@@ -348,4 +353,4 @@ def _emptied(arrays: Arrays) -> Arrays:
 
 def _no_samples(epoch: int) -> UserError:
     return UserError(f"the stream has no samples in epoch {epoch}", "samples in every epoch",
-                     "give a dataset that can be iterated again, not a spent generator")
+                     "give a dataset that can be iterated again, not an exhausted generator")

@@ -37,16 +37,18 @@ class Feed:
     their weight, the sample count by default. ``prefetch``: batches fetched ahead by a background thread, 0: inline.
     ``even_micros``: give every rank the same number of micro-batches in each step, empty ones where samples are
     lacking, so that all ranks enter the collectives of a forward pass (synchronised BatchNorm). ``skip_unread``: leave
-    out samples that cannot be read (`hvdtrain.data.sources.Unreadable`); collective. ``samples``: those of an epoch,
-    None for a stream. ``unread``: samples that all ranks have left out of the current or last walk. Errors: `UserError`
-    for empty data, a global batch < 1, unusable shares. Rank 0 warns where the ranks' streams differ.
+    out samples that cannot be read (`hvdtrain.data.sources.Unreadable`); collective. ``most``: walk through the first
+    so many samples alone; 0: all. ``samples``: those of an epoch, None for a stream. ``unread``: samples that all ranks
+    have left out of the current or last walk. ``reading``: a lock that keeps the background thread from reading while
+    others hold it, since other data may share its files and generators. Errors: `UserError` for empty data, a global
+    batch < 1, unusable shares. Rank 0 warns where the ranks' streams differ.
     """
 
     def __init__(self, data: Source | Stream, global_batch: int, *, rank: int = 0, size: int = 1,
                  shares: Sequence[float] | None = None, seed: int = 0, shuffle: bool = True,
                  accumulate: int | Sequence[int] = 1, micro_batch: int = 0, control: Control | None = None,
                  weight_fn: WeightFn | None = None, prefetch: int = 2, even_micros: bool = False,
-                 skip_unread: bool = False) -> None:
+                 skip_unread: bool = False, most: int = 0) -> None:
         assert 0 <= rank < size and isinstance(data, (Source, Stream))
         at_least("global_batch", global_batch, 1)
         at_least("data.prefetch", prefetch, 0)
@@ -63,14 +65,15 @@ class Feed:
         cut(0, shares)
         self._cuts = [(0, BatchShares.of(shares, accumulate, micro_batch))]
         self.unread, self._named = 0, set[int]()
+        self.reading = threading.Lock()
         self.undivided: UserError | None = None
         self._unnamed: list[Unread] = []
         self._walk: SourceWalk | StreamWalk
         if isinstance(data, Source):
-            self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread)
+            self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread, most)
         else:
-            assert control is not None, "ranks find out together that a stream has ended"
-            self._walk = StreamWalk(data, self.global_batch, rank, control, even_micros)
+            assert control is not None, "detecting the end of a stream on all ranks"
+            self._walk = StreamWalk(data, self.global_batch, rank, control, even_micros, most)
         self.samples: int | None = self._walk.samples
 
     @property
@@ -125,7 +128,6 @@ class Feed:
         return self.steps_left(Cursor())
 
     def steps_left(self, cursor: Cursor) -> int | None:
-        """Return the steps from ``cursor`` to the end of its epoch; None for a stream."""
         if self.samples is None:
             return None
         return steps_per_epoch(max(self.samples - cursor.samples, 0), self.global_batch)
@@ -140,7 +142,7 @@ class Feed:
             table = ", ".join(f"rank {rank}: {values}" for rank, values in enumerate(found))
             raise UserError(f"ranks differ in (samples, global_batch, seed, shuffle): {table}",
                             "the same on every rank",
-                            "give every rank the same data and configuration; the sampler does the cut")
+                            "give every rank the same data and configuration; the sampler divides it")
         self._walk.check_alike(everyone)
 
     def compare(self, epoch: int) -> int:
@@ -168,7 +170,7 @@ class Feed:
         for number, place, reason in self._unnamed:
             if number not in self._named:
                 self._named.add(number)
-                words.append(f"sample {number} {whose}cannot be read and is left out: {place}: {reason}")
+                words.append(f"sample {number} {whose}cannot be read and is skipped: {place}: {reason}")
         self._unnamed = []
         return words
 
@@ -178,7 +180,7 @@ class Feed:
 
     def _steps(self, cursor: Cursor, batches: Generator[LocalBatch, None, None]) -> Generator[StepBatch, None, None]:
         shelf: Shelf[LocalBatch] = Shelf(self.prefetch)
-        with contextlib.closing(prefetched(batches, shelf)) as ahead:
+        with contextlib.closing(prefetched(batches, shelf, self.reading)) as ahead:
             for batch in self._walk.totalled(ahead, cursor, self.weight_fn):
                 after = cursor.advance(batch.consumed)
                 self.unread += len(batch.all_unread)
@@ -226,8 +228,13 @@ class Shelf(Generic[T]):
         return value if kind == "item" else None
 
 
-def prefetched(items: Generator[T, None, None], shelf: Shelf[T]) -> Generator[T, None, None]:
-    """Yield ``items`` made ahead by a thread, whose exceptions are raised here; closing this joins the thread."""
+def prefetched(items: Generator[T, None, None], shelf: Shelf[T],
+               reading: contextlib.AbstractContextManager[object] = contextlib.nullcontext(),
+               ) -> Generator[T, None, None]:
+    """Yield ``items`` made ahead by a thread, whose exceptions are raised here; closing this joins the thread.
+
+    ``reading``: what the thread enters to make each item.
+    """
     if shelf.ahead == 0:
         with contextlib.closing(items):
             yield from items
@@ -240,7 +247,7 @@ def prefetched(items: Generator[T, None, None], shelf: Shelf[T]) -> Generator[T,
         try:
             with contextlib.closing(items), active(timeline, "input") if timeline else contextlib.nullcontext():
                 while True:
-                    with span("fetch"):
+                    with reading, span("fetch"):
                         item = next(items, _END)
                     if item is _END:
                         break

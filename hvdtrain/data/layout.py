@@ -1,11 +1,11 @@
 """Flatten nested x, y and sample weights of Keras to the flat tuple of arrays that a feed cuts, and pack them again.
 
-Owns that order. Imports Keras for nested data only.
+Owns that order, and the names of nested outputs. Imports Keras for nested data only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,12 @@ class BatchLayout:
         if n_w == 1:
             return x, y, weights[0]
         return x, y, pack(self._y, weights) if n_w else None
+
+    def inputs(self, batch: Sequence[Any]) -> Any:
+        """Return x of a flat batch, which may lack y."""
+        import keras
+
+        return keras.tree.pack_sequence_as(self._x, list(batch[:self.n_x]))
 
 
 def nested(part: Any) -> bool:
@@ -107,3 +113,33 @@ def named(data: Any) -> Any:
     if len(data) == 2 and not inputs and not any(is_array(part) for part in data):
         return tuple(named(part) for part in data)
     return Columns(data) if any(nested(part) for part in data) else data
+
+
+OUTPUT = "output"
+"""Name of a model's only output; of several in a tuple ``output_0``, ``output_1``, ..."""
+
+
+def named_outputs(found: Any, to_array: Callable[[Any], np.ndarray], name: str = "") -> dict[str, np.ndarray]:
+    """Return the tensors of a model's outputs by name: keys of mappings, places in tuples, joined by dots; None is
+    left out.
+
+    Errors: `UserError` for anything that is neither a tensor nor holds tensors.
+    """
+    if isinstance(found, Mapping):
+        items = [(f"{name}.{key}" if name else str(key), value) for key, value in found.items()]
+    elif isinstance(found, (tuple, list)):
+        items = [(f"{name}.{i}" if name else f"{OUTPUT}_{i}", value) for i, value in enumerate(found)]
+    elif is_array(found):
+        return {name or OUTPUT: to_array(found)}
+    else:
+        raise UserError(f"the model's output {name or OUTPUT} is a {type(found).__name__}",
+                        "tensors, or a dict or tuple of tensors",
+                        "return tensors from the model, or give the model file a predict(model, batch)")
+    arrays: dict[str, np.ndarray] = {}
+    for key, value in items:
+        more = {} if value is None else named_outputs(value, to_array, key)
+        if same := arrays.keys() & more.keys():
+            raise UserError(f"two of the model's outputs have the name {min(same)}", "a name for each",
+                            "rename a key of the outputs")
+        arrays |= more
+    return arrays

@@ -103,16 +103,16 @@ def unlike(got: Sums, want: Sums, epoch: int, numbers_n: np.ndarray | None) -> s
     missing, diff = want.count - got.count, (want.total - got.total) % WORD
     lost, doubled = (None, None) if numbers_n is None else _culprits(missing, diff, epoch, numbers_n)
     if lost is not None and doubled is not None:
-        return f"sample {lost} was lost and sample {doubled} came twice"
+        return f"sample {lost} was lost and sample {doubled} was repeated"
     if lost is not None:
         return f"1 of {want.count} samples was lost: sample {lost}"
     if doubled is not None:
         return f"{count(want.count, 'sample')} and 1 of them twice: sample {doubled}"
     if missing > 0:
-        return f"{missing} of {want.count} samples were lost, or more and others came twice"
+        return f"{missing} of {want.count} samples were lost, or more, with others repeated"
     if missing < 0:
-        return f"{-missing} more than the {count(want.count, 'sample')} there are, so that some came twice"
-    return f"{count(want.count, 'sample')}, but not each once: as many were lost as came twice"
+        return f"{-missing} more than the {count(want.count, 'sample')} of the epoch, so some were repeated"
+    return f"{count(want.count, 'sample')}, but as many were lost as were repeated"
 
 
 def _culprits(missing: int, diff: int, epoch: int, numbers_n: np.ndarray) -> tuple[int | None, int | None]:
@@ -143,8 +143,8 @@ COMPARED = 8
 """Rows compared before the first step, besides those that are read then anyway, and again in each epoch."""
 
 UNLIKE = "the ranks read different samples at the same place"
-_WARNING = (f"{UNLIKE}: seed what shuffles or splits the data alike, unless the dataset draws random numbers when it "
-            "is read")
+_WARNING = (f"{UNLIKE}: use the same seed on all ranks to shuffle or split the data, unless the dataset draws "
+            "random numbers when read")
 
 
 class Comparison:
@@ -216,7 +216,7 @@ class Comparison:
     def _refute(self, control: Control, refused: bool) -> None:
         if refused:
             raise UserError("ranks hold different samples", "the same data in the same order on every rank",
-                            "seed what shuffles or splits it; the sampler does the cut")
+                            "seed the shuffle or split of the data; the sampler divides it")
         self.unlike = UNLIKE
         if control.rank == 0:
             warnings.warn(_WARNING, stacklevel=4)

@@ -1,14 +1,18 @@
 """Decode pictures with Pillow to uint8 (H, W, C), and normalise them to float32.
 
-Owns decoding, resizing, normalisation and layout; finds no files. Pillow is imported with the first picture.
+Owns decoding, resizing, normalisation, layout, and `load_picture` for serving; finds no files. Pillow is imported with
+the first picture.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -52,6 +56,14 @@ class Normalisation:
         x = x.reshape(n, H, W, C)
         return x if self.layout == "channels_last" else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
 
+    def undone(self, x: np.ndarray) -> np.ndarray:
+        """Return normalised pictures (n, H, W, C) in [0, 1] again."""
+        return np.clip(x * np.array(self.std, x.dtype) + np.array(self.mean, x.dtype), 0, 1)
+
+    def again(self, x: np.ndarray) -> np.ndarray:
+        """Return (x - mean) / std of pictures (n, H, W, C) in [0, 1]."""
+        return (x - np.array(self.mean, x.dtype)) / np.array(self.std, x.dtype)
+
 
 def _each(name: str, given: Any, channels: int) -> tuple[float, ...]:
     values = list(given) if isinstance(given, (tuple, list)) else [given] * channels
@@ -73,41 +85,70 @@ def checked_size(size: Any) -> tuple[int, int] | None:
     return sides[0], sides[1]
 
 
+def load_picture(file: str | os.PathLike[str] | bytes | BinaryIO, size: Any = 0, *, channels: int = 3, mean: Any = None,
+                 std: Any = None, layout: str = "channels_last") -> np.ndarray:
+    """Return one picture as training with ``data.name: folder`` reads it, for serving.
+
+    Decode to 8-bit RGB (grey for ``channels`` 1), turned as Exif says. A JPEG is first decoded at a half, a quarter or
+    an eighth, if both its sides stay twice the larger side of ``size``. Take the largest area in the middle with the
+    proportions of ``size``, and resize it in one step with Pillow's ``BILINEAR``: a triangle filter whose support grows
+    with the reduction (antialiased), rounded to 8 bits. Then (pixel / 255 - ``mean``) / ``std``.
+
+    Args:
+        file: A path, the bytes of a PNG, JPEG, WebP or BMP file, or a binary file object.
+        size: N for N x N, or [H, W], in pixels; 0: as stored. With the other arguments: as ``data.args`` in training.
+        channels: 3, or 1 for grey.
+        mean: A number, or one for each channel, in units of [0, 1]; None: 0.
+        std: The same; None: 1.
+        layout: ``channels_last`` or ``channels_first``.
+
+    Returns:
+        float32 (H, W, C), or (C, H, W) with channels_first.
+
+    Raises:
+        UserError: For an argument out of range, and `Unreadable` for a file that cannot be read.
+    """
+    scale, wanted = Normalisation.of(mean, std, channels_of(channels), layout), checked_size(size)
+    path: Any = io.BytesIO(file) if isinstance(file, bytes) else file
+    path = path if hasattr(path, "read") else os.fsencode(path)
+    return scale(decode(path, 0, wanted, channels)[None])[0]
+
+
 def size_of(path: bytes, number: int) -> tuple[int, int]:
     """Return (H, W) of a picture as shown, from its header; `Unreadable` as in `decode`."""
-    try:
-        with open(path, "rb") as file, _opened(file) as image:
-            W, H = image.size
-            return (W, H) if _orientation(image) > 4 else (H, W)
-    except (MemoryError, UserError):
-        raise
-    except Exception as error:  # whatever Pillow's decoders stumble over
-        raise Unreadable(number, shown(path), _reason(error)) from None
+    with _opened(path, number) as image:
+        W, H = image.size
+        return (W, H) if _orientation(image) > 4 else (H, W)
 
 
-def decode(path: bytes, number: int, size: tuple[int, int] | None, channels: int) -> np.ndarray:
+def decode(path: bytes | BinaryIO, number: int, size: tuple[int, int] | None, channels: int) -> np.ndarray:
     """Return a picture as uint8 (H, W, C) in sRGB as stored, C 3, or 1 for grey.
 
     ``size`` (H, W): scale until both sides are covered, and crop the middle; a JPEG may be decoded at a half, a quarter
     or an eighth first. Turned as Exif says; transparency is dropped; 16 bits become 8. Errors: `Unreadable`, with
     ``number``, for a file that is missing, damaged, of another format or above `PIL.Image.MAX_IMAGE_PIXELS`.
     """
+    with _opened(path, number) as image:
+        return _pixels(image, size, channels)
+
+
+@contextlib.contextmanager
+def _opened(path: bytes | BinaryIO, number: int) -> Iterator[Any]:
+    """Give the body the picture; whatever Pillow's decoders stumble over is `Unreadable`."""
+    image_module = _pillow()
+    most = image_module.MAX_IMAGE_PIXELS
     try:
-        with open(path, "rb") as file, _opened(file) as image:
-            return _pixels(image, size, channels)
+        stream: Any = open(path, "rb") if isinstance(path, bytes) else contextlib.nullcontext(path)
+        with stream as file, image_module.open(file, formats=FORMATS) as image:
+            if most and image.width * image.height > most:  # Pillow itself only warns, up to twice as many
+                raise ValueError(f"it has {image.width} x {image.height} pixels, more than "
+                                 f"PIL.Image.MAX_IMAGE_PIXELS ({most})")
+            yield image
     except (MemoryError, UserError):
         raise
-    except Exception as error:  # whatever Pillow's decoders stumble over
-        raise Unreadable(number, shown(path), _reason(error)) from None
-
-
-def _opened(file: Any) -> Any:
-    image_module = _pillow()
-    image = image_module.open(file, formats=FORMATS)
-    most = image_module.MAX_IMAGE_PIXELS
-    if most and image.width * image.height > most:  # Pillow itself only warns, up to twice as many
-        raise ValueError(f"it has {image.width} x {image.height} pixels, more than PIL.Image.MAX_IMAGE_PIXELS ({most})")
-    return image
+    except Exception as error:
+        place = shown(path) if isinstance(path, bytes) else "the given bytes"
+        raise Unreadable(number, place, _reason(error)) from None
 
 
 def _pixels(image: Any, size: tuple[int, int] | None, channels: int) -> np.ndarray:
@@ -148,7 +189,7 @@ def _orientation(image: Any) -> int:
 
 def _reason(error: Exception) -> str:
     if type(error).__name__ == "UnidentifiedImageError":
-        return "it is no PNG, JPEG, WebP or BMP picture, or its beginning is damaged"
+        return "it is not a PNG, JPEG, WebP or BMP image, or its beginning is damaged"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     said = " ".join(str(error).split())[:200].rstrip(".")
@@ -159,7 +200,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image, WebPImagePlugin  # noqa: F401  (else the first picture would load all of Pillow's)
     except ImportError as error:
-        raise UserError(f"pictures need Pillow, which cannot be imported: {error}", "it beside numpy",
+        raise UserError(f"images need Pillow, which cannot be imported: {error}", "Pillow installed",
                         'run pip install "hvdtrain[data]"') from None
     return Image
 

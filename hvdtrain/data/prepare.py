@@ -6,17 +6,23 @@ Owns that order and the number of workers (``data.workers``), on which samples d
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.config import Config
+from hvdtrain.config import Config, DataConfig, Named
 from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.resolve import load_callable
 from hvdtrain.data import sources
 from hvdtrain.data.augment import Augmented
+from hvdtrain.data.collate import Collated
+from hvdtrain.data.objects import indexed
+from hvdtrain.data.pictures import LAYOUTS
 from hvdtrain.data.rows import INPUTS, of_data
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.workers.pool import Pool, Pooled
@@ -25,16 +31,69 @@ from hvdtrain.data.workers.worker import generators_kept, pack
 START_S = 5.0  # about what workers take to start that import a framework
 
 
-def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int,
-         notes: list[str]) -> tuple[Any, Any]:
-    """Return (training data, evaluation data or None) of ``data``, else of ``config.data``; extends ``notes``."""
+def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int, notes: list[str],
+         eval_sets: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return (training data, evaluation data or None, named evaluation sets); extends ``notes``.
+
+    Of ``data``, else of ``config.data``. ``eval_sets``: `hvdtrain.config.Named` data or objects (`evaluation_set`).
+    """
     if data is not None:
         pair = sources.interpret(data, "train", adapters), sources.interpret(data, "test", adapters)
     else:
         pair = sources.resolve_splits(config.data.name, config.data.args, adapters)
-    (train, test), remark = with_workers(config, config.seed, prepared(config, *pair), cores)
+    named = [evaluation_set(name, given, adapters, config.eval_max_samples, notes) for name, given in eval_sets.items()]
+    (train, test, *named), remark = with_workers(config, config.seed, [*prepared(config, *pair), *named], cores)
     notes += [remark] if remark else []
-    return train, test
+    return train, test, dict(zip(eval_sets, named))
+
+
+NEW_DATA = (sources.ALL, "test", "train")
+"""Splits of data that no training has seen, the preferred one first: all of it, unless it has a test split."""
+_SPLIT_IN_WORDS = {sources.ALL: "all of it", "test": "its test split", "train": "its train split, the only one"}
+
+
+def first_split(data: Any, splits: Sequence[str], adapters: Sequence[sources.Adapter]) -> tuple[Any, str]:
+    """Return (the first of ``splits`` that ``data`` has, that split); (None, "") where it has none of them.
+
+    ``data``: an object, or a section with ``name`` and ``args``.
+    """
+    def of(split: str) -> Any:
+        if isinstance(data, (Named, DataConfig)):
+            return sources.resolve(data.name, data.args, split, adapters)
+        return sources.undivided(data, adapters) if split == sources.ALL else sources.interpret(data, split, adapters)
+
+    return next(((one, split) for split in splits if (one := of(split)) is not None), (None, ""))
+
+
+def evaluation_set(name: str, given: Any, adapters: Sequence[sources.Adapter], most: int, notes: list[str]) -> Any:
+    """Return the data of an evaluation set: its test split if it has one of its own, else all of it.
+
+    Adds to ``notes`` which, and of how many samples, the first ``most`` or all (0). Errors: `UserError` that names the
+    set.
+    """
+    try:
+        found, split = first_split(given, NEW_DATA, adapters)
+    except UserError as error:
+        raise of_set(name, error) from None
+    n = len(found) if isinstance(found, Source) else 0
+    whole = f", {count(n, 'sample')}" if n else ""
+    first = f", of which the first {most} are evaluated" if 0 < most < n or most and not n else ""
+    notes.append(f"evaluation set {name}: {_SPLIT_IN_WORDS[split]}{whole}{first}")
+    return found
+
+
+def of_set(name: str, error: UserError) -> UserError:
+    """Return ``error`` about data as one about the evaluation set ``name``; as it is where ``name`` is ""."""
+    if not name:
+        return error
+    got, expected, do = (re.sub(r"\bdata\.(name|args)\b", rf"eval.{name}.\1", text)
+                         for text in (error.got, error.expected, error.do))
+    return UserError(f"evaluation set {name}: {got}", expected, do).of_kind(error.kind)
+
+
+def collator(config: Config) -> Callable[[list[Any]], Any] | None:
+    """Return the function that ``data.collate`` names, if any."""
+    return load_callable(config.data.collate, "data.collate") if config.data.collate else None
 
 
 def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int, ranks: int) -> tuple[Any, str]:
@@ -48,14 +107,28 @@ def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores:
 def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:
     """Augment the training data as configured; `UserError` for data that cannot be augmented."""
     if config.data.augment:
-        train = Augmented(train, config.data.augment, config.seed)
+        train = Augmented(train, config.data.augment, config.seed, declared_layout(config))
+        if train.draws and config.data.workers == 0 and config.data.prefetch:
+            raise _shared_generators("data.workers: 0")
         if len(train):
             train.fetch(np.zeros(1, np.int64))  # what does not suit it is told before anything is made
         rows = of_data(train)
         if not rows.x_first or rows.layout is not None:
-            raise UserError(f"data.augment with rows of which none or several columns are pictures ({rows.note})",
+            raise UserError(f"data.augment with rows in which none or several columns are images ({rows.note})",
                             f"one of the columns {', '.join(INPUTS)}", "rename or drop columns, or leave it out")
     return train, test
+
+
+def declared_layout(config: Config) -> str:
+    """Return ``data.args.layout`` where it names a layout of pictures; else ""."""
+    layout = config.data.args.get("layout", "")
+    return layout if isinstance(layout, str) and layout in LAYOUTS else ""
+
+
+def _shared_generators(why: str) -> UserError:
+    return UserError(f"data.augment with a transform that draws from PyTorch's generators or Python's, and {why}",
+                     "a process of its own for the data, or no thread that reads ahead: dropout draws from them too",
+                     "set data.workers: auto, or data.prefetch: 0")
 
 
 CHEAP_S = 50e-6  # a sample that takes less is read in the rank: handing it over takes about as long
@@ -73,10 +146,13 @@ def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
     pickled, or no process can be started.
     """
     asked = config.data.workers
+    shares = list(map(_draws, found))
     data = list(found)
+    if config.data.prefetch and not all(fits(each) for each in data if _draws(each)):
+        raise _shared_generators("rows that a data collator puts together, in the rank")
     costs = {i: cost(each) if asked == "auto" else (0.0, False) for i, each in enumerate(data) if asked and fits(each)}
     # Workers seed each sample and a rank does not: a measured time must not decide what a source draws.
-    chosen = [i for i, (each_s, draws) in costs.items() if asked != "auto" or draws or each_s >= CHEAP_S
+    chosen = [i for i, (each_s, draws) in costs.items() if asked != "auto" or draws or shares[i] or each_s >= CHEAP_S
               and each_s * len(data[i]) >= least_s]
     if not chosen:
         return data, ""
@@ -84,12 +160,14 @@ def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
     try:
         pool = _pool(config, seed, [data[i] for i in chosen], n)
     except (UserError, OSError) as error:
+        if any(shares) and config.data.prefetch:
+            raise _shared_generators(error.got if isinstance(error, UserError) else str(error)) from error
         if asked != "auto":
             raise error if isinstance(error, UserError) else UserError(
-                f"data.workers: no process can be started: {error}", "a system that lets this process start others",
+                f"data.workers: no process can be started: {error}", "permission to start processes",
                 "set data.workers: 0") from None
         said = error.got if isinstance(error, UserError) else f"no process can be started: {error}"
-        return data, f"data.workers: 0, the data is read in the rank itself: {said}"
+        return data, f"data.workers: 0, the rank reads the data itself: {said}"
     for number, i in enumerate(chosen):
         data[i] = Pooled(data[i], pool, number)
     slowest_s = max(costs[i][0] for i in chosen)
@@ -99,16 +177,30 @@ def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
 
 
 def fits(data: Any) -> bool:
-    """Return whether workers could read ``data``: no stream, which reads by itself, and no arrays in memory."""
-    return isinstance(data, Source) and not isinstance(data, ArraySource)
+    """Return whether workers could read ``data``: no stream, which reads by itself, no rows that are padded to the
+    longest one read at once, and no arrays in memory unless a transform draws from generators of its process."""
+    others = (Collated,) if _draws(data) else (ArraySource, Collated)
+    return isinstance(data, Source) and not isinstance(sources.innermost(data), others)
 
 
-def may_need(config: Config, data: Any) -> bool:
+def _draws(data: Any) -> bool:
+    return isinstance(data, Augmented) and data.draws
+
+
+def may_need(config: Config, data: Any, eval_sets: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Return whether a run could want workers, as far as known before its data is read; cheap."""
     if config.data.workers == 0:
         return False
-    if data is None:
-        return config.data.name not in ("digits", "synthetic") and not config.data.name.endswith(".npz")
+    if any(":" in name for name in config.data.augment):
+        return True
+    return any(map(_may_need, (config.data if data is None else data, *eval_sets.values())))
+
+
+def _may_need(data: Any) -> bool:
+    if isinstance(data, (Named, DataConfig)):
+        return data.name not in ("digits", "synthetic") and not data.name.endswith(".npz")
+    if isinstance(data, list) and indexed(data):
+        return True
     leaves = [data]
     while leaves and isinstance(leaves[0], (tuple, list, dict)):
         first = leaves.pop(0)
@@ -132,7 +224,7 @@ def cost(source: Any) -> tuple[float, bool]:
             return _timed(source, numbers_n) / len(numbers_n), drew()
         except sources.Unreadable:
             return float("inf"), drew()
-        except Exception:  # noqa: BLE001
+        except Exception:
             return 0.0, False
 
 
@@ -148,9 +240,9 @@ def _pool(config: Config, seed: int, found: Sequence[Any], n: int) -> Pool:
         fd, text = pack(header, found)
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001  (pickling calls what the user wrote)
+    except Exception as error:  # pickling calls what the user wrote
         said = str(error).strip() or type(error).__name__
-        raise UserError(f"workers cannot be given the data, which cannot be pickled: {said}", "a dataset that can be "
+        raise UserError(f"workers cannot receive the data, which cannot be pickled: {said}", "a dataset that can be "
                         "handed to another process", "open files and connections on first use, and define classes and "
                         "functions at the top of a module, or set data.workers: 0") from None
     if b"__main__" in text or b"hvdtrain_user_" in text:

@@ -38,12 +38,15 @@ class ColumnNames:
     """Take the columns of rows by name and flatten them, in the same order whatever the order of a row.
 
     ``whole``: a task gets each batch with its names. ``inputs``, ``outputs``: those of a Keras model, whose nested x
-    and y are flattened where ``nests``. ``layout``: their structure. ``note``: one line about the columns' meaning.
-    The last three are known once a row has been read.
+    and y are flattened where ``nests``. ``columns``: those that the task reads, if known; others are left out.
+    ``collate``: puts rows together to a batch. ``layout``: the structure of nested inputs. ``note``: one line about the
+    columns' meaning. The last two are known once a row has been read.
     """
 
     def __init__(self, whole: bool = False, inputs: Sequence[str] = (), outputs: Sequence[str] = (),
-                 nests: bool = False) -> None:
+                 nests: bool = False, columns: Collection[str] = (),
+                 collate: Callable[[list[Any]], Any] | None = None) -> None:
+        self.columns, self.collate = columns, collate
         self.whole, self.inputs, self.outputs, self.nests = whole, tuple(inputs), tuple(outputs), nests
         self.layout: Any = None
         self.note = ""
@@ -78,7 +81,7 @@ class ColumnNames:
                 self.note = "data: a sample is (x, y, sample weight), by position"
             return row
         if self.whole and set(row) not in PLAIN:
-            return self._for_task(row)
+            return self._for_task({name: row[name] for name in row if name in self.columns} or row)
         x, y = (tuple(names) if all(name in row for name in names) else () for names in (self.inputs, self.outputs))
         rest = [name for name in row if name not in x + y]
         x, y = x or _one_of(rest, INPUTS), y or _one_of(rest, TARGETS)
@@ -106,7 +109,8 @@ class ColumnNames:
             def by_name(*args: Any, **more: Any) -> Any:
                 return function(*args[:-1], self.packed(args[-1]), **more)
             return by_name
-        return replace(spec, task=named(spec.task), weight=named(spec.weight), metrics=named(spec.metrics), rows=self)
+        return replace(spec, task=named(spec.task), weight=named(spec.weight), metrics=named(spec.metrics),
+                       predict=named(spec.predict), rows=self)
 
     def learn(self, other: ColumnNames) -> None:
         """Copy the names that a worker has found in the rows that it read."""
@@ -131,9 +135,9 @@ class ColumnNames:
 
     def _unclear(self, row: Mapping[str, Any]) -> UserError:
         own = f"the model's inputs {_listed(self.inputs)}, or " if self.inputs else ""
-        return UserError(f"rows have the columns {_listed(row)}, which are not taken by position",
+        return UserError(f"rows have the columns {_listed(row)}, which are not used by position",
                          f"{own}x (or {', '.join(INPUTS[1:])}), y (or {', '.join(TARGETS[1:])}), sample_weight (or "
-                         f"{', '.join(WEIGHTS[1:])}), one of each and no other",
+                         f"{', '.join(WEIGHTS[1:])}), each at most once and no others",
                          f"rename or drop columns, return (x, y) tuples, or give the model file a {TASK}")
 
 
@@ -144,11 +148,11 @@ def by_field(row: Any) -> Any:
     return {field.name: getattr(row, field.name) for field in fields(row)}
 
 
-def rows_of(spec: Any) -> ColumnNames:
-    """Return the column names for the model of ``spec``."""
+def rows_of(spec: Any, collate: Callable[[list[Any]], Any] | None = None) -> ColumnNames:
+    """Return the column names for the model of ``spec``; ``collate``: a data collator."""
     keras = any(c.__name__ == "Model" and c.__module__.startswith("keras.") for c in type(spec.model).__mro__)
     inputs, outputs = _ends(spec.model) if keras else ((), ())
-    return ColumnNames(spec.task is not None, inputs, outputs, nests=keras)
+    return ColumnNames(spec.task is not None, inputs, outputs, keras, spec.columns, collate)
 
 
 def of_data(data: Any) -> ColumnNames:

@@ -135,14 +135,14 @@ def resolve(name: str, args: Mapping[str, Any], split: str, adapters: Sequence[A
     """Return the data that ``name`` stands for: a set by its name, a file by its ending, or ``module:callable``.
 
     ``args`` are passed by keyword; a callable that takes ``split`` gets it as well. None when there is no such split,
-    which only ``test`` may lack. `interpret` says what a callable may return.
+    which only ``test`` and ``all`` may lack. `interpret` says what a callable may return.
     Errors: `UserError` for an unknown name or argument and for an unusable result.
     """
-    assert split in SPLITS
+    assert split in (*SPLITS, ALL)
     ending = _ending(name)
     if "split" in args or ending and "path" in args:
         raise UserError(f"data.args holds {'split' if 'split' in args else 'path'!r}",
-                        "it to be left to the trainer", "remove it from data.args")
+                        "arguments that the trainer does not set itself", "remove it from data.args")
     if ending:
         return _call(load_slot(SETS, ending[1:], "data.name", "make"), f"a {ending} file", args, path=_path(name),
                      split=split)
@@ -153,10 +153,15 @@ def resolve(name: str, args: Mapping[str, Any], split: str, adapters: Sequence[A
                             nearest(name, [*known, *(f"FILE{e}" for e in ENDINGS), "module:callable"]),
                             "name one of these in data.name")
         args = {key: _path(value) if key in PATHS else value for key, value in args.items()}
-        return _call(load_slot(SETS, name, "data.name", "make"), name, args, split=split)
+        make = load_slot(SETS, name, "data.name", "make")
+        return _call(make, name, args, split=split) if split != ALL or _takes(make, "test_fraction") else None
     function = load_callable(name, "data.name")
     takes_split = _takes(function, "split")
+    if split == ALL and takes_split:
+        return None
     made = _call(function, name, args, **({"split": split} if takes_split else {}))
+    if split == ALL:
+        return undivided(made, adapters, name)
     return interpret(made, split, adapters, name, whole=not takes_split)
 
 
@@ -170,15 +175,23 @@ def resolve_splits(name: str, args: Mapping[str, Any], adapters: Sequence[Adapte
     return resolve(name, args, "train", adapters), resolve(name, args, "test", adapters)
 
 
+def undivided(obj: Any, adapters: Sequence[Adapter] = (), origin: str = "data") -> Data | None:
+    """Return all of a user's object; None for a pair (train, test), whose test split is its own."""
+    return interpret(obj, "train", adapters, origin) if interpret(obj, "test", adapters, origin) is None else None
+
+
 def interpret(obj: Any, split: str, adapters: Sequence[Adapter] = (), origin: str = "data",
               whole: bool = True) -> Data | None:
     """Return the `Source` or `Stream` of ``split`` in a user's object.
 
     ``obj``: an array, a tuple or list (x, y[, sample_weight]) or a dict of arrays by these names, a `Source`, a
-    `Stream`, or anything that one of ``adapters`` takes; or a pair (train, test) of these, or a dict with x_test,
-    y_test too. ``whole``: ``obj`` does not depend on ``split``, so unless it is a pair it is the train split. Errors:
-    `UserError`, naming ``origin``, for anything else.
+    `Stream`, or anything that one of ``adapters`` takes; or a pair (train, test) of these, a dict with x_test,
+    y_test too, or a ``datasets.DatasetDict``, whose test split is "validation", else "test". ``whole``: ``obj`` does
+    not depend on ``split``, so unless it is a pair it is the train split. Errors: `UserError`, naming ``origin``, for
+    anything else.
     """
+    if isinstance(obj, Mapping) and type(obj).__module__.startswith("datasets.") and "train" in obj:  # a DatasetDict
+        obj = obj["train"], obj.get("validation", obj.get("test"))
     if isinstance(obj, Mapping) and "x" in obj:
         arrays = by_name(obj, split if whole or "x_test" in obj else "train", origin)
         return None if arrays is None else _adapted(arrays, adapters, origin)
@@ -217,12 +230,12 @@ def _adapted(obj: Any, adapters: Sequence[Adapter], origin: str) -> Data:
     named = obj.items() if isinstance(obj, Mapping) else zip(_NAMES, parts if len(parts) <= len(_NAMES) else ())
     lists = [name for name, part in named if isinstance(part, list)]
     if lists:
-        raise UserError(f"{origin} gave the columns {', '.join(map(repr, lists))} as Python lists", "arrays",
-                        "make them arrays, such as numpy.asarray(column, numpy.float32)")
+        raise UserError(f"{origin} has the columns {', '.join(map(repr, lists))} as Python lists", "arrays",
+                        "convert them to arrays, such as numpy.asarray(column, numpy.float32)")
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}".removeprefix("builtins.")
     raise UserError(f"{origin} gave a {kind}",
-                    "arrays (x, y[, sample_weight]) or a dict of them, ((x, y), (x_test, y_test)), an object "
-                    "with len() and fetch(), one with chunks(), or a dataset of the model's framework",
+                    "arrays (x, y[, sample_weight]) or a dict of them, ((x, y), (x_test, y_test)), an object with "
+                    "len() and __getitem__, or with fetch(), one with chunks(), or a dataset of the model's framework",
                     "return one of these")
 
 
@@ -240,7 +253,7 @@ def check_names(arrays: Mapping[str, Any], origin: str) -> None:
                             "rename or remove it")
     for end in ("", "_test"):
         if "sample_weight" + end in arrays and "y" + end not in arrays:
-            raise UserError(f"{origin} has sample_weight{end} without y{end}", f"y{end}, which it weighs",
+            raise UserError(f"{origin} has sample_weight{end} without y{end}", f"y{end}, which it weights",
                             "add or rename an array")
 
 
@@ -290,7 +303,7 @@ def _within_memory(function: Callable, name: str, kwargs: Mapping[str, Any]) -> 
         return function(**kwargs)
     except MemoryError as error:
         said = f": {error}" if str(error) else ""
-        raise UserError(f"data {name} does not fit into this host's memory{said}", "less at a time",
+        raise UserError(f"data {name} does not fit into this host's memory{said}", "data that fits",
                         "correct data.args, or return an object with len() and fetch(), or a stream") from error
 
 
@@ -308,7 +321,7 @@ def files_in(folder: bytes, endings: tuple[bytes, ...], below: bytes = b"",
     """
     place = os.path.realpath(folder)
     if place in above:
-        raise UserError(f"{shown(folder)} is a link to a folder that it is in", "folders that end", "remove it")
+        raise UserError(f"{shown(folder)} is a link to one of its parent folders", "folders without loops", "remove it")
     for entry in entries(folder):
         name = below + entry.name
         if is_(entry.is_dir):
@@ -333,16 +346,25 @@ def entries(folder: bytes) -> Iterator[os.DirEntry[bytes]]:
             yield from (entry for entry in found if not entry.name.startswith(b"."))
     except OSError as error:
         raise UserError(f"the folder {shown(folder)} cannot be read: {error.strerror}", "a folder that can be",
-                        "correct its rights, or data.args.root") from None
+                        "correct its permissions, or data.args.root") from None
 
 
 SPLITS = ("train", "test")
+ALL = "all"
+"""Split of a set by name that holds samples out (argument ``test_fraction``): all samples; None if it has a test split
+of its own."""
 STREAM = 2**63  # first of the random streams used here
 
 
 def uniform(n: int, seed: int, stream: int) -> np.ndarray:
     """Return float64[n] in [0, 1) of the 53 upper random bits."""
     return (random_bits(n, seed, stream) >> np.uint64(11)) * 2.0**-53
+
+
+def chosen(labels_n: np.ndarray, test_fraction: float, seed: int, split: str) -> np.ndarray:
+    """Return bool[n], True for the samples of ``split`` by `held_out`."""
+    is_test = held_out(labels_n, test_fraction, seed)
+    return np.ones(len(is_test), bool) if split == ALL else is_test == (split == "test")
 
 
 def held_out(labels_n: np.ndarray, test_fraction: float, seed: int) -> np.ndarray:

@@ -15,7 +15,6 @@ import inspect
 import itertools
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.data.sources import shown
@@ -188,11 +188,12 @@ def token_file(paths: list[bytes], tokenizer: Tokenizer, beside: Path, cache: st
                 _write(target, paths, tokenizer)
                 if files_stamp(paths) != stamp:
                     target.unlink()
-                    raise UserError("the text files have changed while they were read", "files that stay as they are",
-                                    "start again when nothing writes to them")
+                    raise UserError("the text files changed while they were "
+                                    "read", "files that do not change during a run",
+                                    "start again when no program writes to them")
     except OSError as error:
-        raise UserError(f"the tokens cannot be kept in {folder}: {error.strerror or error}",
-                        "a folder with room, that can be written to", "set data.args.cache to one") from None
+        raise UserError(f"the tokens cannot be cached in {folder}: {error.strerror or error}",
+                        "a writable folder with free space", "set data.args.cache to one") from None
     return target
 
 
@@ -204,7 +205,7 @@ def open_tokens(path: str) -> np.ndarray:
             raise ValueError(f"it holds {tokens.dtype}{list(tokens.shape)}")
     except (OSError, ValueError, SyntaxError, TypeError) as error:
         raise UserError(f"the tokens in {path} cannot be read: {getattr(error, 'strerror', None) or error}",
-                        "what a run has written there", "remove the file, to have it made again") from None
+                        "the file as a run wrote it", "remove the file; the next run makes it again") from None
     return tokens
 
 
@@ -252,32 +253,25 @@ def _locked(descriptor: int, lock: Path, target: Path) -> bool:
         if target.exists():
             return False
         if time.monotonic() > until:
-            raise UserError(f"another process has made tokens for more than {WAIT_S:.0f} s, with {lock}",
-                            "it to end", "end that process, or set data.args.cache to another folder")
+            raise UserError(f"another process has been tokenizing for more than {WAIT_S:.0f} s, with {lock}",
+                            "the end of that process", "end that process, or set data.args.cache to another folder")
         time.sleep(_LOOK_S)
 
 
 def _write(target: Path, paths: list[bytes], tokenizer: Tokenizer) -> None:
     """Write the tokens under another name, then rename."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
-    draft = target.with_name(f".{target.stem}-{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
-            file.write(bytes(_HEADER))
-            count = 0
-            for path in paths:
-                for numbers in tokenizer.numbers(path):
-                    file.write(numbers.astype(dtype).tobytes())
-                    count += len(numbers)
-            file.seek(0)
-            file.write(_header(dtype, count))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
+    with whole_file(target) as draft, draft.open("xb") as file:
+        file.write(bytes(_HEADER))
+        count = 0
+        for path in paths:
+            for numbers in tokenizer.numbers(path):
+                file.write(numbers.astype(dtype).tobytes())
+                count += len(numbers)
+        file.seek(0)
+        file.write(_header(dtype, count))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _header(dtype: Any, count: int) -> bytes:

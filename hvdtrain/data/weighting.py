@@ -32,7 +32,7 @@ def check_weight(counted: float, weight: float) -> None:
     """Raise `UserError` where the tasks of all ranks counted another weight than the W of the loss."""
     if abs(counted - weight) > 1e-3 * max(abs(counted), abs(weight)):
         raise UserError(f"task counted a weight of {counted:g} where the loss was divided by {weight:g}",
-                        "the same from task(model, batch) and weight(batch)",
+                        "equal weights from task(model, batch) and weight(batch)",
                         "define weight(batch) in the model file; without it the weight is the number of samples")
 
 

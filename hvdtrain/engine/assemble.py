@@ -6,22 +6,26 @@ The run's directory is made later, when a fit starts (`hvdtrain.checkpoint.run_d
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from hvdtrain import backends, reports
 from hvdtrain import config as settings
+from hvdtrain.backends.model_spec import Spec
+from hvdtrain.checkpoint import remote
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.exit import install_hooks
 from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.cluster.machine import memory
-from hvdtrain.cluster.topology import survey
+from hvdtrain.cluster.topology import Topology, survey
 from hvdtrain.comm.wires import Wires
 from hvdtrain.config import Config, run_length
+from hvdtrain.core import torchvision_parts
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts, launch_facts
 from hvdtrain.core.mesh import Mesh, depths_of, world
@@ -30,6 +34,7 @@ from hvdtrain.core.records import RecordStream
 from hvdtrain.core.resolve import load_callable
 from hvdtrain.core.terminal import say
 from hvdtrain.data import prepare
+from hvdtrain.data.collate import check as check_collated
 from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import start
 from hvdtrain.engine import build_model, compare_ranks, first_sample, session
@@ -53,21 +58,49 @@ from hvdtrain.reports import trackers
 
 def assemble(config: Config, model: Any = None, data: Any = None, control: Control | None = None,
              collectives: Collectives | None = None,
-             more: Callable[[Run], list[RunCallback[Run]]] | None = None) -> Run:
+             more: Callable[[Run], list[RunCallback[Run]]] | None = None,
+             eval_sets: Mapping[str, Any] = MappingProxyType({}),
+             collate: Callable[[list[Any]], Any] | None = None) -> Run:
     """Return a run ready for `hvdtrain.engine.loop.fit`. Collective over all ranks of the job.
 
     ``model``: a model object, or None for ``config.model``. ``data``: whatever `hvdtrain.data.sources.interpret` takes,
     or None for ``config.data``. ``control``, ``collectives``: given by tests that run ranks as threads. ``more``: the
-    caller's callbacks for this run.
-    Errors: `UserError`, the same on every rank.
+    caller's callbacks for this run. ``eval_sets``: evaluation data by name, beside those of ``config.eval``.
+    ``collate``: a data collator; None: ``config.data.collate``. Errors: `UserError`, the same on every rank.
     """
     config.check()
-    with start.early(prepare.may_need(config, data)):
-        return _assembled(config, model, data, control, collectives, more)
+    sets: dict[str, Any] = settings.eval_sets(config.eval)
+    if both := sorted(sets.keys() & eval_sets.keys()):
+        raise UserError(f"evaluation set {both[0]} is given to fit and by the key eval", "one of the two",
+                        "rename one of them")
+    sets |= eval_sets
+    with start.early(prepare.may_need(config, data, sets)):
+        return _assembled(config, model, RunData(data, sets, collate), control, collectives, more)
 
 
-def _assembled(config: Config, model: Any, data: Any, control: Control | None, collectives: Collectives | None,
-               more: Callable[[Run], list[RunCallback[Run]]] | None) -> Run:
+class RunData(NamedTuple):
+    """Data of a run: ``data`` of the caller, or None for ``config.data``; ``eval_sets`` by name; a data collator."""
+
+    data: Any
+    eval_sets: Mapping[str, Any]
+    collate: Callable[[list[Any]], Any] | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The ranks of a job and the model that each has built, before data and parts. ``notes``: remarks so far."""
+
+    facts: LaunchFacts
+    control: Control
+    spec: Spec
+    backend: Any
+    topology: Topology
+    devices: list[DeviceFacts]
+    notes: list[str]
+
+
+def joined_job(config: Config, model: Any, control: Control | None) -> Job:
+    """Start the control plane, build the model on every rank, and survey hosts and devices. Collective."""
     settings.check_launcher(config, (facts := launch_facts(os.environ)).kind)
     if control is None:
         install_hooks(facts)
@@ -84,39 +117,50 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
         control = _gloo_control(spec.framework, config, facts)
     topology = survey(control)
     check_world(config, control)
+    return Job(facts, control, spec, backend, topology, control.gather(backend.device_facts()), list(control.notes))
+
+
+def _assembled(config: Config, model: Any, data: RunData, given: Control | None, collectives: Collectives | None,
+               more: Callable[[Run], list[RunCallback[Run]]] | None) -> Run:
+    job = joined_job(config, model, given)
+    facts, control, spec, backend, notes = job.facts, job.control, job.spec, job.backend, job.notes
+    topology, devices = job.topology, job.devices
     agreed(control, lambda: trackers.check_installed(config.trackers) if control.rank == 0 else None, "trackers")
-    notes = list(control.notes)
-    devices = control.gather(backend.device_facts())
+    agreed(control, lambda: remote.fetch(config, notes.append) if control.rank == 0 else None, "storage")
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
-    mesh = replace(_mesh(config, control), before=before)
+    mesh = replace(mesh_of(config, control), before=before)
     spelled = compare_ranks.of_copies(config, compare_ranks.resolved_config(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
-    setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data)
+    setup = settings.setup_of(config, spec, wire.name, facts.kind, model, data.data)
     notes += settings.notes(setup)
     build_model.seed_all(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
-    rows = rows_of(spec)
-    spec = rows.of_model_file(spec)
+    collate = data.collate or agreed(control, lambda: prepare.collator(config), "data.collate")
+    spec = (rows := rows_of(spec, collate)).of_model_file(spec)
     adapters, cores = (partial(backend.adapt_data, seed=config.seed, rows=rows),), topology.cores_of(control.rank)
-    train, test = agreed(control, lambda: prepare.read(config, data, adapters, cores, notes), "data")
-    feed, test_feed = build_model.feeds_of(spelled, spec, mesh, control, train, test)
+    train, test, sets = agreed(control, lambda: prepare.read(config, data.data, adapters, cores, notes,
+                                                             data.eval_sets), "data")
+    agreed(control, lambda: check_collated(rows, train, test, *sets.values()), "data.collate")
+    notes += torchvision_parts.notes()
+    feed, eval_feeds = build_model.feeds_of(spelled, spec, mesh, control, train, test, sets)
+    spelled = replace(spelled, metrics=build_model.measured(config, spec, feed, control, notes))
     at = session.position(config, spec.name, control)
     spelled = run_length.filled(spelled, feed.steps_per_epoch, notes, at, feed.steps_left(at))
     build_model.seed_all(config, backend, control.rank)
-    precision = _precision(spelled, control, devices, notes)
+    precision = precision_of(spelled, control, devices, notes)
     parts = agreed(control, lambda: backend.make_parts(spec, spelled, control, wire, feed.steps_per_epoch or 0,
                                                        precision, feed.sample, feed.data, mesh), "model")
     feed.weigh(parts.batch_weight)
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
-    parts.transforms += agreed(control, lambda: _transforms(config), "transforms")
+    parts.transforms += agreed(control, lambda: transforms_of(config), "transforms")
     group = parts.replicas[0].group if parts.replicas else world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
     if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast
         recovery.guard = MemoryGuard(len(topology.host_of(control.rank).ranks))
     pulse.role(plan.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
-    run = Run(RunSetup(config, group, topology, spec, parts, schedule, feed, test_feed, spelled, devices,
+    run = Run(RunSetup(config, group, topology, spec, parts, schedule, feed, eval_feeds, spelled, devices,
                        mesh if parts.layout is None else parts.layout.mesh, settings.idle(setup)),
               Services(control, wire, recovery=recovery), RunState(findings=Findings(notes)))
     run.wires = wires
@@ -189,19 +233,19 @@ def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) 
                     because)
 
 
-def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
+def precision_of(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
     """Return what every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
     names = resolve(str(config.precision), devices)  # whose names have been spelled out
     notes += remarks(names, devices)
     return Precision(tuple(names), control.rank)
 
 
-def _transforms(config: Config) -> list[Transform]:
+def transforms_of(config: Config) -> list[Transform]:
     """Return the user's transforms: each entry of ``config.transforms`` names a callable that makes one."""
     return [load_callable(text, "transforms")() for text in config.transforms]
 
 
-def _mesh(config: Config, control: Control) -> Mesh:
+def mesh_of(config: Config, control: Control) -> Mesh:
     """Return the replicas of the model; each rank has one where none is partitioned over ranks."""
     depths = depths_of(config.pipeline.stages, config.pipeline.depths, control.size)
     return Mesh.of(depths, control.rank)

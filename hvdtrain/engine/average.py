@@ -14,6 +14,7 @@ import numpy as np
 
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.adapters import key
+from hvdtrain.checkpoint.transfer import copied_shards
 from hvdtrain.core.buckets import plan_buckets, plan_some
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Ops, ParamSpec
@@ -104,14 +105,12 @@ class Average:
             self.release()
 
     def hold(self) -> None:
-        """Put the averages where the weights are, until `release`; nothing before `start`."""
         if self._flats and not self._weights:
             self._weights = [self._params.flat(bucket) for bucket in self._buckets]
             for bucket, flat_N, ops in zip(self._buckets, self._flats, self._ops_B):
                 self._params.write(bucket, ops.cast(flat_N, bucket.dtype))
 
     def release(self) -> None:
-        """Undo `hold`, bit by bit."""
         for bucket, flat_N in zip(self._buckets, self._weights):
             self._params.write(bucket, flat_N)
         self._weights = []
@@ -130,18 +129,34 @@ class Average:
         return key(name) in {key(spec.name) for spec in self._params.specs}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Undo `arrays`, of all that this rank holds; without any there is no average. `UserError` for other shapes."""
+        """Undo `arrays`, of all that this rank holds; without any there is no average. `UserError` for other shapes.
+
+        The average of a tensor that was frozen when ``arrays`` were taken starts from its value of now.
+        """
         self._flats = []
         if not arrays:
             return
-        specs, arrays = self._params.specs, {key(name): array for name, array in arrays.items()}
-        for spec in specs:
-            got = arrays[key(spec.name)].shape if key(spec.name) in arrays else "nothing"
+        arrays = {key(name): array for name, array in arrays.items()}
+        for spec in self._params.specs:
+            got = arrays[key(spec.name)].shape if key(spec.name) in arrays else spec.shape
             if got != spec.shape:
                 raise UserError(f"the checkpoint's moving average has {got} for {spec.name}", f"{spec.shape}",
                                 "resume with the model of that run")
-        self._flats = [ops.from_host(np.concatenate([arrays[key(specs[i].name)].reshape(-1) for i in bucket.params]))
-                       for bucket, ops in zip(self._buckets, self._ops_B)]
+        self._flats = [self._with(i, arrays) for i in range(len(self._buckets))]
+
+    def _with(self, i: int, arrays: Mapping[str, np.ndarray]) -> Array:
+        """Return the weights of bucket ``i`` with ``arrays`` in the place of those that it has, by `key`."""
+        bucket, ops, specs = self._buckets[i], self._ops_B[i], self._params.specs
+        names = [key(specs[p].name) for p in bucket.params]
+        own_N = None if all(name in arrays for name in names) else np.asarray(ops.to_host(self._wide(i)))
+        return ops.from_host(np.concatenate([
+            arrays[name].reshape(-1) if name in arrays or own_N is None else own_N[offset:offset + specs[p].n]
+            for name, p, offset in zip(names, bucket.params, bucket.offsets)]))
+
+    def exchange(self, flats: list[Array]) -> list[Array]:
+        """Take ``flats`` as the averages, and return those before; by bucket. Not between `hold` and `release`."""
+        before, self._flats = self._flats, flats
+        return before
 
     def _wide(self, i: int) -> Array:
         """Return the weights of bucket ``i``."""
@@ -188,28 +203,20 @@ class WithAverage:
     def shards(self, place: Place | None = None) -> Iterator[Shard]:
         """Yield what ``inner`` gives, then the averages that this rank speaks for."""
         yield from self._inner.shards(place)
-        for name, array in self._average.arrays():
-            memory = None if place is None else place(GROUP, name, array.shape, array.dtype)
-            if isinstance(memory, np.ndarray):
-                memory[...] = array
-                array = memory
-            yield Shard(GROUP, name, array.shape, 0, np.ascontiguousarray(array).reshape(-1))
+        yield from copied_shards(GROUP, self._average.arrays(), place)
 
     def rest(self) -> dict[str, Any]:
-        """Return what comes with ``inner``."""
         rest: dict[str, Any] = self._inner.rest()
         return rest
 
     def wants(self, heads: Sequence[Head]) -> list[Want]:
-        """Return what ``inner`` wants, and the averages of the tensors that this rank holds."""
         own = [one for one in heads if one.group != GROUP]
         return [*self._inner.wants(own), *(Want(GROUP, one.name, 0, one.n) for one in heads
                                            if one.group == GROUP and self._average.holds(one.name))]
 
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
-        """Undo `shards`; say as text where there was no average."""
         unfit: str = self._inner.load(read, rest)
         arrays = read(GROUP)
         self._average.load(arrays)
-        without = "" if arrays else "the checkpoint holds no moving average: it starts from the weights there"
+        without = "" if arrays else "the checkpoint holds no moving average: the average starts from its weights"
         return "; ".join(filter(None, (unfit, without)))

@@ -26,7 +26,7 @@ SIZES = 3
 
 def called(mesh: Mesh) -> str:
     """Return what shares a batch, in one word."""
-    return "rank" if mesh.deepest == 1 else "copy"
+    return "rank" if mesh.deepest == 1 else "replica"
 
 
 def columns(mesh: Mesh) -> tuple[str, ...]:
@@ -139,8 +139,9 @@ def _trial(run: Run, micros: list[Any]) -> tuple[float, str]:
 
 def _check_least(size: int, why: str) -> None:
     if why and size == 1:
-        raise UserError(f"memory lacks for a micro-batch of 1 sample in a pipeline: {why}", "stages that hold a sample",
-                        "cut the model over more ranks, or set remat or precision: bf16")
+        raise UserError("out of memory with a micro-batch of 1 sample in a pipeline: "
+                        f"{why}", "stages that hold a sample",
+                        "partition the model over more ranks, or set remat or precision: bf16")
 
 
 def _ceiling(layout: Any, copy: int) -> int:

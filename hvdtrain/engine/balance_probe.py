@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import memory
 from hvdtrain.config import Config
+from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
 from hvdtrain.engine.run import Run
@@ -143,7 +143,7 @@ def _held(run: Run, tools: Tools, limit: int) -> _Held:
         b = sizes.pop(0)
         if device.kind == "cpu" and _beyond(b, tuple(batches), peaks, host):
             break  # the kernel would not refuse it, but end the process
-        batch, why = attempt(lambda: work(b), short, tools.free)  # noqa: B023  (called at once)
+        batch, why = attempt(lambda: work(b), short, tools.free)  # called at once
         if not why:
             batches[b] = batch
             continue
@@ -186,11 +186,11 @@ def _measured(run: Run, held: _Held, tools: Tools) -> Speed:
     seconds: dict[int, float] = {}
     ceiling = held.ceiling
     for size, batch in held.batches.items():
-        found, why = attempt(lambda: _time(tools, batch, slot_s), tools.out_of_memory, tools.free)  # noqa: B023
+        found, why = attempt(lambda: _time(tools, batch, slot_s), tools.out_of_memory, tools.free)
         if found is None:
             if not seconds:
-                raise UserError(f"out of memory with a micro-batch of {size}, which fitted before ({why})",
-                                "memory for the model and a few samples", "leave more memory to this rank")
+                raise UserError(f"out of memory with a micro-batch of {size}, which fit before ({why})",
+                                "memory for the model and a few samples", "free memory for this rank")
             ceiling = max(seconds)
             break
         seconds[size] = found
@@ -291,9 +291,8 @@ def _write(name: str, record: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f".{name}.{secrets.token_hex(4)}"
-        draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        os.replace(draft, folder / f"{name}.json")
+        with whole_file(folder / f"{name}.json") as draft:
+            draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def _folder() -> Path:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -21,11 +22,13 @@ from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import affinity, compute_threads, survey
 from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core import rng
+from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Batch, Cargo, Control, GradientSink, Pair, PipelineStage, Stage
 from hvdtrain.data import prepare
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.sources import ArraySource, innermost
 from hvdtrain.engine.run import Run
 
 
@@ -43,6 +46,36 @@ def model_of(config: Config, model: Any, facts: LaunchFacts, control: Control | 
     if control is None:
         return make()
     return in_turn(control, make, "model") if cut_over_ranks(config) else agreed(control, make, "model")
+
+
+def measured(config: Config, spec: Spec, feed: Feed, control: Control, notes: list[str]) -> list[str]:
+    """Return the metrics of a run: accuracy, where nobody set any, for integer class labels only. Collective."""
+    assumes = "metrics" in config._unset and spec.task is None and "acc" not in config.early_stop.metric.lower()
+    loss = f"of loss {config.loss.name}" if REGRESSION.search(config.loss.name) else ""
+    kinds = [kind for kind in control.gather((loss or _float_target(feed)) if assumes else "") if kind]
+    if kinds:
+        notes.append(f"metrics: accuracy is assumed for integer class labels only, and the targets are {kinds[0]}; set "
+                     "metrics: accuracy to have it")
+    return [] if kinds else config.metrics
+
+
+REGRESSION = re.compile(r"mse|mae|mape|msle|l1|huber|mean_?(abs|squ)|log_?cosh|poisson", re.I)
+"""Part of the names of losses whose integer targets are numbers, no classes."""
+
+
+def _float_target(feed: Feed) -> str:
+    """Return the type of the targets where they are one array of no integers, else "", as where they are not known."""
+    source = innermost(feed.data)
+    try:
+        if isinstance(source, ArraySource):
+            arrays = source.arrays
+        else:  # samples that the next checks read anyway
+            arrays = feed.sample(1) if feed.samples is None else feed.read_before()
+    except Exception:  # the check of the first samples says what is wrong with them
+        return ""
+    if getattr(source, "layout", None) is not None or len(arrays) not in (2, 3):
+        return ""
+    return "" if arrays[1].dtype.kind in "biu" else str(arrays[1].dtype)
 
 
 def _building(config: Config) -> Any:
@@ -140,22 +173,40 @@ class Slowed:
         time.sleep(max(0.0, own_s) * self._rest)
 
 
-def feeds_of(config: Config, spec: Spec, mesh: Mesh, control: Control, train: Any,
-             test: Any) -> tuple[Feed, Feed | None]:
-    """Return the feeds of each replica for training and evaluation. Collective."""
+def feeds_of(config: Config, spec: Spec, mesh: Mesh, control: Control, train: Any, test: Any,
+             named: Mapping[str, Any]) -> tuple[Feed, dict[str, Feed]]:
+    """Return the feeds of each replica for training and for evaluation, ``test`` as "" and sets ``named``. Collective.
+    """
     feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, accumulate=_micros(config, mesh),
                 weight_fn=spec.weight, even_micros=config.sync_batchnorm and control.size > 1,
                 **_cut(config, mesh, control))
     feed.check_ranks_agree()
-    test_feed = None if test is None else _eval_feed(config, mesh, control, test)
-    if test_feed is not None:
-        test_feed.check_ranks_agree()
-    return feed, test_feed
+    most = config.eval_max_samples
+    sets = ({} if test is None else {"": test}) | dict(named)
+    return feed, {name: _compared_feed(config, mesh, control, data, most, name) for name, data in sets.items()}
 
 
-def _eval_feed(config: Config, mesh: Mesh, control: Control, data: Any) -> Feed:
+def named_sets(given: Mapping[str, Any] | None, flattened: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the evaluation sets that a caller has given by name; `UserError` for anything but named data."""
+    if not isinstance(given, Mapping | None):
+        raise UserError(f"fit got eval as a {type(given).__name__}", "a dict of name: data",
+                        "give a single test set as data=((x, y), (x_test, y_test))")
+    return {settings.check_set_name(name): flattened(data) for name, data in (given or {}).items()}
+
+
+def _compared_feed(config: Config, mesh: Mesh, control: Control, data: Any, most: int = 0, name: str = "") -> Feed:
+    """Return the feed of an evaluation set, which the ranks have compared. Collective."""
+    try:
+        feed = _eval_feed(config, mesh, control, data, most=most)
+        feed.check_ranks_agree()
+    except UserError as error:
+        raise prepare.of_set(name, error) from None
+    return feed
+
+
+def _eval_feed(config: Config, mesh: Mesh, control: Control, data: Any, **more: Any) -> Feed:
     micros: int | list[int] = _micros(config, mesh) if mesh.deepest > 1 else 1
-    return Feed(data, config.global_batch, shuffle=False, accumulate=micros, **_cut(config, mesh, control))
+    return Feed(data, config.global_batch, shuffle=False, accumulate=micros, **{**_cut(config, mesh, control), **more})
 
 
 def _micros(config: Config, mesh: Mesh) -> list[int]:
@@ -176,6 +227,12 @@ def eval_feed(run: Run, data: Any) -> Feed:
                           "data")
     if remark and remark not in run.notes:
         run.note(remark)
-    feed = _eval_feed(run.spelled, run.mesh, run.control, test)
-    feed.check_ranks_agree()
-    return feed
+    return _compared_feed(run.spelled, run.mesh, run.control, test)
+
+
+def predict_feed(run: Run, data: Any) -> Feed | None:
+    """Return a feed over ``data``, else the run's evaluation data, that leaves out no sample. Collective."""
+    feed = run.eval_feed if data is None else eval_feed(run, data)
+    if feed is None or run.config.on_bad_sample != "skip" and not (data is None and run.config.eval_max_samples):
+        return feed
+    return _eval_feed(run.spelled, run.mesh, run.control, feed.data, skip_unread=False)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
@@ -20,9 +20,8 @@ from hvdtrain.core.comparison import plain_name
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.mesh import Group, Mesh, depths_of, spans
 from hvdtrain.core.protocols import Control
-
-if TYPE_CHECKING:
-    from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.engine.run import Run
+from hvdtrain.parallel.parts import ModelParts
 
 
 def check_config(config: Config, control: Control) -> None:
@@ -30,7 +29,7 @@ def check_config(config: Config, control: Control) -> None:
     digests = control.gather(config.digest())
     other = next((r for r, d in enumerate(digests) if d != digests[0]), None)
     if other is not None:
-        raise UserError(f"rank {other} read another configuration than rank 0", "the same on every rank",
+        raise UserError(f"rank {other} read a configuration that differs from rank 0's", "the same on every rank",
                         "compare the config file, environment and arguments on their hosts")
 
 
@@ -39,8 +38,8 @@ def check_world(config: Config, control: Control) -> None:
     copies = len(depths_of(config.pipeline.stages, config.pipeline.depths, control.size))
     if config.shares and not isinstance(config.shares, Mapping) and len(config.shares) != copies:
         raise UserError(f"shares has {count(len(config.shares), 'entry', 'entries')} for {copies} "
-                        + ("ranks" if copies == control.size else "copies of the model"),
-                        "one per " + ("rank" if copies == control.size else "copy"), f"give {copies} numbers")
+                        + ("ranks" if copies == control.size else "replicas of the model"),
+                        "one per " + ("rank" if copies == control.size else "replica"), f"give {copies} numbers")
     for name, given in schema.per_rank(config).items():
         if name != "shares" and isinstance(given, (list, tuple)) and given and len(given) != control.size:
             raise UserError(f"{name} has {count(len(given), 'entry', 'entries')} for "
@@ -99,12 +98,12 @@ def _refuse_unlike(lines_of: dict[int, list[str]]) -> None:
     if len(holders) == 1:
         return
     right = max(holders, key=lambda lines: (len(holders[lines]), -holders[lines][0]))
-    columns = list(zip_longest(*holders, fillvalue="nothing more"))
+    columns = list(zip_longest(*holders, fillvalue="nothing else"))
     first = dict(zip(holders, next(column for column in columns if len(set(column)) > 1)))
     found = [f"{_ranks(holders[lines])} {_has(holders[lines])} {line}" for lines, line in first.items()
              if line != first[right]]
     apart = sorted(rank for lines, ranks in holders.items() if lines != right for rank in ranks)
-    more = f" ({_ranks(apart)} stand apart)" if len(holders) > 2 else ""
+    more = f" ({_ranks(apart)} differ)" if len(holders) > 2 else ""
     raise UserError(f"the ranks' models differ: {', '.join(found)} where {_ranks(holders[right])} "
                     f"{_has(holders[right])} {first[right]}{more}",
                     "the same parameters, buffers, optimizer and schedule in one order on every rank",
@@ -117,10 +116,6 @@ def _ranks(ranks: list[int]) -> str:
 
 def _has(ranks: list[int]) -> str:
     return "have" if len(ranks) > 1 else "has"
-
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
 
 
 def kinds(run: Run) -> list[str]:
@@ -175,7 +170,7 @@ def of_copies(given: Config, spelled: Config, mesh: Mesh) -> Config:
     for copy, ranks in enumerate(mesh.copies):
         if len({shares[rank] for rank in ranks}) > 1:
             told = ", ".join(f"rank {rank} {shares[rank]}" for rank in sorted(ranks))
-            raise UserError(f"shares names hosts or devices by which the ranks of copy {copy} of the model have unlike "
-                            f"shares ({told})", "one share of the batch for each copy",
-                            f"give a list of {len(mesh.copies)} numbers, one for each copy, or balance: static")
+            raise UserError(f"shares names hosts or devices by which the ranks of replica {copy} of the "
+                            f"model have different shares ({told})", "one share of the batch for each replica",
+                            f"give a list of {len(mesh.copies)} numbers, one for each replica, or balance: static")
     return replace(spelled, shares=[shares[ranks[0]] for ranks in mesh.copies])

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdtrain.checkpoint import weights
+from hvdtrain.checkpoint import files, weights
 from hvdtrain.checkpoint.adapters import PartitionedModel
 from hvdtrain.checkpoint.run_directory import RunDirectory, kind_of
 from hvdtrain.checkpoint.savers import view
@@ -39,6 +38,9 @@ from hvdtrain.engine.average import averaged
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import callback_states, held_by
 from hvdtrain.engine.weight_checks import trainable_names
+
+STEP = "weights.json"
+"""Step and metrics of the final weights, next to them."""
 
 NATIVE = {"torch": "model.pt", "tensorflow": "model.keras"}
 """What a whole model is written as besides, by framework."""
@@ -76,7 +78,18 @@ def _export(run: Run, directory: Path) -> list[str]:
             return [] if parted else run.parts.state.export(directory)
 
     names = run.control.bcast(agreed(run.control, written, "export"))
-    return write(run, directory, lambda: _room_for_the_model(run, directory)) if parted else names
+    names = write(run, directory, lambda: _room_for_the_model(run, directory)) if parted else names
+    agreed(run.control, lambda: _write_step(run, directory) if run.control.rank == 0 else None, "export")
+    return names
+
+
+def _write_step(run: Run, directory: Path) -> None:
+    """Write of which step the weights in ``directory`` are, after them; rank 0's part."""
+    found = summary.record(run)
+    facts = {"step": found["weights_at"], "trained_steps": found["steps"], "metrics": found["metrics"],
+             "metrics_at": found["metrics_at"]}
+    with _room_for_the_model(run, directory), files.replacing(directory / STEP) as place:
+        place.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def _elsewhere(run: Run, error: UserError) -> None:
@@ -105,7 +118,7 @@ def _room_for_the_model(run: Run, directory: Path) -> Iterator[None]:
     except OSError as error:
         at = run.state.cursor.step
         saved = run.saver is not None and run.saver.spent.written == at
-        kept = f"the checkpoint of step {at} holds the weights" if saved else "no checkpoint holds the last weights"
+        kept = f"the checkpoint of step {at} holds the weights" if saved else "no checkpoint has the last weights"
         raise UserError(f"the final model could not be written to {directory}: {error}", "a writable directory with "
                         "room", f"free space; {kept}").of_kind(kind_of(error)) from None
 
@@ -147,8 +160,8 @@ def _write(run: Run, directory: Path, guarded: Callable[[], AbstractContextManag
 def left_out(framework: str) -> str:
     """Return as text what a whole model would be written as besides, and how to have it; "" for nothing."""
     native = NATIVE.get(framework, "")
-    return native and (f"{native} is left out: no rank holds all of the model. Load model.safetensors into the whole "
-                       "model, on a machine that has the memory for it, and save that")
+    return native and (f"{native} is not written: no rank holds the whole model. Load model.safetensors "
+                       "into the unpartitioned model on a host with enough memory, and save that")
 
 
 def _weights(run: Run) -> list[Shard]:
@@ -159,9 +172,6 @@ def _weights(run: Run) -> list[Shard]:
     check_shards(shards, trainable_names(run.parts))
     return shards
 
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
 
 WAITS_S = (2.0, 8.0, 20.0, 30.0)
 """How long a run waits between attempts for somebody to free space; about a minute in all."""
@@ -213,10 +223,6 @@ class DiskRoom:
         say(f"note: {text}")
 
 
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
-
-
 def check(run: Run) -> None:
     """Raise `UserError` on every rank for what rank 0 could not write at the end; note what it will leave out.
 
@@ -224,7 +230,7 @@ def check(run: Run) -> None:
     """
     control = run.control
     run.call("saving")
-    remark = control.bcast(agreed(control, lambda: _tried(run) if control.rank == 0 else "", "trying the final files"))
+    remark = control.bcast(agreed(control, lambda: _tried(run) if control.rank == 0 else "", "testing the final files"))
     if remark:
         run.note(remark)
 
@@ -236,10 +242,10 @@ def _tried(run: Run) -> str:
     callback_states(run)
     try:
         json.dumps(summary.record(run), default=str)
-    except Exception as error:  # noqa: BLE001  (parts of the user's, such as transforms, tell of themselves in it)
+    except Exception as error:  # parts of the user's, such as transforms, tell of themselves in it
         raise UserError(f"the record of the finished run, completed.json, cannot be made: {type(error).__name__}: "
-                        f"{error}", "describe() of transforms and other parts of one's own to return texts",
-                        "correct the part that the message names") from error
+                        f"{error}", "describe() of custom transforms and extensions to return texts",
+                        "fix the extension that the message names") from error
     return "" if run.parts.layout is not None else run.parts.state.try_export()
 
 

@@ -53,8 +53,10 @@ class Bridge(History):
         self.steers = bool(self.callbacks)
         self._writers = any(writes(c) for c in self.callbacks)
         self._model, self._setup, self._trained = model, setup_of(model), TrainingMetrics(model)
+        self.renamed = self._trained.renamed
         self._compiled_optimizer: Any = None
-        self._eval_feed: Any = None
+        self._eval_feeds: dict[str, Feed] | None = None
+        self.hears_test, self.test_batch = False, 0
         self._states, self._saves = CallbackStates(self.callbacks, run.note), Saves(model, run)
         self.steps: dict[int, int] = {}
         self._final = FinalWeights(model)
@@ -64,12 +66,10 @@ class Bridge(History):
         self._opened = self._ended = -1
         self._rate_before: float | None = None
         for name in left_out:
-            run.note(f"{name} is left out: Trainer.fit does by itself what it does")
+            run.note(f"{name} is not used: Trainer.fit does the same")
         if run.config.nan_guard == "skip" and any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in given):
-            run.note("TerminateOnNaN with nan_guard: skip ends nothing: callbacks get no loss of a skipped step; "
+            run.note("TerminateOnNaN with nan_guard: skip has no effect: callbacks get no loss of a skipped step; "
                      f"{run.config.max_skipped} of them in a row (max_skipped) end the run, nan_guard: stop the first")
-
-    # --- what a run tells ------------------------------------------------------------------------------------------
 
     def fit_start(self, run: Run) -> None:
         """Hand model and parameters to the callbacks and tell them of the begin. Collective."""
@@ -80,8 +80,9 @@ class Bridge(History):
         self._compiled_optimizer = getattr(model, "optimizer", None)
         if self._setup.optimizer is not None and self._setup.optimizer is not self._compiled_optimizer:
             model.optimizer = self._setup.optimizer
-        if run.eval_feed is not None:
-            self._eval_feed, run.eval_feed = run.eval_feed, cast(Feed, EvaluationFeed(run.eval_feed, self, run))
+        self._eval_feeds = run.eval_feeds
+        run.eval_feeds = {name: cast(Feed, EvaluationFeed(feed, self, run, first=not i))
+                          for i, (name, feed) in enumerate(run.eval_feeds.items())}
         self._trained.begin(run)
         params = {"verbose": 0, "epochs": run.config.epochs, "steps": run.feed.steps_per_epoch}
         model.stop_training = False
@@ -137,23 +138,20 @@ class Bridge(History):
         self._tell("on_train_batch_end", batch, logs)
         _wish(self._model, run)
 
-    def test_begin(self, run: Run) -> bool:
+    def test_begin(self, run: Run) -> None:
         """``on_test_begin``; metrics of training batches are put aside, since an evaluation counts in the same ones.
 
-        Return False where the callbacks hear nothing of the evaluation, as of an epoch that was cut short.
+        The callbacks hear nothing of the evaluation of an epoch that was cut short.
         """
         self._trained.set_aside()
-        if _cut_short(run):
-            return False
-        self._tell("on_test_begin")
-        return True
+        self.hears_test, self.test_batch = not _cut_short(run), 0
+        if self.hears_test:
+            self._tell("on_test_begin")
 
     def eval_end(self, run: Run) -> None:
-        super().eval_end(run)
-        self._evaluated = self._trained.renamed(self._evaluated)
-        if not _cut_short(run):
+        if self.hears_test:
             with averaged(run.average):
-                self._tell("on_test_end", dict(self._evaluated))
+                self._tell("on_test_end", self.renamed(run.state.metrics))
 
     def closed(self, run: Run, logs: dict[str, float]) -> None:
         """``on_epoch_end``, once for each epoch; not of one that was cut short. Collective."""
@@ -186,8 +184,8 @@ class Bridge(History):
         """Give the model its methods and its compiled optimizer, and the run its evaluation feed back."""
         self._trained.end()
         self._saves.end()
-        if self._eval_feed is not None:
-            run.eval_feed, self._eval_feed = self._eval_feed, None
+        if self._eval_feeds is not None:
+            run.eval_feeds, self._eval_feeds = self._eval_feeds, None
         if self._compiled_optimizer is not None:
             self._model.optimizer = self._compiled_optimizer
 
@@ -220,8 +218,6 @@ class Bridge(History):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._restored = dict(state)
-
-    # --- how ---------------------------------------------------------------------------------------------------------
 
     def _tell(self, method: str, *args: Any) -> None:
         for callback in self._mine:
@@ -305,27 +301,34 @@ def _take_backup(callbacks: list[Any], model: Any, run: Run) -> None:
     if epoch:
         steps = epoch * (run.feed.steps_per_epoch or 0) or int(model.optimizer.iterations)
         run.state.cursor = Cursor(epoch, steps, 0, 0)
-        run.note(f"BackupAndRestore goes on at epoch {epoch}")
+        run.note(f"BackupAndRestore resumes at epoch {epoch}")
 
 
 class EvaluationFeed:
-    """An evaluation feed that tells Keras' callbacks of each batch; all else is the feed's."""
+    """An evaluation feed that tells Keras' callbacks of each batch; all else is the feed's.
 
-    def __init__(self, feed: Any, bridge: Bridge, run: Run) -> None:
-        self._feed, self._bridge, self._run = feed, bridge, run
+    ``first``: of an evaluation, whose further feeds are those of named sets.
+    """
+
+    def __init__(self, feed: Any, bridge: Bridge, run: Run, first: bool) -> None:
+        self._feed, self._bridge, self._run, self._first = feed, bridge, run, first
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._feed, name)
 
     def eval_epoch(self) -> Iterator[Any]:
         """Yield the feed's batches, between ``on_test_begin`` and the event EVAL_END."""
-        tell: Callable[..., None] = self._bridge._tell if self._bridge.test_begin(self._run) else _nothing
+        bridge = self._bridge
+        if self._first:
+            bridge.test_begin(self._run)
+        tell: Callable[..., None] = bridge._tell if bridge.hears_test else _nothing
         batches = self._feed.eval_epoch()
         try:
-            for index, batch in enumerate(batches):
+            for index, batch in enumerate(batches, bridge.test_batch):
                 tell("on_test_batch_begin", index)
                 yield batch
                 tell("on_test_batch_end", index)
+                bridge.test_batch = index + 1
         finally:
             batches.close()
 

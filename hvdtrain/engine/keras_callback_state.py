@@ -56,8 +56,6 @@ def _of_keras(callback: Any) -> set[str]:
     return {c.__name__ for c in type(callback).__mro__ if c.__module__.startswith("keras.")}
 
 
-# --- one value -----------------------------------------------------------------------------------------------------
-
 class ModelObjects:
     """Model, optimizer, layers and variables, which checkpoints hold elsewhere, by a name that each process gives them.
 
@@ -273,8 +271,6 @@ def _variable(array: np.ndarray, held: Any, kind: str, parts: ModelObjects) -> A
     return made if kind == "variable" else made.value
 
 
-# --- one callback --------------------------------------------------------------------------------------------------
-
 def attributes(callback: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of the attributes that may be state: no functions, no classes."""
     bases = _of_keras(callback)
@@ -327,8 +323,6 @@ def _arrays_of(value: Any, arrays: Arrays) -> Iterator[np.ndarray]:
     for one in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
         yield from _arrays_of(one, arrays)
 
-
-# --- all of them ---------------------------------------------------------------------------------------------------
 
 class CallbackStates:
     """Finds what callbacks have changed since training began; ``note``: prints what cannot be stored, once each."""

@@ -38,8 +38,8 @@ def check(callbacks: Sequence[Any], run: Run) -> None:
     elif not ours and callable(getattr(optimizer, "_learning_rate", None)):
         ours += ["a schedule of the compiled optimizer"]
     if rate and ours:
-        raise UserError(f"the Keras callback {rate} sets the learning rate beside {' and '.join(ours)}",
-                        "one owner of the learning rate", f"leave out {rate}, or the schedule and the warm-up, and "
+        raise UserError(f"the Keras callback {rate} sets the learning rate together with {' and '.join(ours)}",
+                        "one source of the learning rate", f"leave out {rate}, or the schedule and the warm-up, and "
                         "compile the model with an optimizer whose learning rate is a number")
     backup = next((name for name, bases in names if "BackupAndRestore" in bases), "")
     if backup and run.average is not None:
@@ -57,8 +57,8 @@ def one_owner_of_rate(callback: Any, optimizer: Any) -> Iterator[None]:
             and keras.ops.is_tensor(error.obj) and callable(getattr(optimizer, "_learning_rate", None))
         if not assigns and "LearningRateSchedule" not in str(error):
             raise
-        raise UserError(f"the Keras callback {type(callback).__name__} sets the learning rate beside a schedule",
-                        "one owner of the learning rate", "leave out one of the two") from error
+        raise UserError(f"the Keras callback {type(callback).__name__} sets the learning rate together with a schedule",
+                        "one source of the learning rate", "leave out one of the two") from error
 
 
 def saves_after(callbacks: Sequence[Any], batch: int, mine: Sequence[Any]) -> bool:
@@ -147,12 +147,13 @@ class FinalWeights:
             yield
             return
         optimizer = setup_of(self._model).optimizer
+        restored = getattr(run.parts.state, "finalized", False)  # best weights, in place of averages
         before = self._model.get_weights()
         if run.average is not None and not run.state.requeue:
             run.average.hold()
             run.services.final.append(run.average)
             before = self._model.get_weights()
-        elif getattr(optimizer, "use_ema", False) and not run.state.requeue:
+        elif getattr(optimizer, "use_ema", False) and not (restored or run.state.requeue):
             optimizer.finalize_variable_values(optimizer._trainable_variables)
         told = self._model.get_weights()
         yield
@@ -169,13 +170,13 @@ class FinalWeights:
 
     def _measure(self, run: Run, by: str, step: int | None) -> None:
         state = run.state
-        state.findings.metrics_at = state.cursor.step if step is None else step
+        state.findings.metrics_at = state.findings.weights_at = state.cursor.step if step is None else step
         whose = f"weights of step {step}, which {by} has restored" if step is not None else \
             "moving average of the weights (use_ema)" if by else "weights that a Keras callback has set in on_train_end"
-        if run.eval_feed is not None:
-            state.metrics = loop.measure(run, run.eval_feed)
+        if run.eval_feeds:
+            state.metrics = loop.measure_all(run)
             run.record("eval", epoch=state.cursor.epoch, metrics=dict(state.metrics),
-                       samples_per_s=state.samples_per_s, unread=run.eval_feed.unread)
+                       samples_per_s=state.samples_per_s, unread=run.setup.eval_unread)
         run.note(f"the final model has the {whose}; the final metrics are of these weights, checkpoints hold those "
                  f"of step {state.cursor.step}")
 
@@ -185,7 +186,6 @@ class FinalWeights:
         self._model.set_weights(self._of_training)
 
     def hold(self) -> None:
-        """Put the final weights into the model again."""
         self._state.finalized = True
         self._model.set_weights(self._final)
 

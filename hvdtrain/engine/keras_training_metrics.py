@@ -5,7 +5,7 @@ The metrics themselves are left to `hvdtrain.backends.keras.metrics`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,9 +14,7 @@ from hvdtrain.backends.keras.compiled import setup_of, split, widened, with_clas
 from hvdtrain.backends.keras.metrics import vector, zeros_like_one
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
+from hvdtrain.engine.run import Run
 
 
 class TrainingMetrics:
@@ -35,11 +33,13 @@ class TrainingMetrics:
         if setup.metrics is None or not (setup.metrics or several):
             return
         if run.config.sync_batchnorm and run.control.size > 1:
-            run.note("metrics of training batches are left out with sync_batchnorm, where stand-ins pass as samples")
+            run.note("metrics of training batches are not computed with sync_batchnorm, where placeholders pass as "
+                     "samples")
             return
         compile = run.parts.compile
         if run.control.agree(compile is not None and bool(compile.chosen)):  # whose code was made without them
-            run.note("metrics of training batches are left out, as compile: auto computes them through XLA")
+            run.note("metrics of training batches are not computed with compile: auto, which runs the model through "
+                     "XLA")
             return
         try:
             batch = run.feed.sample(1, run.state.cursor)
@@ -72,15 +72,14 @@ class TrainingMetrics:
         return [v for metric in (*self._setup.metrics.named.values(), *self._losses.values()) for v in metric.variables]
 
     def restart(self) -> None:
-        """Forget all batches: an epoch begins."""
         self._states, self.resumed = {}, {}
         if self._setup.follow is not None:
             self._take()
 
     def set_aside(self) -> None:
-        """Take the states out of the metrics, in which an evaluation counts next; once an epoch."""
-        if self._setup.follow is not None and not self._states:
-            self._states = self._take()
+        """Take the states out of the metrics, in which an evaluation counts next."""
+        if self._setup.follow is not None:
+            self._states = _added(self._states, self._take())
 
     def resume(self, totals: dict[str, np.ndarray]) -> None:
         """Count the batches before a checkpoint inside the epoch too, from what `totals` returned."""
@@ -90,11 +89,10 @@ class TrainingMetrics:
         """Return the totals of the epoch so far over all ranks, which continue counting; collective."""
         if self._setup.follow is None:
             return {}
-        own = self._states or self._take(reset=False)
-        everyone = control.gather(own)
-        names = list(dict.fromkeys(name for states in everyone for name in states))
-        everyone.append(self.resumed)
-        return {name: sum(s[name] for s in everyone if name in s) for name in names}
+        everyone = control.gather(_added(self._states, self._take(reset=False)))
+        names = dict.fromkeys(name for states in everyone for name in states)
+        total = _added(*everyone, self.resumed)
+        return {name: total[name] for name in names}
 
     def results(self, control: Control) -> dict[str, float]:
         """Each metric over all ranks' batches of the epoch, under Keras' name; collective."""
@@ -106,7 +104,11 @@ class TrainingMetrics:
     def renamed(self, found: dict[str, float]) -> dict[str, float]:
         """``found`` under the names that Keras has for the metrics."""
         names = getattr(self._setup.metrics, "keras_names", {})
-        return {names.get(name, name): value for name, value in found.items()}
+
+        def renamed(name: str) -> str:
+            of_set, slash, metric = name.rpartition("/")
+            return names.get(name, f"{of_set}{slash}{names.get(metric, metric)}")
+        return {renamed(name): value for name, value in found.items()}
 
     def end(self) -> None:
         """Measure no more."""
@@ -127,3 +129,9 @@ class TrainingMetrics:
             if reset:
                 mean.reset_state()
         return totals
+
+
+def _added(*states: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the sums of totals by name."""
+    names = dict.fromkeys(name for each in states for name in each)
+    return {name: np.asarray(sum(each[name] for each in states if name in each)) for name in names}

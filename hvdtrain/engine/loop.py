@@ -9,33 +9,33 @@ import contextlib
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.checkpoint.run_directory import release, starting
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.events import Event
-from hvdtrain.core.protocols import StepGradients
+from hvdtrain.core.protocols import Control, Evaluator, StepGradients
 from hvdtrain.core.protocols.types import StepBatch
 from hvdtrain.core.timeline import active, span
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.weighting import check_weight
 from hvdtrain.engine import final_files
 from hvdtrain.engine.average import averaged, leave_final
+from hvdtrain.engine.callbacks.eval_steps import evaluates_epoch, evaluates_step, left_to_epoch, metric_name
 from hvdtrain.engine.callbacks.out_of_memory import recovers, repeats, tell
-from hvdtrain.engine.model_changes import check_late, follow, has_user_callbacks
+from hvdtrain.engine.model_changes import check_late, follow, may_change
+from hvdtrain.engine.run import Run
 from hvdtrain.engine.weight_checks import blame
 from hvdtrain.parallel.recovery import RecoveringEvaluator
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
 
 
 def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
     leave_final(run.services.final)
-    run.state.findings.unsaved = None
+    run.state.findings.unsaved, run.state.findings.weights_at = None, -1
     with active(run.timeline), joined(run):
         try:
             with span("start", "start"):
@@ -61,7 +61,7 @@ def joined(run: Run) -> Iterator[None]:
 
 
 def _start(run: Run) -> None:
-    run.services.changes.watched, run.services.changes.starts = has_user_callbacks(run), True
+    run.services.changes.watched, run.services.changes.starts = may_change(run), True
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
@@ -78,23 +78,26 @@ def _fit(run: Run) -> None:
             break
         run.parts.optimizer.end_epoch()
         state.cursor = state.cursor.next_epoch()
-        if state.cursor.epoch == config.epochs or config.eval_every and state.cursor.epoch % config.eval_every == 0:
+        if evaluates_epoch(config, state.cursor.epoch) and state.findings.metrics_at != state.cursor.step:
             evaluate(run)
         run.emit(Event.EPOCH_END)
         run.settle()
+        _checkpoint_due(run)
     # Of the last step, or since the copies met last, there is no agreement to tell it.
     if run.control.agree(run.parts.optimizer.skipped() or state.outcome.poisoned):
         state.outcome.bad_ranks, state.outcome.bad_where = list(range(run.control.size)), {}
         run.emit(Event.NON_FINITE)
     if state.findings.metrics_at != state.cursor.step and not state.requeue:
         evaluate(run)
-    _checkpoint_due(run)  # asked for outside of a step
+    _checkpoint_due(run)  # requested outside of a step
     run.emit(Event.FIT_END)
     run.emit(Event.FIT_SAVED)
 
 
 def _epoch(run: Run) -> None:
     phases = run.phases
+    if run.state.findings.eval_owed:
+        _evaluate_in_epoch(run)
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
         while not run.stopping():
             with phases.data:
@@ -119,6 +122,8 @@ def train_step(run: Run, batch: StepBatch) -> None:
     _stop_at_max_steps(run)
     run.emit_told()
     run.emit(Event.STEP_END)
+    if evaluates_step(run.config, state.cursor.step) and not left_to_epoch(run):
+        _evaluate_in_epoch(run)
     _checkpoint_due(run)
 
 
@@ -305,22 +310,45 @@ def _by_myself(run: Run, done: StepGradients) -> list[int]:
     return [] if finite else [run.control.rank]
 
 
+def _evaluate_in_epoch(run: Run) -> None:
+    """Evaluate between two steps, and decide on wishes to stop; a run that saves for a requeue does so when resumed.
+
+    Before the step's checkpoint, so that a run that resumes from it neither repeats nor misses the evaluation.
+    """
+    run.state.findings.eval_owed = run.state.requeue
+    if not run.state.requeue:
+        with run.feed.reading:
+            evaluate(run)
+        run.settle()
+
+
 def evaluate(run: Run) -> None:
     """Measure the evaluation data, if there is any, and tell the callbacks. Collective."""
-    if run.eval_feed is not None:
-        run.state.metrics, run.state.findings.metrics_at = measure(run, run.eval_feed), run.state.cursor.step
+    if run.eval_feeds:
+        run.state.metrics, run.state.findings.metrics_at = measure_all(run), run.state.cursor.step
         run.emit(Event.EVAL_END)
 
 
-def measure(run: Run, feed: Feed) -> dict[str, float]:
-    """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
+def measure_all(run: Run) -> dict[str, float]:
+    """Return exact metrics over all evaluation sets, those of a named one as NAME/METRIC. Collective."""
+    found: dict[str, float] = {}
+    for name, feed in run.eval_feeds.items():
+        found |= {metric_name(name, metric): value for metric, value in measure(run, feed, name).items()}
+    return found
+
+
+def measure(run: Run, feed: Feed, name: str = "") -> dict[str, float]:
+    """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective.
+
+    ``name``: of an evaluation set.
+    """
     with run.phases.evaluation, averaged(run.average):
         found = _measured(run, feed)
         feed.compare(run.state.cursor.epoch)
-    doubt = f"ledger: the evaluation is not verified: {feed.unlike}"
+    doubt = f"ledger: the evaluation{name and f' of {name}'} is not verified: {feed.unlike}"
     if feed.unlike and doubt not in run.notes:
         run.note(doubt)
-    for text in feed.left_out("of the evaluation data "):
+    for text in feed.left_out(f"of the evaluation data {name and f'{name} '}"):
         run.note(text)
     return found
 
@@ -333,14 +361,38 @@ def _measured(run: Run, feed: Feed) -> dict[str, float]:
     while again:
         adding = RecoveringEvaluator(evaluator, run.recovery, run.state.cursor.step)
         with contextlib.closing(feed.eval_epoch()) as batches:
-            for batch in batches:
-                adding.add(batch)
-                samples += batch.n_local
-        rows = run.control.gather((evaluator.totals(), adding.ended(), run.written.fresh(run)))
+            try:
+                for batch in batches:
+                    adding.add(batch)
+                    samples += batch.n_local
+            except BaseException:
+                if run.parts.layout is None:
+                    evaluator.totals()  # of a part of the data: none of the next evaluation's
+                raise
+        rows = run.control.gather((adding.totals(), adding.ended(), run.written.fresh(run)))
         again = recovers(run, [shortages for _, shortages, _ in rows])
-    everyone = [totals for totals, _, _ in rows]
     run.written.evaluated(run, samples, [fresh for _, _, fresh in rows])
+    return results(run.control, evaluator, [totals for totals, _, _ in rows])
+
+
+def results(control: Control, evaluator: Evaluator, totals_P: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the metrics from the totals of all ranks; of metrics with states, those of the first rank that has them.
+
+    Collective where there are states.
+    """
+    totals = summed(totals_P)
+    if all(isinstance(total, np.ndarray) for total in totals.values()):
+        return evaluator.results(totals)
+    found: dict[str, float] = {}
+    # By a rank's own device the last digits of a result may differ, and what a model file names is not on all ranks.
+    for row in control.gather(agreed(control, lambda: evaluator.results(totals), "evaluation")):
+        found |= {name: value for name, value in row.items() if name not in found}
+    return found
+
+
+def summed(totals_P: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the totals of an evaluation over all ranks: sums in rank order; states as the list of all ranks'."""
     # By name, not by place: a rank without samples does not know what the others measured.
-    names = list(dict.fromkeys(name for totals in everyone for name in totals))
-    summed = {name: sum(t[name] for t in everyone if name in t) for name in names}
-    return evaluator.results(summed)
+    names = list(dict.fromkeys(name for totals in totals_P for name in totals))
+    found = {name: [t[name] for t in totals_P if name in t] for name in names}
+    return {name: np.asarray(sum(each)) if isinstance(each[0], np.ndarray) else each for name, each in found.items()}

@@ -141,15 +141,13 @@ class Usage:
     def _before(self, run: Run, sample: Callable[[int], Any]) -> Count:
         """Count by a pass, where the framework is counted so; it leaves nothing behind. Never raises."""
         if self._part:
-            return None, "operations of a model that is cut over ranks are not counted"
-        kept = run.parts.state.rank_state()  # datasets that are read draw random numbers too
-        try:
-            return self._backend.flops_of_pass(run.parts, sample(SAMPLES))  # type: ignore[no-any-return]
-        except Exception as error:  # noqa: BLE001  (a user's model in a mode that it was not written for)
-            self._backend.out_of_memory(error)  # frees what was cached
-            return None, f"{type(error).__name__}: {error}"
-        finally:
-            run.parts.state.load_rank(kept)
+            return None, "operations of a partitioned model are not counted"
+        with run.parts.draws_kept():
+            try:
+                return self._backend.flops_of_pass(run.parts, sample(SAMPLES))  # type: ignore[no-any-return]
+            except Exception as error:  # a user's model in a mode that it was not written for
+                self._backend.out_of_memory(error)  # frees what was cached
+                return None, f"{type(error).__name__}: {error}"
 
     def step_end(self, run: Run) -> None:
         if not self._begun and run.timeline.totals.steps >= WARM_UP:
@@ -168,7 +166,7 @@ class Usage:
         """Count in graphs of training, where the framework is counted so; what a pass has told stays."""
         try:
             found, why = self._backend.flops_of_graphs(run.parts, run.dp)
-        except Exception as error:  # noqa: BLE001  (a graph of a shape that nobody thought of)
+        except Exception as error:  # a graph of a shape that nobody thought of
             found, why = None, f"{type(error).__name__}: {error}"
         return found, why or self.why
 

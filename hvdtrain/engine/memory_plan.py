@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.cluster.machine import memory
 from hvdtrain.config.texts import WORDS, wanted
@@ -14,15 +14,13 @@ from hvdtrain.core.protocols import BlockCost
 from hvdtrain.core.units import KINDS, Footprint, format_bytes
 from hvdtrain.engine import memory_survey
 from hvdtrain.engine.memory_survey import Scene
+from hvdtrain.engine.run import Run
 from hvdtrain.planning import shards
 from hvdtrain.planning.linear import LinearTime, fit
 from hvdtrain.planning.memory import options
 from hvdtrain.planning.memory.fit import Fit, MemoryRoom, choose, in_parts, peak, scaled
 from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding, forecast
 from hvdtrain.planning.memory.options import Option
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
 
 MOST_OFF = 0.1
 """Part by which the bytes that recomputing saves may be less than estimated before blocks are chosen again."""
@@ -48,7 +46,6 @@ class RankFit:
     tried: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it JSON-able."""
         fit = self.fit
         return {"samples": self.samples, "micro_batch": fit.micro_batch, "micro_batches": fit.parts, "need": fit.need,
                 "free": self.free, "need_then": fit.choice.peak, "fits": fit.choice.fits,
@@ -197,7 +194,7 @@ def settle(run: Run, backend: Any) -> None:
         why = remat.refusal(name)
         if why:
             raise UserError(f"remat: block {name} cannot be recomputed exactly: {why}", "blocks without that",
-                            "leave it out of remat, or set remat: auto, which does")
+                            "exclude the block from remat, or set remat: auto, which excludes it")
     remat.choose(names)
 
 
@@ -242,7 +239,7 @@ class MemoryPlan:
             return ""
         need, free = self.needs_P[rank].total, self.free_P[rank]
         assert free is not None
-        said = f"memory: rank {rank} will hold about {format_bytes(need)} of the {format_bytes(free)} that it may take"
+        said = f"memory: rank {rank} will hold about {format_bytes(need)} of the {format_bytes(free)} available"
         if not self.options:
             return said
         best = self.options[0]
@@ -250,7 +247,6 @@ class MemoryPlan:
         return f"{said}; {best.name} would take {format_bytes(then)} ({best.cost}): add {best.line}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it JSON-able."""
         return {"ranks": [{**asdict(need), "total": need.total, "free": free, "fits": self.fits(r)}
                           for r, (need, free) in enumerate(zip(self.needs_P, self.free_P))],
                 "options": [{"name": o.name, "add": o.line, "cost": o.cost, "saves": o.saved(self.needs_P),

@@ -72,8 +72,7 @@ class Scene:
 
     def buckets(self) -> list[Bucket]:
         """Return the buckets that an exchange would have, of a run that has none yet."""
-        size_mb = self.config.exchange.bucket_mb
-        return plan_buckets(self.parts.params.specs, 16.0 if size_mb == "auto" else size_mb,
+        return plan_buckets(self.parts.params.specs, self.config.exchange.unmeasured_mb,
                             aligned=self.wire.host and self.config.compression == "none")
 
     @property

@@ -6,23 +6,22 @@ What a framework finds changed is left to `hvdtrain.core.protocols.ModelFacts`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError, count
+from hvdtrain.engine.run import Run
 from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
+from hvdtrain.planning.freezing import unfreezing
 
 SHOWN = 3
 """Changes that a message names."""
 
 
-def has_user_callbacks(run: Run) -> bool:
-    """Return whether any rank has callbacks that are not the trainer's own; collective."""
-    return run.control.agree(run.parts.facts is not None and any(
-        not type(callback).__module__.startswith("hvdtrain.engine.callbacks.") for callback in run.callbacks))
+def may_change(run: Run) -> bool:
+    """Return whether the run unfreezes, or any rank has callbacks that are not the trainer's own; collective."""
+    own = all(type(callback).__module__.startswith("hvdtrain.engine.callbacks.") for callback in run.callbacks)
+    return run.control.agree(run.parts.facts is not None and (not own or bool(unfreezing(run.config.freeze))))
 
 
 def follow(run: Run) -> None:
@@ -41,13 +40,13 @@ def follow(run: Run) -> None:
     rows = run.control.gather(changes)
     if run.parts.layout is not None:
         found = next(row for row in rows if row)
-        raise UserError(f"a callback changed a model that is cut over ranks: {_short(found)}",
-                        "the model that the run began with", "make the change before the run, or leave pipeline out")
+        raise UserError(f"a callback changed a model that is partitioned over ranks: {_short(found)}",
+                        "the model as it was at the start", "make the change before the run, or leave pipeline out")
     other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
     if other is not None:
         raise UserError(f"a callback changed the model on some ranks only: {_short(rows[0])} on rank 0, "
                         f"{_short(rows[other])} on rank {other}", "the same change on every rank",
-                        'set where = "all" in the callback, and let it decide by what all ranks know')
+                        'set where = "all" in the callback, and decide by values that all ranks have')
     begin = agreed(run.control, lambda: facts.follow(changes, run.note), "model")
     if any(change.endswith(("evaluation mode", "is frozen")) for change in changes):
         run.written.sync(run)  # normalisation may compute with its running statistics from now on, which ranks made
@@ -65,7 +64,7 @@ def check_late(run: Run, late: str) -> None:
     """
     name = next(name for name in run.control.gather(late) if name)
     raise UserError(f"parameter {name} was unfrozen in the model's forward pass or task: its gradient of this step was "
-                    "not exchanged", "requires_grad that changes between steps",
+                    "not exchanged", "requires_grad that changes only between steps",
                     'set it in a callback with where = "all", at step_start or before')
 
 

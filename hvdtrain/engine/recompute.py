@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.protocols import Array, Ops
+from hvdtrain.core.protocols import Array, Control, Ops
 from hvdtrain.engine.weight_checks import Fingerprints
 from hvdtrain.parallel import recovery
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols import Control
-    from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.parallel.parts import ModelParts
 
 ALIGN = 64
 """Bytes at a multiple of which every rank's arrays begin: kernels may round by where they do."""
@@ -197,17 +194,17 @@ def tell(accused: Sequence[str], against: Sequence[int], ranks: tuple[int, ...],
     by = f" by {far:.1g} of its size" if 0 < far < float("inf") else ""
     how = "from the same weights, samples and random state"
     if unsteady:
-        what = f"{accused[0]} does not come to the same gradient twice, {how}; it differs first in {parameter}"
+        what = f"{accused[0]} does not give the same gradient twice, {how}; it differs first in {parameter}"
     elif len(ranks) == 1:
         others = f"rank{'s' if len(against) > 1 else ''} {', '.join(map(str, against))}"
-        what = f"{accused[0]} computes another gradient than {others}, {how}: in {parameter}{by}"
+        what = f"{accused[0]} computes a gradient that differs from {others}, {how}: in {parameter}{by}"
     else:
-        decides = "no third rank agrees with one of them" if against else "two ranks cannot tell which is right"
+        decides = "no third rank agrees with one of them" if against else "two ranks do not show which one is right"
         what = (f"{' and '.join(accused)} compute different gradients, {how}; they differ in {parameter}{by}; "
                 f"{decides}")
     them = "it" if len(ranks) == 1 else "both"
-    back = f"No audit of {them} has agreed in this run: no checkpoint of it can be relied on"
+    back = f"No audit of {them} has agreed in this run: its checkpoints are not reliable"
     if good >= 0:
         back = f"An audit agreed with {them} last at step {good}: resume from a checkpoint of step {good} or before"
-    return Miscomputed(f"audit at step {step}: {what}. {back}, and leave that device out or have it tested.", ranks,
+    return Miscomputed(f"audit at step {step}: {what}. {back}, and remove or test that device.", ranks,
                        parameter, step, good)

@@ -63,7 +63,7 @@ class Survivor:
                     child.wait(QUIT_S)
 
     def close(self) -> None:
-        """Go on: the end of the records is not that of the run."""
+        """Continue: the end of the records is not the end of the run."""
 
 
 def start_survivor(out: Path) -> subprocess.Popen[bytes]:
@@ -94,6 +94,18 @@ def page_at_end(run: Run) -> Iterator[None]:
     beside.tell(survivor.QUIT)
 
 
+@contextlib.contextmanager
+def stored_at_end(run: Run) -> Iterator[None]:
+    """Enclose a fit: of a run under a URL, upload the report and the last records at its end, good or bad."""
+    failed = True
+    try:
+        yield
+        failed = run.state.requeue
+    finally:
+        if run.directory.storage is not None:
+            run.directory.storage.finish(failed)
+
+
 def _failed(run: Run, beside: Survivor, error: BaseException) -> None:
     if not run.begun:
         return
@@ -119,6 +131,6 @@ def write(out: Path) -> None:
         report.write(out)
     except UserError as error:
         say(f"note: {RunDirectory.REPORT} is not written: {error}")
-    except Exception as error:  # noqa: BLE001  (a page never ends a run)
+    except Exception as error:  # a page never ends a run
         say(f"note: {RunDirectory.REPORT} could not be written ({type(error).__name__}: {error}); python -m hvdtrain "
             f"report {out} tries again")

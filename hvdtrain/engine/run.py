@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from operator import attrgetter, is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.comm.compressors import create
+from hvdtrain.comm.wires import Wires
 from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.mesh import Mesh
@@ -27,15 +28,12 @@ from hvdtrain.core.records import RecordStream
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import Timeline, span
 from hvdtrain.data.feed import Feed
+from hvdtrain.engine.average import Average
 from hvdtrain.engine.run_parts import RunPhases, RunSetup, RunState, Services
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery import Recovery
-
-if TYPE_CHECKING:
-    from hvdtrain.comm.wires import Wires
-    from hvdtrain.engine.average import Average
 
 
 def _of(path: str) -> Any:
@@ -60,7 +58,8 @@ class Run:
     parts: ModelParts = _of("setup.parts")
     schedule: Schedule = _of("setup.schedule")
     feed: Feed = _of("setup.feed")
-    eval_feed: Feed | None = _of("setup.eval_feed")
+    eval_feeds: dict[str, Feed] = _of("setup.eval_feeds")
+    eval_feed = property(lambda run: run.eval_feeds.get(""))
     average: Average | None = _of("setup.average")
     dp: DataParallel = _of("setup.dp")
     control: Control = _of("services.control")
@@ -142,7 +141,6 @@ class Run:
         return found
 
     def note(self, text: str) -> None:
-        """Keep a remark for the summary and the log, and print it on rank 0 now."""
         self.notes.append(text)
         self.record("note", text=text)
         if self.control.rank == 0:

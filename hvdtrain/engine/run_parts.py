@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.backends.model_spec import Spec
 from hvdtrain.checkpoint.run_directory import RunOutput
@@ -16,6 +16,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.topology import Topology
+from hvdtrain.comm.wires import Wires
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
@@ -26,15 +27,12 @@ from hvdtrain.core.protocols.types import Announcement, Cursor, StepBatch
 from hvdtrain.core.records import RecordStream
 from hvdtrain.core.timeline import StepTotals, Timeline, span
 from hvdtrain.data.feed import Feed
+from hvdtrain.engine.average import Average, Final
 from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery import Recovery
 from hvdtrain.planning.linear import LinearTime
-
-if TYPE_CHECKING:
-    from hvdtrain.comm.wires import Wires
-    from hvdtrain.engine.average import Average, Final
 
 
 @dataclass
@@ -45,6 +43,7 @@ class RunSetup:
     ``devices``: what each rank computes on. ``mesh``: the replicas of the model, each a list of ranks. ``dp``: how the
     replicas stay one; set when the first sample has gone through. ``average``: the moving average of the weights, where
     the configuration asks for one. ``idle``: keys that have no effect as the run is set up (`hvdtrain.config`).
+    ``eval_feeds``: of evaluation sets by name; "": of the run's own evaluation data, the first one.
     """
 
     config: Config
@@ -54,13 +53,18 @@ class RunSetup:
     parts: ModelParts
     schedule: Schedule
     feed: Feed
-    eval_feed: Feed | None = None
+    eval_feeds: dict[str, Feed] = field(default_factory=dict)
     spelled: Config = field(default_factory=Config)
     devices: list[DeviceFacts] = field(default_factory=list)
     mesh: Mesh = field(default_factory=lambda: Mesh.of([1], 0))
     idle: frozenset[str] = frozenset()
     average: Average | None = None
     dp: DataParallel = field(init=False)
+
+    @property
+    def eval_unread(self) -> int:
+        """Return the samples of all evaluation sets that the last evaluation could not read."""
+        return sum(feed.unread for feed in self.eval_feeds.values())
 
 
 @dataclass
@@ -110,6 +114,15 @@ class StepOutcome:
         self._pending = self._read
 
 
+@dataclass(frozen=True)
+class BestEvaluation:
+    """A finite evaluation better than all before; ``out``: the run's directory that has its checkpoint."""
+
+    step: int
+    metrics: dict[str, float]
+    out: str
+
+
 @dataclass
 class Findings:
     """Results of the run so far, for its summary and report.
@@ -118,7 +131,10 @@ class Findings:
     `hvdtrain.engine.callbacks.memory_fit`. ``shortages``: each time that a rank ran out of memory, with ``rank`` and
     the fields of `hvdtrain.core.protocols.types.Shortage`. ``solo_lines``: how long each rank takes over a micro-batch,
     where balance knows it. ``metrics_at``: the step that ``RunState.metrics`` are of. ``unsaved``: why the last
-    checkpoint of the latest fit was not written; the final model is written all the same.
+    checkpoint of the latest fit was not written; the final model is written all the same. ``best``: by metric, newest
+    first; older ones replace it where its checkpoint is missing. ``weights_at``: the step whose weights are the final
+    ones; -1: the last. ``eval_owed``: the run ended for a requeue where an evaluation was due, which is made at the
+    resume.
     """
 
     notes: list[str] = field(default_factory=list)
@@ -128,6 +144,13 @@ class Findings:
     solo_lines: list[LinearTime] = field(default_factory=list)
     metrics_at: int = -1
     unsaved: UserError | None = None
+    best: dict[str, list[BestEvaluation]] = field(default_factory=dict)
+    weights_at: int = -1
+    eval_owed: bool = False
+
+    def best_steps(self) -> dict[str, list[int]]:
+        """Return the steps of ``best`` by metric, whose checkpoints `CheckpointStore` never removes."""
+        return {metric: [one.step for one in found] for metric, found in self.best.items() if found}
 
 
 @dataclass(slots=True)  # so that a name that has moved is no new attribute, which nobody reads
@@ -172,16 +195,16 @@ class RunState:
             return
         if self._alone:
             raise UserError(f"a callback of rank 0 alone set run.state.save_due in {event.value}",
-                            "a callback with where = \"all\": the other ranks would not come to that checkpoint",
+                            "a callback with where = \"all\": the other ranks would not enter that checkpoint",
                             "call run.want_save()")
         if event is Event.TOLD and self.batch is None and not self.stop:
             self.wishes.save = True  # no step whose weights these are: the next agreement decides
-        elif event is Event.STEP_END or event is Event.TOLD:
+        elif event in (Event.STEP_END, Event.TOLD, Event.EVAL_END, Event.EPOCH_END):
             self._save_due = True
         else:
-            raise UserError(f"a callback set run.state.save_due in {event.value}", "step_end, which the checkpoint of "
-                            "the same step follows: later ones hold the weights of another step",
-                            "set it in step_end, or call run.want_save()")
+            raise UserError(f"a callback set run.state.save_due in {event.value}", "step_end, eval_end or epoch_end, "
+                            "which a checkpoint of the same step follows: later ones hold the weights of another step",
+                            "set it there, or call run.want_save()")
 
 
 @dataclass

@@ -5,7 +5,6 @@ When to save is left to `hvdtrain.engine.callbacks.checkpoint`, the file format 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 from collections import deque
@@ -27,12 +26,13 @@ from hvdtrain.checkpoint.adapters import (
     part,
     state_key_of,
 )
+from hvdtrain.checkpoint.frozen import ordered
 from hvdtrain.checkpoint.manifest import encode_state
-from hvdtrain.checkpoint.run_directory import RunDirectory, keep_config
+from hvdtrain.checkpoint.run_directory import RunDirectory, checkpoint_written
 from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver, NoRoom, view
 from hvdtrain.checkpoint.sharded import Note
 from hvdtrain.checkpoint.store import CheckpointStore
-from hvdtrain.checkpoint.stream import StreamedContent, head, in_order, local_pieces, n_bytes
+from hvdtrain.checkpoint.stream import StreamedContent, head, local_pieces, n_bytes
 from hvdtrain.checkpoint.transfer import arriving, receive_note, receive_shards, send_note, send_shards
 from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.liveness import pulse
@@ -70,8 +70,7 @@ class Saving:
         self._background: Saver = saver or BackgroundSaver()
         self._inline = InlineSaver()
         self._channel: Channel | None = None
-        self._opened = False
-        self._others_s = 0.0
+        self._opened, self._others_s = False, 0.0
         self._copied_s: dict[int, float] = {}
         self._blocked_s: dict[int, float] = {}
         self._untold: list[Outcome] = []
@@ -85,7 +84,7 @@ class Saving:
         self._step = run.state.cursor.step  # not before: a thread at work has a step of its own
         if not self._opened and control.size > 1:
             self._channel = control.channel(LONGEST_SLEEP_S)
-        self._trainable = self._trainable or trainable_names(run.parts)
+        self._trainable = trainable_names(run.parts)  # of now: layers are unfrozen
         self._opened = True
         run.written.sync(run)
         run.call("saving")
@@ -99,19 +98,19 @@ class Saving:
         run, rank = self._run, self._run.control.rank
         saver: Saver = self._background
         shards: list[Shard] = []
-        meta: dict[str, Any] = {}
-        error = ""
+        meta, error = dict[str, Any](), ""
         meets = run.control.size > 1 and self._channel is None
         gathered = run.config.checkpoint.layout == "gathered"
+        trainable = self._trainable if gathered else None  # a rank that writes by itself has one file
         place = view if meets and gathered and rank > 0 else self._copies.place  # it has gone when the run continues
         try:
             self._copies.begin()
             try:
-                shards = in_order([*shared.shards(place), *own.shards(place)])
+                shards = ordered((shared, own), place, trainable)
             except NoRoom as lack:
                 self._copies.forget()
                 self._say_no_room(lack)
-                saver, shards = self._inline, in_order([*shared.shards(view), *own.shards(view)])
+                saver, shards = self._inline, ordered((shared, own), view, trainable)
             meta = meta_of(run, shared.rest()) if rank == 0 else {}
         except UserError as problem:
             error, shards = self._named(problem), []
@@ -223,28 +222,22 @@ class Saving:
         if rank == 0:
             self._others_s = max(one["cost_s"] for one in notes[1:] or [{"cost_s": 0.0}])
             sharded.publish(self._store, order, notes, meta, say)
-            self._keep_config()
+            checkpoint_written(self._run, self._store.path_of(step))
 
     def _write(self, content: StreamedContent) -> None:
         try:
-            self._store.save(content, int(content.meta["cursor"]["step"]), log=say)
+            path = self._store.save(content, int(content.meta["cursor"]["step"]), log=say)
         except Exception:
             content.drain()
             raise
-        self._keep_config()
-
-    def _keep_config(self) -> None:
-        """Write the run's configuration where it lacks: saved without a fit, or after the directory was deleted."""
-        with contextlib.suppress(OSError):  # the checkpoint holds the configuration too
-            if not (self._run.out / RunDirectory.CONFIG).exists():
-                keep_config(self._run)
+        checkpoint_written(self._run, path)
 
     def _say_no_room(self, lack: NoRoom) -> None:
         if not self._said:
             self._said = True
-            self._run.note(f"rank {self._run.control.rank} on host {self._run.control.node}: host memory has no room "
-                           f"for a copy of the state ({format_bytes(lack.needed_bytes)} and more, "
-                           f"{format_bytes(lack.room_bytes)} can be had), so training waits while it is saved")
+            self._run.note(f"rank {self._run.control.rank} on host {self._run.control.node}: host memory has no "
+                           f"room for a copy of the state (needs {format_bytes(lack.needed_bytes)} "
+                           f"and more, {format_bytes(lack.room_bytes)} available), so each save blocks training")
 
     def settled(self) -> list[Outcome]:
         """Return what has been written or given up since the last call, oldest first.
@@ -292,7 +285,6 @@ class Saving:
         self._channel, self._opened = None, False
 
     def close(self) -> None:
-        """Finish a save that is under way, soon, or drop it: a run that ends by an error enters no collective."""
         if not self._background.wait(GRACE_S) and self._channel is not None:
             self._channel.close()
             self._background.wait(1.0)
@@ -364,6 +356,7 @@ def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
         "config": json_able(run.config.to_dict()), "schedule": schedule_of(run, run.state.cursor),
         "samples": run.feed.samples,
         "callbacks": callback_states(run), **sharded, **_cut_of(run),
+        "best": run.state.findings.best_steps(),
     }
 
 

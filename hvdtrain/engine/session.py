@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint import CheckpointError, CheckpointStore, OpenCheckpoint, read_snapshot
+from hvdtrain.checkpoint import CheckpointError, CheckpointStore, OpenCheckpoint, read_snapshot, remote
 from hvdtrain.checkpoint.adapters import WRAPPERS, fitting, model_names, state_key_of
+from hvdtrain.checkpoint.downloads import resume_path
 from hvdtrain.checkpoint.manifest import decode_state
 from hvdtrain.checkpoint.run_directory import RunDirectory, ensure_out, find_out
 from hvdtrain.checkpoint.snapshot import inspect
@@ -100,8 +101,9 @@ def _newest_whole(root: Path, log: Callable[[str], None]) -> OpenCheckpoint | No
         return None
     older = f" and {len(names) - MOST_NAMES} older" if len(names) > MOST_NAMES else ""
     shown = ", ".join(names[-MOST_NAMES:]) + older
-    raise UserError(f"all checkpoints in {root} are damaged: {shown}; the notes before this say how",
-                    "at least one that is whole", "leave out --resume to start anew, in another directory")
+    raise UserError(f"all checkpoints in {root} are damaged: {shown}; the notes above give the reasons",
+                    "at least one complete checkpoint", "leave out --resume to start from scratch, in another "
+                                                        "directory")
 
 
 def restore(run: Run, kept: OpenCheckpoint | None) -> None:
@@ -152,15 +154,30 @@ def restore(run: Run, kept: OpenCheckpoint | None) -> None:
     run.state.cursor = cursor
     run.state.stop, run.state.wishes.stop, run.state.wishes.save, run.state.findings.metrics_at = "", "", False, -1
     if not alike:
-        run.note(f"resumed a run of {ranks_of(copies)} on {unlike}: random generators start anew "
-                 "from the seed" + ("" if run.config.compression == "none" else ", compressor state from nothing"))
+        run.note(f"resumed a run of {ranks_of(copies)} on {unlike}: random generators "
+                 "restart from the seed" + ("" if run.config.compression == "none" else ", compressor state from zero"))
     if unfit:
         run.note(unfit)
     if meta.get("samples", run.feed.samples) != run.feed.samples:
         run.note(f"resumed with {run.feed.samples} samples where the run had {meta.get('samples')}: "
-                 "the order of the data is another")
+                 "the order of the data differs")
     _tell_changes(run, meta["config"])
     _tell_schedule(run, before, now)
+
+
+def restore_from(run: Run, place: str) -> None:
+    """Load the checkpoint at a path or a URL, which may be a run's; collective."""
+    config = replace(run.config, resume=place, out="")
+
+    def look() -> OpenCheckpoint | None:
+        if run.control.rank != 0:
+            return None
+        remote.fetch(config, run.note)
+        return find(resume_path(config), None, run.note)
+
+    restore(run, agreed(run.control, look, "restore"))
+    if run.control.rank == 0:
+        remote.forget(config)
 
 
 def _in_own_names(run: Run, heads: list[Head]) -> tuple[dict[tuple[str, str], str], list[Head]]:
@@ -192,7 +209,7 @@ def _alike(meta: Mapping[str, Any], copies: list[list[int]], run: Run) -> tuple[
         return False, ranks_of(now)
     cut = ([], []) if layout is None else (now, [list(starts) for starts in layout.starts])
     before = meta.get("pipeline", {})
-    return (before.get("copies", []), before.get("starts", [])) == cut, f"{ranks_of(now)} with another cut"
+    return (before.get("copies", []), before.get("starts", [])) == cut, f"{ranks_of(now)} with another partition"
 
 
 def cut_before(config: Config, name: str, control: Control, devices: Sequence[str]) -> Before | None:
@@ -222,7 +239,7 @@ def _newest_meta(config: Config, name: str, control: Control) -> Mapping[str, An
     if control.rank:
         return {}
     with contextlib.suppress(CheckpointError, OSError, UserError, KeyError, ValueError):  # `find` says what is wrong
-        out = find_out(config, name) if config.resume == "auto" else absolute(config.resume)
+        out = find_out(config, name) if config.resume == "auto" else absolute(resume_path(config))
         for root in () if out is None else RunDirectory(out).roots:
             stored = CheckpointStore(root, 1).list()
             if stored:
@@ -258,8 +275,8 @@ def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list
         states.setdefault(name, []).append(state)
     for name in [n for n in states if isinstance(kept, dict) and names.count(n) > 1]:
         states[name][:0] = [{}] * (names.count(name) - 1)
-        run.note(f"the checkpoint holds one state for {names.count(name)} callbacks {name}: the last takes it, the "
-                 "others start anew")
+        run.note(f"the checkpoint holds one state for {names.count(name)} callbacks {name}: the last one gets "
+                 "it, the others start without state")
     found = [(callback, states[name].pop(0)) for callback, name in zip(run.callbacks, names) if states.get(name)]
     return [(callback, state) for callback, state in found if state]
 
@@ -275,8 +292,8 @@ def _leaves(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``keys`` by `_leaves`.
 
-    Of data_parallel the name alone: how zero divides leaves the curve alone, as zero itself does. Version 0.1.0 kept it
-    as a text.
+    Of data_parallel the name alone: how zero divides leaves the results unchanged, as zero itself does. Version 0.1.0
+    kept it as a text.
     """
     keys = dict(keys)
     if "data_parallel" in keys:
@@ -313,7 +330,7 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
             words.append(f"{key} {_shown(was)} -> {_shown(new)}")
     words += optimizer.changes
     if words:
-        run.note(f"resumed with other settings than before: {', '.join(words)}")
+        run.note(f"resumed with changed settings: {', '.join(words)}")
 
 
 def _shown(value: Any) -> str:
@@ -325,7 +342,7 @@ def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) 
     own = now["own"]
     if own and own["end"] < own["steps"]:
         run.note(f"the optimizer's own schedule {own['name']} ends after {own['end']} steps of a run of "
-                 f"{own['steps']}: from there on the rate stays as it is")
+                 f"{own['steps']}: after that the rate stays constant")
     if not run_length.changed(before, now):
         return
     same = before["name"].lower() == now["name"].lower()
@@ -346,16 +363,18 @@ def resume(run: Run) -> None:
     def look() -> Path:
         out = find_out(run.config, run.spec.name) if resume == "auto" and run.control.rank == 0 else None
         if run.control.rank == 0:
-            found[0] = find(resume, out, run.note)
+            found[0] = find(resume_path(run.config), out, run.note)
         if resume == "auto" and out is not None and found[0] is None and (out / RunDirectory.COMPLETED).exists():
-            raise UserError(f"resume auto: {out} holds a run that is complete and has no checkpoint to go on from",
+            raise UserError(f"resume auto: {out} holds a run that is complete and has no checkpoint to resume from",
                             "a checkpoint, or a directory without a finished run",
-                            "leave out --resume, in another --out, to start anew")
+                            "leave out --resume, in another --out, to start from scratch")
         return out or Path()
 
     run.out = run.control.bcast(agreed(run.control, look, "resume"))
     if not run.control.bcast(found[0] is not None):
-        run.note("resume auto: no checkpoint yet, starting anew")
+        run.note("resume auto: no checkpoint yet, starting from scratch")
         return
     restore(run, found[0])
+    if run.control.rank == 0:
+        remote.forget(run.config)
     run.note(f"resumed at step {run.state.cursor.step}, epoch {run.state.cursor.epoch}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+from hvdtrain.checkpoint.downloads import shown
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols import DataParallel, DividesState
 from hvdtrain.core.terminal import facts, say
@@ -15,7 +16,7 @@ from hvdtrain.parallel.pipeline import plan
 MOST_RANKS = 8
 """Ranks that get a row of their own."""
 
-WORDS = {"slowest": "waiting for the slowest", "wire": "wire", "input": "input", "update": "update",
+WORDS = {"slowest": "waiting for stragglers", "wire": "transfer", "input": "input", "update": "update",
          "idle": "stages waiting for each other", "channel": "messages between stages"}
 
 
@@ -38,7 +39,10 @@ def record(run: Run) -> dict[str, Any]:
         "loss": _number(s.outcome.last_loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
         "metrics_at": s.findings.metrics_at,
-        "test_unread": run.eval_feed.unread if run.eval_feed is not None else 0,
+        "weights_at": weights_at(run),
+        "best": {metric: {"step": found[0].step, "value": found[0].metrics[metric]}
+                 for metric, found in s.findings.best.items() if found},
+        "test_unread": run.setup.eval_unread,
         "meter": _meter(run),
         "zero": _zero(run.dp),
         "saves": _saves(run),
@@ -53,34 +57,44 @@ def record(run: Run) -> dict[str, Any]:
     }
 
 
+def weights_at(run: Run) -> int:
+    """Return the step whose weights the final model has."""
+    at = run.state.findings.weights_at
+    return run.state.cursor.step if at < 0 else at
+
+
 def rows(run: Run) -> list[tuple[str, str]]:
     """Return what the table shows, in order."""
     r = record(run)
     per_rank = f"{r['ranks']} on {r['hosts']}"
     table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank),
-             ("wire", f"{r['wire']}, compression {r['compression']}"),
+             ("transport", f"{r['wire']}, compression {r['compression']}"),
              ("global batch", count(r["global_batch"], "sample")),
              *([("pipeline", plan.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
              ("steps", f"{r['steps']} in {count(r['epochs'], 'epoch')}"
               + (f", stopped: {r['stop']}" if r["stop"] else "")),
-             ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
+             ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "not known: too few steps"),
              ("train loss", f"{r['loss']:.4g}" if r["loss"] is not None else "none")]
+    if r["weights_at"] < r["steps"]:
+        table.append(("weights", f"restored: those of step {r['weights_at']}"))
     other = f", of the weights of step {r['metrics_at']}" if 0 <= r["metrics_at"] < r["steps"] else ""
-    table += [(f"test {name}", (f"{value:.4f}" if value is not None else "none") + other)
+    table += [(name if "/" in name else f"test {name}", (f"{value:.4f}" if value is not None else "none") + other)
               for name, value in r["metrics"].items()]
+    table += [(f"best {name}", f"{best['value']:.4f} at step {best['step']}") for name, best in r["best"].items()]
     if r["test_unread"]:
-        table.append(("test samples", f"{r['test_unread']} left out, since they could not be read"))
+        table.append(("test samples", f"{r['test_unread']} unreadable, skipped"))
     table += _ledger(r["ledger"])
     if r["meter"]:
         table += _efficiency(r["meter"])
     table.append(("time a step", ", ".join(f"{name} {ms:.1f}" for name, ms in r["phases_ms"].items()) + " ms"))
     if r["zero"]:
-        table.append(("zero", f"stage {r['zero']['stage']}, parameters gathered in {r['zero']['gather_ms']:.1f} ms a "
-                      "step, a part of update"))
+        table.append(("zero", f"stage {r['zero']['stage']}, parameters gathered in {r['zero']['gather_ms']:.1f} "
+                      "ms a step (included in update)"))
     if r["saves"]:
         table.append(("checkpoints", _saved(r["saves"])))
     table += _utilisation(r["mfu"]) + _memory(r["memory"]) + _shortages(r["out_of_memory"])
-    table.append(("files", f"{run.out}, with its page report.html" if run.begun else str(run.out)))
+    out = shown(run.config, run.out)
+    table.append(("files", f"{out}, with report.html" if run.begun else out))
     return table + [("note", note) for note in r["notes"]]
 
 
@@ -104,8 +118,8 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     said += [f"the first {found['partial']} of the last epoch once each"
              + (f", {count(rows, 'row')} compared across ranks" if rows and not epochs else "")
              ] if found.get("partial") else []
-    said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
-    said += [f"{found['unread']} left out, since they could not be read"] if found.get("unread") else []
+    said += [f"{found['skipped']} in skipped steps"] if found.get("skipped") else []
+    said += [f"{found['unread']} unreadable, skipped"] if found.get("unread") else []
     why = f": {found['reason']}" if found.get("reason") else ""
     if found.get("unchecked"):
         which = ", ".join(map(str, found["unchecked"]))
@@ -123,13 +137,13 @@ def _zero(dp: DataParallel) -> dict[str, Any] | None:
 
 
 def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the peak memory of rank 0 and of the worst rank beside the estimate; nothing where it is unknown."""
+    """Return the peak memory of rank 0 and of the worst rank with the estimate; nothing where it is unknown."""
     peaks, states = found.get("peak", []), found.get("state", [])
     if not any(peaks) or len(peaks) != len(states):
         return []
     worst = max(range(len(peaks)), key=lambda r: peaks[r])
-    said = [f"rank {r} at most {format_bytes(peaks[r])}, of it {format_bytes(states[r])} parameters, gradients and "
-            f"optimizer as predicted{_measured(found, r)}" for r in dict.fromkeys((0, worst)) if peaks[r]]
+    said = [f"rank {r} peak {format_bytes(peaks[r])}, of which {format_bytes(states[r])} parameters, "
+            f"gradients and optimizer as predicted{_measured(found, r)}" for r in dict.fromkeys((0, worst)) if peaks[r]]
     return [("memory", "; ".join(said))]
 
 
@@ -169,7 +183,7 @@ def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return how often ranks ran out of memory, and which take smaller micro-batches since."""
     if not found["times"]:
         return []
-    smaller = [f"rank {rank} takes at most {limit} in a micro-batch" for rank, limit in
+    smaller = [f"rank {rank} uses micro-batches of at most {limit}" for rank, limit in
                sorted(found["micro_batch"].items())]
     return [("out of memory", "; ".join([count(found["times"], "time"), *smaller]))]
 
@@ -185,16 +199,18 @@ def _saves(run: Run) -> dict[str, Any] | None:
 
 def _saved(saves: dict[str, Any]) -> str:
     blocked_ms, cpu_ms = (1e3 * saves[key] / saves["saves"] for key in ("blocked_s", "threads_cpu_s"))
-    return (f"{saves['saves']} saved; a save held training up for {blocked_ms:.1f} ms and took {cpu_ms:.1f} ms of a "
-            "thread beside it")
+    return (f"{saves['saves']} saved; a save blocked training for {blocked_ms:.1f} ms and took {cpu_ms:.1f} "
+            "ms in a background thread")
 
 
 def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the meter's rows: how much of the devices' speed was used, what was lost, each rank, what to do."""
     lost = ", ".join(f"{WORDS[cause]} {percent:.1f} %" for cause, percent in found["lost_percent"].items())
-    rows = [("efficiency", f"{found['percent_of_solo']:.0f} % of the sum of solo speeds"), ("time lost", lost)]
+    rows = [("scaling efficiency", f"{found['percent_of_solo']:.0f} % of the sum of single-rank "
+                                   "throughputs"), ("time lost", lost)]
+    what = "rank" if found["of"] == "rank" else "replica"
     for rank, row in list(enumerate(found["ranks"]))[:MOST_RANKS]:
-        rows.append((f"{found['of']} {rank}", f"{row['samples']:.4g} samples, compute {1e3 * row['compute_s']:.1f}, "
+        rows.append((f"{what} {rank}", f"{row['samples']:.4g} samples, compute {1e3 * row['compute_s']:.1f}, "
                      f"wait {1e3 * row['wait_s']:.1f}, input {1e3 * row['data_s']:.1f}, update "
                      f"{1e3 * row['update_s']:.1f} ms"))
     more = len(found["ranks"]) - MOST_RANKS

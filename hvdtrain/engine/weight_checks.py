@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.core.buckets import plan_buckets, plan_some
 from hvdtrain.core.comparison import Origin, finite, has_nan, plain_name
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Array, Ops, ParamSpec
-from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.protocols import Array, Control, Ops, ParamSpec
+from hvdtrain.core.protocols.types import Bucket, StepBatch
+from hvdtrain.parallel.parts import ModelParts
+from hvdtrain.parallel.recovery import Recovery
 
 COLUMNS = 1021
 """A prime, so that what repeats in a tensor's rows does not fall into one column."""
@@ -142,13 +144,6 @@ class Fingerprints:
             yield i, host_N[offset:offset + self._specs[i].n]
 
 
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols import Control
-    from hvdtrain.core.protocols.types import StepBatch
-    from hvdtrain.parallel.parts import ModelParts
-    from hvdtrain.parallel.recovery import Recovery
-
-
 def check_trainable(parts: ModelParts) -> None:
     """Raise `UserError` naming the first parameter or buffer that is not finite: such a model is not trained on.
 
@@ -158,7 +153,7 @@ def check_trainable(parts: ModelParts) -> None:
     name = not_finite(parts)
     if name:
         raise UserError(f"{name} of the model is not finite before the first step", "finite weights and statistics",
-                        "look at what builds or loads the model, or resume from a checkpoint")
+                        "check the code that builds or loads the model, or resume from a checkpoint")
 
 
 def not_finite(parts: ModelParts) -> str:
@@ -354,7 +349,7 @@ def _cause(distributed: bool, rows: FingerprintRows, v: int, began: bool, some_s
         return ("the weights differed before the first update: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) "
                 "to the callbacks of fit (or hvd.broadcast_variables(model.variables, root_rank=0) to a loop of your "
                 "own), and load weights before it or on every rank")
-    return ("the weights were equal before, so something else than this optimizer's exchanged gradients changes them: "
-            "a callback or train_step that assigns weights on some ranks, an optimizer that is not distributed, unlike "
-            "learning rates or optimizer states, or layers meant to be local, which belong into "
+    return ("the weights were equal before, so something other than this optimizer's exchanged gradients changes them: "
+            "a callback or train_step that assigns weights on some ranks, an optimizer that is not distributed, "
+            "different learning rates or optimizer states, or layers meant to be local, which belong into "
             "hvd.PartialDistributedOptimizer(local_layers=...)")

@@ -78,11 +78,11 @@ class WrittenState:
 
         def checked() -> dict[str, str]:
             if any(one != given[0] for one in given):
-                raise UserError("buffer_reduction says other things on one rank than on another", "the same on every "
+                raise UserError("buffer_reduction differs between ranks", "the same on every "
                                 "rank", "make it depend on the model alone")
             if run.config.data_parallel.name not in ("replicate", "zero"):
-                raise UserError("buffer_reduction with a data_parallel of one's own, whose replicas need not be one "
-                                "model", "replicate or zero", "leave out buffer_reduction")
+                raise UserError("buffer_reduction with a custom data_parallel, "
+                                "whose replicas may differ", "replicate or zero", "leave out buffer_reduction")
             return resolved(given[0], {name: one for row in rows for name, one in row.items()},
                             {name for row in statistics for name in row})
 
@@ -97,7 +97,6 @@ class WrittenState:
         self._know(run, [*self.declared, *(name for names in control.gather(list(found)) for name in names)])
 
     def caveats(self) -> list[str]:
-        """Return what of law 2 is bent, as text."""
         return _words(self.reductions, {n: how for n, how in self.declared.items() if n in self.reductions})
 
     def fresh(self, run: BufferedRun) -> list[str]:
@@ -156,11 +155,11 @@ def _words(reductions: Mapping[str, str], declared: Mapping[str, str]) -> list[s
     found = []
     default = [name for name in reductions if name not in declared]
     if default:
-        found.append(f"forward passes write to {_listed(default)}, of which every rank takes rank 0's value after each "
-                     "step; buffer_reduction in the model file declares another reduction")
+        found.append(f"forward passes write to {_listed(default)}, and every rank takes rank 0's values "
+                     "after each step; buffer_reduction in the model file declares another reduction")
     if declared:
         found.append(f"buffer_reduction {_listed([f'{name}: {how}' for name, how in declared.items()])} applies after "
-                     "each step; within a step a rank reads what it wrote itself")
+                     "each step; within a step a rank reads its own values")
     return found
 
 
@@ -231,10 +230,10 @@ def _check_queues(gathered: Mapping[str, tuple[str, Writable]]) -> None:
     placed = {module_of(name) for name, (_, one) in gathered.items() if one.position}
     for name, key in rows.items():
         if key not in sure and key[0] not in placed:
-            raise UserError(f"buffer_reduction gathers {name!r} of whole numbers alone: a row that gets the number it "
-                            "had does not show", "its position or a floating queue of as many rows in the same "
-                            "module, gathered too",
-                            "gather its position, or keep it beside its features, or in a floating dtype")
+            raise UserError(f"buffer_reduction gathers {name!r}, which has integers alone: a "
+                            "row rewritten with the same number is not seen", "its position or a floating queue of as "
+                            "many rows in the same module, gathered too",
+                            "gather its position, or use a floating dtype")
     for name, (how, one) in gathered.items():
         sizes = {n for module, n in rows.values() if module == module_of(name)}
         if one.position and len(sizes) != 1:

@@ -12,7 +12,7 @@ _MODULES = ("callbacks", "elastic")
 
 _HOME = {
     "DistributedOptimizer": "optimizer", "PartialDistributedOptimizer": "optimizer", "load_model": "optimizer",
-    "allreduce": "collective", "allgather": "collective", "broadcast": "collective", "reducescatter": "collective",
+    "allreduce": "exchange", "allgather": "exchange", "broadcast": "exchange", "reducescatter": "exchange",
     "shard": "data",
 }
 

@@ -240,8 +240,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
                  steps_per_epoch: int | None = None, verbose: int = 0) -> None:
         def multiplier(epoch: float) -> float:
-            from hvdtrain import tensorflow as hvd
-
             assert self.steps_per_epoch
             reached = epoch + 1.0 / self.steps_per_epoch  # so that an epoch ends on a round rate, as in Horovod
             return (reached * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
@@ -250,8 +248,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        from hvdtrain import tensorflow as hvd
-
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and hvd.rank() == 0:
             print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {self._rate():g}.")

@@ -154,7 +154,7 @@ def _place() -> tuple[int, int]:
 
     control = boot.current_control()
     if control is None:
-        raise UserError("shard() before the ranks know one another", "rank and size", "give shard(rank=..., size=...)")
+        raise UserError("shard() before hvd.init()", "rank and size", "give shard(rank=..., size=...)")
     return control.rank, control.size
 
 
@@ -171,8 +171,8 @@ def _weights_of_outputs(given: Any, y: Any, samples: int) -> Any:
         try:
             keras.tree.assert_same_paths(weights, y)
         except (ValueError, TypeError) as error:
-            raise UserError("sample weights of another structure than y", "one array, or one for each target",
-                            "give them as y is given") from error
+            raise UserError("sample weights whose structure differs from y's", "one array, or one for each target",
+                            "use the structure of y") from error
     return weights
 
 
@@ -184,7 +184,7 @@ def _length(arrays: Sequence[Any]) -> int:
     return lengths[0]
 
 
-_TRAINER = "train with hvdtrain.Trainer, which weighs them by what they count"
+_TRAINER = "train with hvdtrain.Trainer, which weights them"
 _reading: list[ShardedDataset] = []
 _weighed: list[ShardedDataset] = []
 """The one whose batches are being read, if its weights are not all 1: no loss of it goes without them."""
@@ -197,7 +197,7 @@ def reading(shards: Sequence[ShardedDataset]) -> Iterator[None]:
 
     def reduce(values: Any, sample_weight: Any = None, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if mask is not None:
-            raise _masked("values that a loss masks by itself (ignore_class)")
+            raise _masked("values that a loss masks itself (ignore_class)")
         return plain(values, sample_weight, mask, *args, **kwargs)
 
     _reading[:], loss_base.reduce_weighted_values = shards, reduce
@@ -301,7 +301,7 @@ def _judge(model: Any, shard: ShardedDataset) -> loss_coupling.Finding | None:
     try:
         if not model.built:
             model(keras.tree.map_structure(lambda a: a[:1], x), training=False)
-    except Exception:  # noqa: BLE001  (fit reports what fails)
+    except Exception:  # fit reports what fails
         return None
 
     def of_samples(numbers: Sequence[int], training: bool) -> tuple[Any, Any]:

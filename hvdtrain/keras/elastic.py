@@ -9,6 +9,6 @@ def __getattr__(name: str) -> Any:
     """Raise `hvdtrain.core.errors.UserError` for ``run``, ``KerasState`` and the rest."""
     if name.startswith("__"):
         raise AttributeError(name)
-    from hvdtrain.tensorflow.capabilities import no_elastic
+    from hvdtrain.cluster.horovod import no_elastic
 
     raise no_elastic()

@@ -15,11 +15,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain import tensorflow as hvd
 from hvdtrain.backends.tensorflow.optimizer import fused
 from hvdtrain.core.errors import UserError
 from hvdtrain.keras.guard import DivergenceGuard, frozen_weights, ranks_of
-from hvdtrain.tensorflow import basics
-from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted
+from hvdtrain.tensorflow import Average, Compression, basics
+from hvdtrain.tensorflow.nodes import label_of, node_name, refuse_xla, through_trace, unconverted
 
 _counts: collections.Counter[str] = collections.Counter()
 
@@ -98,24 +99,20 @@ class OptimizerExchange:
             n = _counts[self.settings.name] - 1
             self._name = self.guard.name = f"{self.settings.name}_{n}" if n else self.settings.name
 
-    # --- several passes --------------------------------------------------------------------------------------------
-
     def _accumulate(self, grads: list[Any], variables: list[Any]) -> list[tf.Variable | None]:
         """Add this pass' gradients to the sums; return the sums of variables with a gradient."""
         keys = [_key(v) for v in variables]
         self._list = self._list or keys
         if keys != self._list:
             raise through_trace(UserError(
-                f"backward_passes_per_step={self.settings.passes} and another list of variables than before",
+                f"backward_passes_per_step={self.settings.passes} and a list of variables that differs from before",
                 "one list: passes are counted by optimizer, and every N-th updates",
                 "give each list an optimizer of its own, or leave backward_passes_per_step at 1"))
         missing = [v for g, v in zip(grads, variables) if g is not None and _key(v) not in self._sums]
         if missing and self._sums and not tf.executing_eagerly():  # graphs that update without it are there already
-            from hvdtrain.tensorflow.nodes import label_of
-
             raise through_trace(UserError(
                 f"backward_passes_per_step={self.settings.passes} and a gradient of {label_of(missing[0])}, which "
-                "other batches had not", "gradients of the same variables in every pass",
+                "earlier batches did not have", "gradients of the same variables in every pass",
                 "add 0 * the branch's output to the loss, or leave backward_passes_per_step at 1"))
         with tf.init_scope():
             if self._passes is None:
@@ -146,8 +143,6 @@ class OptimizerExchange:
                 total.assign(tf.zeros_like(total))
         if tf.executing_eagerly():
             self._used.clear()
-
-    # --- one update ------------------------------------------------------------------------------------------------
 
     def _apply(self, optimizer: Any, grads: list[Any], variables: list[Any], update: Update) -> None:
         local = self._locals()
@@ -215,9 +210,9 @@ def exchange_of(optimizer: Any) -> OptimizerExchange | None:
 def _refuse_global_clip(optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if inner.global_clipnorm:
-        raise through_trace(UserError(f"global_clipnorm={inner.global_clipnorm} beside local layers",
-                                      "a clip of each by itself: ranks would scale the shared gradients differently",
-                                      "use clipnorm, which clips each variable by itself"))
+        raise through_trace(UserError(f"global_clipnorm={inner.global_clipnorm} together with local layers",
+                                      "a clip per variable: ranks would scale the shared gradients differently",
+                                      "use clipnorm, which clips each variable separately"))
 
 
 def _key(variable: Any) -> Any:
@@ -236,3 +231,25 @@ def _values(grad: Any) -> tf.Tensor:
 
 def _with(grad: Any, values: tf.Tensor) -> Any:
     return tf.IndexedSlices(values, grad.indices, grad.dense_shape) if isinstance(grad, tf.IndexedSlices) else values
+
+
+def allreduce(value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0, op: Any = None, compression: Any = Compression.none) -> tf.Tensor:
+    """Return the average over the ranks, or another reduction; ``average``: the old way to choose. Collective."""
+    return hvd.allreduce(tf.convert_to_tensor(value), average=average, name=name, prescale_factor=prescale_factor,
+                         postscale_factor=postscale_factor, op=op, compression=compression)
+
+
+def allgather(value: Any, name: str | None = None) -> tf.Tensor:
+    """Return all ranks' values along dimension 0, which may differ; collective."""
+    return hvd.allgather(tf.convert_to_tensor(value), name=name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
+    """Return the value of ``root_rank``; collective."""
+    return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: Any = Average) -> tf.Tensor:
+    """Return this rank's shard, along dimension 0, of the reduced value; collective."""
+    return hvd.reducescatter(tf.convert_to_tensor(value), name=name, op=op)

@@ -186,7 +186,7 @@ def _settings_apart(rows_P2: np.ndarray, count: int, ranks: Sequence[int] | None
     for name, column_P, said, expected, do in (
             ("learning_rate", rows_P2[:, 0].astype(np.float64), "have different learning rates: {:g}",
              "one learning rate", "give callbacks that change the rate, such as ReduceLROnPlateau"),
-            ("stop_training", rows_P2[:, 1], "do not end training together: model.stop_training is {:g}",
+            ("stop_training", rows_P2[:, 1], "do not stop training together: model.stop_training is {:g}",
              "one decision to stop", "give callbacks that stop training, such as EarlyStopping")):
         apart_P = ~np.isclose(column_P, column_P[0], rtol=RATE_ROUNDING, atol=0.0, equal_nan=True)
         if apart_P.any():

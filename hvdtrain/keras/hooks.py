@@ -13,7 +13,7 @@ import math
 import textwrap
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -170,8 +170,9 @@ def _weighing(plain: Any) -> Any:
 def _refuse_class_weight(fit: Any, *args: Any, **kwargs: Any) -> None:
     arguments = inspect.signature(fit).bind(*args, **kwargs).arguments
     if arguments.get("class_weight") is not None:
-        raise UserError("fit(hvd.shard(...), class_weight=...)", "class weights in the shard, which multiplies sample "
-                        "weights by them", "write hvd.shard(x, y, class_weight=...), and leave class_weight out of fit")
+        raise UserError("fit(hvd.shard(...), class_weight=...)", "class weights in the shard, which multiplies "
+                        "sample weights by class weights", "write hvd.shard(x, y, class_weight=...), and leave "
+                                                           "class_weight out of fit")
 
 
 def _guarded(model: Any, function: Any, exchange: OptimizerExchange) -> Any:
@@ -232,8 +233,9 @@ class WrittenVariables:
         fresh = [name for name in self._before if any(name in names for names in found)]
         self._known += fresh
         if fresh and hvd.rank() == 0:
-            warnings.warn(f"layers write to {', '.join(fresh)} in their forward passes: every rank takes rank 0's "
-                          "value after each step, so that training depends on the number of ranks", stacklevel=2)
+            warnings.warn(f"layers write to {', '.join(fresh)} in their forward passes: every rank "
+                          "takes rank 0's value after each step, so training depends on the number of "
+                          "ranks", stacklevel=2)
 
     def _variables(self) -> dict[str, Any]:
         local = {id(v) for layer in self._exchange.settings.local_layers for v in layer.variables}
@@ -242,9 +244,6 @@ class WrittenVariables:
                 for i, v in enumerate(found)}
 
 
-if TYPE_CHECKING:
-    from hvdtrain.keras.data import ShardedDataset
-
 STEPS = ("train_step", "test_step")
 UNPACK = "unpack_x_y_sample_weight"
 Taken = Literal["pairs", "unweighted", "weighted", "unknown"]
@@ -252,8 +251,6 @@ Taken = Literal["pairs", "unweighted", "weighted", "unknown"]
 
 def check(model: Any, name: str, shard: ShardedDataset) -> None:
     """Refuse (`UserError`) a custom step ``name`` that fails on sample weights or drops them, unless all are 1."""
-    import keras
-
     step = getattr(type(model), name)
     if step is getattr(keras.Model, name):
         return
@@ -262,7 +259,7 @@ def check(model: Any, name: str, shard: ShardedDataset) -> None:
     except (OSError, TypeError, SyntaxError):
         return
     if how == "pairs" or how == "unweighted" and not shard.of_ones():
-        does = "takes two elements of a batch" if how == "pairs" else "drops the sample weights of a batch"
+        does = "unpacks only two elements of a batch" if how == "pairs" else "drops the sample weights of a batch"
         raise UserError(f"{type(model).__name__}.{name} {does} of hvdtrain.keras.shard",
                         "x, y and sample_weight, which makes the mean over ranks that of the global batch",
                         f"write x, y, sample_weight = keras.utils.{UNPACK}(data) in {name}, and give sample_weight "

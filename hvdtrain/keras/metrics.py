@@ -50,8 +50,6 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         check_lengths(self.model, self.params, self._gather)
 
-    # --- when ------------------------------------------------------------------------------------------------------
-
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         data.forget()
         self._train, self._test = Phase(), None
@@ -84,8 +82,6 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._average_plainly(logs, self._train.logs)
         self._train = None
 
-    # --- how -------------------------------------------------------------------------------------------------------
-
     def _watch(self, phase: Phase | None, batch: int) -> None:
         if phase is None or phase.before is not None:
             return
@@ -106,8 +102,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         """Return every metric of the model over all ranks, which all are at ``when``; collective."""
         metrics = named_metrics(self.model)
         if phase.mixed:
-            self._warn("steps_per_execution joins the short last batch with others: with unequal parts the logs are "
-                       "near, not exact; give shard(..., drop_remainder=True), or a number that divides the steps")
+            self._warn("steps_per_execution joins the short last batch with others: with unequal "
+                       "shares the logs are approximate; give shard(..., drop_remainder=True), or a number that "
+                       "divides the steps")
         mine: dict[str, np.ndarray] = {}
         samples = _samples(self.model)
         for name, metric, kind in metrics:
@@ -116,8 +113,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
             elif is_additive(metric):
                 mine[name] = _state(metric, name, kind, phase)
             else:
-                self._warn(f"{name} ({type(metric).__name__}) is averaged over the ranks, weighted by samples: nothing "
-                           "says that its states may be added; if so, give the class additive = True")
+                self._warn(f"{name} ({type(metric).__name__}) is averaged over the ranks, weighted by samples; "
+                           "if its states may be added, give the class additive = True")
                 value = float(np.mean(keras.tree.flatten(keras.tree.map_structure(np.asarray, metric.result()))[0]))
                 mine[name] = np.array([value * samples, samples])
         summed = self._summed(mine, when)
@@ -138,8 +135,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         shared = [name for name in mine if all(name in one for one in everyone)]
         for name in sorted({name for one in everyone for name in one} - set(shared)):
             those = [rank for rank, one in enumerate(everyone) if name in one]
-            self._warn(f"{name} is in the logs of rank {', '.join(map(str, those))} alone and stays as it is there: "
-                       "let the callback that adds it run on every rank, or put it behind MetricAverageCallback")
+            self._warn(f"{name} is in the logs of rank {', '.join(map(str, those))} only and is not averaged: "
+                       "run the callback that adds it on every rank, or put it after MetricAverageCallback")
         if shared:
             self._warn(f"{', '.join(sorted(shared))}: no metric of the model; averaged over the ranks, weighted by "
                        "samples")
@@ -152,7 +149,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         other = next((r for r, one in enumerate(everyone) if list(one) != list(everyone[0])), None)
         if other is not None:
             raise UserError(f"rank 0 has the metrics {list(everyone[0])} and rank {other} has {list(everyone[other])}",
-                            "the same on every rank", "compile alike on all ranks")
+                            "the same on every rank", "compile in the same way on all ranks")
         return {name: sum(one[name] for one in everyone) for name in everyone[0]}
 
     def _together(self, when: str, mine: dict[str, np.ndarray]) -> list[Any]:
@@ -161,7 +158,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         other = next((r for r, (theirs, _) in enumerate(found) if theirs != found[0][0]), None)
         if other is not None:
             raise UserError(f"rank 0 is at {found[0][0]} and rank {other} at {found[other][0]}",
-                            "epochs and validations alike on every rank",
+                            "the same epochs and validations on every rank",
                             "give all ranks validation_data and validation_freq, or none")
         return [numbers for _, numbers in found]
 
@@ -195,7 +192,7 @@ def check_lengths(model: Any, params: dict[str, Any], gather: Callable[[Any], li
         other = next((r for r, n in enumerate(numbers) if n != numbers[0] and None not in (n, numbers[0])), None)
         if other is not None:
             raise UserError(f"rank {other} has {count(numbers[other], *noun)}, rank 0 has {numbers[0]}",
-                            "the same number on every rank, which each step waits for", do)
+                            "the same number on every rank, since each step waits for all ranks", do)
 
 
 def named_metrics(model: Any) -> list[tuple[str, Any, str]]:

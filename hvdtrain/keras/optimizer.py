@@ -14,11 +14,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.core.errors import UserError
+from hvdtrain.core.errors import UserError, WrongValue
 from hvdtrain.keras import hooks
 from hvdtrain.keras.exchange import OptimizerExchange, Settings, exchange_of
 from hvdtrain.tensorflow import Adasum, Average, Compression, Sum, global_process_set
-from hvdtrain.tensorflow.nodes import WrongValue
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
@@ -87,7 +86,7 @@ def _check(optimizer: Any, op: Any, groups: Any, passes: int) -> None:
                          "one of keras.optimizers (Keras 3)",
                          "make it with keras.optimizers, not tf_keras or tf.compat")
     if exchange_of(optimizer) is not None:
-        raise WrongValue("an optimizer that is distributed already", "a plain one", "wrap it once")
+        raise WrongValue("an optimizer that is already distributed", "a plain optimizer", "wrap it once")
     if op not in (Average, Sum, Adasum):
         raise WrongValue(f"op={op!r}", "hvd.Average, hvd.Sum or hvd.Adasum", "leave op out for the average")
     if groups is not None and not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
@@ -175,7 +174,8 @@ def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
         inner = optimizer.inner_optimizer
         kind = _reading_at_passes(type(inner), passes) if passes > 1 else type(inner)
         return cls(**{**config, "inner_optimizer": _taking_state(_like(inner, kind), inner, build=False)})
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer) and not hasattr(optimizer._optimizer_map, "values"):
+    several = getattr(keras.optimizers, "MultiOptimizer", ())  # Keras before 3.15 has none
+    if isinstance(optimizer, several) and not hasattr(optimizer._optimizer_map, "values"):
         return cls(**{**config, "optimizer_map": optimizer._optimizer_map})  # a function, which chooses again
     takes = inspect.signature(type(optimizer).__init__).parameters
     lost = [p.name for p in takes.values() if p.name not in config and p.name != "self"
@@ -254,6 +254,6 @@ def _rebuilt(model: Any, filepath: Any) -> Any:
         for variable, value in zip(optimizer.variables, values):
             variable.assign(value)
     else:
-        warnings.warn(f"{filepath} holds the state of another optimizer than Keras 3's {type(optimizer).__name__}: it "
-                      "starts from scratch", stacklevel=3)
+        warnings.warn(f"{filepath} holds the state of an optimizer that is not Keras 3's {type(optimizer).__name__}: "
+                      "it starts from scratch", stacklevel=3)
     return optimizer

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.core.mesh import Group, Layout
 from hvdtrain.core.protocols import (
@@ -22,6 +25,7 @@ from hvdtrain.core.protocols import (
     Remat,
     Stage,
     Transform,
+    Writable,
 )
 from hvdtrain.data.weighting import LabelWeight
 from hvdtrain.parallel.precision import LossScale, Precision
@@ -36,7 +40,8 @@ class ModelParts:
     operations of each device of a split model. ``remat``, ``compile``: those of ``transforms`` that recompute blocks
     and compile. ``layout``, ``replicas``: of a model partitioned over ranks, whose ``stage`` is an
     `hvdtrain.core.protocols.PipelineStage`. ``facts``: finds changes by callbacks. ``batch_weight``: weighs a numpy
-    batch as a named loss that ignores labels or weighs classes.
+    batch as a named loss that ignores labels or weighs classes. ``measured``: metrics of an evaluation, once a few
+    samples have been tried; [] where they are not known.
     """
 
     model: Any
@@ -57,7 +62,16 @@ class ModelParts:
     replicas: Sequence[ReplicaGroup] = ()
     facts: ModelFacts | None = None
     batch_weight: LabelWeight | None = None
+    measured: list[str] = field(default_factory=list)
     _installed: list[Transform] = field(default_factory=list)
+
+    def measure_names(self) -> None:
+        """Take the totals of samples that were tried, which are forgotten, and keep the names of their metrics."""
+        totals = self.evaluator.totals()
+        of_one_rank = {name: each if isinstance(each, np.ndarray) else [each] for name, each in totals.items()}
+        with contextlib.suppress(Exception), warnings.catch_warnings():  # a metric may not be defined for few samples
+            warnings.simplefilter("ignore")
+            self.measured = list(self.evaluator.results(of_one_rank)) if totals else self.measured
 
     def install(self, collective: bool = True) -> None:
         """Install the transforms, the first one first; without ``collective`` for this rank alone."""
@@ -74,15 +88,22 @@ class ModelParts:
                 stack.callback(transform.remove, self.model)
         self._installed = []
 
+    @contextlib.contextmanager
+    def draws_kept(self) -> Iterator[None]:
+        """Give the random generators back as they were before the body: datasets and models draw numbers in it."""
+        kept = self.state.rank_state()
+        try:
+            yield
+        finally:
+            self.state.load_rank(kept)
+
     def describe(self) -> dict[str, str]:
-        """Return the rows of the summary."""
         words = {**self.optimizer.describe(), **self.stage.describe()}
         for transform in self.transforms:
             words |= transform.describe()
         return words
 
     def caveats(self) -> list[str]:
-        """Return what depends on how a batch is divided (law 2)."""
         return [*self.stage.caveats(), *(caveat for transform in self.transforms for caveat in transform.caveats())]
 
 
@@ -108,3 +129,42 @@ def replicas_of(layout: Layout, wire: Collectives) -> list[ReplicaGroup]:
     of each group, so that none waits for another in a circle.
     """
     return [ReplicaGroup(group, blocks, wire.among(group)) for group, blocks in layout.replicas()]
+
+
+class GroupBuffers:
+    """Implements `Buffers` of a partitioned model by those of each `ReplicaGroup` of this rank."""
+
+    groups: Sequence[Buffers]
+
+    def keep(self) -> None:
+        for group in self.groups:
+            group.keep()
+
+    def discard(self) -> None:
+        for group in self.groups:
+            group.discard()
+
+    def share(self) -> None:
+        for group in self.groups:
+            group.share()
+
+    def sync(self) -> list[str]:
+        return [name for group in self.groups for name in group.sync()]
+
+    def writable(self) -> dict[str, Writable]:
+        return {name: one for group in self.groups for name, one in group.writable().items()}
+
+    def statistics(self) -> list[str]:
+        return [name for group in self.groups for name in group.statistics()]
+
+    def noticed(self) -> list[str]:
+        return [name for group in self.groups for name in group.noticed()]
+
+    def track(self, names: Iterable[str]) -> None:
+        names = list(names)
+        for group in self.groups:
+            group.track(names)
+
+    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
+        for group in self.groups:
+            group.combine(reductions, samples, force)

@@ -38,9 +38,8 @@ class Precision:
         return {"compute": words(self.names)} if set(self.names) != {"fp32"} else {}
 
     def caveats(self) -> list[str]:
-        """Return what depends on how a batch is divided (law 2)."""
         narrow = set(self.names) != {"fp32"}
-        return [f"computing in {words(self.names)} rounds by how a batch is cut"] if narrow else []
+        return [f"computing in {words(self.names)} rounds depending on the micro-batches"] if narrow else []
 
 
 FP32 = Precision()
@@ -70,7 +69,7 @@ def remarks(names: Sequence[str], devices: Sequence[DeviceFacts]) -> list[str]:
     for rank, (name, device) in enumerate(zip(names, devices)):
         if name != "fp32" and LONG[name] not in device.fast:
             vain.setdefault((name, device.arch if device.kind == "cpu" else device.name), []).append(rank)
-    return [f"{on(ranks)}: {name} on {device}, which is not known to be faster in it than in fp32"
+    return [f"{on(ranks)}: {name} on {device}, which is not known to be faster in that type than in fp32"
             for (name, device), ranks in vain.items()]
 
 
@@ -144,7 +143,7 @@ class LossScale:
     def describe(self) -> dict[str, str]:
         if not self.on:
             return {}
-        left = f", {self.skipped} step{'' if self.skipped == 1 else 's'} left out as overflowed" if self.skipped else ""
+        left = f", {self.skipped} step{'' if self.skipped == 1 else 's'} skipped (overflow)" if self.skipped else ""
         return {"loss scale": f"{self.value:g}{left}"}
 
     def state(self) -> dict[str, Any]:

@@ -11,7 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from hvdtrain.cluster.machine import memory
 from hvdtrain.core.errors import UserError, count
@@ -20,7 +22,7 @@ from hvdtrain.core.protocols.types import Ceiling, Lost, Shortage, StepBatch, fi
 from hvdtrain.core.units import format_bytes
 from hvdtrain.planning.batch.sampler import micro_batches
 
-LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "
+LESS = ("reduce its memory: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "
         "python -m hvdtrain plan --memory")
 
 
@@ -85,13 +87,13 @@ class Recovery:
 def no_repeat(what: str, why: str) -> UserError:
     """Return the error of a rank that runs out where its step cannot be repeated; a supervisor may restart."""
     return UserError(f"out of memory in {what}, which cannot be repeated ({why})",
-                     "room for it", LESS).of_kind("oom")
+                     "enough memory", LESS).of_kind("oom")
 
 
 def stopped(size: int, phase: str, why: str, because: str) -> UserError:
     """Return the error of a rank that runs out where the run is to end with that."""
     return UserError(f"out of memory in {phase} with micro-batches of {size} ({why})",
-                     f"room for them, since {because}", LESS).of_kind("oom")
+                     f"memory for them, since {because}", LESS).of_kind("oom")
 
 
 def largest(batch: StepBatch) -> int:
@@ -117,10 +119,6 @@ def recut(batch: StepBatch, limit: int) -> StepBatch:
     if not limit or largest(batch) <= limit:
         return batch
     return replace(batch, micros=[part for micro in batch.micros for part in parts(micro, limit)])
-
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import StepBatch
 
 
 class Recovering:
@@ -165,16 +163,12 @@ class Recovering:
         if sink.owed() is None:
             raise no_repeat("the exchange of gradients", why)
         lost = recovery.ran_out(batch, why, fits) if own else None  # else another rank of the copy tells it
-        with recovery.once("what ends a step that is to be repeated"):
+        with recovery.once("the end of a step that is repeated"):
             self._stage.nothing(sink, poison=True)
             begin = time.perf_counter()
             grads = sink.collect()
         waited_s = self._stage.waited_s + sink.waited_s + time.perf_counter() - begin
         return StepGradients(grads, [], waited_s, lost)
-
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import StepBatch
 
 
 class RecoveringEvaluator:
@@ -187,6 +181,8 @@ class RecoveringEvaluator:
         self._evaluator, self._recovery, self._step = evaluator, recovery, step
         self.shortages: list[Shortage] = []
         self.lost = False
+        self._places: list[int] = []  # of each micro-batch that was added: the number of its global batch
+        self._global = 0
 
     def add(self, batch: StepBatch) -> None:
         """Add this rank's share of one global batch, in parts that fit. Errors: `UserError`, on this rank alone, to end
@@ -198,15 +194,25 @@ class RecoveringEvaluator:
             due.extendleft(reversed(rest))
             why = self._tried(first)
             if not why:
+                self._places.append(self._global)
                 continue
             size = len(first[0])
             then = self._recovery.evaluation.lower(size)
             self.shortages.append(Shortage(self._step, "evaluation", size, then, why))
             self.lost = then < 0
             due.appendleft(first)
+        self._global += 1
+
+    def totals(self) -> dict[str, Any]:
+        """Return the evaluator's totals; states get the places of this rank's batches in the data."""
+        found = self._evaluator.totals()
+        for total in found.values():
+            if not isinstance(total, np.ndarray):
+                total.places = tuple(self._places)
+        return found
 
     def ended(self) -> list[Shortage]:
-        """Return the shortages, after `Evaluator.totals`. Errors: as `add`.
+        """Return the shortages, after `totals`. Errors: as `add`.
 
         A rank of a pipeline cannot repeat a part alone: its evaluator reports the shortage.
         """
@@ -264,7 +270,7 @@ def attempt_halving(compute: Callable[[int], T], samples: int, out_of_memory: Ca
     """
     n, first = samples, ""
     while True:
-        value, why = attempt(lambda: (compute(n),), out_of_memory, free)  # noqa: B023  (called at once)
+        value, why = attempt(lambda: (compute(n),), out_of_memory, free)  # called at once
         if value is not None:
             return value[0], n, first and f"out of memory with {samples} samples ({first})"
         first = first or why
@@ -322,8 +328,8 @@ class MemoryGuard:
         wanted = self.wanted(samples) - held
         if left is not None and wanted > left // self._local:
             ranks = f" for {self._local} ranks" if self._local > 1 else ""
-            raise MemoryError(f"a micro-batch of {samples} would take {format_bytes(wanted)} more than this process "
-                              f"holds, and {format_bytes(left)} is left{ranks}")
+            raise MemoryError(f"a micro-batch of {samples} would take {format_bytes(wanted)} more than "
+                              f"this process uses, and {format_bytes(left)} is left{ranks}")
 
     def ran(self, samples: int) -> None:
         """Note the memory of a micro-batch that has run."""

@@ -49,7 +49,7 @@ def verdict(rows: Sequence[Tried]) -> OptionVerdict:
     why = next((row.why for row in rows if row.why), "")
     timed = [row for row in rows if row.base_s]
     if not why and len({row.left for row in timed}) > 1:
-        why = f"its ranks would compute different parts in it; {next(row.left for row in timed if row.left)}"
+        why = f"its ranks would compile different parts; {next(row.left for row in timed if row.left)}"
     if why or not timed:
         return OptionVerdict(False, math.nan, math.nan, math.nan, why or "no rank of the kind has samples")
     base_s = [max(turn) for turn in zip(*(row.base_s for row in timed))]
@@ -78,7 +78,7 @@ def words(option: str, rows: Sequence[Tried], found: dict[str, OptionVerdict]) -
                         f"{MARGIN:.0%}")
             continue
         left = next((row.left for row in rows if row.kind == kind and row.left), "")
-        left = f"; left as they are: {left}" if left else ""
+        left = f"; not compiled: {left}" if left else ""
         told.append(f"{option} is used{who}: a micro-batch takes {times}{left}")
     return told
 

@@ -26,7 +26,7 @@ from hvdtrain.core.terminal import as_text
 from hvdtrain.core.units import MIB, format_ms
 from hvdtrain.planning.linear import Link, Traffic, wire_seconds
 
-HEADERS = ("", "choice", "numerics", "MiB sent", "codec ms", "wire ms", "step ms", "over")
+HEADERS = ("", "choice", "numerics", "MiB sent", "codec ms", "transport ms", "step ms", "over")
 
 TIE = 0.02
 """Predicted steps this near to the shortest count as equal; of those the gentlest compressor is taken."""
@@ -110,7 +110,7 @@ def predict(costs: Sequence[CompressorCost], links: Mapping[str, Link], base: Ba
 
 
 def best_wires(rows: Sequence[CompressorPrediction], margin: float = 0.05) -> list[CompressorPrediction]:
-    """Of each compressor's rows that of the wire at hand (""), or that of another one which saves ``margin`` of it."""
+    """Of each compressor's rows that of the current transport (""), or of another one which saves ``margin`` of it."""
     found: dict[str, CompressorPrediction] = {}
     for row in rows:
         at_hand = found.setdefault(row.name, row)
@@ -130,7 +130,7 @@ def decide(rows: Sequence[CompressorPrediction], margin: float) -> CompressorCho
     none = next(row for row in rows if row.name == "none")
     others = [row for row in rows if row.name != "none"]
     if not others:
-        return CompressorChoice("none", none.step_s, "none: there is no compressor to compare with", none.wire)
+        return CompressorChoice("none", none.step_s, "none: there is no compressor to compare", none.wire)
     shortest_s = min(row.step_s for row in others)
     best = next(row for row in others if row.step_s <= shortest_s * (1 + TIE))
     saved = 1.0 - best.step_s / none.step_s if none.step_s > 0 else 0.0
@@ -138,10 +138,10 @@ def decide(rows: Sequence[CompressorPrediction], margin: float) -> CompressorCho
     against = (f"{best.name}{over} is predicted to take {format_ms(best.step_s)} a step against "
                f"{format_ms(none.step_s)} uncompressed")
     if saved > margin:
-        return CompressorChoice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from here on; "
+        return CompressorChoice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from now on; "
                       f"gradients are no longer exact ({best.numerics})", best.wire)
     short = f"saves {saved:.1%}" if saved > 0 else "saves nothing"
-    moves = f"; uncompressed, over {none.wire} from here on" if none.wire else ""
+    moves = f"; uncompressed, over {none.wire} from now on" if none.wire else ""
     return CompressorChoice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}",
                             none.wire)
 
@@ -151,7 +151,7 @@ def verdict(choice: CompressorChoice, base: Baseline, measured_s: float) -> tupl
     numbers = (f"{format_ms(measured_s)} a step, predicted were {format_ms(choice.step_s)}, "
                f"without compression {format_ms(base.step_s)}")
     if measured_s >= base.step_s:
-        return False, f"none from here on: {choice.name} took {numbers}; the prediction was wrong"
+        return False, f"none from now on: {choice.name} took {numbers}; the prediction was wrong"
     late = measured_s / choice.step_s - 1.0 if choice.step_s > 0 else 0.0
     remark = f"; {late:.0%} longer than predicted, and still shorter than without" if late > OFF else ""
     return True, f"{choice.name} stays: it took {numbers}{remark}"
@@ -180,4 +180,4 @@ def pick_bucket(totals_s: Mapping[float, float], tails_s: Mapping[float, float],
     least_s = min(costs_s.values())
     best = max(mb for mb, cost_s in costs_s.items() if cost_s <= least_s * (1 + BUCKET_TIE))
     numbers = ", ".join(f"{mb:g} MiB {format_ms(costs_s[mb])}" for mb in sorted(costs_s))
-    return best, numbers + (" (with the last bucket once more, which nothing hides)" if overlaps else "")
+    return best, numbers + (" (plus the last bucket, which nothing hides)" if overlaps else "")

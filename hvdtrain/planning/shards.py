@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.protocols.types import Bucket
 
 ALIGN = 16
 """Elements: every rank's part of a bucket begins at a multiple of them, 64 bytes in float32, a line of the cache."""

@@ -20,7 +20,7 @@ from hvdtrain.core.terminal import as_text
 from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.planning.linear import Link
 
-HEADERS = ("", "wire", "MB/s", "wire ms", "cpu ms", "cost ms", "idle cpu")
+HEADERS = ("", "transport", "MB/s", "transport ms", "cpu ms", "cost ms", "idle cpu")
 
 TIE = 0.05
 """Costs this near to the least count as equal; of those the transport that takes the least processor time is taken."""
@@ -41,7 +41,8 @@ SEEN = 0.05
 """A wait counts as another one only if it differs by this part of a step: what is hidden may be any multiple of next to
 nothing."""
 
-WHAT = {"shared": "sums within each host first, by memory (hierarchical)", "mpi": "plain MPI from rank to rank (flat)",
+WHAT = {"shared": "sums within each host first, in shared memory "
+                  "(hierarchical)", "mpi": "plain MPI from rank to rank (flat)",
         "horovod": "Horovod's operations", "null": "nothing"}
 """Descriptions of transports."""
 
@@ -78,7 +79,7 @@ def candidates(job: TransportJob) -> tuple[list[str], dict[str, str]]:
     elif job.rationed:
         left_out["horovod"] = f"{job.rationed}, which its thread would use up while it waits"
     elif job.waits_within:
-        left_out["horovod"] = "layers of sync_batchnorm wait within a step on the wire at hand"
+        left_out["horovod"] = "sync_batchnorm layers wait for the current transport within a step"
     else:
         found.append("horovod")
     return found, left_out
@@ -191,7 +192,7 @@ def doubt(rows: Sequence[TransportCost], choice: WireChoice, step_s: float, wait
 def better(choice: str, step_s: float, tried: str, tried_s: float) -> tuple[str, str]:
     """Return (the transport with the shorter measured step, why)."""
     numbers = f"{choice} took {format_ms(step_s)} a step, {tried} {format_ms(tried_s)}"
-    return (tried, f"{tried} from here on: {numbers}") if tried_s < step_s else (choice, f"{choice} stays: {numbers}")
+    return (tried, f"{tried} from now on: {numbers}") if tried_s < step_s else (choice, f"{choice} stays: {numbers}")
 
 
 def changed(settled: tuple[float, float], windows: Sequence[tuple[float, float]], n: int = 3) -> bool:

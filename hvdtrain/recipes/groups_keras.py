@@ -2,7 +2,7 @@
 
     mpirun -np 4 python -m hvdtrain train --config recipes/gpt_keras.yaml --model recipes/groups_keras.py:gpt2_small
 
-Owns: the groups. Losses and blocks are those of each model's own file. docs/recipes.md says why the groups are not.
+Owns: the groups. Losses and blocks are those of each model's own file. See docs/how-to/recipes.md.
 """
 from __future__ import annotations
 

@@ -39,13 +39,12 @@ class Jsonl:
         self._failed, self._told = False, {"failed": False, "again": False}
 
     def write(self, record: Record) -> None:
-        """Append one record, now or when it can be."""
         fields = {"event": record.event, "time": round(record.time_s, 3), "step": record.step, **record.values}
         try:
             line = json.dumps(_finite(fields), default=str)
-        except Exception as error:  # noqa: BLE001  (a callback's own objects and keys: any of their methods may fail)
+        except Exception as error:  # a callback's own objects and keys: any of their methods may fail
             self._lost += 1
-            self._tell("failed", f"a {record.event} record is not JSON ({error}); training goes on without it")
+            self._tell("failed", f"a {record.event} record is not JSON ({error}); training continues without it")
             return
         self._waiting.append(line.encode() + b"\n")
         if len(self._waiting) > MOST_WAITING:
@@ -54,7 +53,6 @@ class Jsonl:
         self._append()
 
     def close(self) -> None:
-        """Write what still waits; say what is lost."""
         self._append()
         missing, self._lost = self._lost + len(self._waiting), 0
         self._waiting.clear()
@@ -68,9 +66,9 @@ class Jsonl:
             append_lines(self._run.out / RunDirectory.LOG, self._waiting)
         except OSError as error:
             self._failed = True
-            self._tell("failed", f"{RunDirectory.LOG} cannot be written ({error}); training goes on, and the last "
-                       f"{MOST_WAITING} "
-                       "records are written when it can")
+            self._tell("failed", f"{RunDirectory.LOG} cannot be written ({error}); training "
+                       "continues, and the last "
+                       f"{MOST_WAITING} records are written later")
             return
         if self._failed:
             self._failed = False
@@ -154,7 +152,7 @@ def restarts_sentence(records: Sequence[Mapping[str, Any]], seconds: float) -> s
     """Return the cost of the restarts, in a sentence."""
     restarts, steps = len(records) - 1, sum(one["steps_lost"] for one in records[:-1])
     many = count(restarts, "restart") if restarts else "no restart"
-    return f"{many}, {count(steps, 'step')} computed again, {seconds:.1f} s in all"
+    return f"{many}, {count(steps, 'step')} repeated, {seconds:.1f} s in total"
 
 
 def _step(step: int) -> str:

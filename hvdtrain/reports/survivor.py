@@ -96,7 +96,7 @@ MOST_TEXT = 2000
 TAIL_BYTES = 256 * 1024
 """So much of a log's end is read."""
 
-SILENT = "the process of rank 0 has ended without a word: it was killed, or another rank's end took it along"
+SILENT = "the process of rank 0 has ended without a message: it was killed, or it ended with another rank"
 
 _NAMED = re.compile(r"\brank (\d+) on host\b")
 

@@ -31,7 +31,7 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562); `UserError` for ``elastic``, which is left out."""
     if name == "elastic":
-        from hvdtrain.tensorflow.capabilities import no_elastic
+        from hvdtrain.cluster.horovod import no_elastic
 
         raise no_elastic()
     import importlib

@@ -1,6 +1,6 @@
 """`Compression`: how gradients travel, by Horovod's names (none, fp16) and those of this project's compressors.
 
-Owns Horovod's interface for one tensor, ``compress`` and ``decompress``. Buckets are `hvdtrain.comm.compressors`'.
+Owns the casts of TensorFlow's tensors; the classes are `hvdtrain.comm.compression`'s.
 """
 
 from __future__ import annotations
@@ -9,49 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.comm.compressors import choices, create
-from hvdtrain.config import Config, ExchangeConfig
-from hvdtrain.core.errors import UserError
-
-
-class Compressor:
-    """Base class for scripts: both methods see one tensor; the result of ``compress`` is summed over ranks.
-
-    ``project``: the compressor of this project that a gradient exchange uses instead, "" for the script's own.
-    ``narrow``: the type that floating point of a single tensor travels as, None for its own.
-    """
-
-    project = ""
-    narrow: Any = None
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return (what travels, what `decompress` needs to know)."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Undo `compress` on the sum."""
-        raise NotImplementedError
-
-    @classmethod
-    def made(cls) -> Any:
-        """Return a `hvdtrain.core.protocols.Compressor` of this kind."""
-        return create(cls.project, Config())
-
-
-class NoneCompressor(Compressor):
-    """Every element as it is."""
-
-    project = "none"
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor
+from hvdtrain.comm import compression
+from hvdtrain.comm.compression import Compressor, NoneCompressor, PowerSGDCompressor, TopKCompressor
 
 
 class _Cast(Compressor):
@@ -79,55 +38,6 @@ class BF16Compressor(_Cast):
     project, narrow = "bf16", tf.bfloat16
 
 
-class _Buckets(Compressor):
-    """A compressor of a whole bucket of gradients, which keeps its error for the next step."""
-
-    @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Raise `UserError`: it compresses no tensor alone."""
-        raise UserError(f"Compression.{cls.project} for a single tensor", "Compression.none, fp16 or bf16: the others "
-                        "keep what they owe between steps", "use it in DistributedGradientTape or DistributedOptimizer")
-
-    decompress = compress  # type: ignore[assignment]
-
-
-class TopKCompressor(_Buckets):
-    """The 1 % of largest magnitude, the others wait; ``Compression.topk.of(ratio)`` for another share."""
-
-    project = "topk"
-    ratio = ExchangeConfig().topk_ratio
-
-    @classmethod
-    def of(cls, ratio: float) -> type[TopKCompressor]:
-        """Return the same with ``ratio`` of the entries, above 0 and at most 1."""
-        if not 0 < ratio <= 1:
-            raise UserError(f"topk with a ratio of {ratio}", "above 0 and at most 1", "pass such a share")
-        return type(f"TopK{ratio:g}", (cls,), {"ratio": ratio})
-
-    @classmethod
-    def made(cls) -> Any:
-        """Return one with this ratio, without a momentum of its own: the optimizer may have one."""
-        return create("topk", Config(exchange=ExchangeConfig(topk_ratio=cls.ratio)))
-
-
-class PowerSGDCompressor(_Buckets):
-    """Each matrix as the product of two thin ones; ``Compression.powersgd.of(rank)`` for other than 4 columns."""
-
-    project = "powersgd"
-    rank = ExchangeConfig().powersgd_rank
-
-    @classmethod
-    def of(cls, rank: int) -> type[PowerSGDCompressor]:
-        """Return the same with factors of ``rank`` columns."""
-        if rank < 1:
-            raise UserError(f"powersgd of rank {rank}", "at least 1", "pass such a number of columns")
-        return type(f"PowerSGD{rank}", (cls,), {"rank": rank})
-
-    @classmethod
-    def made(cls) -> Any:
-        return create("powersgd", Config(exchange=ExchangeConfig(powersgd_rank=cls.rank)))
-
-
 class Compression:
     """Horovod's name for the compressors below, and for each other compressor of this project."""
 
@@ -138,20 +48,9 @@ class Compression:
     powersgd = PowerSGDCompressor
 
 
-for _name in choices():
-    if not hasattr(Compression, _name):
-        setattr(Compression, _name, type(f"{_name.capitalize()}Compressor", (_Buckets,), {"project": _name}))
+compression.add_others(Compression)
 
 
-def kind_of(compression: Any) -> str:
-    """Return the project's name of ``compression``; "" for a script's own class with compress and decompress.
-
-    Horovod's own classes are known by their names. Errors: `UserError` for anything else.
-    """
-    if isinstance(compression, str) and compression in vars(Compression):
-        raise UserError(f"compression {compression!r}", "an object", f"pass hvd.Compression.{compression}")
-    if not hasattr(compression, "compress") or not hasattr(compression, "decompress"):
-        known = ", ".join(f"hvd.Compression.{name}" for name in vars(Compression) if name[0] != "_")
-        raise UserError(f"compression {compression!r}", f"one of {known}, or a class with compress and decompress",
-                        "pass one of them")
-    return str(getattr(compression, "project", ""))
+def kind_of(chosen: Any) -> str:
+    """Return `hvdtrain.comm.compression.kind_of` of what a script has chosen."""
+    return compression.kind_of(chosen, Compression)

@@ -20,7 +20,7 @@ from hvdtrain.comm.compressors import create
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.buckets import plan_buckets
-from hvdtrain.core.errors import UserError, WaitTimeout
+from hvdtrain.core.errors import NotSupported, UserError, WaitTimeout, WrongValue, through_trace
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.tensorflow import basics, functions
@@ -28,15 +28,12 @@ from hvdtrain.tensorflow.basics import Adasum, Average, ProcessSet, Sum, global_
 from hvdtrain.tensorflow.compression import Compression, kind_of
 from hvdtrain.tensorflow.nodes import (
     Mismatch,
-    NotSupported,
-    WrongValue,
     label_of,
     movable,
     node_name,
     refuse_xla,
     scratch,
     summable,
-    through_trace,
     unconverted,
     unfolded,
 )
@@ -144,14 +141,14 @@ class GradientExchange:
         before = next((plan.items for plan, others in reversed(self._plans.values())
                        if [*map(identity_of, others)] == own), [])
         now, then = next(((a, b) for a, b in zip(items, before) if a.same() != b.same()), (None, None))
-        what = "another list of variables than before" if now is None else f"{now} where it had {then} before"
+        what = "a list of variables that differs from before" if now is None else f"{now} where it had {then} before"
         try:
             basics.world().control.barrier("of changed gradients", LATE_S)
         except WaitTimeout as error:
             raise through_trace(UserError(
-                f"{error}: this rank has {what}, and the others have not",
+                f"{error}: this rank has {what}, and the others do not",
                 "gradients of the same variables on every rank in every step",
-                "let all ranks take the same branches, or add 0 * the branch's output to the loss")) from None
+                "make all ranks take the same branches, or add 0 * the branch's output to the loss")) from None
 
     def _made(self, grads: list[Any], items: list[GradientItem], variables: list[Any], wire: Any) -> GradientPlan:
         adasum, size = self.op == Adasum, wire.size
@@ -214,8 +211,6 @@ def identity_of(variable: Any) -> int:
     return id(variable) if isinstance(variable, tf.Variable) else 0
 
 
-# --- one list of gradients -----------------------------------------------------------------------------------------
-
 @dataclasses.dataclass(frozen=True)
 class GradientItem:
     """The kind, shape and type of one gradient, which the ranks compare; ``label`` is for messages."""
@@ -276,8 +271,7 @@ class GradientPlan:
         self._sparse = [i for i, item in enumerate(items) if item.kind == SPARSE]
         specs = {i: ParamSpec(items[i].label, items[i].shape, wire_dtypes[i]) for i in self._dense}
         self._dtypes = [wire_dtypes[i] for i in self._dense]
-        bucket_mb = ExchangeConfig().bucket_mb
-        self._buckets = fused(specs, groups, 0.0 if apart else 16.0 if isinstance(bucket_mb, str) else bucket_mb)
+        self._buckets = fused(specs, groups, 0.0 if apart else ExchangeConfig().unmeasured_mb)
         with tf.init_scope():
             self._reducer = Reducer(self._buckets, compressor, wire, Ops())
         self._function: Callable[..., Any] | None = None

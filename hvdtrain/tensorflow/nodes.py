@@ -30,8 +30,6 @@ _scratch: dict[str, tf.Variable] = {}
 _uses: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
-
 class _OfTensorFlow(UserError):
     """A `UserError` that is one of `tf.errors` too, for scripts that catch those; without their operation."""
 
@@ -48,18 +46,6 @@ class Mismatch(_OfTensorFlow, tf.errors.FailedPreconditionError):  # type: ignor
     """Arguments that differ between ranks; raised on all of them."""
 
 
-class NotSupported(UserError, NotImplementedError):
-    """A reduction that the transport lacks."""
-
-
-class WrongMode(UserError, RuntimeError):
-    """A call that belongs to TensorFlow 1, or in another mode of TensorFlow."""
-
-
-class WrongValue(UserError, ValueError):
-    """An unknown option, or one that excludes another."""
-
-
 def refuse_xla(what: str) -> None:
     """Raise `UserError` in a function that XLA will compile: it knows no collectives of this kind."""
     graph: Any = tf.compat.v1.get_default_graph() if tf.inside_function() else None
@@ -72,8 +58,6 @@ def refuse_xla(what: str) -> None:
                 "set jit_compile=False in model.compile or tf.function"))
         graph = getattr(graph, "outer_graph", None)
 
-
-# --- names and constants -------------------------------------------------------------------------------------------
 
 def node_name(base: str) -> str:
     """Return ``base`` as a valid name of a node, numbered within the graph that is being traced.
@@ -118,8 +102,6 @@ def scratch(name: str, dtype: tf.DType) -> tf.Variable:
     return _scratch[name]
 
 
-# --- types in transit ----------------------------------------------------------------------------------------------
-
 def summable(x: tf.Tensor) -> tuple[tf.Tensor, Back]:
     """Return ``x`` in the type of its sum, and the way back: 16-bit floating point in float32, which cannot overflow.
     """
@@ -138,7 +120,7 @@ def movable(x: tf.Tensor) -> tuple[tf.Tensor, Back]:
     if dtype.name in KNOWN:
         return x, lambda y: y
     if dtype.name not in MOVED:
-        raise through_trace(InvalidArgument(f"a collective of {dtype.name}", "numbers or truth values",
+        raise through_trace(InvalidArgument(f"a collective of {dtype.name}", "numbers or booleans",
                                             "use hvd.broadcast_object or hvd.allgather_object for anything else"))
     return tf.bitcast(x, MOVED[dtype.name]), lambda y: tf.bitcast(y, dtype)
 
@@ -155,8 +137,6 @@ def differentiable(x: tf.Tensor) -> tuple[tf.Tensor, Back]:
         return tf.stack([tf.math.real(x), tf.math.imag(x)], -1), lambda y: tf.complex(y[..., 0], y[..., 1])
     return movable(x)
 
-
-# --- roots of broadcasts: ``ranks`` are those of the process set, numbered in the whole job -------------------------
 
 def check_root(root_rank: int, ranks: Sequence[int] | None) -> None:
     """Raise `UserError` for a root that is not among ``ranks``; nothing before `init`, when there are none."""

@@ -6,7 +6,6 @@ Gradients flow through all of them over Horovod.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,14 +13,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.collectives import peer_failures
+from hvdtrain.core.errors import NotSupported, WrongMode, through_trace
+from hvdtrain.core.process_sets import KINDS, reduction
 from hvdtrain.tensorflow import basics
-from hvdtrain.tensorflow.basics import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
+from hvdtrain.tensorflow.basics import Adasum, Average, ProcessSet, Sum, global_process_set
 from hvdtrain.tensorflow.compression import Compression, kind_of
 from hvdtrain.tensorflow.nodes import (
     Back,
     InvalidArgument,
-    NotSupported,
-    WrongMode,
     assert_same_root,
     check_root,
     differentiable,
@@ -30,13 +29,9 @@ from hvdtrain.tensorflow.nodes import (
     refuse_xla,
     same_root,
     summable,
-    through_trace,
     unconverted,
     unfolded,
 )
-
-KINDS = {Average: "sum", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
-"""Reduction -> what a transport calls it; an average is a sum, divided."""
 
 
 @unconverted
@@ -250,18 +245,6 @@ def rank_op(name: str | None = None) -> Any:
 def local_rank_op(name: str | None = None) -> Any:
     """Return `local_rank` as an int32 tensor."""
     return tf.constant(basics.local_rank(), tf.int32, name=name or "local_rank")
-
-
-def reduction(op: int | None, average: bool | None) -> int:
-    """Return the reduction of ``op`` and the old ``average``; `ValueError` if both are given."""
-    if average is None:
-        if op is not None and op not in KINDS:
-            raise ValueError(f"op is {op!r}; expected hvd.Average, Sum, Adasum, Min, Max or Product")
-        return Average if op is None else op
-    if op is not None:
-        raise ValueError("average is the old form of op; pass op alone")
-    warnings.warn("average is the old form of op=hvd.Average and op=hvd.Sum", DeprecationWarning, stacklevel=3)
-    return Average if average else Sum
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:

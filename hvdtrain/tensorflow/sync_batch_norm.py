@@ -24,7 +24,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused in (True, None):
-            raise ValueError("SyncBatchNormalization with fused=True; expected False: it takes its moments itself")
+            raise ValueError("SyncBatchNormalization with fused=True; expected False: it computes its moments itself")
         kwargs.setdefault("name", None)
         super().__init__(**kwargs)
 

@@ -74,7 +74,7 @@ class _Distributed:
         return ([p for p in pairs if identity_of(p[0]) in local], [p for p in pairs if identity_of(p[0]) not in local])
 
 
-def DistributedGradientTape(gradtape: Any, device_dense: str = '', device_sparse: str = '',  # noqa: N802
+def DistributedGradientTape(gradtape: Any, device_dense: str = '', device_sparse: str = '',
                             compression: Any = Compression.none, sparse_as_dense: bool = False, op: int = Average,
                             gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
                             process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True) -> Any:
@@ -92,7 +92,7 @@ def DistributedGradientTape(gradtape: Any, device_dense: str = '', device_sparse
     return tape
 
 
-def PartialDistributedGradientTape(gradtape: Any, device_dense: str = '', device_sparse: str = '',  # noqa: N802
+def PartialDistributedGradientTape(gradtape: Any, device_dense: str = '', device_sparse: str = '',
                                    compression: Any = Compression.none, sparse_as_dense: bool = False,
                                    op: int = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
                                    groups: Any = None, process_set: ProcessSet = global_process_set,
@@ -105,7 +105,7 @@ def PartialDistributedGradientTape(gradtape: Any, device_dense: str = '', device
     return tape
 
 
-def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: bool = False,  # noqa: N802
+def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: bool = False,
                          device_dense: str = '', device_sparse: str = '', compression: Any = Compression.none,
                          sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: int = Average,
                          gradient_predivide_factor: float = 1.0, average_aggregated_gradients: bool = False,

@@ -6,50 +6,24 @@ Owns when shared memory is used, and numpy buffers on their way in and out. The 
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.nodes import HostNodes, host_node
 from hvdtrain.backends.tensorflow.ops import Memory, aligned, fill
-from hvdtrain.cluster import boot, horovod
-from hvdtrain.comm.collectives.base import ReadyHandle
+from hvdtrain.comm.collectives.base import ReadyHandle, gather_rows
 from hvdtrain.comm.collectives.mpi import MpiCollectives
-from hvdtrain.core.protocols import Control, Handle
+from hvdtrain.comm.collectives.shared import SharedCollectives
+from hvdtrain.core.protocols import Handle
 from hvdtrain.core.protocols.types import Bucket
 
-if TYPE_CHECKING:
-    from hvdtrain.comm.collectives.shared import SharedCollectives
-
-KEY = "HVDTRAIN_COLLECTIVES"
-"""Environment variable; anything but "auto" and "shared" leaves all gradients to Horovod."""
 DTYPES = frozenset({"float32", "float64"})
 SMALL = 1 << 14
 """Elements below which gradients travel as one vector: a tensor of its own costs more than another copy of it."""
 FOLD: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "product": np.multiply}
-
-
-def open_shared(control: Control) -> SharedCollectives | None:
-    """Return the transport over shared memory; None unless all ranks are CPUs of one host that share it. Collective."""
-    if control.size == 1 or not boot.has_mpi():
-        return None
-    wanted = os.environ.get(KEY, "auto") in ("auto", "shared")
-    able = wanted and boot.mpi_threads() and not tf.config.list_physical_devices("GPU")
-    rows = control.gather((control.node, able))
-    if any(row != (control.node, True) for row in rows):
-        return None
-    from hvdtrain.comm.collectives.shared import SharedCollectives, SharedUnavailable
-
-    try:
-        return SharedCollectives(boot.mpi_comm(), timeout_s=horovod.stall_bound(os.environ))
-    except SharedUnavailable as error:
-        if control.rank == 0:
-            warnings.warn(f"gradients go over Horovod: {error.reason}", stacklevel=2)
-        return None
 
 
 class SharedSum:
@@ -136,20 +110,20 @@ class PlainMpi(HostNodes):
         """Sum a tensor of any shape, as `Collectives.allreduce` does a vector."""
         def run(x: np.ndarray) -> np.ndarray:
             if op != "sum":
-                return np.asarray(FOLD[op].reduce(self._rows(x[None], name), axis=0), x.dtype)
+                return np.asarray(FOLD[op].reduce(gather_rows(self._wire, x[None], name), axis=0), x.dtype)
             return self._wire.allreduce(np.array(x).reshape(-1), name).wait().reshape(x.shape)
 
         return self._own(run, flat_N, name, flat_N.shape)
 
     def gather_rows(self, x: tf.Tensor, name: str) -> ReadyHandle:
         """Return every rank's rows, by rank; ranks may have different numbers of rows."""
-        return self._own(lambda x: self._rows(x, name), x, name, [None, *x.shape[1:]])
+        return self._own(lambda x: gather_rows(self._wire, x, name), x, name, [None, *x.shape[1:]])
 
     def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> ReadyHandle:
         """Send ``splits_P[p]`` rows to rank p; every rank sees all rows on the way."""
         def run(x: np.ndarray, splits_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            splits_PP = self._rows(splits_P.astype(np.int64)[None], f"{name}.splits")
-            parts = np.split(self._rows(x, name), np.cumsum(splits_PP.reshape(-1))[:-1])
+            splits_PP = gather_rows(self._wire, splits_P.astype(np.int64)[None], f"{name}.splits")
+            parts = np.split(gather_rows(self._wire, x, name), np.cumsum(splits_PP.reshape(-1))[:-1])
             return (np.concatenate(parts[self.rank::self.size]), splits_PP[:, self.rank].astype(np.int32))
 
         out, received_P = host_node(run, [x, splits_P], [x.dtype, tf.int32], f"collective {name}", stateful=True)
@@ -174,14 +148,6 @@ class PlainMpi(HostNodes):
             return self._wire.broadcast(np.array(x).reshape(-1), name, where).wait().reshape(x.shape)
 
         return self._own(run, x_N, name, x_N.shape)
-
-    def _rows(self, x: np.ndarray, name: str) -> np.ndarray:
-        """Return the rows of all ranks; shorter shares travel padded."""
-        n_P = self._wire.allgather(np.array([len(x)], np.int64), f"{name}.rows").wait().reshape(-1)
-        padded = np.zeros((int(n_P.max()), *x.shape[1:]), x.dtype)
-        padded[:len(x)] = x
-        all_PK = self._wire.allgather(padded.reshape(-1), name).wait().reshape(self.size, *padded.shape)
-        return np.concatenate([rows[:n] for rows, n in zip(all_PK, n_P)])
 
     def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any,
               prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> ReadyHandle:

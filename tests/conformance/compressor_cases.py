@@ -5,6 +5,7 @@ Owns no framework: gradients go in by ``ops.from_host`` and sums come out by ``o
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,24 +158,27 @@ def check_like_numpy(name, make_ops, size, shapes):
             assert np.abs(mine[0][key] - theirs[0][key]).max() <= 1e-4 * (np.abs(theirs[0][key]).max() + 1e-30), key
 
 
-def check_not_finite_is_seen(name, make_ops):
-    """NaN or infinity in any kind of tensor of one rank: no rank may read a finite vector, nor all a finite shard."""
+def check_not_finite_is_seen(name, make_ops, all_pairs=False):
+    """NaN or infinity in any kind of tensor of one rank: no rank may read a finite vector, nor all a finite shard.
+
+    ``all_pairs`` of value and place: with the numpy reference. A framework, held against it, has each place once.
+    """
     shapes, size = SHAPES["model"], 3
     n = buckets(shapes)[0].n
-    for bad in (np.nan, np.inf, -np.inf):
-        for where in (0, 1, 7, 300, n // 2, n - 40, n - 1):
-            def give(rank, step, n):
-                own = gradient(rank, 0, n)
-                if rank == 1 and step == 1:
-                    own[where] = bad
-                return own
+    values, places = (np.nan, np.inf, -np.inf), (0, 1, 7, 300, n // 2, n - 40, n - 1)
+    for bad, where in itertools.product(values, places) if all_pairs else zip(itertools.cycle(values), places):
+        def give(rank, step, n):
+            own = gradient(rank, 0, n)
+            if rank == 1 and step == 1:
+                own[where] = bad
+            return own
 
-            outcome = exchanged(MAKE[name](), make_ops, size, shapes, 2, give)
-            for first, second in outcome.sums:
-                assert np.isfinite(first).all() and not np.isfinite(second).all(), (bad, where)
-            shards = scattered(MAKE[name](), make_ops, cuts(n, size)[1], shapes, 2, give).sums
-            first, second = (np.concatenate(of_ranks) for of_ranks in zip(*shards))
+        outcome = exchanged(MAKE[name](), make_ops, size, shapes, 2, give)
+        for first, second in outcome.sums:
             assert np.isfinite(first).all() and not np.isfinite(second).all(), (bad, where)
+        shards = scattered(MAKE[name](), make_ops, cuts(n, size)[1], shapes, 2, give).sums
+        first, second = (np.concatenate(of_ranks) for of_ranks in zip(*shards))
+        assert np.isfinite(first).all() and not np.isfinite(second).all(), (bad, where)
 
 
 def check_not_finite_among_many(make_ops):

@@ -13,10 +13,14 @@ from small_runs import config, samples
 from split_models import blocks
 from torch_tools import spec
 
-from hvdtrain.backends.torch import placement
+from hvdtrain.backends.torch import Ops, placement
 from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.comm.collectives.base import NullCollectives
+from hvdtrain.comm.compressors import create
+from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.config import Named
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.parallel.pipeline.plan import DevicePlan
 from hvdtrain.parallel.precision import FP32
 from hvdtrain.planning.pipeline.blocks import Block, DeviceProfile, Needs
@@ -58,3 +62,10 @@ def split_parts(model, starts, settings, devices=None, **parts):
 
 
 # --- the forward pass ------------------------------------------------------------------------------------------------
+
+
+def replicated(parts, bucket_mb, compression):
+    """Return what takes gradients of ``parts`` for a rank whose other has none."""
+    reducer = Reducer(plan_buckets(parts.params.specs, bucket_mb), create(compression, BASE), NullCollectives(0, 2),
+                      Ops(), parts.ops_of_place)
+    return Replicate(reducer, parts.optimizer)

@@ -55,7 +55,7 @@ def test_what_xla_cannot_compile_is_told(tmp_path):
     from fragile_keras import Faults, model
 
     run, compile = made(tmp_path / "drawn", model(Faults()))
-    assert "other masks" in compile.refusal("xla")
+    assert "dropout masks" in compile.refusal("xla")
     run, compile = made(tmp_path / "nodes", model(Faults(), exact=True))
     assert compile.refusal("xla") == ""
     with pytest.raises(Exception, match="PyFunc"):
@@ -84,7 +84,7 @@ def test_metrics_of_training_batches_are_left_out_with_a_note(tmp_path, monkeypa
     run.callbacks.append(Bridge([], run))
     fitted(run)
     assert run.parts.compile.chosen == ("xla",)
-    assert set(run.callbacks[-1].history) == {"loss"} and any("training batches are left out" in n for n in run.notes)
+    assert set(run.callbacks[-1].history) == {"loss"} and any("batches are not computed" in n for n in run.notes)
 
 
 def test_nothing_of_it_is_there_unless_it_is_asked_for(tmp_path):

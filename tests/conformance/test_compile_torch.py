@@ -149,7 +149,7 @@ def test_a_block_that_does_not_compile_is_named_and_left(graphs, faster, monkeyp
 
     monkeypatch.setattr(transform, "compiled", some)
     run = fitted(solo(settings(), make(), data()))
-    noted(run, "left as they are: 0 (RuntimeError: no such instruction)")
+    noted(run, "not compiled: 0 (RuntimeError: no such instruction)")
     assert run.state.cursor.step == 4
 
 
@@ -188,7 +188,7 @@ def test_a_resumed_run_keeps_the_choice(graphs, faster):
     again = solo(settings(), make(), data())
     next(c for c in again.callbacks if type(c).__name__ == "AutoCompile").load_state_dict(state)
     fitted(again)
-    noted(again, "compile auto: compiled, as it was decided before")
+    noted(again, "compile auto: compiled, as decided before")
     assert bits(again) == bits(run)
 
 
@@ -237,7 +237,7 @@ def test_blocks_that_are_left_say_why():
     assert "wait" in transform.refusal(norm, waits=True) and not transform.refusal(norm, waits=False)
     own = nn.Linear(2, 2)
     own.compile()
-    assert transform.refusal(nn.Sequential(own), False) == "compiled by its user already"
+    assert transform.refusal(nn.Sequential(own), False) == "already compiled by the user"
     assert "computes nothing" in transform.refusal(nn.ModuleList([own]), False)
     left = dict.fromkeys("abcd", "x") | {"e": "", "f": "y"}
     assert transform.grouped(left) == "a, b, c and 1 more (x); f (y)"

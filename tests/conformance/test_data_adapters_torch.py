@@ -121,7 +121,7 @@ def test_dataclasses_are_taken_by_the_names_of_their_fields():
         arrays = source.fetch(np.arange(4)) if isinstance(source, Source) else next(iter(source.chunks(0)))
         assert [a[:4].tolist() for a in arrays] == [[[i] * 3 for i in range(4)], list(range(4)), [0, 1, 2, 0]]
         assert list(rows.packed(arrays)) == ["image", "label", "site"]
-        with pytest.raises(UserError, match="not taken by position"):
+        with pytest.raises(UserError, match="not used by position"):
             adapt(data).fetch(np.arange(2)) if isinstance(source, Source) else next(iter(adapt(data).chunks(0)))
     assert loader.collate_fn is default_collate
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 
 import numpy as np
 import pytest
-from small_runs import CLASSES, FEATURES, FRAMEWORKS, Record, config, fitted, lockstep, samples, solo, weights
+from first_sample_tools import Chunks, X, Y, alone, calling, need, same
+from small_runs import CLASSES, FEATURES, FRAMEWORKS, Record, config, fitted, lockstep, samples, weights
 
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.comm.collectives.base import NullCollectives
@@ -17,16 +17,8 @@ from hvdtrain.engine import assemble as assembling
 from hvdtrain.engine import first_sample
 from hvdtrain.engine.assemble import assemble
 
-X, Y = samples(30)
 IMAGES = np.random.default_rng(1).random((30, 8, 8), dtype=np.float32)
 TOKENS = np.random.default_rng(2).integers(0, 20, (30, 6))
-
-
-def need(framework):
-    if framework == "torch":
-        return pytest.importorskip("torch", reason="PyTorch is not installed")
-    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-    return pytest.importorskip("keras", reason="Keras is not installed")
 
 
 def dense(framework, n_in=FEATURES, n_out=CLASSES):
@@ -43,40 +35,6 @@ def embedding(framework, size=10):
     keras = need("tensorflow")
     return keras.Sequential([keras.Input((6,), dtype="int32"), keras.layers.Embedding(size, 4), keras.layers.Flatten(),
                              keras.layers.Dense(20)])
-
-
-def calling(framework, call, lazily=False):
-    """Return a model with a layer ``self.layer`` whose forward is ``call(self, x)``."""
-    if framework == "torch":
-        torch = need("torch")
-
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = torch.nn.Linear(FEATURES, CLASSES)
-
-            def forward(self, x):
-                return call(self, x)
-        return Model()
-    keras = need("tensorflow")
-
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.layer = keras.layers.Dense(CLASSES)
-
-        def call(self, x):
-            return call(self, x)
-
-    model = Model()
-    if not lazily:
-        model.layer.build((None, FEATURES))
-        model.built = True
-    return model
-
-
-def alone(model, data, **changes):
-    return solo(config(**{"global_batch": 10, "max_steps": 3, **changes}), model, data)
 
 
 # --- what does not fit -----------------------------------------------------------------------------------------------
@@ -171,7 +129,7 @@ def test_a_gradient_taken_in_evaluation_is_named_as_the_cause():
         with torch.enable_grad():
             return call(self, x)
 
-    with pytest.raises(UserError, match=r"takes a gradient in an evaluation.*does not require grad.*"
+    with pytest.raises(UserError, match=r"computes a gradient in an evaluation.*does not require grad.*"
                                         r"test_first_sample.*torch.enable_grad\(\)") as error:
         alone(calling("torch", call), ((X, Y), (X, Y)))
     assert "reshape" not in str(error.value)
@@ -249,18 +207,6 @@ class Noisy:
         return X[indices_n] + np.random.standard_normal((len(indices_n), FEATURES)).astype(np.float32), Y[indices_n]
 
 
-class Chunks:
-    """A stream that draws, and counts how often it is opened."""
-
-    def __init__(self):
-        self.opened = 0
-
-    def chunks(self, epoch):
-        self.opened += 1
-        for i in range(0, 30, 6):
-            yield X[i:i + 6] + np.float32(np.random.standard_normal()), Y[i:i + 6]
-
-
 def curve(framework, data, monkeypatch, tried):
     record = Record()
     with monkeypatch.context() as patch:
@@ -272,15 +218,6 @@ def curve(framework, data, monkeypatch, tried):
         at_start = (random.getstate(), weights(run), list(run.rank_state().values()))
         fitted(run)
     return record.losses, at_start, weights(run), dict(run.state.metrics), np.random.random(), random.random()
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    a, b = np.asarray(a), np.asarray(b)
-    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -357,58 +294,3 @@ def test_rows_at_the_ends_of_the_numbers():
 def test_a_file_is_not_searched(tmp_path):
     np.save(tmp_path / "y.npy", np.arange(9))
     assert not list(first_sample.extremes(np.asarray(np.load(tmp_path / "y.npy", mmap_mode="r"))[2:]))
-
-
-# --- a Keras model that is built by its data -------------------------------------------------------------------------
-
-def named_inputs(keras):
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.layer = keras.layers.Dense(CLASSES)
-
-        def call(self, x):
-            return self.layer(x["a"] + x["b"])
-    return Model()
-
-
-def test_a_model_without_an_input_shape_is_built_from_the_data():
-    keras = need("tensorflow")
-    for model, data in ((calling("tensorflow", lambda self, x: self.layer(x), lazily=True), (X, Y)),
-                        (keras.Sequential([keras.layers.Dense(CLASSES)]), Chunks())):
-        run = fitted(alone(model, data))
-        assert [v.shape for v in run.spec.model.weights] == [(FEATURES, CLASSES), (CLASSES,)]
-
-
-def test_lazy_layers_of_pytorch_are_built_from_the_data():
-    torch = need("torch")
-
-    def model(rank=0):
-        torch.manual_seed(rank)
-        return torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(CLASSES))
-
-    one, other = lockstep(2, config(global_batch=10, max_steps=1), model, (X, Y), weights)
-    assert [a.shape for a in one] == [(8,), (8, FEATURES), (8,), (), (8,), (8,), (8,), (CLASSES,), (CLASSES, 8)]
-    assert same(one, other)
-    built = alone(model(), Chunks()).spec.model
-    assert all(m.training for m in built.modules()) and int(built[1].num_batches_tracked) == 0
-
-
-def test_a_model_of_named_inputs_is_built_from_the_data():
-    from hvdtrain.data.layout import named
-
-    keras = need("tensorflow")
-    run = fitted(alone(named_inputs(keras), named(({"a": X, "b": X}, Y))))
-    assert len(run.spec.model.weights) == 2
-
-
-def test_ranks_build_alike_and_share_rank_0s_weights():
-    keras = need("tensorflow")
-    models = {rank: keras.Sequential([keras.layers.Dense(CLASSES)]) for rank in range(2)}
-    one, other = lockstep(2, config(global_batch=10, max_steps=1), models.get, (X, Y), weights)
-    assert len(one) == 2 and same(one, other)
-
-
-def test_a_model_that_cannot_be_built_from_the_data_is_told_in_words():
-    with contextlib.suppress(AttributeError), pytest.raises(UserError, match="does not take the data, x float32"):
-        alone(calling("tensorflow", lambda self, x: self.layer(x[:, :, None, 0]) + x[:, :7], lazily=True), (X, Y))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -51,10 +52,10 @@ def test_numerators_that_do_not_add_up(loss, coupled):
     rows = choose_rows([X, MASK])
     finding = judge(lambda numbers, training: value_of(loss)([rows[i] for i in numbers], training), len(rows))
     assert (finding is not None and not finding.unjudged) is coupled, finding
-    assert (finding is not None and "not finite: whether" in finding.got) is bool(np.isinf(loss([0])))
+    assert (finding is not None and "not finite: hvdtrain did not check" in finding.got) is bool(np.isinf(loss([0])))
 
 
-@pytest.mark.parametrize("size, words", [(1.0, "draws random numbers: whether"), (1e-3, "weighted mean over samples:")])
+@pytest.mark.parametrize("size, words", [(1.0, "random numbers: hvdtrain"), (1e-3, "weighted mean over samples:")])
 def test_a_loss_that_draws_is_judged_where_the_difference_is_large_against_its_spread(size, words):
     draw = np.random.default_rng(0)
     assert words in judge(value_of(lambda i: len(i) ** 2 * (1 + size * draw.normal()))).got
@@ -100,13 +101,9 @@ def test_couplings_that_few_samples_do_not_show(arrays, loss):
 def test_sums_that_few_samples_do_not_show():
     assert of_rows((X, SPARSE), lambda i: masked_mean(i) / len(i) * SPARSE[i].sum()) is None  # NaN in some small shares
     assert of_rows((X, MASK), lambda i: np.sum(np.diff(X[i].reshape(-1, 2, FEATURES), axis=1) ** 2)) is None  # pairs
-    assert "is 0: whether" in of_rows((X, MASK), lambda i: 0.0).got
+    assert "is 0: hvdtrain did not check" in of_rows((X, MASK), lambda i: 0.0).got
     assert "cannot be evaluated" in of_rows((X, MASK), lambda i: X[i].reshape(5, -1).sum()).got
-    assert "memory lacks" in of_rows((X, MASK), raising).got
-
-
-def raising(i):
-    raise MemoryError("of a test")
+    assert "out of memory" in of_rows((X, MASK), Mock(side_effect=MemoryError("of a test"))).got
 
 
 def test_slow_losses_are_judged_on_seven_samples():
@@ -339,7 +336,7 @@ def test_what_layers_add_over_the_batch_is_refused(name):
     import keras
 
     extra = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)] if name == "only in training" else []
-    with pytest.raises(UserError, match=r"add_loss\) is not a mean over.*keras.ops.mean.*product of means.*task"):
+    with pytest.raises(UserError, match=r"add_loss\) are not means over.*keras.ops.mean.*product of means.*task"):
         solo(config(global_batch=8, accumulate=2, metrics=[]), keras_model(add=ADDED[name], extra=extra), (X, MASK))
     if name == "sum":
         run = solo(config(global_batch=8, max_steps=1, metrics=[]), keras_model(add=ADDED[name]), (X, MASK))

@@ -139,9 +139,8 @@ def test_where_memory_is_shared(monkeypatch, lacks):
                               gather=lambda row: [row, *others])
     boot = SimpleNamespace(has_mpi=lambda: lacks != "MPI", mpi_threads=lambda: lacks != "threads",
                            mpi_comm=lambda: None, stall_bound=lambda env: 60.0)
-    monkeypatch.setattr(transports, "boot", boot)
+    monkeypatch.setattr(shared, "boot", boot)
     monkeypatch.setattr(shared, "SharedCollectives", wire)
-    monkeypatch.setenv(transports.KEY, "horovod" if lacks == "consent" else "auto")
-    monkeypatch.setattr(transports.tf.config, "list_physical_devices", lambda kind: ["GPU:0"] * (lacks == "a CPU"))
+    monkeypatch.setenv(shared.KEY, "horovod" if lacks == "consent" else "auto")
     with pytest.warns(UserWarning, match="Horovod: separate") if lacks == "memory" else nullcontext():
-        assert transports.open_shared(control) == (None if lacks else "the wire")
+        assert shared.open_shared(control, able=lacks != "a CPU") == (None if lacks else "the wire")

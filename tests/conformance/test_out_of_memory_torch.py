@@ -65,7 +65,7 @@ def test_masks_noise_and_statistics_are_those_of_an_undisturbed_run(place, remat
         assert len(run.shortages) == 1 and bits(run) == bits(plain)
         assert run.state.metrics == plain.state.metrics  # of BatchNorm's statistics
     (smaller,) = trained(make, range(5, 7), place, remat=remat)
-    said = [note for note in smaller.notes if note.startswith("the gradient depends on how a batch is cut")]
+    said = [note for note in smaller.notes if note.startswith("the gradient depends on the micro-batches")]
     assert len(said) == 1 and "BatchNorm" in said[0] and "ropout" in said[0]
 
 

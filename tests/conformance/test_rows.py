@@ -42,9 +42,9 @@ def test_known_names_are_taken_in_any_order(row, order):
     {"image": X, "label": Y, "target": Y}, {"label": Y}, {"image": X, "weight": SITE}, {"x": X, "yy": Y}, {},
 ])
 def test_other_columns_are_refused(row):
-    with pytest.raises(UserError, match="not taken by position"):
+    with pytest.raises(UserError, match="not used by position"):
         ColumnNames().arrays(row, plain)
-    with pytest.raises(UserError, match="not taken by position"):
+    with pytest.raises(UserError, match="not used by position"):
         ColumnNames().arrays(namedtuple("Sample", row)(**row), plain)
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of PyTorch models split over devices, alone and over ranks, against runs of models that are not."""
+"""Whole runs of PyTorch models partitioned over devices, alone and over ranks, against runs of models that are not."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_batchnorm_takes_each_part_and_says_so(cpus):
     x, y = np.random.default_rng(0).random((34, 8, 8), dtype=np.float32), np.arange(34) % 10
     model = torch_models.cnn.build(channels=(4, 4), norm="batch")
     run = solo(replace(BASE, max_steps=4, model_parallel=2), model, (x, y))
-    said = "BatchNorm takes its statistics over each part of a micro-batch"
+    said = "BatchNorm computes its statistics over each part of a micro-batch"
     assert said in run.parts.caveats()
     counts = []
     run.spec.model.conv_0.norm.register_forward_hook(lambda m, args, out: counts.append(len(args[0])))
@@ -134,7 +134,7 @@ def test_batchnorm_takes_each_part_and_says_so(cpus):
 def test_dropout_in_a_split_model_trains_and_repeats(cpus):
     settings = replace(BASE, model_parallel=2)
     build = lambda: deep(drop=nn.Dropout(0.3))  # noqa: E731
-    assert "dropout draws differ with the parts of a micro-batch" in solo(settings, build(), DATA).parts.caveats()
+    assert "dropout draws differ with split_micro_batches" in solo(settings, build(), DATA).parts.caveats()
     assert apart(weights(trained(settings, build())), weights(trained(settings, build()))) < 1e-5
 
 
@@ -176,7 +176,7 @@ def test_a_rank_whose_file_cannot_be_split_ends_all_ranks_alike(cpus):
     def work(run):
         raise AssertionError("no run is to come of it")
 
-    with pytest.raises(UserError, match="rank 1 on host .* do not give what the model gives"):
+    with pytest.raises(UserError, match="rank 1 on host .* give an output that differs from the model's"):
         lockstep(2, replace(BASE, model_parallel=2), lambda rank: deep(kind=(Chain, Skips)[rank]), DATA, work)
 
 

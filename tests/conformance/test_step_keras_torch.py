@@ -5,9 +5,11 @@ Keras' backend is fixed when it is imported, and this process may have it on Ten
 
 import contextlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 HERE = os.environ.get("KERAS_BACKEND") == "torch"
 
 if HERE:
+    import best_weights
     import kept_runs
     import keras
     import numpy as np
@@ -31,6 +34,7 @@ if HERE:
     from hvdtrain.backends.torch.create import make_parts
     from hvdtrain.cluster.control import SoloControl
     from hvdtrain.comm.collectives.base import NullCollectives
+    from hvdtrain.commands import evaluate, predict
     from hvdtrain.config import CheckpointConfig, Config, DataConfig, DataParallelConfig, Named
     from hvdtrain.core.buckets import plan_buckets
     from hvdtrain.core.errors import UserError
@@ -46,6 +50,35 @@ if HERE:
     def keras_kit():
         return KerasOnTorch()
 
+    @pytest.mark.parametrize("compiled", (False, True))
+    def test_layers_are_frozen_with_their_statistics_and_unfrozen_at_an_epoch(compiled, tmp_path):
+        """The key freeze: as if the user had frozen the layer in an epoch of a run, on any number of ranks."""
+        def model(rank=0):
+            keras.utils.set_random_seed(1)
+            layers = keras.layers
+            body = keras.Sequential([layers.Dense(8), layers.BatchNormalization()], name="body")
+            made = keras.Sequential([keras.Input((12,)), body, layers.Dense(8, "tanh", name="middle"),
+                                     layers.Dense(5)])
+            if compiled:
+                made.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(True))
+            return made
+
+        setting = config(epochs=4, global_batch=24, data=DataConfig(shuffle=False, prefetch=0), metrics=[], lr=0.05,
+                         freeze={"body": 3, "middle": 2}, optimizer=Named("auto" if compiled else "Adam"),
+                         checkpoint=CheckpointConfig(at_end=True))
+        cut, frozen, whole = (replace(setting, out=str(tmp_path / name), **more) for name, more in (
+            ("cut", {"max_steps": 5}), ("frozen", {"epochs": 3}), ("whole", {})))
+        before = model().get_layer("body").get_weights()
+        for run in lockstep(2, replace(frozen, out=str(tmp_path / "two")), model, samples(48), fitted):
+            assert all(map(np.array_equal, run.spec.model.get_layer("body").get_weights(), before))
+        one = solo(frozen, model(), samples(48))
+        assert apart(weights(run), weights(fitted(one))) < 1e-5
+        trained = fitted(solo(whole, model(), samples(48)))
+        assert not any(map(np.array_equal, trained.spec.model.get_layer("body").get_weights()[1:], before[1:]))
+        fitted(solo(cut, model(), samples(48)))
+        again = replace(whole, resume=cut.out, out=str(tmp_path / "on"))
+        assert apart(weights(fitted(solo(again, model(), samples(48)))), weights(trained)) < 1e-5
+
     @pytest.mark.parametrize("added, refused", [(keras.ops.sum, True), (keras.ops.mean, False)], ids=["sum", "mean"])
     def test_a_sum_over_the_batch_that_a_layer_adds_while_it_trains_is_refused(added, refused):
         class Adds(keras.layers.Layer):
@@ -56,7 +89,7 @@ if HERE:
         layers = keras.layers
         model = keras.Sequential([keras.Input((12,)), layers.Dense(5), layers.BatchNormalization(),
                                   layers.Dropout(0.5), Adds()])
-        with pytest.raises(UserError, match="add_loss.* not a mean") if refused else contextlib.nullcontext():
+        with pytest.raises(UserError, match="add_loss.* not means") if refused else contextlib.nullcontext():
             solo(config(global_batch=10, accumulate=2, max_steps=1), model, samples(30))
         assert not any("call" in vars(layer) for layer in model._flatten_layers())
 
@@ -92,6 +125,23 @@ if HERE:
             object.__setattr__(asked, part, lambda *given: None)
             with pytest.raises(UserError, match=f"{part} in the file of a Keras model on PyTorch"):
                 make_parts(asked, config(), SoloControl(), NullCollectives(0, 1), 1)
+
+    def test_runs_are_evaluated_and_predicted_from_their_files(tmp_path):
+        x, y = samples(12)
+        np.savez(tmp_path / "data.npz", x=x, y=y, x_test=x, y_test=y)
+        trainer = Trainer(config(
+            model="tf_models.mlp:build", model_args={"in_features": 12, "hidden": [8], "classes": 5}, max_steps=2,
+            global_batch=4, out=str(tmp_path / "run"), checkpoint=CheckpointConfig(),
+            data=DataConfig(name=str(tmp_path / "data.npz"), prefetch=0, workers=0)))
+        trainer.fit()
+        expected, outputs = trainer.evaluate(), trainer.predict(x)
+        for finished in (True, False):
+            found, predicted = tmp_path / f"{finished}.json", tmp_path / f"{finished}.npz"
+            evaluate.main([str(tmp_path / "run"), "--out", str(found)])
+            predict.main([str(tmp_path / "run"), "--out", str(predicted)])
+            assert json.loads(found.read_text())["metrics"] == pytest.approx(expected)
+            assert np.allclose(np.load(predicted)["output"], outputs, atol=1e-6)
+            (tmp_path / "run" / "completed.json").unlink(missing_ok=True)  # as of a run that was killed
 
     def test_recomputed_blocks_are_refused(tmp_path):
         model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
@@ -217,6 +267,10 @@ if HERE:
         written = keras.saving.load_model(tmp_path / "model.keras", compile=False)
         head = written.get_layer("head").kernel.value, model.optimizer._model_variables_moving_average[-2].value
         assert (head[0] == head[1]).all() and all((a == b).all() for a, b in zip(before, model.get_weights()))
+
+    @pytest.mark.parametrize("use_ema", [False, True])
+    def test_a_run_that_stops_early_ends_with_its_best_weights(tmp_path, use_ema):
+        best_weights.check(KerasKit().model(noisy=True), tmp_path, use_ema)
 
     def test_layers_that_a_callback_replaces_are_refused(tmp_path):
         class Replace(Callback):

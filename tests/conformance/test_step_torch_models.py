@@ -118,10 +118,10 @@ def test_a_fit_without_gradients_records_them_or_is_refused(within, tmp_path):
             assert not torch.is_grad_enabled()
             assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
             return
-        with pytest.raises(UserError, match=r"fit within torch.inference_mode\(\)"):
+        with pytest.raises(UserError, match=r"fit inside torch.inference_mode\(\)"):
             Trainer(settings).fit(model, samples(16))
         inside = mlp()
-    with pytest.raises(UserError, match=r"built within torch.inference_mode\(\)"):
+    with pytest.raises(UserError, match=r"built inside torch.inference_mode\(\)"):
         Trainer(settings).fit(inside, samples(16))
 
 

@@ -74,7 +74,7 @@ def test_losses_that_cannot_be():
     with pytest.raises(UserError, match=r"a loss of type Tensor and shape \(32,\)"):
         step.forward_backward(batch(0), 1.0, True)
     step = attached(mlp(), task=lambda m, b: (m(b[0]).detach().sum(), 32))
-    with pytest.raises(UserError, match="a loss that no parameter of the model has a part in"):
+    with pytest.raises(UserError, match="a loss that depends on no parameter of the model"):
         check_loss(step.model, step.stage.loss_of(batch(0))[0])
     step.forward_backward(batch(0), 1.0, True)
     assert step.stage.unused == set(range(4)), "the rank's own samples use no parameter; another rank's may"
@@ -137,6 +137,22 @@ def test_schedules_are_torchs_own(name, args):
     close(weights(step), weights(want), 0)
 
 
+def test_sequences_and_chains_are_torchs_own():
+    space = torch.optim.lr_scheduler
+    given = [("LinearLR", {"total_iters": 4}), ("ExponentialLR", {"gamma": 0.8})]
+    for name, args in (("SequentialLR", {"milestones": [6]}), ("ChainedScheduler", {})):
+        want = mlp()
+        optimizer = torch.optim.SGD(want.parameters(), lr=0.1, momentum=0.9, fused=True)
+        inner = [getattr(space, one)(optimizer, **more) for one, more in given]
+        own = space.SequentialLR(optimizer, inner, [6]) if args else space.ChainedScheduler(inner)
+        plain(want, optimizer, schedule=own)
+        args = {**args, "schedulers": [{"name": one, "args": more} for one, more in given]}
+        step = attached(mlp(), replace(SGD, schedule=ScheduleConfig(name, args)))
+        for t in range(20):
+            run(step, [batch(t)], 1 / 32)
+        close(weights(step), weights(want), 0)
+
+
 def test_an_epoch_schedule_moves_with_epochs():
     step = attached(
         mlp(),
@@ -163,7 +179,9 @@ def test_optimizers_that_cannot_be():
         (Config(optimizer=Named("sgd", {"lr": 1})), "lr"),
         (Config(schedule=ScheduleConfig("cosineannealinglr")), "T_max"),
         (Config(schedule=ScheduleConfig("cosine")), "CosineAnnealingLR"),
-        (Config(schedule=ScheduleConfig("ReduceLROnPlateau")), "is not one of"),
+        (Config(schedule=ScheduleConfig("SequentialLR")), "without schedule.args.schedulers"),
+        (Config(schedule=ScheduleConfig("ChainedScheduler", {"schedulers": ["ReduceLROnPlateau"]})), "is not one of"),
+        (Config(schedule=ScheduleConfig("SequentialLR", {"schedulers": [{"nam": "StepLR"}]})), "has the entry"),
     ):
         with pytest.raises(UserError, match=said):
             attached(mlp(), settings)
@@ -184,6 +202,9 @@ RESUMED = {
     ),  # moves Adam's betas too
     "cosine": replace(SGD, schedule=ScheduleConfig("CosineAnnealingLR", {"T_max": 5})),
     "restarts": replace(SGD, schedule=ScheduleConfig("CosineAnnealingWarmRestarts", {"T_0": 2, "T_mult": 2})),
+    "sequence": replace(SGD, schedule=ScheduleConfig("SequentialLR", {
+        "schedulers": [{"name": "LinearLR", "args": {"total_iters": 2}}, {"name": "StepLR", "args": {"step_size": 2}}],
+        "milestones": [3]})),
     "milestones": replace(SGD, schedule=ScheduleConfig("MultiStepLR", {"milestones": [2, 4]})),
     "amsgrad": Config(optimizer=Named("adamw", {"amsgrad": True}), lr=0.01),
     "adagrad": Config(optimizer=Named("adagrad"), lr=0.05),

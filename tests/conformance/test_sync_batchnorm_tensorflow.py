@@ -159,7 +159,7 @@ class Own(keras.layers.BatchNormalization):
 
 def test_what_cannot_be_synchronised_is_named():
     model = mlp(extra=[keras.layers.BatchNormalization(), Own(name="own")])
-    with pytest.raises(UserError, match="Own 'own.*', which has a call of its own"):
+    with pytest.raises(UserError, match="Own 'own.*', which overrides call"):
         attached(model, SYNC, Twins())
     assert "_moments" not in vars(model.layers[1])  # all or none
     with pytest.raises(UserError, match="sync_batchnorm with Keras over lockstep.*Set collectives: horovod"):
@@ -198,7 +198,7 @@ def test_a_layer_that_ranks_may_call_unequally_often_is_refused(how):
     step = attached(dense(how), SYNC, Twins())
     with pytest.raises(UserError) as told:
         run(step, [(X[:4], Y[:4])], 1 / 8)
-    assert told.value.got == "sync_batchnorm with 'within' in a loop, a condition or a tf.function of its own"
+    assert told.value.got == "sync_batchnorm with 'within' in a loop, a condition or a separate tf.function"
     assert told.value.do.startswith("call the layer outside")
 
 

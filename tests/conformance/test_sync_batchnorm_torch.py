@@ -169,7 +169,7 @@ class Fused(nn.BatchNorm1d):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_what_cannot_be_synchronised_is_named():
     model = nn.Sequential(nn.BatchNorm1d(3), Fused(3))
-    with pytest.raises(UserError, match=r"Fused '1', which has a forward of its own"):
+    with pytest.raises(UserError, match=r"Fused '1', which overrides forward"):
         synchronised(model, NullCollectives(0, 2))
     assert type(model[0]) is nn.BatchNorm1d  # all or none
     layer = nn.Sequential(nn.BatchNorm1d(3))

@@ -1,4 +1,4 @@
-"""keras.applications and keras_hub in the scripts of docs/models.md, and by what keras_hub compiles its tasks with."""
+"""keras.applications and keras_hub in the scripts of docs/how-to/models.md, compiled as keras_hub does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""timm and transformers in the scripts of docs/models.md: one curve over ranks, recomputed blocks, divided state."""
+"""timm and transformers in the scripts of docs/how-to/models.md: over ranks, with remat, with ZeRO."""
 
 from __future__ import annotations
 
@@ -91,9 +91,25 @@ def test_what_is_no_chain_is_refused_where_it_is_to_be_cut(case, words, tmp_path
         zoo.runs(2, replace(asked, pipeline=PipelineConfig(2)), data)
 
 
-def test_a_models_dataclass_without_a_task_is_told(tmp_path):
-    asked, data = hugging("bert")(tmp_path)
-    own = (tmp_path / "hf_classifier.py").read_text().partition("def task")[0]
-    (tmp_path / "bare.py").write_text(own)
-    with pytest.raises(UserError, match="returns a SequenceClassifierOutput.*task"):
-        solo(replace(asked, model="bare.py:build"), None, data)
+OWN_DATACLASS = """
+import dataclasses
+import torch
+
+@dataclasses.dataclass
+class Out:
+    logits: torch.Tensor
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return Out(super().forward(x))
+
+def build():
+    return Model(4, 3)
+"""
+
+
+def test_a_models_own_dataclass_without_a_task_is_told(tmp_path):
+    (tmp_path / "bare.py").write_text(OWN_DATACLASS)
+    data = np.ones((16, 4), np.float32), np.zeros(16, np.int64)
+    with pytest.raises(UserError, match="returns a Out.*task"):
+        solo(replace(BASE, model="bare.py:build"), None, data)

@@ -133,7 +133,7 @@ def fill(folder: Path, pythons: Sequence[str], machine: str) -> int:
     try:
         wheelhouse.add_source(folder)
     except Exception as error:  # noqa: BLE001  (the check continues without it, whatever the reason)
-        print(f"note: Horovod's source package could not be had ({error}); the row horovod is skipped where none is "
+        print(f"note: Horovod's source package is not available ({error}); the row horovod is skipped where none is "
               "installed")
     lines, total = wheelhouse.listing(folder)
     print("\n".join(lines))

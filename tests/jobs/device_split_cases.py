@@ -1,4 +1,4 @@
-"""Cases of models split over devices, in a process with two logical CPU devices; run as a script.
+"""Cases of models partitioned over devices, in a process with two logical CPU devices; run as a script.
 
 They must be made before TensorFlow starts, so this is a child of `test_device_split_tensorflow.py`: first the command
 line, which makes them, then everything else in the same process.
@@ -14,89 +14,34 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import device_split_refusals
 import numpy as np
+from device_split_tools import (
+    CONFIG,
+    arrays,
+    built,
+    close,
+    data_of,
+    refused,
+    sample,
+    sequential,
+    short,
+    spec_of,
+    split,
+    step_of,
+    train,
+    where,
+)
 from safetensors.numpy import load_file
 
-from hvdtrain.backends.model_spec import Spec, build_spec
-from hvdtrain.cluster.control import SoloControl
 from hvdtrain.commands import main as command
-from hvdtrain.config import Config, Named
-from hvdtrain.core.errors import UserError
-from hvdtrain.parallel.precision import Precision
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-from one_step import OneStep  # noqa: E402
-
-CONFIG = Config(optimizer=Named("adamw", {"clipnorm": 1.0, "use_ema": True}), lr=1e-2, global_batch=20)
-
-
-def split(config=CONFIG, **more):
-    return dataclasses.replace(config, **{"model_parallel": 2, "split_micro_batches": 4, **more})
-
-
-def spec_of(model, **parts):
-    return Spec("m", model, "tensorflow", **parts)
-
-
-def built(name, **args):
-    import keras
-
-    return build_spec(f"tf_models.{name}:build", args, lambda: keras.utils.set_random_seed(3))
-
-
-def step_of(spec, config, own="fp32", sample=None):
-    parts = {name: getattr(spec, name) for name in ("task", "weight", "blocks", "example", "metrics")}
-    return OneStep("tensorflow", spec.model, config, precision=Precision((own,), 0), control=SoloControl(),
-                   sample=sample, **parts)
-
-
-def train(step, batches, micros=1, clip=0.5, weight=len):
-    """Losses by step; ``micros``: micro-batches of each."""
-    losses = []
-    for batch in batches:
-        step.zero()
-        total = weight(batch[0])
-        parts = [tuple(np.array_split(a, micros)[k] for a in batch) for k in range(micros)]
-        pairs = [step.forward_backward(part, 1 / total, k == micros - 1) for k, part in enumerate(parts)]
-        step.exchange()
-        finite, norm = step.apply(clip, True)
-        assert finite and norm > 0
-        losses.append(sum(float(a) for a, _ in pairs) / total)
-    return losses
+from hvdtrain.config import Named
 
 
 def batches_of(spec, n=20, steps=3):
     rng = np.random.default_rng(1)
     x, y = spec.example(n)
     return [(x, y), *((x[i], y[i]) for i in (rng.permutation(n) for _ in range(steps - 1)))]
-
-
-def arrays(step):
-    return {**step.state()[0]["model"], **step.state()[0]["optimizer"]}
-
-
-def close(got, want, tolerance=1e-5):
-    assert len(got) == len(want)
-    for (name, a), b in zip(got.items(), want.values()):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1e-3, np.abs(b).max()), err_msg=name)
-
-
-def short(device):
-    return device.rpartition("/")[2].removeprefix("device:")
-
-
-def where(variables):
-    return [short(v.value.device) for v in variables]
-
-
-def refused(words, work):
-    try:
-        work()
-    except UserError as error:
-        assert words in str(error), str(error)
-        return str(error)
-    raise AssertionError(f"nothing refused: {words}")
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
@@ -109,8 +54,8 @@ def case_command_line(folder):
         command(["train", "--model", "tf_models.mlp:build", "--model_parallel", "2", "--max_steps", "8", "--eval_every",
                  "0", "--out", f"{folder}/cli", "--checkpoint.at_end", "true", "--progress", "plain"])
     text = told.getvalue()
-    assert "model split over 2 devices, a micro-batch in 8 parts" in text and "/CPU:1" in text, text
-    assert text.index("model split over") < text.index("step 1"), text
+    assert "model partitioned over 2 devices, a micro-batch in 8 parts" in text and "/CPU:1" in text, text
+    assert text.index("model partitioned over") < text.index("step 1"), text
     assert "predicted" in text.split("| bubble")[1].splitlines()[0] and "measured" in text, text
     assert Path(folder, "cli/completed.json").exists() and Path(folder, "cli/model/model.keras").exists()
 
@@ -129,7 +74,7 @@ def case_resume_without_a_split(folder):
     text = told_of("--max_steps", "10", "--out", f"{folder}/cli", "--resume", "auto")
     assert "resumed at step 8" in text and "split" not in text, text
     text = told_of("--max_steps", "12", "--out", f"{folder}/cli", "--resume", "auto", "--model_parallel", "2")
-    assert "resumed at step 10" in text and "model split over 2 devices" in text, text
+    assert "resumed at step 10" in text and "model partitioned over 2 devices" in text, text
     told_of("--max_steps", "12", "--out", f"{folder}/whole")
     close(*(load_file(f"{folder}/{name}/model/model.safetensors") for name in ("cli", "whole")))
 
@@ -253,28 +198,6 @@ def case_by_hand(folder):
     assert float(text.split("| test accuracy |")[1].split()[0]) > 0.9, text
 
 
-def sequential(*extra, seed=4, units=16):
-    """Regularised layers; ``extra``: makers of layers between them."""
-    import keras
-
-    keras.utils.set_random_seed(seed)
-    l2 = keras.regularizers.L2(0.01)
-    return keras.Sequential([
-        keras.Input((12,)), keras.layers.Dense(units, activation="tanh", kernel_regularizer=l2),
-        *(make() for make in extra),
-        keras.layers.Dense(units, activity_regularizer=l2), keras.layers.Dense(5, kernel_regularizer=l2)])
-
-
-def data_of(n=20, steps=3, weighted=False):
-    rng = np.random.default_rng(2)
-    return [(rng.standard_normal((n, 12)).astype(np.float32), rng.integers(0, 5, n),
-             *([rng.random(n).astype(np.float32)] if weighted else [])) for _ in range(steps)]
-
-
-def sample(n):
-    return data_of(n, 1)[0]
-
-
 def case_losses_of_layers_and_weights_of_samples(folder):
     """Regularisers on both stages, sample weights, a frozen layer; a compiled model whose optimizer has a history."""
     import keras
@@ -338,7 +261,7 @@ def case_dropout_batchnorm_and_a_trial(folder):
     for a, b in zip(before.values(), after.values()):
         np.testing.assert_array_equal(a, b)
     told = " ".join(step.caveats())
-    assert "statistics over each part" in told and "draws differ with the parts" in told
+    assert "statistics over each part" in told and "draws differ with split_micro_batches" in told
     step.zero()
     step.forward_backward(sample(20), 1 / 20, True)
     step.exchange()
@@ -373,111 +296,6 @@ def case_a_functional_row_and_its_file(folder):
         np.testing.assert_array_equal(got.value.numpy(), want)
 
 
-def case_what_cannot_be_split_is_said(folder):
-    """Too few devices, too many for the blocks, branches, blocks that are not the model, tasks that look inside."""
-    import keras
-
-    refused("model_parallel is 3 and TensorFlow has started with 2 logical CPU devices", lambda: step_of(
-        spec_of(sequential()), split(model_parallel=3), sample=sample))
-    short_one = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
-    refused("model_parallel is 2 and the model has 1 block (dense", lambda: step_of(
-        spec_of(short_one), split(), sample=sample))
-    x = keras.Input((12,))
-    y = keras.layers.Dense(12)(x)
-    branched = keras.Model(x, keras.layers.Dense(5)(keras.layers.Add()([x, y])))
-    refused("a functional model with branches", lambda: step_of(spec_of(branched), split(), sample=sample))
-    mlp = built("mlp")
-    refused("something else than the model", lambda: step_of(
-        dataclasses.replace(mlp, blocks=lambda m: [*mlp.blocks(m), ("again", keras.layers.Rescaling(2.0))]), split()))
-    refused("belongs to no block", lambda: step_of(
-        dataclasses.replace(mlp, blocks=lambda m: mlp.blocks(m)[1:]), split()))
-    shared = keras.layers.Dense(12)
-    twice = keras.Sequential([keras.Input((12,)), keras.layers.Dense(12)])
-    refused("share", lambda: step_of(spec_of(twice, blocks=lambda m: [
-        ("a", twice.layers[0]), ("b", keras.Sequential([twice.layers[0], shared]))]), split(), sample=sample))
-    inside = step_of(spec_of(sequential(), task=lambda m, batch: (keras.ops.sum(m.layers[0](batch[0])), 1.0)), split(),
-                     sample=sample)
-    refused("the task uses model.layers", lambda: train(inside, data_of(steps=1)))
-
-
-class Between:
-    """Makes Keras models of two blocks that do something besides them; ``drawing``: a first block that draws."""
-
-    def __new__(cls, extra, drawing=None):
-        import keras
-
-        class Model(keras.Model):
-            def __init__(self):
-                super().__init__()
-                self.first = drawing() if drawing else keras.layers.Dense(16, activation="tanh")
-                self.second = keras.layers.Dense(5)
-                self(keras.Input((12,)))
-
-            def call(self, x, training=None):
-                return self.second(extra(self, self.first(x), training))
-
-        keras.utils.set_random_seed(7)
-        return Model()
-
-
-def case_what_only_training_shows_is_refused(folder):
-    """Check the refusal of a call that acts only in training, adds to the loss, or differentiates the model."""
-    import keras
-    import tensorflow as tf
-
-    def step(model, **parts):
-        return step_of(spec_of(model, blocks=lambda m: [("first", m.first), ("second", m.second)], **parts),
-                       split(optimizer=Named("sgd")), sample=sample)
-
-    for extra in (lambda m, x, training: keras.random.dropout(x, 0.5, seed=3) if training else x,
-                  lambda m, x, training: x * 2.0 if training else x,
-                  lambda m, x, training: tf.nn.dropout(x, 0.5) if training else x):
-        refused("something else than the model while it trains", lambda extra=extra: step(Between(extra)))
-
-    def add_loss(model, x, training):
-        model.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
-        return x
-
-    refused("the model's blocks add 0 to the loss where the model adds 0.0", lambda: step(Between(add_loss)))
-
-    class Draws(keras.layers.Dense):
-        def __init__(self):
-            super().__init__(16, activity_regularizer="l2")
-
-        def call(self, x, training=None):
-            return tf.nn.dropout(super().call(x), 0.5) if training else super().call(x)
-
-    def nothing(model, x, training):
-        return x
-
-    train(step(Between(nothing, Draws)), data_of(steps=1))  # its draws cannot be repeated: nothing can be said
-    made = step(Between(nothing, lambda: keras.Sequential([
-        keras.layers.Dense(16), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1)])))
-    means = [v.numpy() for v in made.model.variables if "moving_mean" in v.path]
-    seeds = [v.numpy().tolist() for v in made.model.variables if "seed_generator" in v.path]
-    assert seeds == [[1, 0]] and not np.any(means), (seeds, means)
-
-    def penalty(of_input):
-        def task(model, batch):
-            x, y = batch
-            logits = None if of_input else model(x)
-            with tf.GradientTape() as tape:
-                tape.watch(x if of_input else logits)
-                logits = model(x) if of_input else logits
-                top = tf.reduce_sum(tf.square(logits))
-            slope = tape.gradient(top, x if of_input else logits)
-            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
-            return tf.reduce_sum(loss) + 0.1 * tf.reduce_sum(tf.square(slope)), tf.cast(tf.shape(x)[0], tf.float32)
-        return task
-
-    refused("differentiates through a model that is split", lambda: train(
-        step(Between(nothing), task=penalty(True)), data_of(steps=1)))
-    whole = step_of(spec_of(Between(nothing), task=penalty(False)), dataclasses.replace(CONFIG, optimizer=Named("sgd")))
-    parts = step(Between(nothing), task=penalty(False))
-    close({"losses": train(parts, data_of())}, {"losses": train(whole, data_of())})
-    close(arrays(parts), arrays(whole))
-
-
 def case_variables_are_lent(folder):
     """Check that timing a block on another device, by copies of its variables, changes none of them."""
     from hvdtrain.backends.tensorflow.placement import lent
@@ -496,16 +314,16 @@ def case_variables_are_lent(folder):
 
 
 def case_twins_have_the_curve_of_one_device(folder):
-    """Train the twins of tests/parity/test_twins_features.py except gpt, which is above; tied weights are refused."""
+    """Train a twin of each kind of layer that is not above (bert's are gpt's); tied weights are refused."""
     tokens = {"vocab": 96, "context": 64, "width": 16, "depth": 1, "heads": 2}
     sizes = {"lstm": {"features": 8, "width": 12}, "resnet": {"in_shape": (8, 8, 3), "width": 8, "depth": 1},
-             "vit": {"in_shape": (8, 8, 3), "patch": 4, "width": 16, "depth": 1, "heads": 2}, "bert": tokens}
+             "vit": {"in_shape": (8, 8, 3), "patch": 4, "width": 16, "depth": 1, "heads": 2}}
     sgd = dataclasses.replace(CONFIG, optimizer=Named("sgd", {"momentum": 0.9}), lr=0.1)
     for name, args in sizes.items():
         x, y = importlib.import_module(f"tf_models.{name}").example(14)
         x = x[:, :8, :8] if "in_shape" in args else x[:, :4] if name == "lstm" else x
         batches = [(x[:7], y[:7]), (x[7:], y[7:])]  # of one shape: a graph for each takes longest
-        config = sgd if name in ("vit", "bert") else CONFIG  # Adam makes much of the keys' biases, which are rounding
+        config = sgd if name == "vit" else CONFIG  # Adam makes much of the keys' biases, which are rounding
         whole = step_of(built(name, **args), config)
         parts = step_of(built(name, **args), split(config, split_micro_batches=2), sample=lambda n: (x[:n], y[:n]))
         close({"losses": train(parts, batches)}, {"losses": train(whole, batches)})
@@ -515,23 +333,9 @@ def case_twins_have_the_curve_of_one_device(folder):
         refused("blocks embed and head share", lambda: step_of(built(name, **tokens, tied=True), split()))
 
 
-def case_too_large_is_said_before_anything_moves(folder):
-    """Check the message for devices whose memory is too small; the variables stay in host memory."""
-    from hvdtrain.backends.tensorflow import placement
-
-    real = placement.capacity_bytes
-    placement.capacity_bytes = lambda devices, local: ((60_000, 60_000), 0)
-    spec = built("mlp")
-    try:
-        text = refused("has 58.6 KiB", lambda: step_of(spec, split()))
-    finally:
-        placement.capacity_bytes = real
-    assert "stage" in text and "parameters" in text and set(where(spec.model.weights)) == {"CPU:0"}, text
-
-
 def main():
     folder = sys.argv[1]
-    for name, case in list(globals().items()):
+    for name, case in [*globals().items(), *vars(device_split_refusals).items()]:
         if name.startswith("case_") and (len(sys.argv) < 3 or name in sys.argv[2:]):
             begin = time.perf_counter()
             case(folder)

@@ -201,6 +201,18 @@ def frozen():
     return {"moved": moved, "params": [p.name for p in trainer.run.parts.params.specs]}
 
 
+def lora():
+    """Train Keras' adapters: the kernel under them stays as it is, and has no state in the optimizer."""
+    model = perceptron()
+    model.layers[1].enable_lora(3)
+    weighted(model)  # set_random_seed of Keras imports TensorFlow
+    before = keras.ops.convert_to_numpy(model.layers[1]._kernel)
+    trainer, facts = train(model, "lora", max_steps=3)
+    names = [spec.name for spec in trainer.run.parts.params.specs]
+    return {**facts, "kept": bool((keras.ops.convert_to_numpy(model.layers[1]._kernel) == before).all()),
+            "trained": [name.rpartition("/")[2] for name in names]}
+
+
 def rates():
     """Return the owner of a compiled optimizer may set its rate; warm-up and scaling are laid over it."""
     from hvdtrain.config import ScheduleConfig

@@ -5,6 +5,7 @@ Owns `mpirun` and the hunt for what a job leaves behind. Every process of a job 
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -103,6 +104,7 @@ def _env(job_id: str, extra: dict[str, str]) -> dict[str, str]:
     return env | extra
 
 
+@functools.lru_cache
 def _flags(launcher: str) -> list[str]:
     """More ranks than cores and no binding, said as each MPI wants it."""
     said = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=30).stdout

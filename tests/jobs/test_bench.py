@@ -60,8 +60,11 @@ def test_what_a_look_at_the_gradients_costs():
 
 
 def test_one_process_alone():
-    job = run([sys.executable, *WIRE, "--framework", "numpy", "--collectives", "mpi", "--kinds", "broadcast"], 60)
+    job = run([sys.executable, *WIRE, "--framework", "numpy", "--collectives", "mpi", "--kinds",
+               "broadcast,allreduce"], 60)
     assert (job.returncode, job.orphans) == (0, []), job.text
+    rows = [line.split() for line in job.stdout.splitlines() if line.split()[:1] in (["4096"], ["16384"])]
+    assert len(rows) == 4 and all(row[-1] == "0" for row in rows), "sums of one process are wrong"
     assert "numpy over mpi" in job.stdout and "1 rank," in job.stdout
     assert "note: one host: there is no link between hosts to measure" in job.stdout
 

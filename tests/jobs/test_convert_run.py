@@ -33,7 +33,8 @@ import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.config import CheckpointConfig, DataConfig, Named
 from hvdtrain.commands import train
-from hvdtrain.commands.convert import Request, source_of, target_of, worker
+from hvdtrain.commands.convert import worker
+from hvdtrain.commands.convert.request import Request, source_of, target_of
 OPTIMIZERS, STEPS, HALF = {OPTIMIZERS!r}, {STEPS}, {HALF}
 
 def data():

@@ -23,7 +23,8 @@ def tensorflow():
 def test_one_process_with_two_devices(tmp_path):
     job = run([sys.executable, str(HERE / "device_split_cases.py"), str(tmp_path)], timeout_s=280)
     assert job.returncode == 0, job.text
-    cases = re.findall(r"^def (case_\w+)", (HERE / "device_split_cases.py").read_text(), re.MULTILINE)
+    files = (HERE / name for name in ("device_split_cases.py", "device_split_refusals.py"))
+    cases = [case for file in files for case in re.findall(r"^def (case_\w+)", file.read_text(), re.MULTILINE)]
     assert re.findall(r"^passed (case_\w+)", job.stdout, re.MULTILINE) == cases
 
 

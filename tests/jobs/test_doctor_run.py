@@ -51,7 +51,7 @@ def test_one_broken_rank_does_not_silence_rank_0(env, tmp_path):
     words = ["-m", "hvdtrain", "doctor", "--timeout", "6"]
     second = [":", "-np", "1", "-x", f"PYTHONPATH={broken}:{env['PYTHONPATH']}", sys.executable, *words]
     job = mpirun(1, [*words, *second], timeout_s=90, env=env)
-    assert "did not come together within 6 s" in job.stdout, job.text
+    assert "did not connect within 6 s" in job.stdout, job.text
     assert "hvdtrain: rank 1 on host" in job.text and "no such file: libmpi.so" in job.text
     assert job.returncode not in (0, None) and job.orphans == [], job.text
 
@@ -60,6 +60,6 @@ def test_a_rank_that_never_starts_mpi_is_told_in_time(env):
     started = time.monotonic()
     words = ["-m", "hvdtrain", "doctor", "--timeout", "4", ":", "-np", "1", "sleep", "90"]
     job = mpirun(1, words, timeout_s=80, env=env)
-    assert "did not come together within 4 s" in job.stdout, job.text
+    assert "did not connect within 4 s" in job.stdout, job.text
     assert job.returncode not in (0, None) and job.orphans == [], job.text
     assert time.monotonic() - started < 60

@@ -59,7 +59,7 @@ def check(job, where, rank):
     assert job.returncode not in (0, None) and not job.orphans, job
     assert re.findall(r"rank (\d+) on host \S+ failed and ends the job", job.stderr) == [str(rank)], job.stderr
     assert job.stderr.count(f"ValueError: mine in {where}\n") >= 1, job.stderr
-    assert "ended without a word" not in job.stderr, job.stderr
+    assert "ended without a message" not in job.stderr, job.stderr
 
 
 @pytest.mark.parametrize("where, rank", [("loader", 1), ("evaluation", 0), ("forward", 2), ("checkpoint", 1),

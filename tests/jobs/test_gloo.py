@@ -26,6 +26,7 @@ def main():
     rank = facts.rank
     {early}
     hvd = horovod.start_horovod("{framework}", ExchangeConfig(), facts)
+    assert ("torch" in sys.modules) != ("tensorflow" in sys.modules), "one process, one framework"
     control = boot.start_control(facts, 60, hvd)
     for turn in range(2):
         assert control.bcast({{"a": turn}} if rank == 0 else None) == {{"a": turn}}

@@ -37,15 +37,21 @@ def need(*packages):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     need("torch", "keras")
-    return child(tmp_path_factory.mktemp("alone"), 1, "torch", *CURVES, "frozen", "rates", "gpt", "resumed", "seeded",
-                 "callbacks_resumed", "lazy", "mistakes", "modules", "exported")
+    return child(tmp_path_factory.mktemp("alone"), 1, "torch", *CURVES, "frozen", "lora", "rates", "gpt", "resumed",
+                 "seeded", "callbacks_resumed", "lazy", "mistakes", "modules", "exported")
+
+
+@pytest.fixture(scope="module")
+def on_tensorflow(tmp_path_factory):
+    need("tensorflow")
+    return child(tmp_path_factory.mktemp("tensorflow"), 1, "tensorflow", *CURVES, "modules", "lora")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     need("torch", "keras")
     return child(tmp_path_factory.mktemp("pair"), 2, "torch", "momentum", "adamw", "uneven", "statistics", "modules",
-                 "written")
+                 "written", "lora")
 
 
 def close(one, other):
@@ -66,10 +72,9 @@ def test_two_ranks_follow_the_curve_of_one(case, alone, pair):
     close(alone[case], pair[case])
 
 
-def test_the_curve_is_tensorflows(alone, tmp_path):
+def test_the_curve_is_tensorflows(alone, on_tensorflow):
     """The same weights and data on Keras' other backend: 1e-5 over 20 steps."""
-    need("tensorflow")
-    found = child(tmp_path, 1, "tensorflow", *CURVES, "modules")
+    found = on_tensorflow
     assert found["modules"]["imported"] == ["keras", "tensorflow"]
     for case in CURVES:
         close(alone[case], found[case])
@@ -77,6 +82,14 @@ def test_the_curve_is_tensorflows(alone, tmp_path):
     assert len(mine) == len(theirs) == 4
     for one, other in zip(mine, theirs):
         assert dict(map(tuple, other)) == pytest.approx(dict(map(tuple, one)), rel=1e-5)
+
+
+def test_lora_of_keras_trains_adapters_alone_on_either_backend(alone, pair, on_tensorflow):
+    for facts in (alone["lora"], pair["lora"], on_tensorflow["lora"]):
+        assert facts["kept"] and facts["alike"]
+        assert sorted(facts["trained"]) == ["bias", "bias", "kernel", "lora_kernel_a", "lora_kernel_b"]
+    for mine, theirs in zip(alone["lora"]["weights"], pair["lora"]["weights"], strict=True):
+        np.testing.assert_allclose(theirs, mine, rtol=1e-4, atol=1e-5)
 
 
 def test_unequal_shares_and_compressed_gradients(alone, pair):
@@ -120,7 +133,7 @@ def test_names_are_the_same_in_every_process(alone):
 
 def test_what_is_written_is_keras_own(alone):
     facts = alone["exported"]
-    assert facts["files"] == ["model.keras", "model.safetensors"]
+    assert facts["files"] == ["model.keras", "model.safetensors", "weights.json"]
     np.testing.assert_array_equal(*facts["outputs"])
 
 
@@ -175,5 +188,5 @@ def test_variables_that_layers_write_to_are_one_on_all_ranks(pair):
     found = pair["written"]
     assert found["alike"] and found["count"] == 200
     notes = [note for note in found["notes"] if "not independent" in note]
-    assert sum("last, of which every rank takes rank 0's" in note for note in notes) == 1
+    assert sum("last, and every rank takes rank 0's" in note for note in notes) == 1
     assert sum("count: sum" in note for note in notes) == 1 and not any("moving" in note for note in notes)

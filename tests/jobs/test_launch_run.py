@@ -86,14 +86,6 @@ def test_a_rank_has_the_core_it_was_given(python, script):
         assert [rank[6] for rank in ranks(job)] == [cores, cores]
 
 
-def test_our_own_command_trains_under_this_interpreter(tmp_path):
-    out = tmp_path / "run"
-    job = launch(sys.executable, "-H", "localhost:2", *AS_ROOT, "--", "train", "--max_steps", "2", "--model",
-                 "torch_models.mlp:build", "--collectives", "mpi", "--progress", "off", "--out", str(out))
-    assert job.returncode == 0, job.text
-    assert "ranks 0-1" in json.loads((out / "completed.json").read_text())["hosts"]
-
-
 def test_a_mistake_is_said_once_with_status_2():
     job = launch(sys.executable, "-H", "a;touch /tmp/x:1", "--", "train")
     assert job.returncode == 2 and not job.stdout

@@ -35,7 +35,7 @@ WHO = r"rank 1 on host \S+, stage 2 of 3 \(\S+\)"
 
 @pytest.mark.parametrize(("fault", "said"), [
     ("raise ValueError('of a test')", rf"{WHO} failed and ends the job\n(.*\n)*.*ValueError: of a test"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", rf"{WHO}, .*its process has ended without a word"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", rf"{WHO}, .*its process has ended without a message"),
     ("os.kill(os.getpid(), signal.SIGSTOP)", rf"{WHO}, stopped by a signal, in step \d+, .*frozen for"),
 ], ids=["raises", "is killed", "stands still"])
 def test_a_stage_that(fault, said, script, tmp_path):

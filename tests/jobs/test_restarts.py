@@ -1,10 +1,11 @@
 """``launch --restarts`` for real: a killed rank, the end of an allocation, a supervisor that is killed itself.
 
-One job per framework, since start-ups are most of their time; the others train a numpy model. What the supervisor
+One job trains PyTorch (TensorFlow under kills: test_chaos_run.py), the others a numpy model. What the supervisor
 decides is tested without jobs.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -59,17 +60,15 @@ sys.exit(75 if result.requeue else 0)
 """
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_a_killed_rank_costs_a_restart(framework, script, tmp_path):
-    pytest.importorskip(framework)
-    model = {"torch": "torch_models.mlp:build", "tensorflow": "tf_models.mlp:build"}[framework]
+def test_a_killed_rank_costs_a_restart(script, tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
     out = tmp_path / "run"
     job = run([sys.executable, "-m", "hvdtrain", "launch", "--restarts", "2", "-H", "localhost:2", *AS_ROOT, "--",
-               "train", "--model", model, "--data", "synthetic", "--data.args.samples", "640", "--epochs", "1",
-               "--collectives", "mpi", "--checkpoint.every_steps", "5", "--callbacks", f"[{script(ONCE)}:Once]",
-               "--progress", "off", "--out", str(out)], 150.0)
+               "train", "--model", "torch_models.mlp:build", "--data", "synthetic", "--data.args.samples", "640",
+               "--epochs", "1", "--collectives", "mpi", "--checkpoint.every_steps", "5", "--callbacks",
+               f"[{script(ONCE)}:Once]", "--progress", "off", "--out", str(out)], 150.0)
     assert job.returncode == 0, job.text
-    assert (out / "completed.json").exists() and not job.orphans
+    assert "ranks 0-1" in json.loads((out / "completed.json").read_text())["hosts"] and not job.orphans
     first, second = history.read_attempts(out)
     assert (first["cause"], first["step_end"], first["checkpoint"], first["steps_lost"]) == ("lost", 7, 5, 2), first
     assert (second["cause"], second["step_start"], second["step_end"]) == ("done", 5, 10), second
@@ -130,8 +129,9 @@ def test_ctrl_c_under_mpirun_saves_within_its_grace(script, tmp_path):
     with slow_run(tmp_path, words, "stepped") as (child, out, job_id):
         child.send_signal(signal.SIGINT)
         child.wait(timeout=60)
+        assert until(lambda: not processes(job_id), 5.0), processes(job_id)
     step, = [int(path.name[5:]) for path in (out / "checkpoints").iterdir()]
-    assert step > 0 and not (out / "completed.json").exists() and not processes(job_id)
+    assert step > 0 and not (out / "completed.json").exists()
     assert "the run saves after this step and ends; --resume auto" in (tmp_path / "said").read_text()
 
 

@@ -96,7 +96,7 @@ def test_mpi_sees_different_hosts(script, hosts, slots):
     assert job.returncode == 0, job.text
     ranks, pairs = map(json.loads, job.stdout.splitlines()[:2])
     assert pairs == sorted([a, b] for b in range(hosts) for a in range(b)), "of every pair a link"
-    assert "pair of hosts: host" in job.stdout and " Gbit/s in each direction with both busy, latency " in job.stdout
+    assert "pair of hosts: host" in job.stdout and " Gbit/s in each direction with both in use, latency " in job.stdout
     assert [rank[:3] for rank in ranks] == [[f"host{h}", f"host{h}", f"10.77.0.{h + 1}"]
                                             for h in range(hosts) for _ in range(slots)]
     assert [rank[3] for rank in ranks] == [slots] * len(ranks)

@@ -101,7 +101,7 @@ def test_hosts_that_are_cut_off_name_each_other_and_a_short_outage_survives(scri
     assert survived == [True, True], "1.5 s without a link ended them"
     for r in range(2):
         assert re.fullmatch(rf"hvdtrain: host host{1 - r}: unreachable from host host{r} for 3 s \(heartbeat_timeout_s "
-                            r"3\). The job is ended.\n", said[r]), said
+                            r"3\). The job is stopped.\n", said[r]), said
     assert status == [-9, -9] and 1 < seconds < 12 and not job.orphans
 
 

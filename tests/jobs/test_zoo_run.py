@@ -1,4 +1,4 @@
-"""Commands of docs/models.md under mpirun, where nothing can be fetched. Curves over ranks are in tests/conformance."""
+"""Commands of docs/how-to/models.md under mpirun without a network. Results over ranks: tests/conformance."""
 
 from __future__ import annotations
 

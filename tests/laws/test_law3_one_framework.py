@@ -22,14 +22,16 @@ ROOT = Path(hvdtrain.__file__).parent
 KERAS = {"hvdtrain.keras", "hvdtrain.backends.keras", "hvdtrain.engine.keras_bridge",
          "hvdtrain.engine.keras_callback_state", "hvdtrain.data.layout",
          "hvdtrain.engine.keras_measured_weights", "hvdtrain.engine.keras_training_metrics"}
+TRANSFORMS = {"hvdtrain.data.augment.library"}
+"""Calls a transform that the user named, with the library that this transform is of."""
 ALLOWED = {
     "horovod": {"hvdtrain.backends.torch.collectives", "hvdtrain.backends.tensorflow.collectives",
                 "hvdtrain.cluster.horovod"},
     "mpi4py": {"hvdtrain.cluster", "hvdtrain.comm.collectives.mpi"},
-    "torch": {"hvdtrain.backends.torch"},
+    "torch": {"hvdtrain.backends.torch", "hvdtrain.torch", "hvdtrain.core.torchvision_parts", *TRANSFORMS},
     "tensorflow": {"hvdtrain.backends.tensorflow", "hvdtrain.tensorflow", *KERAS},
     "keras": {"hvdtrain.backends.tensorflow", "hvdtrain.backends.torch.keras", "hvdtrain.tensorflow",
-              *KERAS},
+              *KERAS, *TRANSFORMS},
 }
 """Modules that may import a package, with all below them. keras and tensorflow: Horovod's APIs for users of these
 frameworks; no run of PyTorch imports what imports TensorFlow there."""

@@ -20,7 +20,7 @@ ROOT = Path(hvdtrain.__file__).parent
 ELSEWHERE = ("hvdtrain.backends.torch", "hvdtrain.backends.tensorflow", "hvdtrain.keras", "hvdtrain.backends.keras",
              "hvdtrain.engine.keras_bridge", "hvdtrain.engine.keras_callback_state", "hvdtrain.data.layout",
              "hvdtrain.engine.keras_measured_weights", "hvdtrain.engine.keras_training_metrics", "hvdtrain.tensorflow",
-             "hvdtrain.commands.migrate", "hvdtrain.commands.migrate.cli", "hvdtrain.__main__",
+             "hvdtrain.torch", "hvdtrain.commands.migrate", "hvdtrain.commands.migrate.cli", "hvdtrain.__main__",
              "hvdtrain.recipes.groups", "hvdtrain.recipes.groups_keras")
 """The backends of the frameworks, Horovod's APIs for their users, and migrate, which edits syntax trees; the models of
 recipes; and ``__main__``, which runs. The rest of cli and cluster keeps to the law too."""

@@ -204,12 +204,12 @@ def test_a_gpu_leaves_the_update_out_by_itself_and_tells_a_step_later(tmp_path):
         return outcome(run)
 
     results = lockstep(2, setting, lambda rank: hiding_model("torch"), with_nan(14), late)
-    assert len(set(results)) == 1 and "not finite at step 2 on rank 0, 1; seen one step late" in results[0][0]
+    assert len(set(results)) == 1 and "not finite at step 2 on rank 0, 1; detected one step late" in results[0][0]
     before = replace(setting, max_steps=1, out=str(tmp_path / "before"))
     assert results[0][3] == lockstep(2, before, lambda rank: hiding_model("torch"), with_nan(14), outcome)[0][3]
     end = replace(setting, out=str(tmp_path / "last"))
     last = lockstep(2, end, lambda rank: hiding_model("torch"), with_nan(22), late)
-    assert len(set(last)) == 1 and "not finite at step 3 on rank 0, 1; seen one step late" in last[0][0]
+    assert len(set(last)) == 1 and "not finite at step 3 on rank 0, 1; detected one step late" in last[0][0]
 
 
 @pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])

@@ -103,7 +103,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(framework, compression, tmp_p
         assert (a.bits[t] == a.bits[t - 1]) == left_out[t]
         for watch in (a, b) if compression != "none" else ():  # error feedback, and the count of steps of a warm-up
             assert (watch.states[t] == watch.states[t - 1]) == left_out[t]
-    assert results[0][3]["loss scale"] == f"{a.scales[-1]:g}, {sum(left_out)} steps left out as overflowed"
+    assert results[0][3]["loss scale"] == f"{a.scales[-1]:g}, {sum(left_out)} steps skipped (overflow)"
 
 
 def nan_at(at):

@@ -38,6 +38,22 @@ def few_ranks(comm):
         pytest.skip("runs with 2 and 3 ranks, to keep the whole short")
 
 
+def pytest_runtest_setup(item):
+    """Skip a test or case marked ``world_size(n, ...)`` with other numbers of ranks, and one of TensorFlow marked
+    ``tensorflow_size(n, ...)``.
+    """
+    graphs = getattr(item, "callspec", None) is not None and item.callspec.params.get("framework") == "tensorflow"
+    markers = [item.get_closest_marker(name) for name in ("world_size", *["tensorflow_size"] * graphs)]
+    sizes = [marker.args for marker in markers if marker is not None]
+    if not sizes or not item.config.getoption("--with-mpi", False):
+        return
+    from mpi4py import MPI
+
+    for among in sizes:
+        if MPI.COMM_WORLD.size not in among:
+            pytest.skip(f"runs with {' and '.join(map(str, among))} ranks, to keep the whole short")
+
+
 _meeting = []
 
 

@@ -44,6 +44,7 @@ def images(framework):
     return draw.standard_normal((96, *shape)).astype(np.float32), draw.integers(0, 5, 96)
 
 
+@pytest.mark.usefixtures("few_ranks")
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "precision": "bf16"}], ids=["fp32", "bf16"])
 def test_dropout_and_batchnorm_are_recomputed_alike(framework, settings, control, tmp_path):
     if settings and control.size > 2:
@@ -57,6 +58,7 @@ def test_dropout_and_batchnorm_are_recomputed_alike(framework, settings, control
     assert next(c for c in run.callbacks if isinstance(c, Divergence))._good == 12
 
 
+@pytest.mark.tensorflow_size(2, 3)
 def test_a_wrong_device_ends_every_rank_with_one_verdict(framework, control, tmp_path):
     fault = Fault("activation", 20, 3, 1)
     setting = config(global_batch=8 * control.size, max_steps=20, audit=2, out=control.bcast(str(tmp_path / "run")))

@@ -68,6 +68,7 @@ def test_a_run_measures_decides_and_goes_on_alike(control, tmp_path, capsys):
     assert again.collectives.name == auto.choice and auto_of(again).settled
 
 
+@pytest.mark.tensorflow_size(2)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_wire_can_be_gone_over_to_and_gives_the_same_sums(framework, control, tmp_path, monkeypatch):
     """The transports take turns by order of the test; the curve is that of one wire."""
@@ -103,20 +104,20 @@ def test_a_wait_longer_than_reckoned_tries_the_next_best_on_all_ranks(control, t
     if control.size == 2 and horovod.horovod_libraries("torch") in (None, []):
         pytest.skip("Horovod is not built")
     monkeypatch.setattr(auto_wire.transport_choice, "better", lambda first, a, tried,
-                        b: (tried, f"{tried} from here on"))
+                        b: (tried, f"{tried} from now on"))
     run = run_of("torch", Path(control.bcast(str(tmp_path / "run"))))
     if run.wires.names[-1] == "mpi":
         monkeypatch.setattr(auto_wire.transport_choice, "decide", lambda rows: WireChoice(rows[0].name, "made up"))
     fitted(run)
     assert run.collectives.name == auto_of(run).choice == "mpi"
-    assert run.notes[-1] == "collectives auto: mpi from here on"
+    assert run.notes[-1] == "collectives auto: mpi from now on"
 
 
 def test_a_short_run_takes_the_rule_and_says_so(control, tmp_path):
     run = fitted(assemble(config(global_batch=8, max_steps=3, collectives="auto",
                                  out=control.bcast(str(tmp_path / "run"))), make_model("torch"), samples(16)))
     want = "shared" if control.size > 2 else "mpi"
-    assert run.collectives.name == want and run.notes[-1].endswith("measuring is left out in a run of 3 updates")
+    assert run.collectives.name == want and run.notes[-1].endswith("not measured in a run of 3 updates")
 
 
 def test_the_sweep_is_the_same_everywhere_and_sane(control, comm):
@@ -141,6 +142,7 @@ def test_a_quota_on_one_rank_keeps_horovod_from_all(control, tmp_path, monkeypat
     run.leave()
 
 
+@pytest.mark.usefixtures("few_ranks")
 def test_wire_and_compressor_are_decided_together_and_alike(control, tmp_path, monkeypatch):
     """Made up is what is taken: fp16, over the first of the other wires."""
     tables = []

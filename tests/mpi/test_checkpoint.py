@@ -33,7 +33,8 @@ def peak_of(work):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("way", ["channel", "control plane"])
+@pytest.mark.parametrize("way", [pytest.param("channel", marks=pytest.mark.world_size(2, 3)),
+                                 pytest.param("control plane", marks=pytest.mark.world_size(3))])
 def test_no_rank_ever_holds_the_whole_state(control, tmp_path, way):
     """Each rank has 40 MiB of one tensor. Saved, loaded and exported by pieces of 16 MiB, of which few are at hand."""
     out, rank, size = Path(control.bcast(str(tmp_path))) / "a", control.rank, control.size

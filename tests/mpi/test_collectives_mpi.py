@@ -1,10 +1,15 @@
-"""Plain MPI's collectives pass the cases that all must pass, and refuse ranks that disagree."""
+"""Plain MPI's collectives, and Horovod's in PyTorch, pass the cases that all must; MPI's refuse ranks that disagree.
+
+Horovod's in TensorFlow: test_tensorflow_horovod.
+"""
 
 import numpy as np
 import pytest
 from collectives_cases import CASES, as_is, name_of
 
+from hvdtrain.cluster import horovod
 from hvdtrain.comm.collectives.mpi import MpiCollectives
+from hvdtrain.config import ExchangeConfig
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -18,6 +23,34 @@ def wire(comm):
 @pytest.mark.parametrize("check", CASES, ids=name_of)
 def test_mpi(wire, check):
     check(wire, as_is, as_is)
+
+
+@pytest.fixture(scope="module")
+def torch_wire(control):
+    """Return Horovod's collectives of PyTorch tensors."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    reason = horovod.horovod_reason("torch")
+    if reason:
+        pytest.skip(reason)
+    from hvdtrain.backends.torch.collectives import collectives
+
+    return collectives("horovod", control, ExchangeConfig(),
+                       lambda name, exchange: horovod.start_horovod(name, exchange, control))
+
+
+@pytest.mark.parametrize("check", CASES, ids=name_of)
+def test_horovod_in_torch(torch_wire, check):
+    import torch
+
+    check(torch_wire, lambda x: torch.from_numpy(x.copy()), lambda x: x.numpy())
+
+
+def test_horovod_starts_again_where_a_script_has_shut_it_down(torch_wire, control):
+    def started():
+        return horovod.start_horovod("torch", ExchangeConfig(), control)
+
+    started().shutdown()
+    assert started().is_initialized() and started().size() == control.size
 
 
 @pytest.mark.parametrize("check", CASES, ids=name_of)

@@ -30,8 +30,8 @@ def make():
     return nn.Sequential(Part(12, 16), Part(16, 16), Part(16, 5))
 
 
-@pytest.mark.usefixtures("few_ranks")
-@pytest.mark.parametrize("zero, remat", [("", "off"), ("zero", "every:2")])
+@pytest.mark.parametrize("zero, remat", [pytest.param("", "off", marks=pytest.mark.world_size(3)),
+                                         pytest.param("zero", "every:2", marks=pytest.mark.world_size(2))])
 def test_ranks_compile_alike_and_stay_one_model(control, monkeypatch, tmp_path, zero, remat):
     from hvdtrain.backends.torch.transforms import compile as transform
     from hvdtrain.engine.callbacks import auto_compile as timing

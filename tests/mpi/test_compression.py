@@ -77,8 +77,13 @@ class SameBits(Callback):
         self.last = own
 
 
+@pytest.mark.tensorflow_size(2, 3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_same_bits_on_every_rank_after_every_step(control, settings, framework, wire, name):
+    """All on 2 ranks, in TensorFlow on 3; in PyTorch each compressor on 3 and 4 over one of the transports in turn."""
+    turn = (list(OPTIONS).index(name) + control.size) % 2 == (wire == "shared")
+    if control.size > 2 and framework == "torch" and turn:
+        pytest.skip("over the other transport with this number of ranks")
     run = assemble(settings(name, wire, max_steps=6), make_model(framework), samples(60))
     assert run.collectives.name == wire and run.dp.reducer.compressor.name == name and len(run.dp.reducer.buckets) > 1
     check = SameBits()
@@ -89,13 +94,16 @@ def test_the_same_bits_on_every_rank_after_every_step(control, settings, framewo
     assert 1e-3 < moved < 10
 
 
-@pytest.mark.parametrize("name, most", [("fp16", 2e-3), ("bf16", 2e-2), ("int8", 2e-2)])
-def test_rounding_stays_near_the_uncompressed_run(two, settings, framework, name, most):
-    run = fitted(assemble(settings(name, max_steps=10), make_model(framework), samples(60)))
-    exact = fitted(assemble(settings("none", max_steps=10), make_model(framework), samples(60)))
-    assert 0 < apart(weights(run), weights(exact)) < most
+def test_rounding_stays_near_the_uncompressed_run(two, settings, framework):
+    def trained(name):
+        return weights(fitted(assemble(settings(name, max_steps=10), make_model(framework), samples(60))))
+
+    exact = trained("none")
+    for name, most in (("fp16", 2e-3), ("bf16", 2e-2), ("int8", 2e-2)):
+        assert 0 < apart(trained(name), exact) < most, name
 
 
+@pytest.mark.world_size(3)
 def test_powersgd_does_not_depend_on_how_samples_are_cut(control, settings, framework):
     """It is linear: equal and unequal shares, over other numbers of ranks, follow one curve (law 2)."""
     own = {"max_steps": 10, "accumulate": 1}
@@ -105,8 +113,10 @@ def test_powersgd_does_not_depend_on_how_samples_are_cut(control, settings, fram
     assert apart(weights(uneven), weights(even)) < 1e-4 < 1e-3 < apart(weights(even), weights(exact))
 
 
-@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+@pytest.mark.parametrize("framework, name", [("torch", "int8"), ("torch", "powersgd"), ("tensorflow", "topk")],
+                         indirect=["framework"])
 def test_state_goes_on_bit_by_bit_from_a_checkpoint(two, settings, framework, name):
+    """The state of each compressor in each framework: conformance/compressor_cases.py."""
     each = CheckpointConfig(every_steps=3, at_end=False)
     whole = fitted(assemble(settings(name, max_steps=6), make_model(framework), samples(60)))
     fitted(assemble(settings(name, at="kept", max_steps=3, checkpoint=each), make_model(framework), samples(60)))
@@ -124,6 +134,7 @@ def test_state_of_another_plan_starts_anew_and_says_so(two, settings, framework)
     assert again.state.cursor.step == 6
 
 
+@pytest.mark.tensorflow_size(3)
 def test_a_checkpoint_without_state_clears_the_state(control, framework, out):
     options = {"global_batch": 12, "max_steps": 3}
     fitted(assemble(config(out=out, checkpoint=CheckpointConfig(every_steps=3), **options), make_model(framework),
@@ -138,6 +149,7 @@ def test_a_checkpoint_without_state_clears_the_state(control, framework, out):
     assert all(not np.array(exchange.ops.to_host(s["residual"])).any() for s in exchange.state.all())
 
 
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
 def test_a_skipped_step_leaves_no_trace_in_the_state(control, settings, framework, name):
     x, y = samples(60)

@@ -1,4 +1,4 @@
-"""Hybrid: ranks joined by a sum of gradients, each with a model split over devices, here one CPU as two of them."""
+"""Hybrid: ranks that sum gradients, each with a model partitioned over devices, here one CPU as two devices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_model_that_one_rank_cannot_split_is_an_error_on_all(control, settings
     last = control.size - 1
     if not last:
         pytest.skip("needs two ranks")
-    with pytest.raises(UserError, match=f"rank {last} on host .* do not give what the model gives"):
+    with pytest.raises(UserError, match=f"rank {last} on host .* give an output that differs from the model's"):
         assemble(settings, deep(kind=Skips if control.rank == last else Chain), DATA)
 
 
@@ -89,6 +89,6 @@ def test_unlike_blocks_are_an_error_on_all(control, settings):
     if control.size == 1:
         pytest.skip("needs two ranks")
     more = {} if control.rank else {"more": torch.nn.Linear(16, 16)}
-    with pytest.raises(UserError, match="other blocks than rank 0"):
+    with pytest.raises(UserError, match="blocks that differ from rank 0's"):
         assemble(settings, deep(**more), DATA)
     assert np.isfinite(control.sum(np.ones(1))[0]), "the ranks are together"

@@ -72,6 +72,7 @@ def test_numpy_over_mpi_is_numpy_in_lockstep(settings, comm, expected):
     assert apart(by_layer(run), expected) < 1e-6
 
 
+@pytest.mark.tensorflow_size(3)
 @pytest.mark.parametrize("wire", ["horovod", "mpi", "shared"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_framework_is_numpy_in_lockstep(settings, framework, wire, expected):

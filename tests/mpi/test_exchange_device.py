@@ -103,6 +103,7 @@ def test_on_cpus_alone_the_key_changes_nothing(control, framework, tmp_path):
     assert not [note for note in run.notes if "host memory" in note]
 
 
+@pytest.mark.world_size(2)
 def test_tensorflow_puts_its_nodes_on_the_cpu_with_their_names(control, tmp_path):
     tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     direct, over_host = over_horovod("tensorflow", control), over_horovod("tensorflow", control, over_host=True)

@@ -54,6 +54,7 @@ def same(got, want, rel):
         assert got[name] == [pytest.approx(v, rel=rel) for v in values], name
 
 
+@pytest.mark.world_size(3)
 def test_trainer_fit_is_keras_fit(control, tmp_path, monkeypatch):
     """Weights and every log of two outputs with weights of their own; one rank's wish stops all."""
     class Wishes(keras.callbacks.Callback):
@@ -112,7 +113,8 @@ def test_callbacks_resume_and_leave_what_was_measured_on_all_ranks(control, tmp_
         assert [w.tobytes() for w in first.get_weights()] == weights
 
 
-@pytest.mark.parametrize("weighted", ["class", "sample"])
+@pytest.mark.parametrize("weighted", [pytest.param("class", marks=pytest.mark.world_size(2)),
+                                      pytest.param("sample", marks=pytest.mark.world_size(3))])
 def test_plain_fit_over_shards_is_keras_fit(control, weighted):
     """Shuffled, with a short last batch, every log over all ranks; one output with class weights, two with samples'."""
     import hvdtrain.keras as hvd
@@ -120,9 +122,6 @@ def test_plain_fit_over_shards_is_keras_fit(control, weighted):
     hvd.init()
     shares = shares_of(control.size)
     if weighted == "class":
-        if control.size > 2:
-            pytest.skip("runs with 2 ranks, to keep the file short")
-
         def build(optimizer=None):
             keras.utils.set_random_seed(8)
             model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, activation="sigmoid")])
@@ -146,6 +145,7 @@ def test_plain_fit_over_shards_is_keras_fit(control, weighted):
     assert len(set(control.gather(repr(got.history)))) == 1
 
 
+@pytest.mark.world_size(2)
 def test_the_guard_compares_at_the_end_of_a_fit_of_one_update(control):
     import hvdtrain.keras as hvd
     from hvdtrain.engine.weight_checks import Diverged

@@ -112,7 +112,8 @@ def trained(control, steps_per_execution):
     return [w.numpy() for w in model.trainable_variables]
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
+@pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.world_size(2)),
+                                                 pytest.param(4, marks=pytest.mark.world_size(3))])
 def test_fit_ends_where_it_does_over_horovod(control, without, steps_per_execution):
     got = trained(control, steps_per_execution)
     assert alike(control, got)

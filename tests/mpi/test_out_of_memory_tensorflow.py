@@ -11,7 +11,7 @@ from hvdtrain.cluster import horovod
 from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
 from hvdtrain.engine.assemble import assemble
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from fragile_keras import Faults, model  # noqa: E402
@@ -54,9 +54,10 @@ def state(run):
 
 
 @pytest.mark.parametrize("wire, changes", [
-    ("horovod", {}), ("horovod", {"compression": "topk"}),
-    ("horovod", {"data_parallel": DataParallelConfig("zero", 2)}),
-    ("shared", {"data_parallel": DataParallelConfig("zero", 2)})],
+    pytest.param("horovod", {}, marks=pytest.mark.world_size(2)),
+    pytest.param("horovod", {"compression": "topk"}, marks=pytest.mark.world_size(3)),
+    pytest.param("horovod", {"data_parallel": DataParallelConfig("zero", 2)}, marks=pytest.mark.world_size(3)),
+    pytest.param("shared", {"data_parallel": DataParallelConfig("zero", 2)}, marks=pytest.mark.world_size(2))],
                          ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_others_get_what_they_wait_for_and_the_step_is_repeated(control, wire, changes, left, tmp_path):
     if wire == "horovod" and horovod.horovod_reason("tensorflow"):

@@ -9,7 +9,7 @@ from hvdtrain.cluster import horovod
 from hvdtrain.config import DataParallelConfig, ExchangeConfig
 from hvdtrain.engine.assemble import assemble
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 
@@ -24,8 +24,9 @@ def model():
 
 
 @pytest.mark.parametrize("wire, changes", [
-    ("horovod", {"sync_batchnorm": True, "clip_norm": 0.5}),
-    ("shared", {"data_parallel": DataParallelConfig("zero", 2), "accumulate": 2}),
+    pytest.param("horovod", {"sync_batchnorm": True, "clip_norm": 0.5}, marks=pytest.mark.world_size(2)),
+    pytest.param("shared", {"data_parallel": DataParallelConfig("zero", 2), "accumulate": 2},
+                 marks=pytest.mark.world_size(3)),
 ], ids=["horovod, BatchNorm over ranks", "shared, zero"])
 def test_recomputed_blocks_train_the_same_model(control, wire, changes, tmp_path):
     if wire == "horovod" and horovod.horovod_reason("tensorflow"):

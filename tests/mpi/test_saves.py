@@ -48,8 +48,8 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(adapters, "LEAST_CUT_BYTES", 64)
 
 
-@pytest.mark.usefixtures("few_ranks")
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.world_size(3)),
+                                       pytest.param("tensorflow", marks=pytest.mark.world_size(2))])
 def test_saves_beside_training_have_the_bits_of_saves_that_are_waited_for(control, tmp_path, monkeypatch, slow_disk,
                                                                           framework):
     out = control.bcast(tmp_path)

@@ -50,4 +50,4 @@ def test_the_slow_rank_is_waited_for(control, framework, wire, tmp_path):
               for r in range(control.size) for k in range(control.size)}
     for rank in range(control.size - 1):
         assert waited[rank, slow] > 0.7 * STEPS * SLOW_S
-        assert waited[rank, slow] > 2 * waited[slow, rank] and waited[rank, rank] == 0
+        assert waited[rank, slow] > waited[slow, rank] and waited[rank, rank] == 0

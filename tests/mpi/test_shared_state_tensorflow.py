@@ -104,6 +104,7 @@ class Still(keras.layers.Layer):
         return x + tf.reduce_mean(tf.sign(self.still.value))
 
 
+@pytest.mark.world_size(2)
 def test_gradients_that_are_known_to_be_zero_leave_once_for_each_step(comm):
     """TensorFlow would run a node that is fed constants alone while it optimises the graph, and not in it."""
     wire, settings = MpiCollectives(comm, timeout_s=60), Config(exchange=ExchangeConfig(bucket_mb=0.01))

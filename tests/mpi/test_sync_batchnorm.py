@@ -43,6 +43,7 @@ def same_bits(control, run):
     assert len(set(found)) == 1, found
 
 
+@pytest.mark.tensorflow_size(2)
 @pytest.mark.parametrize("framework, wire", [("torch", "horovod"), ("torch", "mpi"), ("torch", "shared"),
                                              ("tensorflow", "horovod")])
 def test_law2_batchnorm_over_all_ranks_follows_one_process(control, framework, wire, out):
@@ -60,6 +61,7 @@ def test_law2_batchnorm_over_all_ranks_follows_one_process(control, framework, w
         assert run.state.loss == pytest.approx(reference.state.loss, rel=1e-5)
 
 
+@pytest.mark.tensorflow_size(3)
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_ranks_with_fewer_micro_batches_run_empty_ones(control, framework, out):
     """Rounds of 2, 1 and 0 micro-batches of a rank's own: every graph is entered by all, and no rank waits forever."""
@@ -79,5 +81,5 @@ def test_ranks_with_fewer_micro_batches_run_empty_ones(control, framework, out):
 
 def test_keras_over_a_wire_outside_its_graphs_is_refused(control, out):
     usable(control, "tensorflow", "mpi")
-    with pytest.raises(UserError, match="sync_batchnorm with Keras over mpi, which no graph can call"):
+    with pytest.raises(UserError, match="sync_batchnorm with Keras over mpi, which graphs cannot call"):
         assemble(replace(settings(out=out[0]), collectives="mpi"), with_norms("tensorflow"), samples(N))

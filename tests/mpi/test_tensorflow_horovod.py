@@ -90,7 +90,7 @@ def parts_of(turn, size):
     return out
 
 
-@FEW
+@pytest.mark.world_size(3)
 def test_unequal_parts_follow_one_process(wire):
     single = attached(mlp())
     step = attached(mlp(seed=3 + wire.rank), wire=wire, rank=wire.rank)
@@ -110,6 +110,7 @@ def test_unequal_parts_follow_one_process(wire):
     np.testing.assert_array_equal(bits, root)
 
 
+@pytest.mark.world_size(3)
 def test_horovod_and_plain_mpi_agree(wire, comm):
     """The graph's exchange and the one outside it."""
     inside = attached(mlp(), wire=wire, rank=wire.rank)
@@ -122,7 +123,7 @@ def test_horovod_and_plain_mpi_agree(wire, comm):
     close(weights(outside), weights(inside), 1e-6)
 
 
-@FEW
+@pytest.mark.world_size(2)
 def test_names_hold_when_ranks_trace_anew_at_other_times(wire):
     """Ranks whose samples change their length at different steps, so that graphs of other ages meet."""
     def model():
@@ -143,7 +144,7 @@ def test_names_hold_when_ranks_trace_anew_at_other_times(wire):
     close(weights(step), weights(single), 1e-5)
 
 
-@FEW
+@pytest.mark.world_size(3)
 def test_a_rank_without_any_sample_ever(wire):
     step, single = attached(mlp(), wire=wire, rank=wire.rank), attached(mlp())
     for t in range(4):

@@ -83,21 +83,42 @@ def alone(settings, framework, out, data, seed=0):
     return fitted(solo(replace(settings, out=out[1], collectives="auto"), make_model(framework, seed), data))
 
 
-@pytest.mark.parametrize("cut", [0, -1], ids=["equal", "unequal"])
-def test_law2_twenty_steps_follow_one_process(control, framework, wire, cut, out):
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Return, by framework, a function of weights and loss that one process trains, and weights that it begins with.
+
+    Neither the transport nor the shares change them, so one run serves all cases.
+    """
+    made = {}
+
+    def of(framework, settings):
+        if framework not in made:
+            out = tmp_path_factory.mktemp("solo")
+            runs = [solo(replace(settings, out=str(out / name), collectives="auto"), make_model(framework), samples(N))
+                    for name in ("untrained", "trained")]
+            fitted(runs[1])
+            made[framework] = weights(runs[1]), runs[1].state.loss, weights(runs[0])
+        return made[framework]
+
+    return of
+
+
+@pytest.mark.parametrize("cut", [pytest.param(0, marks=pytest.mark.tensorflow_size(2)),
+                                 pytest.param(-1, marks=pytest.mark.tensorflow_size(3))], ids=["equal", "unequal"])
+def test_law2_twenty_steps_follow_one_process(control, framework, wire, cut, out, one_process):
     settings = config(global_batch=BATCH, max_steps=20, collectives=wire, out=out[0], shares=CUTS[control.size][cut],
                       optimizer=Named("SGD", {"momentum": 0.5}))
     run = fitted(distributed(control, settings, make_model(framework), samples(N)))
     assert run.collectives.name == wire
     assert run.state.cursor.step == 20
     same_bits(control, run)
-    reference = alone(settings, framework, out, samples(N))
-    untrained = solo(replace(settings, out=out[1] + "-0"), make_model(framework), samples(N))
-    assert apart(weights(reference), weights(untrained)) > 0.05
-    assert apart(weights(run), weights(reference)) < 1e-5
-    assert run.state.loss == pytest.approx(reference.state.loss, rel=1e-5)
+    trained, loss, untrained = one_process(framework, settings)
+    assert apart(trained, untrained) > 0.05
+    assert apart(weights(run), trained) < 1e-5
+    assert run.state.loss == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.tensorflow_size(3)
 def test_a_global_batch_smaller_than_the_world(control, framework, out):
     settings = config(global_batch=max(1, control.size - 1), max_steps=6, out=out[0])
     run = fitted(distributed(control, settings, make_model(framework), samples(10)))
@@ -105,6 +126,7 @@ def test_a_global_batch_smaller_than_the_world(control, framework, out):
     assert apart(weights(run), weights(alone(settings, framework, out, samples(10)))) < 1e-5
 
 
+@pytest.mark.tensorflow_size(3)
 def test_accumulation_with_clipping_is_the_whole_batch(control, framework, out):
     settings = config(global_batch=23, max_steps=8, out=out[0], accumulate=3, micro_batch=3, clip_norm=0.3,
                       shares=CUTS[control.size][-1], optimizer=Named("Adam"), lr=0.01)
@@ -163,6 +185,7 @@ def test_a_gradient_that_comes_twice_is_refused(control, out):
         loop.fit(run)
 
 
+@pytest.mark.tensorflow_size(2)
 @FEW
 def test_ranks_seeded_apart_start_alike(control, framework, wire, out):
     model = make_model(framework, seed=10 + control.rank)
@@ -172,6 +195,7 @@ def test_ranks_seeded_apart_start_alike(control, framework, wire, out):
     assert bits(run) == bits(root)
 
 
+@pytest.mark.tensorflow_size(2)
 @FEW
 def test_evaluation_over_uneven_shards_is_exact(control, framework, out):
     data = samples(20), samples(29, seed=1)
@@ -202,6 +226,7 @@ def stream(framework, n):
     return Reader()
 
 
+@pytest.mark.tensorflow_size(2)
 @FEW
 def test_streams_follow_one_process(control, framework, out):
     settings = config(global_batch=16, epochs=2, out=out[0])
@@ -212,6 +237,7 @@ def test_streams_follow_one_process(control, framework, out):
     assert apart(weights(run), weights(reference)) < 1e-5
 
 
+@pytest.mark.tensorflow_size(3)
 @FEW
 def test_streams_of_uneven_length_end_together(control, framework, out):
     settings = config(global_batch=16, epochs=2, out=out[0])
@@ -243,6 +269,7 @@ def statistics(run):
             if n.endswith(("running_mean", "running_var", "moving_mean", "moving_variance"))]
 
 
+@pytest.mark.tensorflow_size(2)
 @FEW
 def test_batchnorm_statistics_become_their_mean_over_ranks(control, framework, wire, out):
     settings = config(global_batch=8 * control.size, max_steps=4, out=out[0], collectives=wire)
@@ -275,6 +302,7 @@ class WishAt(Callback):
                 run.want_stop(f"rank {run.control.rank} has seen enough")
 
 
+@pytest.mark.tensorflow_size(2)
 def test_law6_the_wish_of_one_rank_is_everyones(control, framework, out):
     record = Record()
     settings = config(global_batch=8, max_steps=12, out=out[0])
@@ -285,7 +313,8 @@ def test_law6_the_wish_of_one_rank_is_everyones(control, framework, out):
 
 
 @FEW
-@pytest.mark.parametrize("mode", ["skip", "stop"])
+@pytest.mark.parametrize("mode", [pytest.param("skip", marks=pytest.mark.tensorflow_size(3)),
+                                  pytest.param("stop", marks=pytest.mark.tensorflow_size(2))])
 def test_law6_a_nan_on_one_rank_is_everyones(control, framework, mode, out):
     x, y = samples(24)
     x[-1] = np.nan  # unshuffled, the last sample of the third batch of 8 is the last rank's
@@ -305,7 +334,8 @@ def test_law6_a_nan_on_one_rank_is_everyones(control, framework, mode, out):
 
 
 @FEW
-@pytest.mark.parametrize("first", ["world", "solo"])
+@pytest.mark.parametrize("first", [pytest.param("world", marks=pytest.mark.tensorflow_size(3)),
+                                   pytest.param("solo", marks=pytest.mark.tensorflow_size(2))])
 def test_a_run_resumed_at_another_number_of_ranks(control, framework, first, out):
     saving = CheckpointConfig(every_steps=0, at_end=True)
     settings = config(global_batch=11, max_steps=16, optimizer=Named("SGD", {"momentum": 0.9}), lr=0.02)

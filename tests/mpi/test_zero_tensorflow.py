@@ -46,9 +46,10 @@ def check(control, wire, run, whole):
     assert apart(weights(run), weights(whole)) < 1e-5
 
 
-@pytest.mark.parametrize("wire", ["shared", "mpi", "horovod"], indirect=True)
+@pytest.mark.parametrize("wire", [*(pytest.param(name, marks=pytest.mark.world_size(2)) for name in ("shared", "mpi")),
+                                  "horovod"], indirect=True)
 def test_it_gives_the_unsharded_run_s_model(control, wire, trained):
-    """In stage 2; the other continues below, and is in conformance/test_zero_tensorflow.py."""
+    """In stage 2; the other, and three ranks over shared memory, below; more in conformance/test_zero_tensorflow.py."""
     whole, shards = trained(), list(range(control.size))
     check(control, wire, trained("zero", 2, shards), whole)
     assert "tensorflow" in imported()

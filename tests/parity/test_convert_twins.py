@@ -272,7 +272,7 @@ def test_a_weight_of_zero_hides_no_wrong_pair(tmp_path):
     asked = Request(places.ModelPath(tmp_path / "a.pt", "state_dict"), places.ModelPath(tmp_path / "b.keras", "keras"),
                     text + "swapped", text + "straight", input_shape=[4])
     worker.read(asked, tmp_path / "x")
-    with pytest.raises(UserError, match="with random ones carried over the same pairs they differ"):
+    with pytest.raises(UserError, match="with random weights of the same pairs they differ"):
         worker.write(asked, tmp_path / "x", tmp_path)
     right = Request(asked.source, asked.target, asked.model, asked.twin, pairs={"a": "b", "b": "a"}, input_shape=[4])
     worker.read(right, tmp_path / "y")
@@ -303,8 +303,8 @@ def test_mistakes_about_models_and_files(tmp_path):
     (tmp_path / "text.safetensors").write_text("no tensors")
     mlp, twin = "torch_models.mlp:build", "tf_models.mlp:build"
     for source, model, words in (("nested.pt", mlp, "holds a dict with .'epoch', 'model'"), ("text.pt", mlp, "cannot"),
-                                 ("text.keras", twin, "does not fit"), ("text.safetensors", twin, "does not fit"),
-                                 ("text.safetensors", mlp, "does not fit"), ("a.pt", twin, "a file of torch"),
+                                 ("text.keras", twin, "does not match"), ("text.safetensors", twin, "does not match"),
+                                 ("text.safetensors", mlp, "does not match"), ("a.pt", twin, "a file of torch"),
                                  ("a.pt", "torch_models.cnn:build", "does not take model_args")):
         with pytest.raises(UserError, match=words):
             worker.read(request(tmp_path, source, "b.keras", model, twin), tmp_path / "x")

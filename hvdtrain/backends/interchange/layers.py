@@ -60,7 +60,6 @@ class Model:
         return {weight.name: weight for layer in self.layers for weight in layer.weights.values()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, fit for JSON."""
         return asdict(self)
 
     @classmethod
@@ -248,7 +247,7 @@ def moves(ends: Ends) -> list[Move]:
     if left:
         raise UserError(f"{in_words(ends)}: {', '.join(sorted(left))} has no counterpart",
                         "the same weights on both sides",
-                        "build both twins alike (bias, affine, scale and center are settings of layers)")
+                        "build both twins in the same way (bias, affine, scale and center are settings of layers)")
     return chosen
 
 
@@ -272,10 +271,10 @@ def apply(move: Move, ends: Ends, arrays: dict[str, np.ndarray], to: str) -> dic
         found, fits = [], [False]
     if len(found) != len(wanted) or not all(fits):
         got = ", ".join(str(a.shape) for a in found) or ", ".join(str(weight.shape) for weight in given)
-        raise UserError(f"{in_words(ends)} do not fit: {', '.join(move.torch)} {move.words} gives {got}",
+        raise UserError(f"{in_words(ends)} do not match: {', '.join(move.torch)} {move.words} gives {got}",
                         ", ".join(str(weight.shape) for weight in wanted),
-                        "build both twins with the same sizes (--model_args, --twin_args), or say which layers belong "
-                        "together with --pair")
+                        "build both twins with the same sizes (--model_args, --twin_args), or pair "
+                        "layers with --pair")
     return {weight.name: np.ascontiguousarray(a).reshape(weight.shape) for a, weight in zip(found, wanted)}
 
 

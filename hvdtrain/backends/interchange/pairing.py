@@ -94,11 +94,11 @@ def carry_moments(pairs: Pairs, moments: Mapping[str, np.ndarray], to: str) -> d
         if trained == {False}:
             continue
         if trained != {True}:
-            raise UserError(f"{layers.in_words(ends)}: part of it is trained and part is not",
+            raise UserError(f"{layers.in_words(ends)}: only some of its weights are trained",
                             "the same weights trained in both twins", "freeze the same layers in both")
         if not move.exact:
-            raise UserError(f"{layers.in_words(ends)}: {move.words}, which an update moves otherwise",
-                            "weights whose entries have counterparts, for optimizer state",
+            raise UserError(f"{layers.in_words(ends)}: {move.words}, which an update changes differently",
+                            "weights with matching entries, for optimizer state",
                             "convert the weights alone: give a file as TARGET")
         out |= layers.apply(move, ends, dict(moments), to)
     return out
@@ -118,11 +118,11 @@ def hints(pairs: Pairs) -> list[str]:
             if inputs % channels == 0 and rest > 1 and not ends.flat:
                 shape = f"{channels},{side},{side}" if side * side == rest else f"{channels},H,W with H x W = {rest}"
                 found.append(f"{ends.torch.name} has {inputs} = {channels} x {rest} inputs after convolutions: if the "
-                             "PyTorch model flattens channels first (nn.Flatten on N, C, H, W), which its weights do "
-                             f"not tell, say --flatten {ends.torch.name}={shape}")
+                             "PyTorch model flattens channels first (nn.Flatten on N, C, H, W), which its "
+                             f"weights do not show, pass --flatten {ends.torch.name}={shape}")
             channels = 0
     if pairs.how != _BY_NAME:
-        found.append(f"layers were matched {pairs.how}; --pair TORCH_LAYER=KERAS_LAYER says which belong together")
+        found.append(f"layers were matched {pairs.how}; --pair TORCH_LAYER=KERAS_LAYER pairs layers")
     return found
 
 

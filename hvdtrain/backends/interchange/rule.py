@@ -73,7 +73,6 @@ class Rule:
         return "AdamW" if self.decay else "Adam", args | decay | ({"amsgrad": True} if self.amsgrad else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, fit for JSON."""
         return {**vars(self), "betas": list(self.betas)}
 
     @classmethod
@@ -92,11 +91,11 @@ def from_torch(name: str, group: Mapping[str, Any], base_lr: float, next_lr: flo
         momentum = float(group["momentum"])
         _refuse(name, "dampening", group["dampening"])
         if momentum and decay:
-            _refuse(name, "weight_decay with momentum (it is part of the gradient here, apart from it in Keras)", decay)
+            _refuse(name, "weight_decay with momentum (included in the gradient here, separate in Keras)", decay)
         return Rule("sgd", **rates, momentum=momentum, nesterov=bool(group["nesterov"]), decay=decay)
     if name in ("Adam", "AdamW"):
         if name == "Adam" and not group.get("decoupled_weight_decay"):
-            _refuse(name, "weight_decay (it is part of the gradient here, apart from it in Keras; AdamW's is)", decay)
+            _refuse(name, "weight_decay (included in the gradient here, separate in Keras and in AdamW)", decay)
         return Rule("adam", **rates, decay=decay, betas=(float(group["betas"][0]), float(group["betas"][1])),
                     epsilon=float(group["eps"]), amsgrad=bool(group["amsgrad"]))
     raise _unknown(name)
@@ -116,7 +115,7 @@ def from_keras(name: str, settings: Mapping[str, Any], base_lr: float, lr: float
     if name == "SGD":
         momentum = float(settings["momentum"])
         if momentum and decay:
-            _refuse(name, "weight_decay with momentum (apart from the gradient here, part of it in PyTorch)", decay)
+            _refuse(name, "weight_decay with momentum (separate from the gradient here, included in PyTorch)", decay)
         return Rule("sgd", **rates, momentum=momentum, nesterov=bool(settings["nesterov"]), decay=decay)
     if name in ("Adam", "AdamW"):
         return Rule("adam", **rates, decay=decay, betas=(float(settings["beta_1"]), float(settings["beta_2"])),
@@ -165,13 +164,13 @@ def remarks(rule: Rule, warmup_steps: int) -> list[str]:
     """Return what of the training trajectory is not exactly the same afterwards."""
     found = []
     if rule.family == "sgd" and rule.momentum and rule.updates < warmup_steps:
-        found.append(f"update {rule.updates} is within the {warmup_steps} of the warm-up: PyTorch's momentum follows a "
-                     "rate that grows at once, Keras' holds the rates of the updates before, so the trajectories part "
-                     "until it is over")
+        found.append(f"update {rule.updates} is within the {warmup_steps} of the warm-up: PyTorch's momentum "
+                     "follows a growing rate at once, Keras' keeps the earlier rates, so the trajectories "
+                     "differ until the warm-up ends")
     if rule.family == "adam" and rule.updates * (1 - rule.betas[1]) < 1:
         factor = 1 / math.sqrt(1 - rule.betas[1] ** max(1, rule.updates))
-        found.append(f"Adam's epsilon {rule.epsilon:g} counts {factor:.1f} times as much in Keras as in PyTorch at "
-                     f"update {rule.updates}, less and less later: it matters for weights with gradients as small")
+        found.append(f"Adam's epsilon {rule.epsilon:g} weighs {factor:.1f} times as much in Keras as in PyTorch at "
+                     f"update {rule.updates}, less later: this matters for weights with small gradients")
     return found
 
 

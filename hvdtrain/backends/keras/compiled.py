@@ -76,7 +76,7 @@ def build(spec: Any, sample: Callable[[int], Sequence[Any]] | None) -> None:
             model(split(model, [keras.ops.convert_to_tensor(array) for array in batch])[0], training=False)
     if not model.weights:
         raise UserError("the model has no variables yet", "a model whose input shape is known",
-                        "begin it with keras.Input(shape), or build it in the model's callable")
+                        "start it with keras.Input(shape), or build it in the model's callable")
 
 
 def split(model: Any, batch: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -114,12 +114,10 @@ def refuse_own_training(model: Any) -> None:
                 "`import hvdtrain.keras as hvd`, which calls it: optimizer hvd.DistributedOptimizer(...), data "
                 "hvdtrain.keras.data.shard(...)")
     if hasattr(model, "preprocess_samples") and getattr(model, "preprocessor", None) is not None:
-        raise UserError(f"{type(model).__name__} has a preprocessor, which keras_hub applies within its own fit alone",
+        raise UserError(f"{type(model).__name__} has a preprocessor, which keras_hub applies only in its own fit",
                         "data that is preprocessed, and a model without", "apply it to the data, x, y = "
                         "model.preprocessor(x, y), and set model.preprocessor = None")
 
-
-# --- the loss ----------------------------------------------------------------------------------------------------
 
 class CompiledTask:
     """``task(model, batch, training) -> (loss_sum, weight)``: the compiled loss with all weights, and layers' losses.
@@ -217,7 +215,7 @@ def _summed(compile_loss: Any, fixed: bool) -> Any:
             kinds = sorted({loss.kind for loss in used})
             if len(used) > 1 and (len(kinds) > 1 or kinds != ["samples"] and not _shared(kinds[0], sample_weight)):
                 raise UserError(f"the losses of {len(used)} outputs are means over different weights: "
-                                f"{', '.join(kinds)}", "one that they share",
+                                f"{', '.join(kinds)}", "one reduction for all losses",
                                 "use sum_over_batch_size for all of them, without ignore_class")
             return total, used[0].weight, {part.name: part.value for part in self.metrics}
 
@@ -297,7 +295,7 @@ class _Sum:
             self.kind, self.weight = "samples", ops.cast(ops.shape(values)[0], values.dtype)
             return ops.sum(mean_of_sample(weighted))
         if mask is not None and getattr(self._loss, "ignore_class", None) is None:
-            raise UserError(f"loss {self.name} masks its values by itself",
+            raise UserError(f"loss {self.name} masks its own values",
                             "a loss whose mask follows from the targets",
                             "give the model file a task(model, batch) and a weight(batch)")
         counts = ops.ones_like(values) if mask is None else ops.cast(ops.reshape(mask, ops.shape(values)), values.dtype)
@@ -334,15 +332,13 @@ def mean_of_sample(values: Any) -> Any:
     return keras.ops.mean(values, axis=list(range(1, rank))) if rank > 1 else values
 
 
-# --- weights -----------------------------------------------------------------------------------------------------
-
 def check_class_weight(class_weight: Any) -> dict[int, float]:
     """Return ``class_weight`` as numbers; `UserError` for anything that is no {class: weight}."""
     def usable(c: Any, w: Any) -> bool:
         return isinstance(c, (int, np.integer)) and isinstance(w, (int, float, np.number)) and 0 <= float(w) < np.inf
     if not isinstance(class_weight, dict) or not class_weight or not all(usable(c, w) for c, w in class_weight.items()):
         raise UserError(f"class_weight is {class_weight!r}", "{class number: weight of 0 or more}",
-                        "give a dict such as {0: 1.0, 1: 5.0}; classes it lacks count 1")
+                        "give a dict such as {0: 1.0, 1: 5.0}; missing classes count 1")
     return {int(c): float(w) for c, w in class_weight.items()}
 
 

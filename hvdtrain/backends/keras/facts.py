@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import keras
 
 from hvdtrain.backends.keras.compiled import setup_of
+from hvdtrain.backends.keras.freezing import KerasFreezing
 from hvdtrain.core.errors import UserError
 
 SHOWN = 3
@@ -36,12 +37,17 @@ class _Look(NamedTuple):
         return (self.flags == other.flags and self.compiled is other.compiled and self.optimizer is other.optimizer
                 and _same(self.layers, other.layers) and _same(self.variables, other.variables))
 
+    def switched(self, flags: Mapping[int, bool]) -> _Look:
+        """Return a copy with other ``flags``, by the ids of layers and variables."""
+        return self._replace(flags=[flags.get(id(x), flag)
+                                    for x, flag in zip((*self.layers, *self.variables), self.flags)])
+
 
 class KerasFacts:
     """Implements `hvdtrain.core.protocols.ModelFacts` of ``model``.
 
     ``inner``: follows what changes of parameters, where the framework can; without it `trainable` is what it is before
-    the first step, where Keras traces its own. ``retrace``: drops what was traced before that step.
+    the first step, where Keras traces its own. ``retrace``: drops what was traced for other variables.
     """
 
     def __init__(self, model: keras.Model, inner: Any = None, retrace: Callable[[], None] = lambda: None) -> None:
@@ -50,7 +56,8 @@ class KerasFacts:
         self._assembled = self._begun = self._last = self._look()
         self._trained = [id(v) for v in model.trainable_variables]
         self.frozen: frozenset[int] = frozenset()
-        """The indices of the run's variables that were frozen before the first step."""
+        """The indices of the run's variables that are frozen for now."""
+        self._freezing: KerasFreezing | None = None
         self._steps, self._resumed, self._noted = 0, False, False
 
     def _look(self) -> _Look:
@@ -77,7 +84,7 @@ class KerasFacts:
         self._refused = [*_replaced("layer", before.layers, now.layers),
                          *_replaced("variable", before.variables, now.variables),
                          *(["the model was compiled again"] if now.compiled is not before.compiled else []),
-                         *(["the model was given another optimizer"] if now.compiled is before.compiled and not any(
+                         *(["the model got a new optimizer"] if now.compiled is before.compiled and not any(
                              now.optimizer is each for each in optimizers) else [])]
         return [*self._refused, *(_switched(before, now) if self._inner is None else []), *followed]
 
@@ -85,7 +92,7 @@ class KerasFacts:
         refused, self._refused = self._refused, []
         if refused:
             raise UserError(f"a callback changed the model while it trains: {_short(refused)}",
-                            "the layers, variables, optimizer and compile() that the run began with",
+                            "the layers, variables, optimizer and compile() as they were at the start of the run",
                             "change the model before the run, or end the run (model.stop_training = True) and fit "
                             "again")
         if self._inner is not None:
@@ -95,10 +102,29 @@ class KerasFacts:
             self._begin(changes)
         elif not self._noted and self._last.flags != self._begun.flags:
             self._noted = True
-            note(f"{_short(changes)}: this has no effect on the run, as in Keras until compile() is called again. What "
-                 "was trainable at the first step is trained; to change that, end the run and fit again. Later changes "
-                 "of trainable have no effect either and are not reported")
+            note(f"{_short(changes)}: this has no effect on the run, as in Keras until compile() is called again. "
+                 "The run trains the variables that were trainable at the first step; to change that, end the run and "
+                 "fit again. Later changes of trainable have no effect and are not reported")
         return None
+
+    def freeze(self, freezing: KerasFreezing) -> None:
+        """Freeze for the first epoch what is to be unfrozen later; the run's parts are made for all of it."""
+        self._freezing = freezing
+        self.set_frozen(0)
+        self.renew()
+
+    def set_frozen(self, epoch: int) -> list[str]:
+        if self._freezing is None:
+            return []
+        self._freezing.set_epoch(epoch)
+        if self._inner is not None:
+            return []
+        flags, before = self._freezing.flags(epoch), self.frozen
+        self._last, begun = self._last.switched(flags), self._begun.switched(flags)
+        if begun.flags != self._begun.flags:
+            self._begin_with(begun)
+        names = {id(x): name for name, x, _ in self._freezing.objects}
+        return [names[self._trained[i]] for i in sorted(before - self.frozen) if self._trained[i] in names]
 
     def late(self) -> str:
         return "" if self._inner is None else str(self._inner.late())
@@ -143,8 +169,6 @@ class KerasFacts:
         finally:
             for x, own, _ in switched:
                 x._trainable = own
-
-    # --- through a checkpoint ----------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
         """Return how the model differs from what its user built, JSON-able; {} where it does not."""

@@ -26,12 +26,12 @@ def by_name(named: Named) -> Callable[[Any, Any], Any]:
     """Return ``loss(y, outputs)``, one value per element, of a class or function of keras.losses.
 
     The name in any case, with or without underscores. One of shares of classes takes class numbers too.
-    Errors: `UserError` for an unknown name, for one that leaves open which cross entropy, and for arguments that the
+    Errors: `UserError` for an unknown name, for one that does not say which cross entropy, and for arguments that the
     loss does not take.
     """
     name = key(named.name)
     if name in ("crossentropy", "ce"):
-        raise UserError(f"loss {named.name!r} leaves open which cross entropy", "its full name",
+        raise UserError(f"loss {named.name!r} does not say which cross entropy", "its full name",
                         "name binary_crossentropy, categorical_crossentropy or sparse_categorical_crossentropy")
     classes = {n.lower(): c for n, c in vars(keras.losses).items()
                if isinstance(c, type) and issubclass(c, keras.losses.Loss) and c is not keras.losses.Loss}
@@ -51,7 +51,7 @@ def by_name(named: Named) -> Callable[[Any, Any], Any]:
             inspect.signature(functions[name]).bind(None, None, **args)
             found = guarded(partial(functions[name], **args), named.name)
     except (TypeError, ValueError) as error:
-        raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it knows",
+        raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it accepts",
                         "correct loss.args") from None
     return (lambda y, outputs: found(as_shares(y, outputs), outputs)) if of_shares(name) else found
 
@@ -81,7 +81,7 @@ def guarded(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
         got = f"the model's output is {kind(outputs)} and the targets are {kind(y)}"
         of_classes = sparse(name) or key(name) in OF_CLASSES or name == "auto" and is_integer(y)
         if not (of_classes or _fit(y, outputs)):
-            raise UserError(f"loss {name}: {got}", "equal shapes, of which the last 1 may be left out",
+            raise UserError(f"loss {name}: {got}", "equal shapes, of which a last dimension of 1 may be omitted",
                             "reshape the targets, or the output in the model")
         try:
             return loss(y, outputs)
@@ -157,10 +157,10 @@ def as_shares(y: Any, outputs: Any) -> Any:
 def refuse_mask(outputs: Any) -> None:
     """Raise `UserError` for an output with a mask of Keras, whose mean is over what the mask leaves."""
     if getattr(outputs, "_keras_mask", None) is not None:
-        raise UserError("the model's output carries a mask (mask_zero, Masking), so that its loss is a mean over "
-                        "elements that are known after the forward alone", "an output without a mask",
-                        "give sample weights (B, T) of 0 and 1 and mean_with_sample_weight, or a task beside a "
-                        "weight(batch) in the model file")
+        raise UserError("the model's output carries a mask (mask_zero, Masking), so that the elements "
+                        "of its mean are known only after the forward pass", "an output without a mask",
+                        "give sample weights (B, T) of 0 and 1 and mean_with_sample_weight, or a task "
+                        "and a weight(batch) in the model file")
 
 
 def has_fixed_batch(model: Any) -> bool:
@@ -175,9 +175,9 @@ def weight_of_batch(loss: Any, outputs: Any, alike: bool) -> Any:
     count ``alike`` or `loss_coupling` cannot judge.
     """
     if not alike:
-        raise UserError("the loss returns one number for the whole batch, and samples or labels have weights, or the "
-                        "model is for one number of samples", "one value per sample", "leave out the loss's own "
-                        "reduction (Keras' Dice and Tversky: axis=(1, 2, 3)), or give the model file a "
+        raise UserError("the loss returns one number for the whole batch, and samples or labels have "
+                        "weights, or the model has a fixed batch size", "one value per sample", "remove the "
+                        "loss's own reduction (Keras' Dice and Tversky: axis=(1, 2, 3)), or give the model file a "
                         "task(model, batch)")
     return keras.ops.cast(keras.ops.shape(keras.tree.flatten(outputs)[0])[0], loss.dtype)
 
@@ -231,7 +231,8 @@ def check_stateful(model: Any, config: Config, backend: str) -> None:
     if layer is None:
         return
     if backend == "torch":
-        raise UserError(f"the stateful layer {layer.name!r} with Keras on PyTorch, where Keras has no gradient of it",
+        raise UserError(f"the stateful layer {layer.name!r} with Keras on PyTorch, where Keras has no gradient for the "
+                        "layer",
                         "a layer without stateful=True", "build it without, or set KERAS_BACKEND=tensorflow")
     shares = config.shares.values() if isinstance(config.shares, Mapping) else config.shares
     found = [name for name, is_so in {
@@ -240,8 +241,8 @@ def check_stateful(model: Any, config: Config, backend: str) -> None:
         "model_parallel": config.model_parallel > 1, "resume, since no checkpoint holds its state": bool(config.resume),
     }.items() if is_so]
     if found:
-        raise UserError(f"the stateful layer {layer.name!r} with {found[0]}", "a state that meets in every step the "
-                        "rows that it came from", "leave that key at its default, or build without stateful=True")
+        raise UserError(f"the stateful layer {layer.name!r} with {found[0]}", "a state that sees "
+                        "the same rows in every step", "leave that key at its default, or build without stateful=True")
 
 
 _L = keras.layers

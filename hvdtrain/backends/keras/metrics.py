@@ -20,8 +20,8 @@ from hvdtrain.backends.keras.losses import counted
 from hvdtrain.backends.keras.task import Phase, Task
 from hvdtrain.backends.pairs import Pair, Totals, checked_pair, of_model_file
 from hvdtrain.config import Config
+from hvdtrain.core import metric_entries
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.core.resolve import load_callable
 
 
 class Evaluation:
@@ -31,11 +31,13 @@ class Evaluation:
         self._spec, self._task, self._own = spec, task, spec.task is not None
         self._users: dict[str, Callable[[Any, Any], Any]] = {}
         named: dict[str, Any] = {}
-        for name in [] if self._own else config.metrics:
-            if ":" in name:
-                self._users[name.rpartition(":")[2]] = load_callable(name, "metrics")
-            else:
-                named[name] = _known(name)
+        for entry in [] if self._own else config.metrics:
+            name, found = _entry(entry)
+            if name in named or name in self._users:
+                raise UserError(f"two metrics are named {name}", "a name for each", "give one of them another, such as "
+                                f"{name}(name='other')")
+            (named if isinstance(found, (str, keras.metrics.Metric)) else self._users)[name] = found
+        self._objects = {name for name, found in named.items() if isinstance(found, keras.metrics.Metric)}
         self._states = CompiledMetrics(None if self._own else spec.model, named, taken=("loss", *self._users),
                                               ignored=task.ignored)
         compiled.setup_of(spec.model).metrics = None if self._own else self._states
@@ -69,6 +71,13 @@ class Evaluation:
             self._states.update(y, outputs, weight)
         return pairs
 
+    def outputs(self, batch: Sequence[Any]) -> Any:
+        """Return the model's outputs in inference for a batch, whose targets may be absent."""
+        model, own = self._spec.model, self._spec.predict
+        if own is not None:
+            return compiled.widened(Phase(own, model)(batch, training=False))
+        return compiled.widened(model(inputs_of(model, batch), training=False))
+
     def count(self, pairs: dict[str, Pair]) -> None:
         self._totals.add(pairs)
 
@@ -78,8 +87,37 @@ class Evaluation:
         return {**totals, **of_keras} if totals else {}
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return each metric from its summed total; a metric of several numbers (one per class) gives their mean."""
         return self._states.results(totals)
+
+    def undirected(self, name: str) -> bool:
+        """Return whether ``name`` may be any object's, so that its name alone tells if larger values are better."""
+        return name in self._objects
+
+
+def _entry(entry: str) -> tuple[str, Any]:
+    """Return the name of an entry of ``metrics``, and Keras' name of the metric, an object, or a user's callable."""
+    if not (":" in entry or "." in entry or "(" in entry or entry.startswith("<")):
+        return entry, _known(entry)
+    found, (spelled, args) = metric_entries.loaded(entry, _class), metric_entries.parsed(entry)
+    if not metric_entries.is_object(found):
+        return metric_entries.short_name(entry), found
+    if not isinstance(found, keras.metrics.Metric):
+        raise UserError(f"metric {entry} is a {type(found).__name__}, and the model is of Keras",
+                        "an object of keras.metrics", "correct metrics")
+    if not is_additive(found):
+        refuse_batch_statistics(type(found).__name__)
+        raise UserError(f"metric {entry} is a {type(found).__name__}, whose variables may be no sums over samples",
+                        "a class of keras.metrics, or a subclass of Mean or Sum", "set additive = True on the class if "
+                        "its variables of several ranks add up to those of all samples")
+    by_class = args is not None and "name" not in args or spelled.endswith(f":{type(found).__name__}")
+    return metric_entries.short_name(entry) if by_class else plain_name(found), found
+
+
+def _class(name: str) -> Any:
+    """Return the class of keras.metrics of that name; None for a dotted one. Errors: `UserError`."""
+    classes = {n.lower(): c for n, c in vars(keras.metrics).items() if _is_metric(c)}
+    key = name.lower().replace("_", "")
+    return None if "." in name else classes.get(key) or getattr(keras.metrics, _known(name))
 
 
 def _known(name: str) -> str:
@@ -106,6 +144,12 @@ def _is_metric(found: Any) -> bool:
 
 def _is_function(name: str, found: Any) -> bool:
     return callable(found) and not isinstance(found, type) and name not in ("get", "serialize", "deserialize")
+
+
+def inputs_of(model: Any, batch: Sequence[Any]) -> Any:
+    """Return x of a flat batch, which may lack y, packed as the data had it."""
+    layout = compiled.setup_of(model).layout
+    return batch[0] if layout is None else layout.inputs(batch)
 
 
 NOT_ADDITIVE = ("PearsonCorrelation", "ConcordanceCorrelation")
@@ -162,9 +206,9 @@ def plain_name(metric: Any) -> str:
 def refuse_batch_statistics(name: str) -> None:
     """Raise `UserError` for a metric of `NOT_ADDITIVE`."""
     if name.lower().replace("_", "") in {n.lower() for n in NOT_ADDITIVE}:
-        raise UserError(f"metric {name} takes its statistics of one batch",
+        raise UserError(f"metric {name} computes its statistics over one batch",
                         "a metric whose state is a sum over samples",
-                        "name another, or give module:callable(outputs, targets) -> (sum, weight)")
+                        "choose another metric, or give module:callable(outputs, targets) -> (sum, weight)")
 
 
 def in_order(compile_metrics: Any) -> list[tuple[str, Any, str, bool]]:
@@ -217,6 +261,9 @@ class CompiledMetrics:
                 name = self._free(f"{output}_{plain_name(metric)}" if output else plain_name(metric), weighted)
                 self.named[name], self.keras_names[name] = metric, keras_name
         for name, given in self._more.items():
+            if name in self.named and not isinstance(given, str):
+                raise UserError(f"metric {name} of metrics has the name of a compiled metric", "a name for each",
+                                "give one of them another name")
             if name not in self.named:
                 self._more_made[name] = self.named[name] = _of_one_output(given, name, y, outputs)
         for metric in self.named.values():
@@ -286,7 +333,7 @@ def _of_one_output(metric: Any, name: str, y: Any, outputs: Any) -> Any:
     """Return a fresh metric for a name, class instance or function, made on the only output."""
     ys, outs = keras.tree.flatten(y), keras.tree.flatten(outputs)
     if len(ys) != 1 or len(outs) != 1:
-        raise UserError(f"metric {name} by name, where the model has {len(outs)} outputs", "one output",
+        raise UserError(f"metric {name} by name, but the model has {len(outs)} outputs", "one output",
                         "give metrics to model.compile by output, or a task and metrics(model, batch)")
     made = accuracy(ys[0], outs[0]) if metric in ("accuracy", "acc") else _object(metric, name)
     made.update_state(ys[0], outs[0])
@@ -313,8 +360,6 @@ def accuracy(y: Any, outputs: Any) -> Any:
         return keras.metrics.SparseCategoricalAccuracy(name="accuracy")
     return keras.metrics.CategoricalAccuracy(name="accuracy")
 
-
-# --- what ranks without samples learn ----------------------------------------------------------------------------
 
 def _written(parts: Any) -> np.ndarray:
     """Return structure, types and shapes as one vector, `SHAPES`."""

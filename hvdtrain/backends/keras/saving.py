@@ -28,15 +28,15 @@ def write(model: keras.Model, directory: Path) -> list[str]:
     why = ""
     for name, save in ((WHOLE, model.save), (ONLY_WEIGHTS, model.save_weights)):
         try:
-            with _quiet(), files.replacing(directory / name) as place:
+            with quiet(), files.replacing(directory / name) as place:
                 save(place)
             return [name]
         except OSError:
             raise
-        except Exception as error:  # noqa: BLE001  (what layers of the user's raise; model.safetensors has the weights)
+        except Exception as error:  # what layers of the user's raise; model.safetensors has the weights
             (directory / name).unlink(missing_ok=True)  # of another run
             why = why or _words(error)
-    say(f"note: {WHOLE} and {ONLY_WEIGHTS} are left out: {why}")
+    say(f"note: {WHOLE} and {ONLY_WEIGHTS} are not written: {why}")
     return []
 
 
@@ -50,8 +50,8 @@ def left_out(model: keras.Model) -> str:
     tried = (_problem(partial(layer.save_own_variables, {})) for layer in layers)
     stored = next(filter(None, tried), "")
     if stored:
-        return f"{WHOLE} and {ONLY_WEIGHTS} will be left out: {stored}; model.safetensors holds the weights"
-    return f"{WHOLE} will be left out, and {ONLY_WEIGHTS} written: {whole}" if whole else ""
+        return f"{WHOLE} and {ONLY_WEIGHTS} will not be written: {stored}; model.safetensors holds the weights"
+    return f"{WHOLE} will not be written, only {ONLY_WEIGHTS}: {whole}" if whole else ""
 
 
 def _saves_itself(layer: Any) -> bool:
@@ -61,10 +61,10 @@ def _saves_itself(layer: Any) -> bool:
 
 
 def _problem(work: Callable[[], None]) -> str:
-    with _quiet():
+    with quiet():
         try:
             work()
-        except Exception as error:  # noqa: BLE001  (whatever layers of the user's raise)
+        except Exception as error:  # whatever layers of the user's raise
             return _words(error)
     return ""
 
@@ -74,7 +74,8 @@ def _words(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Keep warnings of Keras and of layers from the output."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -89,11 +89,11 @@ class Task:
             total: Any = 0.0
         else:
             if keras.tree.is_nested(outputs):
-                raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, where the loss is by "
-                                "name", "give the model file a task(model, batch) -> (loss_sum, weight)")
+                raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, for "
+                                "a loss by name", "give the model file a task(model, batch) -> (loss_sum, weight)")
             if y is None or keras.tree.is_nested(y):
                 raise UserError(f"the data's targets are {'missing' if y is None else 'several'}",
-                                "one array, where the loss is by name", "compile the model with a loss for each output")
+                                "one array, for a loss by name", "compile the model with a loss for each output")
             assert self._loss is not None
             losses.refuse_mask(outputs)
             with self._full(outputs):
@@ -172,9 +172,9 @@ def name_of(loss: Any) -> str:
 def _check_mixed(spec: Any, config: Config) -> None:
     sparse = losses.sparse(config.loss.name)
     if config.mixes_classes and (sparse or by_compile(spec, config)):
-        raise UserError("data.augment.mixup, whose targets are shares of classes, with "
+        raise UserError("data.augment.mixup, whose targets are class probabilities, with "
                         + (f"loss {config.loss.name}" if sparse else "the loss that the model was compiled with"),
-                        "a loss of shares, which takes class numbers too",
+                        "a loss of class probabilities, which also accepts class numbers",
                         "set loss.name: CategoricalCrossentropy, with loss.args.from_logits where it has no softmax")
 
 
@@ -187,7 +187,7 @@ def _resolved(config: Config, model: Any) -> Loss:
     if own is None:
         return losses.guarded(_auto(named.args, config.mixes_classes), "auto")
     if not isinstance(own, str):
-        raise UserError(f"loss.args {named.args} beside a loss that model.compile was given ready made",
+        raise UserError(f"loss.args {named.args} together with a loss object given to model.compile",
                         "one of the two", "leave loss.args empty")
     return losses.by_name(Named(own, named.args))
 

@@ -138,6 +138,8 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     if config.optimizer.name.lower() not in ("auto", "sgd"):
         raise UserError(f"optimizer {config.optimizer.name!r} with the numpy backend", "SGD",
                         "correct optimizer.name")
+    if config.freeze:
+        raise UserError("freeze with the numpy backend", "a PyTorch or Keras model", "leave freeze out")
     refuse_groups(spec, "a model of the numpy backend", "leave it out")
     check(precision.own)
     model = spec.model

@@ -18,6 +18,7 @@ from hvdtrain.core import rng
 from hvdtrain.core.protocols import Batch, ParamSpec, Writable
 from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
 from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.data.layout import OUTPUT
 from hvdtrain.planning.shards import in_bucket
 
 
@@ -108,6 +109,9 @@ class Sgd:
         return self.lr
 
     def end_epoch(self) -> None:
+        """Do nothing: there is no schedule."""
+
+    def evaluated(self, value: float) -> None:
         """Do nothing: there is no schedule."""
 
     def own_schedule(self) -> None:
@@ -223,6 +227,9 @@ class Evaluator:
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
         return means(totals)
 
+    def outputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        return {OUTPUT: self._model.forward(batch[0])[-1]}
+
 
 def _copied(group: str, name: str, array: np.ndarray, place: Place | None) -> np.ndarray:
     memory = np.empty(array.shape, array.dtype) if place is None else place(group, name, array.shape, array.dtype)
@@ -254,10 +261,13 @@ class State:
         return sum(p.nbytes for p in (*self._model.params.values(), *self._optimizer.velocity))
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
-        for name, p in self._model.params.items():
-            p[...] = groups["model"][name]
+        self.load_weights(groups["model"])
         for name, v in zip(self._model.params, self._optimizer.velocity if self._spans is None else ()):
             v[...] = groups["optimizer"][name]
+
+    def load_weights(self, arrays: dict[str, np.ndarray]) -> None:
+        for name, p in self._model.params.items():
+            p[...] = arrays[name]
 
     def take(self, optimizer: Any, spans: Sequence[tuple[int, int]]) -> None:
         self._optimizer, self._spans = optimizer, spans

@@ -64,10 +64,6 @@ class Ops:
         return bits
 
     def topk(self, flat_N: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the k entries of largest magnitude, by index: (values (k,), indices int64 (k,)).
-
-        Ties go to the lower index. Which of NaN and a number is larger is left open.
-        """
         magnitude_N = np.abs(flat_N)
         stride, place = sample(flat_N.size, k)
         index_C = np.arange(flat_N.size)
@@ -83,7 +79,6 @@ class Ops:
         return flat_N[index_k]
 
     def drop(self, flat_N: np.ndarray, index_k: np.ndarray) -> np.ndarray:
-        """Return a copy with zeros at ``index_k``: (N,)."""
         kept_N = flat_N.copy()
         kept_N[index_k] = 0
         return kept_N
@@ -128,7 +123,6 @@ class Ops:
         return q * (sign_R + length_R * 0).astype(q.dtype)
 
     def sum_squares(self, x: np.ndarray) -> np.ndarray:
-        """Return the scalar sum of squares, accumulated in float32, or float64 for float64 ``x``."""
         wide = x.reshape(-1).astype(np.float64 if x.dtype == np.float64 else np.float32)
         with np.errstate(over="ignore"):
             return np.asarray((wide * wide).sum())
@@ -137,7 +131,6 @@ class Ops:
         return np.asarray(np.abs(x).max(initial=0)).astype(x.dtype)
 
     def abs_max_rows(self, x_BK: np.ndarray) -> np.ndarray:
-        """Return the largest magnitude of each row: (B, K) -> (B,); NaN where a row has one."""
         return np.maximum(x_BK.max(axis=1), -x_BK.min(axis=1))
 
     def round(self, x: np.ndarray) -> np.ndarray:

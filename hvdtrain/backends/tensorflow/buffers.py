@@ -78,7 +78,6 @@ class Buffers:
         self._before: dict[str, np.ndarray] = {}
 
     def begin(self) -> None:
-        """Open a step, to whose begin `discard` returns."""
         self._n_seen_before = self._n_seen
         self.kept.forget()
         self.keep()
@@ -109,8 +108,6 @@ class Buffers:
         """Forget how many samples were seen: the statistics are the same on every rank."""
         self._n_seen = self._n_seen_before = 0
 
-    # --- written in forward --------------------------------------------------------------------------------------
-
     def names_of(self, variables: Iterable[Any]) -> list[str]:
         """Return the names of those of ``variables`` that are weights and no statistics."""
         ids = {id(v) for v in variables}
@@ -127,7 +124,6 @@ class Buffers:
         return self._counted
 
     def noticed(self) -> list[str]:
-        """Return the variables that were written to since `keep`, except those tracked and those that are `LARGE`."""
         return [name for name, before in self._before.items() if name not in self._known
                 and before.tobytes() != _array(self._names[name]).tobytes()]
 
@@ -141,8 +137,6 @@ class Buffers:
                    if name in self._known]
         if self._transport.size > 1 and entries:
             combine(self._transport, entries, reductions, self._n_step if samples is None else samples, force)
-
-    # --- collective ----------------------------------------------------------------------------------------------
 
     def share(self) -> None:
         """Give every rank rank 0's weights, optimizer state and base rate, bit by bit; seed generators stay.
@@ -319,7 +313,6 @@ class VariableCopies:
                     v.assign(tf.reshape(part, v.shape), read_value=False)
 
     def keep(self) -> None:
-        """Copy them as they are now, in one call."""
         if self._groups:
             self._keep()
             self.hold()

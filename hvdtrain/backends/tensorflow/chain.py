@@ -59,13 +59,13 @@ def chain_of(spec: Any, key: str = "model_parallel") -> Chain:
     if spec.blocks is not None:
         blocks = [(str(name), layer) for name, layer in spec.blocks(model)]
         if not blocks or not all(isinstance(layer, keras.layers.Layer) for _, layer in blocks):
-            raise UserError("blocks(model) gave something else than named layers", "[(name, keras layer), ...]",
+            raise UserError("blocks(model) returned something other than named layers", "[(name, keras layer), ...]",
                             "fix the model file's blocks")
     elif isinstance(model, keras.Sequential) or _is_row(model):
         blocks = [(layer.name, layer) for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     else:
         kind = "a functional model with branches" if hasattr(model, "_standardize_inputs") else type(model).__name__
-        raise UserError(f"{key} with {kind}, which names no blocks", "a model that is a chain of blocks", DO)
+        raise UserError(f"{key} with {kind}, which has no named blocks", "a model that is a chain of blocks", DO)
     return Chain(model, blocks)
 
 
@@ -76,7 +76,7 @@ def check_same(chain: Chain, batch_x: Any) -> None:
     """
     x = tf.nest.map_structure(tf.convert_to_tensor, batch_x)
     if not _alike(chain.model(x, training=False), _by_blocks(chain, x, False)):
-        raise UserError("the model's blocks, run one after the other, give something else than the model",
+        raise UserError("the model's blocks, run in sequence, give an output that differs from the model's",
                         "a forward pass that is a loop over the blocks", DO)
     _check_training(chain, x)
 
@@ -106,11 +106,11 @@ def _check_training(chain: Chain, x: Any) -> None:
         return  # the blocks draw from a generator that cannot be put back: nothing can be said
     if _alike(one[0], other[0]):
         raise UserError(f"the model's blocks add {float(other[1]):.6g} to the loss where the model adds "
-                        f"{float(one[1]):.6g}", "add_loss in blocks only", "put what the model's own call, or a layer "
-                        "between the blocks, adds to the loss into a block, or train the model whole")
-    raise UserError("the model's blocks, run one after the other, give something else than the model while it trains",
-                    "a forward pass that is a loop over the blocks", "put what the model's own call does only while "
-                    "training (dropout, `if training`) into blocks, or train the model whole")
+                        f"{float(one[1]):.6g}", "add_loss in blocks only", "move losses that the model's own "
+                        "call, or a layer between the blocks, adds into a block, or train the model unpartitioned")
+    raise UserError("the model's blocks, run in sequence, give an output that differs from the model's in training",
+                    "a forward pass that is a loop over the blocks", "move what the model's own call does only "
+                    "in training (dropout, `if training`) into blocks, or train the model unpartitioned")
 
 
 def _by_blocks(chain: Chain, x: Any, training: bool) -> Any:
@@ -120,7 +120,7 @@ def _by_blocks(chain: Chain, x: Any, training: bool) -> Any:
         return Phase(lambda _, x: chain.run(chain.entry(x), None), None)(x, training=training)
     except (ValueError, TypeError, IndexError, RuntimeError, tf.errors.InvalidArgumentError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"the model's blocks do not run one after the other ({said})", "a chain of blocks",
+        raise UserError(f"the model's blocks do not run in sequence ({said})", "a chain of blocks",
                         DO) from error
 
 
@@ -164,7 +164,7 @@ def _owners(model: keras.Model, blocks: Sequence[tuple[str, Any]]) -> dict[int, 
             other = owner.setdefault(id(variable), i)
             if other != i:
                 raise UserError(f"blocks {blocks[other][0]} and {name} share {paths.get(id(variable), variable.path)}",
-                                "blocks with variables of their own", "put what shares variables in one block")
+                                "blocks with variables of their own", "put layers that share variables in one block")
     metrics = {id(v) for v in model.metrics_variables}
     stray = [path for key, path in paths.items() if key not in owner and key not in metrics]
     if stray:

@@ -5,8 +5,6 @@ Owns the nodes of Horovod's operations. Graphs that carry names outside of a tra
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -65,7 +63,7 @@ class HorovodCollectives(WithoutMemory):
 
     def among(self, group: Group) -> HorovodCollectives:
         """Raise `UserError`: Horovod is started for all ranks."""
-        raise UserError("a pipeline over ranks with collectives horovod", "a wire between some of the ranks",
+        raise UserError("a pipeline over ranks with collectives horovod", "a transport for groups of ranks",
                         "set collectives: auto, shared or mpi")
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> ReadyHandle:
@@ -233,26 +231,6 @@ def collectives(kind: str, control: Control, exchange: Any, start_horovod: Calla
         return None
     return HorovodCollectives(start_horovod("tensorflow", exchange), "cpu" if over_host else "",
                               timeout_s=control.timeout_s)
-
-
-def built() -> Any:
-    """Return ``horovod.tensorflow``, loaded but not started, to be asked what it was built with."""
-    return importlib.import_module("horovod.tensorflow")
-
-
-def start_again(hvd: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) -> list[Any]:
-    """Restart Horovod with sets of ranks among which collectives may run; return its objects for them. Collective.
-
-    It takes them at its start only, or any later one if ``dynamic``, which costs each of its cycles a look at the table
-    of sets. One that is down is only started.
-    """
-    sets = [hvd.ProcessSet(list(ranks)) for ranks in process_sets]
-    if hvd.is_initialized():
-        hvd.shutdown()
-    if dynamic:
-        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-    hvd.init(process_sets=sets)
-    return sets
 
 
 def stage(wire: Collectives, control: Control) -> Collectives:

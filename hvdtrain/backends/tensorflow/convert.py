@@ -99,7 +99,7 @@ def _facts(layer: Any) -> dict[str, float]:
     """Return settings that the twin has too; BatchNorm's momentum is the share of the old value in Keras."""
     found = {"epsilon": getattr(layer, "epsilon", None)}
     if isinstance(layer, _LAYERS.BatchNormalization):
-        found["the part that moving statistics keep"] = layer.momentum
+        found["the momentum of moving statistics"] = layer.momentum
     return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
 
 
@@ -144,7 +144,7 @@ def read_file(model: keras.Model, path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.load_weights(str(path))
-    except Exception as error:  # noqa: BLE001  (Keras, h5py and zipfile each have their own)
+    except Exception as error:  # Keras, h5py and zipfile each have their own
         raise _unfit(path, " ".join(str(error).split())[:300]) from None
 
 
@@ -160,7 +160,7 @@ def _read_safetensors(model: keras.Model, path: Path) -> None:
     own = arrays(model)
     missing, extra = sorted(set(own) - set(found)), sorted(set(found) - set(own))
     if missing or extra:
-        raise _unfit(path, f"it lacks {missing[:3]} and has {extra[:3]} besides")
+        raise _unfit(path, f"it lacks {missing[:3]} and also has {extra[:3]}")
     wrong = next((name for name in own if own[name].shape != found[name].shape), None)
     if wrong:
         raise _unfit(path, f"{wrong} has shape {found[wrong].shape} there and {own[wrong].shape} in the model")
@@ -251,5 +251,5 @@ def fresh_generators(model: keras.Model, seed: int, rank: int) -> dict[str, np.n
 
 
 def _unfit(path: Path, why: str) -> UserError:
-    return UserError(f"{path} does not fit the model: {why}", "the weights of that model, all of them",
+    return UserError(f"{path} does not match the model: {why}", "all weights of that model",
                      "correct --model and --model_args")

@@ -1,9 +1,10 @@
-"""The parts of a Keras model on TensorFlow: whole, or split over this rank's devices."""
+"""The parts of a Keras model on TensorFlow: whole, or split over this rank's devices; and its blocks' costs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -11,11 +12,12 @@ import tensorflow as tf
 from hvdtrain.backends import in_order
 from hvdtrain.backends.keras import compiled
 from hvdtrain.backends.keras.facts import KerasFacts
+from hvdtrain.backends.keras.freezing import KerasFreezing
 from hvdtrain.backends.keras.losses import check_stateful
 from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.keras.task import loss_name
 from hvdtrain.backends.misfit import told
-from hvdtrain.backends.tensorflow import placement, state
+from hvdtrain.backends.tensorflow import placement, recompute, state
 from hvdtrain.backends.tensorflow.buffers import Buffers
 from hvdtrain.backends.tensorflow.chain import Chain, chain_of
 from hvdtrain.backends.tensorflow.gradients import Gradients
@@ -25,7 +27,6 @@ from hvdtrain.backends.tensorflow.optimizer import Optimizer, SplitOptimizer
 from hvdtrain.backends.tensorflow.params import Params
 from hvdtrain.backends.tensorflow.pipelined.create import cut_parts
 from hvdtrain.backends.tensorflow.pipelined.deferred import refuse_released
-from hvdtrain.backends.tensorflow.recompute_costs import Costs
 from hvdtrain.backends.tensorflow.split import Split, measured
 from hvdtrain.backends.tensorflow.stage import Stage
 from hvdtrain.backends.tensorflow.state import ModelState
@@ -35,19 +36,17 @@ from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
+from hvdtrain.backends.tensorflow.trial import Trial
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.core.protocols import Collectives, Control, ModelSpec
+from hvdtrain.core.protocols import Batch, BlockCost, Collectives, Control, ModelSpec
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.partition import agree_devices
 from hvdtrain.parallel.precision import FP32, LossScale, Precision
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols import Batch
 
 
 def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
@@ -106,6 +105,7 @@ class _Making:
         refuse_released(model)
         compiled.build(self._spec, sample)
         check_stateful(model, self._config, "tensorflow")
+        self._freezing = KerasFreezing(model, self._config.freeze) if self._config.freeze else None
         self._sample = sample or self._spec.example
         if not model.trainable_variables:
             raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
@@ -127,7 +127,8 @@ class _Making:
         model, config, scale = self._spec.model, self._config, self._scale
         across = sync_batchnorm.Across(self._wire, config.in_parts) if config.sync_batchnorm else None
         if across and split and sync_batchnorm.norms(model):
-            raise UserError("sync_batchnorm with model_parallel, whose parts of a micro-batch each have statistics",
+            raise UserError("sync_batchnorm with model_parallel, where each part of a micro-batch has its own "
+                            "statistics",
                             "one of the two", "set sync_batchnorm: false, or model_parallel: 1")
         blocks = split.chain.layers if split else self._blocks()
         params = Params(model, self.opt, scale, blocks, split)
@@ -141,11 +142,18 @@ class _Making:
             remat.measures = Costs(model, gradients, across)
         compile = self._compile(remat) if config.compile == "auto" else None
         gradients.compile = compile
-        facts = KerasFacts(model, retrace=gradients.retrace)
+        facts = KerasFacts(model, retrace=lambda: retrace())
         gradients.around = facts.as_begun
         stage = Stage(model, self._task, self._class_numbers, buffers, gradients, lambda: scale.of(self._rank), across,
                       config.balance != "auto", loss_name(self._spec, config))
         optimizer.unused_in_trace = lambda: stage.unused & gradients.unused
+
+        def retrace() -> None:
+            gradients.retrace()
+            stage.calls.drop()
+
+        if self._freezing is not None:
+            facts.freeze(self._freezing)
         transforms = in_order(placement=Placement(split) if split else None, precision=self._mixed,
                               sync_batchnorm=across, compile=compile, remat=remat)
         model_state = ModelState(model, self.opt, scale, buffers.restart, self._rank)
@@ -159,15 +167,88 @@ class _Making:
         config = self._config
         why = ""
         if config.model_parallel > 1:
-            why = "XLA compiles for one device, and model_parallel splits the model over several"
+            why = "XLA compiles for one device, and model_parallel partitions the model over several"
         elif config.sync_batchnorm and self._wire.size > 1:
-            why = "sync_batchnorm sums over ranks in the middle of the model, for which XLA has no code"
+            why = "sync_batchnorm sums over ranks inside the model, which XLA does not support"
         elif config.balance == "auto":
-            why = "balance: auto changes the size of a micro-batch, for each of which XLA would compile again"
+            why = "balance: auto changes micro-batch sizes, and XLA would recompile for each"
         elif state.seed_states(self._spec.model):
-            why = "XLA draws other masks than TensorFlow: a model with dropout would train to other results"
+            why = "XLA draws dropout masks that differ from TensorFlow's: the results would differ"
         return XlaCompile(why, remat)
 
     def _blocks(self) -> tuple[Any, ...]:
         named = self._spec.blocks
         return () if named is None else tuple(layer for _, layer in named(self._spec.model))
+
+
+SLOT_S = 0.05
+"""About how long one block is timed."""
+
+
+class Costs:
+    """Measures blocks of ``model``, whose calls the caller has marked. ``across``: sums BatchNorm's moments over ranks.
+    """
+
+    def __init__(self, model: keras.Model, gradients: Gradients, across: sync_batchnorm.Across | None) -> None:
+        self._model, self._gradients, self._across = model, gradients, across
+
+    def forward(self, batch: Batch) -> recompute.Recording:
+        return self._recorded(batch, lambda parts: self._gradients.task(self._model, parts, True))
+
+    def measure(self, batch: Batch) -> dict[str, BlockCost]:
+        split = self._gradients.split
+        n_parts = split.parts(len(tf.nest.flatten(tuple(batch))[0])) if split else 1
+        scale = tf.constant(1.0, tf.float64)
+        found = self._recorded(batch, lambda parts: self._gradients.traced(parts, scale, n_parts))
+        seconds = self._seconds(batch)
+        read = {recompute.source(t).name for op in found.graph.get_operations()[found.n_forward:] for t in op.inputs}
+        costs: dict[str, BlockCost] = {}
+        for block in recompute.blocks(found, {call.name for call in found.calls}):
+            inner = recompute.nbytes(block.read().values())
+            more = recompute.nbytes(t for name, t in block.inputs().items() if name not in read)
+            before = costs.get(block.name, BlockCost(block.name, 0, seconds.get(block.name, 0.0)))
+            costs[block.name] = BlockCost(block.name, before.saved_bytes + inner - more, before.forward_s,
+                                          max(before.inner_bytes, inner))
+        return costs
+
+    def _recorded(self, batch: Batch, work: Callable[[Any], Any]) -> recompute.Recording:
+        leaves = [tf.convert_to_tensor(x) for x in tf.nest.flatten(tuple(batch))]
+        kept: list[recompute.Recording] = []
+
+        def trace(*parts: tf.Tensor) -> None:
+            with recompute.recording() as found:
+                work(tf.nest.pack_sequence_as(tuple(batch), parts))
+                kept.append(found)
+
+        with sync_batchnorm.local_statistics(self._across):
+            function = tf.function(trace, jit_compile=False, autograph=False)
+            self._graph = function.get_concrete_function(*leaves)  # operations live as long as it
+        self._model._clear_losses()
+        return kept[0]
+
+    def _seconds(self, batch: Batch) -> dict[str, float]:
+        """Return the median time of each block's forward passes on ``batch``, all calls of a block together."""
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+        seconds: dict[str, float] = {}
+
+        def timed(name: str, call: Callable[[], Any]) -> Any:
+            function = tf.function(call, jit_compile=False, autograph=False)
+            y = function()
+            took: list[float] = []
+            while len(took) < 3 or sum(took) < SLOT_S and len(took) < 20:
+                begin = time.perf_counter()
+                for tensor in tf.nest.flatten(function()):
+                    if tf.is_tensor(tensor) and "GPU" in tensor.device:
+                        tensor[:1].numpy()  # a copy to the host waits for the device
+                took.append(time.perf_counter() - begin)
+            seconds[name] = seconds.get(name, 0.0) + sorted(took)[len(took) // 2]
+            return y
+
+        def work(_: tuple[Any, ...]) -> list[tf.Tensor]:
+            with recompute.instead(timed), sync_batchnorm.local_statistics(self._across):
+                self._gradients.task(self._model, tensors, True)
+            return []
+
+        Trial(self._model, work)(batch)
+        self._model._clear_losses()
+        return seconds

@@ -14,7 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.data import hugging_face
+from hvdtrain.data.collate import Collated
 from hvdtrain.data.layout import Columns, nested
+from hvdtrain.data.objects import ObjectSource, indexed
 from hvdtrain.data.rows import ColumnNames, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
@@ -35,7 +38,9 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames(nests=True)) 
 
     A tensor or a tuple or list of tensors: an `ArraySource`.
     A `keras.utils.PyDataset`: a `Stream` whose chunks are its items; see `PyDatasetStream`.
-    A `tf.data.Dataset`: a `Stream`; see `DatasetStream`. ``seed`` is not used: both carry their own order.
+    A `tf.data.Dataset`: a `Stream`; see `DatasetStream`. Both carry their own order.
+    A ``datasets.Dataset``: see `hvdtrain.data.hugging_face`; ``seed`` is that of its collator's masks.
+    Any other object that `indexed` takes: an `ObjectSource`, or a `Collated` with a collator in ``rows``.
     An element is a tensor, a tuple, or a dict, whose columns ``rows`` takes by name; so is a dict of whole columns.
     Where x, y or sample_weight is itself a dict or tuple of arrays, its leaves are laid flat and ``layout`` tells how.
     Errors: `UserError` for a dataset without an end, and for one that ranks would read in different orders.
@@ -44,6 +49,8 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames(nests=True)) 
         return PyDatasetStream(obj, rows)
     if isinstance(obj, tf.data.Dataset):
         return DatasetStream(obj, rows)
+    if (theirs := hugging_face.adapted(obj, seed, rows, _array)) is not None:
+        return theirs
     if (named := columns(obj, rows.for_source(), _array)) is not None:
         return named
     parts = obj if isinstance(obj, (tuple, list)) else (obj,)
@@ -52,7 +59,9 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames(nests=True)) 
     tensors = [tf.is_tensor(part) for part in parts]
     if any(tensors) and all(is_tensor or isinstance(p, np.ndarray) for is_tensor, p in zip(tensors, parts)):
         return ArraySource([_array(part) for part in parts])
-    return None
+    if not indexed(obj):
+        return None
+    return ObjectSource(obj, rows, _array) if rows.collate is None else Collated(obj, rows, seed, _array)
 
 
 class _Elements:
@@ -105,7 +114,7 @@ class DatasetStream(_Elements):
     def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames(nests=True)) -> None:
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise UserError("the tf.data.Dataset has no end", "one epoch's worth of elements",
-                            "remove .repeat(): the trainer repeats; or add .take(n)")
+                            "remove .repeat(), since the trainer repeats; or add .take(n)")
         for node in _nodes(dataset):
             _check_order(node)
         if dataset.options().deterministic is False:
@@ -193,7 +202,7 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     set.
 
     If an iterator ends just as that thread goes to sleep, the end waits until it wakes, up to 60 s (measured with
-    TensorFlow 2.21: docs/keras.md), and all ranks wait for this one. AUTOTUNE then means the default.
+    TensorFlow 2.21: docs/how-to/keras.md), and all ranks wait for this one. AUTOTUNE then means the default.
     """
     if dataset.options().autotune.enabled is not None or not type(dataset).__module__.startswith("tensorflow."):
         return dataset

@@ -66,7 +66,6 @@ def traced(parts: ModelParts, batch: object) -> None:
     """Do nothing: a graph's memory is its executor's affair, and is measured."""
 
 
-
 def held(parts: ModelParts) -> dict[str, int | None]:
     """Return the bytes of the model's variables and of optimizer state of this rank.
 

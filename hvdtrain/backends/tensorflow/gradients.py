@@ -71,8 +71,6 @@ class Gradients:
         """Drop the function that XLA compiles, which was traced for a model that trained other variables."""
         self._xla = None
 
-    # --- while a graph is traced -------------------------------------------------------------------------------------
-
     def local(self, batch: tuple[Any, ...], scale: tf.Tensor, parts: int = 1,
               kept: Sequence[VariableCopies] = ()) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Return (loss_sum, weight, gradients of ``loss_sum * scale`` by variable).
@@ -174,8 +172,6 @@ class Gradients:
         """Return a bucket's gradients as one vector (n,)."""
         with self.at(bucket.place):
             return Ops().pack([grads[i] for i in bucket.params])
-
-    # --- before ------------------------------------------------------------------------------------------------------
 
     def allocate(self) -> None:
         """Make the variables of the sums, if they do not exist."""

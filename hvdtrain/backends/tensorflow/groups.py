@@ -66,7 +66,7 @@ def _place(variable: Any, number: int, trained: Mapping[int, int], model: keras.
     if any(v is variable for v in model.variables):
         raise UserError(f"group {number} of parameter_groups has {variable.path}, which is not trained",
                         "variables of model.trainable_variables", "leave it out of the group")
-    raise UserError(f"group {number} of parameter_groups has {variable.path}, which is none of the model's variables",
+    raise UserError(f"group {number} of parameter_groups has {variable.path}, which is not a variable of the model",
                     "variables of the model that it is given", "take them from model.trainable_variables")
 
 
@@ -74,12 +74,13 @@ def _decays_not(options: Mapping[str, Any], number: int, decay: float | None) ->
     """Return whether a group has no weight decay; `UserError` for an option that Keras has for all variables only."""
     odd = {k: v for k, v in options.items() if k != "weight_decay"}
     if odd:
-        raise UserError(f"group {number} of parameter_groups has {', '.join(odd)}", "weight_decay alone: a Keras "
-                        "optimizer has every other setting once for all variables", "leave it out, or use PyTorch")
+        raise UserError(f"group {number} of parameter_groups has {', '.join(odd)}", "only weight_decay: "
+                        "a Keras optimizer has all other settings for all variables", "leave it out, or use PyTorch")
     own = options.get("weight_decay", decay)
     if own not in (0, None, decay):
-        raise UserError(f"group {number} of parameter_groups has weight_decay {own!r}", f"0, or {decay}, which the "
-                        "optimizer has for all other variables", "set optimizer.args.weight_decay to it, once for all")
+        raise UserError(f"group {number} of parameter_groups has weight_decay {own!r}", f"0, or {decay}, which "
+                        "the optimizer uses for all other variables", "set optimizer.args.weight_decay to it, once for "
+                                                                      "all")
     return bool(options) and own in (0, None)
 
 
@@ -95,15 +96,15 @@ def own_optimizer(spec: Any, config: Config) -> keras.optimizers.Optimizer | Non
     except AttributeError as error:
         if error.name != "_unique_id":  # Keras' way to know a variable again
             raise
-        raise UserError("optimizer excludes variables from weight decay that a rank of a pipeline has not made yet",
-                        "groups that the run can follow to where variables are made",
+        raise UserError("optimizer excludes variables from weight decay that a rank of a pipeline has not created yet",
+                        "groups that do not need the variables in advance",
                         "give parameter_groups(model), or exclude by var_names") from None
     if not isinstance(made, keras.optimizers.Optimizer):
         raise UserError(f"optimizer gives {_kind_of(made)}", "a keras.optimizers.Optimizer",
                         "return one from optimizer(model, config)")
     if made.built:
-        raise UserError(f"the {type(made).__name__} of optimizer is built, for variables that the run does not know",
-                        "one that has no state yet", "return a new one at each call of optimizer(model, config)")
+        raise UserError(f"the {type(made).__name__} of optimizer is built, for variables outside the run",
+                        "an optimizer without state", "return a new one at each call of optimizer(model, config)")
     return made
 
 
@@ -119,11 +120,11 @@ def settings_of(optimizer: keras.optimizers.Optimizer, left_out: Sequence[str] =
 
 def refuse_both(spec: Any) -> None:
     """Raise `UserError` for a model that keeps its compiled optimizer and whose file gives groups or an optimizer."""
-    for part, do in (("optimizer", "leave compile out (loss.name and metrics say the same), or optimizer"),
+    for part, do in (("optimizer", "remove compile (and set loss.name and metrics), or optimizer"),
                      ("parameter_groups", "set optimizer.name, or call exclude_from_weight_decay before compile")):
         if getattr(spec, part) is not None:
-            raise UserError(f"the model was compiled with {type(spec.model.optimizer).__name__}, which it keeps, and "
-                            f"its file gives {part}", "one of the two", do)
+            raise UserError(f"the model was compiled with {type(spec.model.optimizer).__name__}, which it "
+                            f"keeps, and its file defines {part}", "one of the two", do)
 
 
 def exclude(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:

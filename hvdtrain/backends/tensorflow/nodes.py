@@ -216,7 +216,7 @@ def _whole(call: Callable[[np.ndarray], Handle], x: np.ndarray) -> np.ndarray:
     try:
         return call(x).wait()
     except MemoryError as error:
-        raise RuntimeError(f"out of memory in the middle of a collective: {error}") from error
+        raise RuntimeError(f"out of memory inside a collective: {error}") from error
 
 
 MOST_NAMES = 128

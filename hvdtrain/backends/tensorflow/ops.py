@@ -240,7 +240,7 @@ class Memory:
         """Return the (n,) vector to fill next, which nobody reads; its content is arbitrary, gaps are zero."""
         self._taken = next((i for i in range(len(self._slots)) if not self._held(i)), len(self._slots))
         if self._taken == len(self._slots):
-            assert self._own, "the last of the wire's own slots is never held"
+            assert self._own, "the last of the transport's own slots is never held"
             self._slots.append(zeros(self.bucket.n, self.bucket.dtype))
         return self._slots[self._taken]
 

@@ -19,8 +19,11 @@ from keras.optimizers import schedules
 
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.one_cycle import OneCycle
+from hvdtrain.backends.keras.schedules import ReduceLROnPlateau, SequentialLR
+from hvdtrain.backends.pairs import metric_of
 from hvdtrain.backends.tensorflow import groups
 from hvdtrain.config import Config, ScheduleConfig
+from hvdtrain.config.run_length import members_of
 from hvdtrain.core.errors import UserError, count, nearest
 from hvdtrain.core.resolve import load_callable
 
@@ -147,7 +150,7 @@ class Optimization:
             return classes[name](**{"learning_rate": self._rate(self._config.lr), **named.args})
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer {classes[name].__name__} refused args {named.args}: {error}",
-                            "keyword arguments it knows", "correct optimizer.args") from None
+                            "keyword arguments it accepts", "correct optimizer.args") from None
 
     def _adopt(self, own: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         """Return the optimizer of the compiled model or of its file, its rate changed only by what config asks for."""
@@ -166,7 +169,7 @@ class Optimization:
         named = self._config.schedule
         if callable(base) and not isinstance(base, schedules.LearningRateSchedule):
             raise UserError("the compiled optimizer's rate is a function", "a number or one of Keras' schedules",
-                            "compile with one, or leave schedule.* unset")
+                            "compile with a number, or leave schedule.* unset")
         if named.name.lower() in ("none", ""):
             if isinstance(base, schedules.LearningRateSchedule) or steps:
                 return WarmUp(base, steps, self._scale)
@@ -177,24 +180,37 @@ class Optimization:
         made = self._schedule(float(base * self._scale))
         return WarmUp(made, steps) if steps else made
 
-    def _schedule(self, lr: float) -> schedules.LearningRateSchedule:
-        """Return a schedule by name; its initial rate is ``lr`` unless args give one."""
-        named = self._config.schedule
+    def _schedule(self, lr: float, name: str = "", given: Mapping[str, Any] | None = None) -> Any:
+        """Return a schedule by name, by default the configured one; its initial rate is ``lr`` unless args give one."""
+        named, inner = self._config.schedule, bool(name)
+        name, given = name or named.name, dict(named.args if given is None else given)
         root = schedules.LearningRateSchedule
         classes = {n.lower(): c for n, c in vars(schedules).items()
                    if isinstance(c, type) and issubclass(c, root) and c is not root} | {"onecycle": OneCycle}
-        if ":" not in named.name and named.name.lower() not in classes:
-            raise UserError(f"schedule {named.name!r} is not in keras.optimizers.schedules",
-                            nearest(named.name, [c.__name__ for c in classes.values()]) + ", or module:callable",
-                            "correct schedule.name")
-        made = load_callable(named.name, "schedule.name") if ":" in named.name else classes[named.name.lower()]
+        classes |= {} if inner else {"reducelronplateau": ReduceLROnPlateau, "sequentiallr": SequentialLR}
+        if ":" not in name and name.lower() not in classes:
+            raise UserError(f"schedule {name!r} is not in keras.optimizers.schedules",
+                            nearest(name, [c.__name__ for c in classes.values()]) + ", or module:callable",
+                            "correct schedule.args.schedulers" if inner else "correct schedule.name")
+        made = load_callable(name, "schedule.name") if ":" in name else classes[name.lower()]
+        if made is ReduceLROnPlateau and given.get("mode", "auto") == "auto":
+            given["mode"] = metric_of(named.followed).better
+        if made is SequentialLR:
+            given["schedulers"] = [self._schedule(lr, one, more) for one, more in members_of(name, given)]
         takes = inspect.signature(made).parameters
         start = {key: lr for key in ("initial_learning_rate", "max_learning_rate") if key in takes}
         try:
-            return made(**{**start, **named.args})
+            return made(**{**start, **given})
         except (TypeError, ValueError) as error:
-            raise UserError(f"schedule {made.__name__} refused args {named.args}: {error}",
-                            "keyword arguments it knows", "correct schedule.args") from None
+            raise UserError(f"schedule {made.__name__} refused args {given}: {error}",
+                            "keyword arguments it accepts", "correct schedule.args") from None
+
+    def plateau(self) -> ReduceLROnPlateau | None:
+        """Return the schedule that follows evaluations, if the optimizer has one."""
+        held = self.optimizer._learning_rate
+        while isinstance(held, WarmUp):
+            held = held.base
+        return held if isinstance(held, ReduceLROnPlateau) else None
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the optimizer as its user gave them, JSON-able; a plain rate is `base_lr`."""
@@ -213,7 +229,9 @@ class Optimization:
         A schedule or warm-up holds the new base already; a plain rate, which was loaded (``rate_loaded``; not if the
         checkpoint had a schedule), is scaled by new / stored. ``rest``: of the checkpoint's state.
         """
-        stored_base_lr = rest.get("base_lr")
+        stored_base_lr, plateau = rest.get("base_lr"), self.plateau()
+        if plateau is not None:
+            plateau.load(rest.get("plateau", {}))
         self._note_changes(rest)
         held = self.optimizer._learning_rate
         if callable(held) or not rate_loaded:
@@ -240,7 +258,6 @@ class Optimization:
             self.changes.append(f"learning rate {base_lr:g} -> {self.base_lr:g}")
 
     def made_of(self) -> str:
-        """Return the optimizer's class and its schedule, to compare between ranks."""
         held = self.optimizer._learning_rate
         name = type(self.optimizer).__name__ + (f" group {self._left_out}" if self._left_out else "")
         if isinstance(held, schedules.LearningRateSchedule):
@@ -276,7 +293,7 @@ class Optimization:
             words["parameter groups"] = (f"weight_decay 0: {count(len(self._without_decay), 'tensor')}; "
                                          f"as configured: {count(self._decayed, 'tensor')}")
         if scheduled:
-            words["schedule"] = f"{type(held).__name__} per step"
+            words["schedule"] = f"{type(held).__name__} per " + (f"evaluation of {s.followed}" if s.plateau else "step")
         if s.warmup_steps:
             words["warm-up"] = f"linear over {count(s.warmup_steps, 'step')}"
         if s.linear_scaling_base:

@@ -168,8 +168,16 @@ class Optimizer:
     def end_epoch(self) -> None:
         """Do nothing: Keras' schedules count updates."""
 
+    def evaluated(self, value: float) -> None:
+        plateau = self.opt.plateau()
+        if plateau is not None:
+            plateau.evaluated(value)
+
     def resumed(self, epochs: int, rescheduled: bool) -> None:
         """Take over differences from the checkpoint: Keras' schedules are functions of the count of updates."""
+        plateau = self.opt.plateau()
+        if rescheduled and plateau is not None:
+            plateau.load({})
         self.overruled, self.changes = self.opt.overruled, self.opt.changes
 
     def describe(self) -> dict[str, str]:
@@ -240,8 +248,8 @@ def check_elementwise(own: Any, variables: Sequence[keras.Variable]) -> None:
     name = type(own).__name__
     do = f"use one of {', '.join(sorted(ELEMENTWISE))}, or set data_parallel: replicate"
     if name not in ELEMENTWISE or type(own) is not getattr(keras.optimizers, name, None):
-        raise UserError(f"data_parallel zero with {name}, which needs whole tensors or is not known here",
-                        "an optimizer that updates each element by itself", do)
+        raise UserError(f"data_parallel zero with {name}, which needs whole tensors or is unknown",
+                        "an optimizer that updates each element separately", do)
     for key in ("clipnorm", "global_clipnorm"):
         if getattr(own, key):
             raise UserError(f"data_parallel zero with {key} of {name}, which needs the norm of whole tensors",
@@ -255,7 +263,7 @@ def check_elementwise(own: Any, variables: Sequence[keras.Variable]) -> None:
             what = "a constraint" if v.constraint is not None else "a gradient that replaces it"
             raise UserError(f"data_parallel zero with {what} on {v.path}, which needs the whole tensor",
                             "variables that are updated element by element",
-                            "leave it out, or set data_parallel: replicate")
+                            "remove it, or set data_parallel: replicate")
 
 
 def squares(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -164,7 +164,7 @@ class Sliced(Optimizer):
         """Update the slices from a gradient (end - begin,) for each; the caller decides whether it is finite and
         clipped.
         """
-        assert not buckets and not clip_norm, "slices come singly, and their owner knows no norm of the whole"
+        assert not buckets and not clip_norm, "slices arrive one by one, without the norm of the whole tensor"
         tensors = [_tensor(x) for x in grads]
         unused = frozenset(unused)
         if unused not in self._functions:

@@ -165,7 +165,7 @@ class AllStages(ModelPlaceholder):
     """Called, it runs all stages over part ``micro``."""
 
     def __init__(self, model: keras.Model, trace: _Trace, micro: int) -> None:
-        super().__init__(model, "split over devices", "set model_parallel: 1")
+        super().__init__(model, "partitioned over devices", "set model_parallel: 1")
         self._trace, self._micro = trace, micro
         self.tape: tf.GradientTape | None = None
         self.ends: list[tuple[list[tf.Tensor], list[_Visit], int]] = []
@@ -304,8 +304,8 @@ def _seam(x: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def seam(t: tf.Tensor) -> Any:
         def refuse(*_: Any) -> Any:
-            raise UserError("a GradientTape of the task's own differentiates through a model that is split over "
-                            "devices", "a task that computes a loss from model(x)",
+            raise UserError("a GradientTape of the task's own differentiates through a model that is partitioned "
+                            "over devices", "a task that computes a loss from model(x)",
                             "open that tape after model(x) if it is for the outputs, compute the gradient inside a "
                             "block, or set model_parallel: 1")
 

@@ -36,7 +36,7 @@ STAMPS = 3
 
 
 class Stage:
-    """Implements `hvdtrain.core.protocols.Stage` for a whole model, which may be split over devices.
+    """Implements `hvdtrain.core.protocols.Stage` for a whole model, which may be partitioned over devices.
 
     If the collectives can be graph nodes, the sink is called while the graph is traced: each bucket's node waits for
     its own gradients only, so that its sum overlaps the rest of backward, and the graph of the last micro-batch returns
@@ -261,7 +261,6 @@ class Stage:
         """Do nothing: a graph takes its inputs when it runs."""
 
     def spare(self, batch: Batch) -> None:
-        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.weighting`)."""
         self._stand_in.saw(batch)
         self._like = tuple(array[:0] for array in batch)
 
@@ -274,10 +273,6 @@ class Stage:
         return next((n for n, g in zip(names, self.alone(batch)) if not bool(tf.reduce_all(tf.math.is_finite(g)))), "")
 
     def alone(self, batch: Batch) -> list[tf.Tensor]:
-        """Return this rank's own gradients of a batch by variable, and restore everything else.
-
-        The loss is scaled as in training, and the gradients are unscaled again.
-        """
         if self._trial is None:
             self._trial = Trial(self.model, lambda parts: self._run(
                 "alone", parts, 1.0, lambda batch, scale, n: self._gradients.local(batch, scale, n)[2], exact=False))
@@ -293,7 +288,7 @@ class Stage:
     def caveats(self) -> list[str]:
         found = []
         if not self._across and any(layer.trainable for layer in sync_batchnorm.norms(self.model)):
-            found.append("BatchNorm takes its statistics over each rank's own samples, without sync_batchnorm: true")
+            found.append("BatchNorm computes its statistics over each rank's own samples, without sync_batchnorm: true")
         if state.draws(self.model):
             found.append("dropout draws differ with the number of ranks")
         return found

@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.keras import saving
+from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
@@ -25,9 +26,6 @@ from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
 from hvdtrain.parallel.precision import LossScale
-
-if TYPE_CHECKING:
-    from hvdtrain.backends.tensorflow.optim import Optimization
 
 _COUNTER = re.compile(r"_\d+(?=[/_]|$)")
 
@@ -111,7 +109,7 @@ def matched(what: str, own: Mapping[str, tuple[int, ...]], given: Mapping[str, t
     if in_order[0] != in_order[1]:
         missing = [n for n in own if without_counters(n) not in {without_counters(g) for g in names}]
         extra = [g for g in names if without_counters(g) not in set(plain)]
-        raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
+        raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and also has {extra[:3]}",
                         f"the {count(len(own), 'variable')} of this {what}",
                         "resume with the model and optimizer of that run")
     for name, other in zip(own, names):
@@ -201,8 +199,10 @@ class ModelState:
 
     def rest(self) -> dict[str, Any]:
         """Return the numbers and settings of optimizer and loss scale, JSON-able."""
+        plateau = self._opt.plateau()
         return {"optimizer": type(self._opt.optimizer).__name__, "base_lr": self._opt.base_lr,
-                "settings": self._opt.settings(), **self._scale.state(), **self.facts()}
+                "settings": self._opt.settings(), **({} if plateau is None else {"plateau": plateau.state()}),
+                **self._scale.state(), **self.facts()}
 
     def state_bytes(self) -> int:
         return nbytes((*self._model.weights, *self._opt.optimizer.variables))
@@ -216,6 +216,10 @@ class ModelState:
         if self._opt.slices is not None:
             self._rests = [rest]  # the rate comes with the slices
         self._scale.load(rest)
+        self._restart()
+
+    def load_weights(self, arrays: dict[str, np.ndarray]) -> None:
+        load("model", self._model.weights, arrays)
         self._restart()
 
     def _assign(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:

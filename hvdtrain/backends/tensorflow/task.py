@@ -21,6 +21,7 @@ from hvdtrain.backends.tensorflow.buffers import VariableCopies, holding
 from hvdtrain.backends.tensorflow.graphs import PLAIN
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Batch
+from hvdtrain.data.layout import named_outputs
 
 
 class Task(task.Task):
@@ -102,6 +103,7 @@ class Evaluator:
     def __init__(self, evaluation: Evaluation, class_numbers: ClassNumbers) -> None:
         self._evaluation, self._class_numbers = evaluation, class_numbers
         self._function = tf.function(self._measure, reduce_retracing=True, **PLAIN)
+        self._outputs = tf.function(evaluation.outputs, reduce_retracing=True, **PLAIN)
         self._kept: VariableCopies | None = None
 
     def add(self, batch: Batch) -> None:
@@ -130,14 +132,22 @@ class Evaluator:
             return self._evaluation.measure(batch)
 
     def once(self, batch: tuple[Any, ...]) -> None:
-        """Measure one batch in no graph, and forget it."""
+        """Measure one batch in no graph; all of it, or nothing after a failure."""
         try:
-            self._evaluation.measure(batch)
-        finally:
+            self._evaluation.count(self._evaluation.measure(batch))
+        except BaseException:
             self._evaluation.take()
+            raise
 
     def totals(self) -> dict[str, np.ndarray]:
         return self._evaluation.take()
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
         return self._evaluation.results(totals)
+
+    def undirected(self, name: str) -> bool:
+        return self._evaluation.undirected(name)
+
+    def outputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        found = self._outputs(tf.nest.map_structure(tf.convert_to_tensor, tuple(batch)))
+        return named_outputs(found, lambda tensor: np.asarray(tensor.numpy()))

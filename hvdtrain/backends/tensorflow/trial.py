@@ -87,6 +87,7 @@ def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
             stage.task(parts.model, tensors, True)
         else:
             evaluator.once(tensors)
+            parts.measure_names()
     names: list[str] = buffers.names_of(written)
     return names
 

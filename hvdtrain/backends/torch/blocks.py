@@ -103,7 +103,7 @@ def refuse_shared(parts: Iterable[tuple[int, Named]], places: str, remedy: str) 
             for tensor in (*block.parameters(), *block.buffers()):
                 first, other = owner.setdefault(id(tensor), (place, name))
                 if first != place:
-                    raise UserError(f"blocks {other} and {name} share a parameter or buffer and fall on two {places}",
+                    raise UserError(f"blocks {other} and {name} share a parameter or buffer but are on two {places}",
                                     "both on one", f"untie them, or {remedy}")
 
 
@@ -113,17 +113,18 @@ def check_chain(model: torch.nn.Module, blocks: Named, x: Any, undo: str = UNDO)
     In evaluation and then in the mode the model is in, where both must also draw the same random numbers. Returns the
     names of the buffers that a forward pass in that mode changes, and restores them.
     """
-    names = f"blocks of {type(model).__name__} one after the other ({', '.join(name for name, _ in blocks[:6])})"
+    names = f"blocks of {type(model).__name__} in sequence ({', '.join(name for name, _ in blocks[:6])})"
     with modes_kept(model):
         model.eval()
         if not alike(model, blocks, x)[0]:
-            raise UserError(f"{names} do not give what the model gives", "forward as a loop over the blocks: "
-                            "x = block(x)", f"put what forward does between them into blocks, or {undo}")
+            raise UserError(f"{names} give an output that differs from the "
+                            "model's", "forward as a loop over the blocks: "
+                            "x = block(x)", f"move what forward does between them into blocks, or {undo}")
     same, changed = alike(model, blocks, x)
     if not same:
-        raise UserError(f"{names} do not give what the model gives while it trains",
-                        "forward as a loop over the blocks: x = block(x)", "put what forward does between them only "
-                        f"while training (dropout, self.training) into blocks, or {undo}")
+        raise UserError(f"{names} give an output that differs from the model's in training",
+                        "forward as a loop over the blocks: x = block(x)", "move what forward does between "
+                        f"them only in training (dropout, self.training) into blocks, or {undo}")
     return changed
 
 
@@ -167,10 +168,10 @@ def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any],
     one, two = found
     narrow = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
     if not math.isclose(one, two, rel_tol=3e-2 if narrow else 1e-4, abs_tol=1e-2 if narrow else 1e-5):
-        raise UserError(f"task gives the loss {one:.6g} for a batch that the model is given in one part and {two:.6g} "
+        raise UserError(f"task gives the loss {one:.6g} for a batch in one part and {two:.6g} "
                         "in two", "a loss of the outputs of model(x), each of which depends on its own sample",
-                        "return what task reads from a block (an auxiliary loss) as an output of the model, or set "
-                        "split_micro_batches: 1 or model_parallel: 1")
+                        "return values that task reads from a block (an auxiliary loss) as outputs of the model, or "
+                        "set split_micro_batches: 1 or model_parallel: 1")
 
 
 def _losses(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
@@ -180,7 +181,7 @@ def _losses(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], bat
     with _put_back(model) as put_back:
         try:
             one = float(torch.as_tensor(task(model, batch)[0]).detach())
-        except Exception:  # noqa: BLE001 a user's code, which may need the devices that the model is not on yet
+        except Exception:  # a user's code, which may need the devices that the model is not on yet
             return None
         drew, changed = put_back()
         if drew or changed:

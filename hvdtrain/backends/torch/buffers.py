@@ -191,8 +191,6 @@ class Buffers:
                 got = self._transport.broadcast(flat_bytes(tensor), f"initial.{name}")
                 assign(tensor, got.view(tensor.dtype).reshape(tensor.shape))
 
-    # --- written in forward --------------------------------------------------------------------------------------
-
     def appeared(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Note what the first samples have filled or registered, so that a model may declare it."""
         self._lazy.update({name: describe(tensor) for name, tensor in buffers.items()})
@@ -321,8 +319,8 @@ class Buffers:
             return all_P3[:, 0], every
         if (all_P3[:, 2] == all_P3[0, 2]).all():
             return all_P3[:, 0], lasting
-        raise UserError("the model's buffers have other shapes on one rank than on another",
-                        "the same buffers on every rank", "register with persistent=False what only caches")
+        raise UserError("the model's buffers have different shapes on different ranks",
+                        "the same buffers on every rank", "register caches with persistent=False")
 
 
 def _print(buffers: dict[str, torch.Tensor]) -> int:

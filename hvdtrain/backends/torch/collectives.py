@@ -55,7 +55,7 @@ class _Parts(Handle):
     def wait(self) -> torch.Tensor:
         rows = self._pending.wait()
         if rows.numel() != self._size * self._k:
-            raise RuntimeError(f"ranks disagree about their parts: rank {self._rank} received {rows.numel()} elements "
+            raise RuntimeError(f"ranks disagree about their shards: rank {self._rank} received {rows.numel()} elements "
                                f"in place of {self._size} x {self._k}")
         rows_PK = rows.reshape(self._size, self._k)
         total_K = rows_PK[0].to(torch.float32) if rows.dtype == torch.float16 else rows_PK[0].clone()
@@ -85,7 +85,7 @@ class HorovodCollectives(WithoutMemory):
 
     def among(self, group: Group) -> HorovodCollectives:
         """Raise `UserError`: Horovod is started for all ranks."""
-        raise UserError("a pipeline over ranks with collectives horovod", "a wire between some of the ranks",
+        raise UserError("a pipeline over ranks with collectives horovod", "a transport for groups of ranks",
                         "set collectives: auto, shared or mpi")
 
     def allreduce(self, flat_N: torch.Tensor, name: str, op: str = "sum") -> _Pending:

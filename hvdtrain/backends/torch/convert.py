@@ -91,7 +91,7 @@ def _facts(module: Any) -> dict[str, float]:
     if isinstance(getattr(module, "eps", None), float):
         facts["epsilon"] = module.eps
     if isinstance(module, _BATCH_NORMS) and module.momentum is not None:
-        facts["the part that moving statistics keep"] = 1.0 - module.momentum
+        facts["the momentum of moving statistics"] = 1.0 - module.momentum
     return facts
 
 
@@ -135,12 +135,12 @@ def read_file(model: nn.Module, path: Path) -> None:
 
         try:
             load_model(model, str(path), strict=True)
-        except Exception as error:  # noqa: BLE001  (the library's own, and torch's RuntimeError for shapes)
+        except Exception as error:  # the library's own, and torch's RuntimeError for shapes
             raise _unfit(path, error) from None
         return
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001  (pickle, zip and torch each have their own)
+    except Exception as error:  # pickle, zip and torch each have their own
         # torch's text advises to run what is pickled there.
         why = "it has Python objects other than tensors, which are not loaded: they may run code" if isinstance(
             error, pickle.UnpicklingError) or "weights_only" in str(error) else _line(error)
@@ -149,7 +149,7 @@ def read_file(model: nn.Module, path: Path) -> None:
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
         got = f"a dict with {sorted(map(str, found))[:4]}" if isinstance(found, dict) else f"a {type(found).__name__}"
         raise UserError(f"{path} holds {got}", "a state_dict: names and tensors",
-                        "save the state_dict that is in it to a file of its own")
+                        "save only its state_dict to a separate file")
     try:
         model.load_state_dict(found)
     except RuntimeError as error:
@@ -216,7 +216,7 @@ def fresh_generators(model: nn.Module, seed: int, rank: int) -> dict[str, np.nda
 
 
 def _unfit(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} does not fit the model: {_line(error)}", "the weights of that model, all of them",
+    return UserError(f"{path} does not match the model: {_line(error)}", "all weights of that model",
                      "correct --model and --model_args")
 
 

@@ -1,4 +1,4 @@
-"""Parts of a PyTorch model: unpartitioned, split over devices or ranks, or of a Keras model.
+"""Parts of a PyTorch model: unpartitioned, partitioned over devices or ranks, or of a Keras model.
 
 Owns that choice, and the agreement of all ranks that a split takes.
 """
@@ -55,7 +55,8 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
             return Maker(spec, config, control.rank, wire, steps_per_epoch, precision, sample)
         if config.model_parallel > 1:
             raise UserError(f"model_parallel {config.model_parallel} with a Keras model on PyTorch",
-                            "a model whose framework splits it", "set model_parallel: 1, or KERAS_BACKEND=tensorflow")
+                            "a model whose framework can partition it", "set model_parallel: 1, or "
+                                                                        "KERAS_BACKEND=tensorflow")
         return keras.maker(spec, config, control.rank, wire, steps_per_epoch, precision, sample=sample, data=data)
 
     def measure() -> list[DeviceProfile]:

@@ -24,7 +24,10 @@ from torch.utils.data import (
 )
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.rows import ColumnNames, by_field, columns
+from hvdtrain.data import hugging_face
+from hvdtrain.data.collate import Collated
+from hvdtrain.data.objects import indexed, refuse_other_types, tidy
+from hvdtrain.data.rows import ColumnNames, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
 
@@ -36,12 +39,13 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source 
     """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of PyTorch's.
 
     A tensor, a tuple or list of tensors, a `TensorDataset`: an `ArraySource` that shares their memory. Another
-    map-style `Dataset`: a `Source`; samples are put together by torch's own ``default_collate``. An `IterableDataset`:
-    a `Stream` of its samples, read again each epoch; ``set_epoch(epoch)`` is called if there is one. A `DataLoader`: a
-    `Stream` of its batches, each epoch shuffled from (its generator's seed or ``seed``, epoch), with its own
-    ``collate_fn`` and workers. ``drop_last`` drops from the end of the stream; the loader's batch size is not the
-    run's. A sample or batch is a tensor, a flat tuple or list, or a dict or dataclass, whose columns ``rows`` takes by
-    name; so is a dict of whole columns.
+    map-style `Dataset`, or any object that `indexed` takes: a `Source`; samples are put together by torch's own
+    ``default_collate``. An `IterableDataset`: a `Stream` of its samples, read again each epoch; ``set_epoch(epoch)`` is
+    called if there is one. A `DataLoader`: a `Stream` of its batches, each epoch shuffled from (its generator's seed or
+    ``seed``, epoch), with its own ``collate_fn`` and workers. ``drop_last`` drops from the end of the stream; the
+    loader's batch size is not the run's. A sample or batch is a tensor, a flat tuple or list, or a dict or dataclass,
+    whose columns ``rows`` takes by name; so is a dict of whole columns. A ``datasets.Dataset``: see
+    `hvdtrain.data.hugging_face`. With a collator in ``rows``, a `Dataset` is a `Collated`.
 
     Errors: `UserError` for a `DistributedSampler` (the feed divides batches over ranks) and for values that are not
     numeric.
@@ -52,8 +56,10 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source 
         return IterableStream(obj, rows)
     if isinstance(obj, TensorDataset):
         return ArraySource([_array(tensor) for tensor in obj.tensors])
-    if isinstance(obj, Dataset):
-        return DatasetSource(obj, rows)
+    if (theirs := hugging_face.adapted(obj, seed, rows, _array)) is not None:
+        return theirs
+    if isinstance(obj, Dataset) or indexed(obj):
+        return DatasetSource(obj, rows) if rows.collate is None else Collated(obj, rows, seed, _array)
     if (named := columns(obj, rows.for_source(), _array)) is not None:
         return named
     parts = obj if isinstance(obj, (tuple, list)) else (obj,)
@@ -79,35 +85,39 @@ class _Named:
 
 
 class DatasetSource(_Named):
-    """A map-style `Dataset`, sample by sample (or by its ``__getitems__``).
+    """A map-style `Dataset` or another object of samples, sample by sample (or by its ``__getitems__``).
 
     Random numbers that it draws in ``__getitem__`` come from generators that law 2 does not cover.
     """
 
-    def __init__(self, dataset: Dataset, rows: ColumnNames = ColumnNames()) -> None:
+    def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames()) -> None:
         if not hasattr(dataset, "__len__"):
             raise UserError(f"the dataset {type(dataset).__qualname__} has no len()",
                             "a map-style Dataset with __len__",
                             "add __len__, or make it an IterableDataset")
         self.dataset, self.rows = dataset, rows.for_source()
+        self._types: list[np.dtype] = []
 
     @property
     def subset_indices(self) -> tuple[np.ndarray, ...]:
         """Indices of a `Subset`, such as `random_split` draws them, and of those within it."""
-        found, inner = [], self.dataset
+        found: list[np.ndarray] = []
+        inner = self.dataset
         while isinstance(inner, Subset):
             found.append(np.asarray(inner.indices))
             inner = inner.dataset
         return tuple(found)
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.dataset)
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
         indices = indices_n.tolist()
         many = getattr(self.dataset, "__getitems__", None)
         samples = many(indices) if callable(many) else [self.dataset[i] for i in indices]
-        return self.read(_collated(samples))
+        arrays = self.read(_collated(samples))
+        refuse_other_types(self._types, arrays)
+        return arrays
 
 
 class IterableStream(_Named):
@@ -131,7 +141,7 @@ class LoaderStream(_Named):
             if isinstance(sampler, DistributedSampler):
                 raise UserError("the DataLoader has a DistributedSampler",
                                 "a loader of the whole data on every rank",
-                                "leave the sampler out: the trainer cuts each global batch over the ranks")
+                                "remove the sampler: the trainer divides each global batch over the ranks")
         self.loader, self.rows = loader, rows.for_source()
         owned = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
         self.seed = next((own.initial_seed() for own in owned if own is not None), seed)
@@ -145,12 +155,14 @@ class LoaderStream(_Named):
 
 
 def _collated(samples: list[Any]) -> Any:
-    """Collate samples, dataclasses by their fields. Errors: `UserError` for what PyTorch cannot collate."""
+    """Collate samples as `tidy` gives them. Errors: `UserError` for what PyTorch cannot collate."""
     try:
-        return default_collate([by_field(sample) for sample in samples])
-    except TypeError as error:
+        return default_collate([tidy(sample) for sample in samples])
+    except (TypeError, KeyError, RuntimeError) as error:
+        if "memory" in str(error):
+            raise
         raise UserError(f"samples of type {type(samples[0]).__qualname__} cannot be collated: {error}",
-                        "tensors, arrays or numbers, in a tuple, dict or dataclass",
+                        "tensors, arrays or numbers of the same shapes, in a tuple, dict or dataclass",
                         "return (x, y) or (x, y, sample_weight), or give a DataLoader a collate_fn") from None
 
 

@@ -112,7 +112,6 @@ class Gradients:
 
     @property
     def unused(self) -> frozenset[int]:
-        """Indices of the parameters that no sample of the step gave a gradient, once all buckets are handed over."""
         found = [i for filling in self._fillings for i in filling.unused] if self._fillings else self._alone_unused
         return frozenset((*found, *self._void))
 
@@ -129,7 +128,7 @@ class Gradients:
             self._fillings.append(_BucketFill(bucket, flat_N, self._params))
         for filling in self._fillings[:-1] if self._retains or self._early else []:
             for index, param in zip(filling.bucket.params, filling.tensors):
-                self._hooks.append(_hooked(param, self._hook(filling, index)))
+                self._hooks.append(hooked(param, self._hook(filling, index)))
 
     def disconnect(self) -> None:
         for hook in self._hooks:
@@ -287,7 +286,7 @@ class Gradients:
             self._sink.put(index, grad)
 
 
-def _hooked(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+def hooked(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     """Register ``hook`` on a parameter, also on one that is frozen for now, which PyTorch refuses."""
     trained = param.requires_grad
     try:

@@ -195,7 +195,7 @@ def _found(named: Named, given: Named) -> Any:
 
 def refuse_other_inputs(loss: Any, named: Named) -> None:
     """Raise `UserError` for a loss that wants more, or other things, than outputs and targets."""
-    function = getattr(loss, "forward") if isinstance(loss, type) else loss  # noqa: B009
+    function = getattr(loss, "forward") if isinstance(loss, type) else loss
     wanted = [name for name, p in inspect.signature(function).parameters.items()
               if name != "self" and p.default is p.empty and name not in named.args]
     own = [name for name, p in inspect.signature(loss).parameters.items()
@@ -203,5 +203,5 @@ def refuse_other_inputs(loss: Any, named: Named) -> None:
     if own or len(wanted) != 2 or not wanted[1].startswith("target"):
         weights = " with weights of its own" if own else ""
         raise UserError(f"{named.name} is a loss of ({', '.join(wanted)}){weights}",
-                        "one of the model's output and the targets alone",
-                        "name another, or " + _TASK)
+                        "a loss of only the model's output and the targets",
+                        "choose another loss, or " + _TASK)

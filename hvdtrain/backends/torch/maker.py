@@ -17,6 +17,7 @@ from hvdtrain.backends import in_order
 from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import modules
 from hvdtrain.backends.torch.buffers import Buffers
+from hvdtrain.backends.torch.freezing import TorchFreezing
 from hvdtrain.backends.torch.modules import modes_kept, set_modes
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.optim import optimizer_spec
@@ -51,12 +52,15 @@ class Maker:
         self.sample = sample or spec.example
         self.spec, self.config, self.rank, self.steps_per_epoch = spec, config, rank, steps_per_epoch
         self.model: torch.nn.Module = spec.model
+        self.freezing = TorchFreezing(self.model, config.freeze) if config.freeze else None
         self.optimizer_spec = optimizer_spec(spec, config)  # by name, while all parameters are there
         self.placement = self.place()
         modules.check_model(self.model)
         self.transport = Transport(wire, Ops())
         self.sync = SyncBatchNorm(self.model, self.transport, config.in_parts) if config.sync_batchnorm else None
-        set_modes(self.model, {m: False for m in self.model.modules() if self.model.training and not m.training})
+        frozen = self.freezing.norms if self.freezing else []
+        set_modes(self.model, {m: False for m in self.model.modules()
+                               if self.model.training and not m.training or m in frozen})
         trainable(self.model)
         self.scale = LossScale(config.loss_scale, self.scaled(precision))
         self.policy = precision
@@ -88,7 +92,8 @@ class Maker:
                               compile=compile, remat=remat)
         return ModelParts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
                      state, transforms, self.policy, self.scale, self.placement.ops(), remat, compile,
-                     facts=TorchFacts(self.model, params, state, plain), batch_weight=self.batch_weight)
+                     facts=TorchFacts(self.model, params, state, plain, self.freezing),
+                          batch_weight=self.batch_weight)
 
     def buffers(self) -> Buffers:
         return Buffers(self.model, self.transport)

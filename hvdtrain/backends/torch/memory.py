@@ -122,7 +122,7 @@ def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> tupl
             for param in alike.values():
                 param.grad = torch.zeros_like(param)
             made.step()
-        except Exception:  # noqa: BLE001, S112  (an optimizer of the user's; kernels that the meta device lacks)
+        except Exception:  # an optimizer of the user's; kernels that the meta device lacks
             continue
         return [alike[tuple(t.shape), t.dtype] for t in tensors], made.state
     return tensors, {}

@@ -98,8 +98,8 @@ def check_unique_names(model: torch.nn.Module) -> None:
     for name in model.state_dict():
         other = first.setdefault(plain(name), name)
         if other != name:
-            raise UserError(f"a wrapper of the model has a tensor {other!r} beside {name!r}, which it wraps",
-                            f"one tensor of the name {plain(name)!r}", "give one of them another name")
+            raise UserError(f"a wrapper of the model has a tensor {other!r} in addition to {name!r}",
+                            f"one tensor of the name {plain(name)!r}", "rename one of them")
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -141,7 +141,7 @@ def caveats(model: torch.nn.Module, synchronised: bool = False) -> list[str]:
     active = [m for m in model.modules() if m.training]
     norms = [m for m in active if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     if norms and not synchronised:  # torch's SyncBatchNorm too, for which there is no torch.distributed here
-        found.append("BatchNorm takes its statistics over each rank's own samples, without sync_batchnorm: true")
+        found.append("BatchNorm computes its statistics over each rank's own samples, without sync_batchnorm: true")
     if any(drops(m) for m in active):
         found.append("dropout draws differ with the number of ranks")
     return found
@@ -337,8 +337,9 @@ def count_samples(x: Any) -> int:
     """Return the first dimension of all tensors; `UserError` where they have not one in common."""
     sizes = {t.shape[0] if t.dim() else -1 for t in tensors_of(x)}
     if len(sizes) != 1 or -1 in sizes:
-        raise UserError(f"a split model was given {type(x).__name__} with first dimensions {sorted(sizes)}",
-                        "tensors (B, ...) with one B, which is cut into parts", "set model_parallel: 1, or give it one")
+        raise UserError(f"a partitioned model got {type(x).__name__} with first dimensions {sorted(sizes)}",
+                        "tensors (B, ...) with one B, which is divided into "
+                        "parts", "set model_parallel: 1, or pass such tensors")
     return sizes.pop()
 
 
@@ -357,8 +358,8 @@ def joined(parts: Sequence[Any]) -> Any:
         return type(first)(joined(each) for each in zip(*parts))
     if isinstance(first, dict):
         return {k: joined([part[k] for part in parts]) for k in first}
-    raise UserError(f"the last block of a split model returns a {type(first).__name__} without samples",
-                    "tensors (B, ...), which the parts of a micro-batch are put together to",
+    raise UserError(f"the last block of a partitioned model returns a {type(first).__name__} without samples",
+                    "tensors (B, ...), into which the parts of a micro-batch are joined",
                     "set split_micro_batches: 1, or take the sum over samples into task")
 
 

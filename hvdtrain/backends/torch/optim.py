@@ -5,10 +5,11 @@ Reads both into names, options and a class, so that an optimizer can be made ove
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,14 +19,10 @@ from hvdtrain.backends.model_spec import called
 from hvdtrain.backends.torch.modules import named_parameters
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, count, nearest
-from hvdtrain.core.resolve import load_callable
 
 UNUSABLE = {"lbfgs": "needs a closure that is evaluated several times a step",
-            "sparseadam": "takes sparse gradients, which are not exchanged here"}
+            "sparseadam": "needs sparse gradients, which hvdtrain does not exchange"}
 """Those of torch.optim, in lower case, that no step here can use, and why."""
-FIRST_RATES = ("max_lr", "base_lr")
-"""Arguments of schedules (OneCycleLR, CyclicLR) that say a rate themselves, one for all groups or one for each."""
-
 ParamGroups = Sequence[dict[str, Any]]
 """What torch.optim takes: {"params": [tensor], option: value} for each group."""
 NOT_OPTIONS = ("params", "param_names", "initial_lr")
@@ -55,7 +52,7 @@ def make_optimizer(config: Config, groups: ParamGroups, lr: float) -> torch.opti
         return make(list(groups), lr=lr, **fused_option(make, groups, own), **own)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer {make.__name__} refused args {own}: {error}",
-                        "keyword arguments it knows", "correct optimizer.args") from None
+                        "keyword arguments it accepts", "correct optimizer.args") from None
 
 
 def fused_option(make: Any, groups: ParamGroups, own: dict[str, Any]) -> dict[str, bool]:
@@ -70,6 +67,32 @@ def fused_option(make: Any, groups: ParamGroups, own: dict[str, Any]) -> dict[st
     return {"fused": True} if make is torch.optim.SGD and usual and not asked else {}
 
 
+@contextlib.contextmanager
+def updating_fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have a user's SGD on CPUs update as by `fused_option` inside of this context, where its user chose no kernel."""
+    groups = [group for group in optimizer.param_groups if _fusible(group, optimizer.state)]
+    for group in groups:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = None
+
+
+def _fusible(group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]) -> bool:
+    """Return whether the kernel takes the group's gradients: dense ones, all with a momentum or all without."""
+    if any(group.get(key, usual) is not usual for key, usual in NOT_SAID) or isinstance(group["lr"], torch.Tensor):
+        return False
+    params = [p for p in group["params"] if p.grad is not None]
+    momenta = [state[p].get("momentum_buffer") if p in state else None for p in params]
+    present = [m for m in momenta if m is not None]
+    return len(present) in (0, len(params)) and all(
+        p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()
+        and not p.grad.is_sparse and p.grad.is_contiguous() for p in params) and all(
+        m.is_contiguous() for m in present)
+
+
 def asks_fused(own: dict[str, Any], groups: ParamGroups) -> bool:
     """Return whether the user's arguments, or the options of a group, say ``fused=True``."""
     return any(options.get("fused") for options in (own, *groups))
@@ -79,38 +102,11 @@ def refuse_fused(params: Sequence[torch.Tensor], asked: bool) -> None:
     """Raise `UserError` where a ``fused=True`` that was asked for would mix up elements; see `fused_option`."""
     if asked and not all(p.is_contiguous() for p in params):
         raise UserError("optimizer.args.fused with parameters that are not contiguous (channels_last)",
-                        "parameters whose gradients lie in memory as they do", "leave optimizer.args.fused out")
+                        "parameters with the memory layout of their gradients", "leave optimizer.args.fused out")
 
 
 def _tensors(groups: ParamGroups) -> list[torch.Tensor]:
     return [p for group in groups for p in group["params"]]
-
-
-def make_schedule(config: Config, optimizer: torch.optim.Optimizer, ratios: Sequence[float]) -> Any:
-    """Return a scheduler by name, or None; ``ratios`` of groups to the base rate multiply those in `FIRST_RATES`."""
-    named = config.schedule
-    if not named.on:
-        return None
-    space = torch.optim.lr_scheduler
-    classes = {n.lower(): c for n, c in vars(space).items()
-               if isinstance(c, type) and issubclass(c, space.LRScheduler) and not n.startswith("_")
-               and c not in (space.LRScheduler, space.ReduceLROnPlateau, space.ChainedScheduler, space.SequentialLR)}
-    if ":" not in named.name and named.name.lower() not in classes:
-        raise UserError(f"schedule {named.name!r} is not one of torch.optim.lr_scheduler's",
-                        nearest(named.name, [c.__name__ for c in classes.values()]) + ", or module:callable",
-                        "correct schedule.name")
-    make = load_callable(named.name, "schedule.name") if ":" in named.name else classes[named.name.lower()]
-    args = dict(named.args)
-    if named.name.lower() == "onecyclelr":
-        args.setdefault("max_lr", [group["lr"] for group in optimizer.param_groups])
-    if any(ratio != 1.0 for ratio in ratios):
-        args |= {key: [args[key] * ratio for ratio in ratios] for key in FIRST_RATES
-                 if isinstance(args.get(key), (int, float))}
-    try:
-        return make(optimizer, **args)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"schedule {named.name} refused args {named.args}: {error}", "keyword arguments it knows",
-                        "correct schedule.args") from None
 
 
 @dataclass(frozen=True)
@@ -149,9 +145,9 @@ class OptimizerSpec:
         if self.kind is None and not (self.groups and self.groups[-1].options):
             return max(0, len(self.groups) - 1)
         whose = "parameter_groups" if self.kind is None else "the optimizer"
-        raise UserError(f"a callback unfroze {name}, which the model file gave to no group of {whose}",
-                        "every parameter that is ever trained in a group, also while it is frozen",
-                        "give it to a group in the model file, or leave it frozen")
+        raise UserError(f"a callback unfroze {name}, which the model file assigns to no group of {whose}",
+                        "a group for every parameter that is ever trained, even while it is frozen",
+                        "assign it to a group in the model file, or leave it frozen")
 
     def joined(self, names: Sequence[str]) -> OptimizerSpec:
         """Return a copy with ``names``, which were frozen, each in its group."""
@@ -234,8 +230,6 @@ def _all(groups: Sequence[Group], named: Mapping[int, str]) -> tuple[Group, ...]
     return tuple(found) if any(group.options for group in found) else ()
 
 
-# --- parameter_groups(model) ---------------------------------------------------------------------------------------
-
 def _groups(given: Any, model: torch.nn.Module, named: Mapping[int, str],
             allowed: Collection[str]) -> tuple[list[Group], dict[str, int]]:
     """Return the groups of `parameter_groups`, and the group of each frozen one; ``allowed``: known options."""
@@ -281,8 +275,8 @@ def _name(param: Any, number: int, model: torch.nn.Module, named: Mapping[int, s
         raise _wrong(f"params of group {number} of parameter_groups holds {_what(param)}")
     if any(p is param for p in model.parameters()):
         return ""
-    raise UserError(f"group {number} of parameter_groups has a tensor of shape {tuple(param.shape)} that is none of "
-                    "the model's parameters", "parameters of the model that it is given",
+    raise UserError(f"group {number} of parameter_groups has a tensor of shape {tuple(param.shape)} that is "
+                    "not a parameter of the model", "parameters of the model that it is given",
                     "take them from model.named_parameters()")
 
 
@@ -308,10 +302,8 @@ def _check_values(group: Group, config: Config, kind: Any, settings: Mapping[str
     except (TypeError, ValueError, RuntimeError) as error:
         name = (kind or class_of(config)).__name__
         raise UserError(f"optimizer {name} refused the options {group.options} of parameter_groups: {error}",
-                        "values that it takes as its arguments", "correct parameter_groups") from None
+                        "values that its arguments accept", "correct parameter_groups") from None
 
-
-# --- optimizer(model, config) --------------------------------------------------------------------------------------
 
 def _read(made: Any, named: Mapping[int, str]) -> tuple[dict[str, Any], list[Group]]:
     """Return settings and groups of the optimizer that `optimizer` gave; `UserError` if it cannot be made again."""
@@ -322,7 +314,7 @@ def _read(made: Any, named: Mapping[int, str]) -> tuple[dict[str, Any], list[Gro
     unusable = next((UNUSABLE[c.__name__.lower()] for c in kind.__mro__
                      if c.__name__.lower() in UNUSABLE), None)
     if unusable:
-        raise UserError(f"optimizer gives {kind.__name__}, which {unusable}", "another one", "correct optimizer")
+        raise UserError(f"optimizer gives {kind.__name__}, which {unusable}", "another optimizer", "correct optimizer")
     known = {key: _plain(value) for key, value in made.defaults.items()}
     settings = {key: known[key] for key in _taken(kind, known)}
     if "lr" not in settings:
@@ -338,7 +330,7 @@ def _read(made: Any, named: Mapping[int, str]) -> tuple[dict[str, Any], list[Gro
     if missing:
         raise UserError(f"the {kind.__name__} of optimizer lacks {len(missing)} of the model's parameters: "
                         f"{', '.join(missing[:3])}", "all that are trained",
-                        "give it all of model.parameters(), or set requires_grad to false on those that stay")
+                        "give it all of model.parameters(), or set requires_grad to false on frozen ones")
     _refuse_unlike(made, known, over, settings)
     return settings, groups
 
@@ -348,26 +340,26 @@ def _refuse_unlike(made: torch.optim.Optimizer, known: Mapping[str, Any], over: 
     """Raise `UserError` unless an optimizer of the class with these settings is the one that was given."""
     try:
         again = _made(type(made), over, settings)
-    except Exception as error:  # noqa: BLE001  (a class of the user's)
+    except Exception as error:  # a class of the user's
         raise _not_rebuilt(made, " ".join(str(error).split())[:200]) from None
     if {key: _plain(value) for key, value in again.defaults.items()} != known:
-        raise _not_rebuilt(made, "its defaults come out otherwise")
+        raise _not_rebuilt(made, "its defaults differ")
     if made.state and not again.state:
         raise _not_rebuilt(made, "it has made updates, whose state would be lost")
     usual = vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
     hooked = [key for key in usual if key.endswith("_hooks") and getattr(made, key, None)]
     if hooked:
-        raise _not_rebuilt(made, f"hooks of the old one are lost ({hooked[0].strip('_')})")
+        raise _not_rebuilt(made, f"its hooks would be lost ({hooked[0].strip('_')})")
     ours, theirs = ({key: value for key, value in vars(one).items() if key not in usual} for one in (made, again))
     for key in {*ours, *theirs}:
         if not (key in ours and key in theirs and _same(ours[key], theirs[key])):
-            raise _not_rebuilt(made, f"its attribute {key} comes out otherwise, or cannot be compared")
+            raise _not_rebuilt(made, f"its attribute {key} differs, or cannot be compared")
 
 
 def _not_rebuilt(made: torch.optim.Optimizer, why: str) -> UserError:
-    return UserError(f"the {type(made).__name__} of optimizer cannot be rebuilt over the tensors that a rank holds: "
-                     f"{why}", "an optimizer that its class makes from groups and its defaults",
-                     "return such a one, or set optimizer.name and give parameter_groups(model)")
+    return UserError(f"the {type(made).__name__} of optimizer cannot be rebuilt over the tensors of a rank: "
+                     f"{why}", "an optimizer that its class can build from groups and defaults",
+                     "return such an optimizer, or set optimizer.name and give parameter_groups(model)")
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import optim, placement, resuming
+from hvdtrain.backends.torch import optim, placement, resuming, schedules
 from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.config import Config
 from hvdtrain.core.errors import count
@@ -23,8 +23,6 @@ ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim
                torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD,
                torch.optim.Rprop)
 """Those whose update of an element depends on that element's gradient and state alone."""
-
-
 
 
 class Slices:
@@ -127,7 +125,7 @@ class TorchOptimizer:
         self._complete = False
         self._shown = rates.index(self.base_lr) if self.base_lr in rates else 0
         self.config, self._scale = config, scale or LossScale()
-        self.schedule = optim.make_schedule(config, self.optimizer, self.ratios)
+        self.schedule = schedules.make_schedule(config, self.optimizer, self.ratios)
         self._obeys_lr = all(group.get("initial_lr", group["lr"]) == rate for group, rate in zip(groups, rates))
         self._rates_changed = False
         self._device = self.tensors[0].device if self.tensors else placement.device()
@@ -136,8 +134,6 @@ class TorchOptimizer:
         self.needs_all: str = getattr(adopted, "needs_all", "")
         self._left_out: torch.Tensor | None = None
         self.elementwise = type(self.optimizer) in ELEMENTWISE if adopted is None else bool(adopted.elementwise)
-
-    # --- the update ----------------------------------------------------------------------------------------------
 
     def step(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
@@ -189,6 +185,7 @@ class TorchOptimizer:
             if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
                 optim.refuse_fused(group["params"], self.optimizer_spec.asks_fused(self.config))
                 group["fused"] = False
+        begin_momenta(self.optimizer)
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates):
             group["lr"] = rate * factor
@@ -199,17 +196,19 @@ class TorchOptimizer:
             group["lr"] = rate
         self.updates += 1
         if self.schedule is not None and self.interval == "step":
-            resuming.move(self.schedule)
+            schedules.move(self.schedule)
 
     def skipped(self) -> bool:
         found, self._left_out = self._left_out, None
         return found is not None and bool(found)
 
-    # --- the rate ------------------------------------------------------------------------------------------------
-
     def end_epoch(self) -> None:
         if self.schedule is not None and self.interval == "epoch":
-            resuming.move(self.schedule)
+            schedules.move(self.schedule)
+
+    def evaluated(self, value: float) -> None:
+        if schedules.is_plateau(self.schedule):
+            self.schedule.step(value)
 
     def _factor(self) -> float:
         return min(1.0, (self.updates + 1) / self._warmup) if self._warmup else 1.0
@@ -226,8 +225,6 @@ class TorchOptimizer:
 
     def own_schedule(self) -> object | None:
         return None if self.adopted is None else self.adopted.own_schedule()
-
-    # --- what it keeps -------------------------------------------------------------------------------------------
 
     def slots(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         for i, tensor in enumerate(self.tensors):
@@ -260,7 +257,8 @@ class TorchOptimizer:
         if self.adopted is not None:
             words |= self.adopted.describe()
         if self.schedule is not None:
-            words["schedule"] = f"{type(self.schedule).__name__} per {s.interval}"
+            unit = f"evaluation of {s.followed}" if s.plateau else s.interval
+            words["schedule"] = f"{type(self.schedule).__name__} per {unit}"
         if s.warmup_steps:
             words["warm-up"] = f"linear over {count(s.warmup_steps, 'step')}"
         if s.linear_scaling_base:
@@ -269,7 +267,6 @@ class TorchOptimizer:
         return words
 
     def made_of(self) -> str:
-        """Return a line that must be the same on every rank."""
         if self.adopted is None:
             sums = "".join(f" group {group.checksum():08x}" for group in self.optimizer_spec.groups)
             return f"optimizer {self.kind()}{self.optimizer_spec.words()}{sums}"
@@ -283,8 +280,8 @@ class TorchOptimizer:
         """Return JSON-able state beside the optimizer's tensors: whole groups, as schedules change betas and momentum.
         """
         self._follow()
-        groups = [_plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
-        schedule = {} if self.schedule is None else _plain(self.schedule.state_dict())
+        groups = [schedules.plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
+        schedule = {} if self.schedule is None else schedules.plain(self.schedule.state_dict())
         return {
             "optimizer": self.kind(),
             "updates": self.updates,
@@ -303,7 +300,7 @@ class TorchOptimizer:
         """
         self.updates, self._complete = int(state["updates"]), True
         if self.schedule is not None and state["schedule"]:
-            self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
+            self.schedule.load_state_dict(schedules.merged(self.schedule.state_dict(), state["schedule"]))
         resuming.load_groups(self, state)
         then = resuming.rates_before(self, state, self._rates)
         self._rates_changed = not all(map(partial(math.isclose, rel_tol=1e-9), self._rates, then))
@@ -314,23 +311,34 @@ class TorchOptimizer:
             self.adopted.resume()
 
     def resumed(self, epochs: int, rescheduled: bool) -> None:
-        if rescheduled or self.schedule is not None and self._rates_changed:
+        follows_rate = self.schedule is not None and not schedules.is_plateau(self.schedule)
+        if rescheduled or follows_rate and self._rates_changed:
             self.schedule = resuming.reschedule(self, self._rates, epochs)
-
-
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a schedule's state that are plain numbers, strings or lists of them."""
-    def ok(v: Any) -> bool:
-        if isinstance(v, (list, tuple)):
-            return all(ok(x) for x in v)
-        return v is None or isinstance(v, (bool, int, str)) or (isinstance(v, float) and math.isfinite(v))
-    return {k: v for k, v in value.items() if ok(v)}
 
 
 def _clip(grads: Sequence[torch.Tensor], clip_norm: float, norm: float) -> None:
     """Scale ``grads`` of the global ``norm`` down to ``clip_norm``."""
     if 0 < clip_norm < norm and grads:
         torch._foreach_mul_(list(grads), clip_norm / norm)
+
+
+def begin_momenta(optimizer: Any) -> None:
+    """Begin the momentum of tensors whose first gradient comes later than others', which fused kernels of SGD lack.
+
+    PyTorch's other kernels begin it with the gradient, whatever the dampening.
+    """
+    if not isinstance(optimizer, torch.optim.SGD) or len(optimizer.state) == sum(
+            len(group["params"]) for group in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        used = [p for p in group["params"] if p.grad is not None] if group["momentum"] and group.get("fused") else []
+        new = [p for p in used if p not in optimizer.state]
+        for p in new if len(new) < len(used) else ():
+            first = torch.zeros_like(p, memory_format=torch.preserve_format)
+            if part := group["dampening"] / group["momentum"]:
+                grad = -p.grad if group["maximize"] else p.grad
+                first += part * torch.add(grad, p.detach(), alpha=group["weight_decay"])
+            optimizer.state[p]["momentum_buffer"] = first
 
 
 def _gate(opt: TorchOptimizer, not_finite: torch.Tensor) -> bool:
@@ -341,7 +349,7 @@ def _gate(opt: TorchOptimizer, not_finite: torch.Tensor) -> bool:
     groups = opt.optimizer.param_groups
     if opt.adopted is not None or not all(group.get("fused") for group in groups):
         return False
-    setattr(opt.optimizer, "found_inf", not_finite.float())  # noqa: B010  (torch declares it nowhere)
+    setattr(opt.optimizer, "found_inf", not_finite.float())  # torch declares it nowhere
     return True
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hvdtrain.backends.torch import modules
+from hvdtrain.backends.torch.freezing import TorchFreezing
 from hvdtrain.backends.torch.modules import PlainNames, named_parameters
 from hvdtrain.backends.torch.optimizer import ELEMENTWISE, Slices, TorchOptimizer
 from hvdtrain.backends.torch.resuming import KERNELS
@@ -128,7 +129,7 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     if not named:
         raise UserError("the model has no trainable parameter", "at least one with requires_grad", "unfreeze one")
     if any(p.is_inference() for _, p in named):
-        raise UserError("a model that was built within torch.inference_mode(), whose parameters take no gradient",
+        raise UserError("a model that was built inside torch.inference_mode(), whose parameters have no gradient",
                         "parameters that can be trained", "build the model outside of `with torch.inference_mode():`")
     return named
 
@@ -137,14 +138,14 @@ def _refuse_slices(whole: TorchOptimizer) -> None:
     """Raise `UserError` unless updating slices of tensors is updating the tensors."""
     if whole.adopted is not None:
         raise UserError(f"data_parallel zero with the {whole.adopted.name} that a Keras model on PyTorch was compiled "
-                        "with", "an optimizer of torch.optim, whose state is divided",
+                        "with", "an optimizer of torch.optim, whose state can be sharded",
                         "set optimizer.name (for example adam), data_parallel: replicate, or KERAS_BACKEND=tensorflow")
     if not whole.elementwise:
         usual = ", ".join(sorted(c.__name__ for c in ELEMENTWISE))
-        whose = "looks at whole tensors" if whole.optimizer_spec.kind is None else "may look at whole tensors"
+        whose = "needs whole tensors" if whole.optimizer_spec.kind is None else "may need whole tensors"
         raise UserError(f"data_parallel zero with optimizer {whole.kind()}, which {whose}",
-                        f"one that updates each element by itself: {usual}",
-                        "take such a one, or data_parallel: replicate")
+                        f"an optimizer that updates each element separately: {usual}",
+                        "use such an optimizer, or data_parallel: replicate")
 
 
 def _block_of(blocks: Sequence[Any]) -> dict[int, int]:
@@ -156,7 +157,9 @@ def _block_of(blocks: Sequence[Any]) -> dict[int, int]:
     return found
 
 
-TRAINED, FROZEN = "is trained from now on", "is frozen"
+TRAINED, FROZEN, MODE = "is now trained", "is frozen", "mode"
+FOLLOWED = (TRAINED, FROZEN, MODE)
+"""Ends of the changes that a run follows; it refuses all others."""
 SHOWN = 3
 """Changes that an error names."""
 
@@ -182,10 +185,13 @@ class TorchFacts:
     """Implements `hvdtrain.core.protocols.ModelFacts` of ``model``, whose ``params`` and ``state`` a run has.
 
     ``plain``: no transform has read the model's modules, so that a module without parameters may be replaced.
+    ``freezing``: what the key ``freeze`` names.
     """
 
-    def __init__(self, model: torch.nn.Module, params: TorchParams, state: TorchState, plain: bool) -> None:
+    def __init__(self, model: torch.nn.Module, params: TorchParams, state: TorchState, plain: bool,
+                 freezing: TorchFreezing | None = None) -> None:
         self._model, self._params, self._state, self._plain = model, params, state, plain
+        self._freezing = freezing
         self._built_modes = {name: module.training for name, module in model.named_modules()}
         self._unfrozen: list[list[str]] = []
         state.facts = self.saved
@@ -198,7 +204,6 @@ class TorchFacts:
                      [m.training for m in modules], grouped)
 
     def renew(self) -> None:
-        """Take the model as it is now for unchanged."""
         self._last = self._look()
         self._params_by = {name: id(p) for name, p in named_parameters(self._model)}
         self._modules_by = {name: id(module) for name, module in self._model.named_modules()}
@@ -218,7 +223,7 @@ class TorchFacts:
                  *(f"a buffer of {change}" if path in holders | self._with_buffers else change
                    for path, change in other.items())]
         if now.grouped != before.grouped:
-            found.append(f"the optimizer was given {now.grouped} parameters in place of {before.grouped}")
+            found.append(f"the optimizer was given {now.grouped} parameters instead of {before.grouped}")
         names = {i: name for name, i in self._params_by.items()}
         kinds = dict(zip(map(id, before.params), before.kinds))
         found += [f"parameter {names[id(p)]} was changed from {_kind(*kinds[id(p)])} to {_kind(*kind)}"
@@ -228,19 +233,25 @@ class TorchFacts:
             zip(map(id, before.modules), before.modes))
         found += [f"parameter {names[id(p)]} {TRAINED if flag else FROZEN}" for p, flag in zip(now.params, now.trained)
                   if trained.get(id(p), flag) != flag]
-        found += [f"module {paths[id(m)]} is in {'training' if mode else 'evaluation'} mode"
+        found += [f"module {paths[id(m)]} is in {'training' if mode else 'evaluation'} {MODE}"
                   for m, mode in zip(now.modules, now.modes) if modes.get(id(m), mode) != mode]
         return found
 
     def follow(self, changes: Sequence[str], note: Callable[[str], None]) -> int | None:
-        refused = [change for change in changes if " was " in change and not (
+        refused = [change for change in changes if not change.endswith(FOLLOWED) and not (
             self._plain and change.startswith("module"))]
         if refused:
             raise UserError(f"a callback changed the model while it trains: {'; '.join(refused[:SHOWN])}",
-                            "the parameters, buffers and layers that the run began with (requires_grad and modes may "
-                            "change at any step)",
-                            "build the model with all layers and set requires_grad, or begin another run")
+                            "the parameters, buffers and layers as they were at the start of the run (requires_grad "
+                            "and modes may change at any step)",
+                            _way(refused))
         return self.take_in([name for name, p in named_parameters(self._model) if p.requires_grad])
+
+    def set_frozen(self, epoch: int) -> list[str]:
+        """Freeze and unfreeze in the model; what changed is found and followed at the next step."""
+        if self._freezing is not None:
+            self._freezing.set_epoch(epoch)
+        return []
 
     def late(self) -> str:
         return next((name for name, p in self._frozen if p.requires_grad), "")
@@ -260,8 +271,6 @@ class TorchFacts:
         _join(self._state.optimizer, names, tensors, spans)
         self._state.extend(names, spans)
         self.renew()
-
-    # --- through a checkpoint ----------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
         """Return how the model differs from what its user built, JSON-able; {} where it does not."""
@@ -293,6 +302,15 @@ class TorchFacts:
         return batches
 
 
+def _way(refused: Sequence[str]) -> str:
+    """Return what to do instead of the changes that are ``refused``."""
+    if all(change.startswith("the optimizer was given") for change in refused):
+        return ("declare the parameters at the start, frozen: list their group with its lr in parameter_groups(model) "
+                "of the model file, and set requires_grad in the callback in place of add_param_group, or set the key "
+                "freeze")
+    return "build the model with all layers and set requires_grad, or start another run"
+
+
 def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
@@ -302,7 +320,7 @@ def _check(optimizer: TorchOptimizer, names: Sequence[str]) -> None:
     if optimizer.adopted is not None:
         raise UserError(f"a callback unfroze {names[0]} under the {optimizer.adopted.name} that a Keras model on "
                         "PyTorch was compiled with", "the variables that it was built for",
-                        "compile the model with all layers trainable and freeze them, or begin another run")
+                        "compile the model with all layers trainable and freeze them, or start another run")
     for name in names:
         optimizer.optimizer_spec.group_of(name)
 

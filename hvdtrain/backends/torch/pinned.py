@@ -166,9 +166,9 @@ class Transfer:
 class Pipe:
     """Two threads through which transfers pass in the order of issue.
 
-    A wire whose calls block sees the same sequence on every rank, while Horovod has several open at once and can fuse
-    them. After an error nothing more is sent, since ranks are no longer at the same place: all later transfers end with
-    that error. The threads are daemons.
+    A transport whose calls block sees the same sequence on every rank, while Horovod has several open at once
+    and can fuse them. After an error nothing more is sent, since ranks are no longer at the same place:
+    all later transfers end with that error. The threads are daemons.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
     """Run ``work``; return what it raised, which is for the thread that waits."""
     try:
         work()
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         return error
     return None
 

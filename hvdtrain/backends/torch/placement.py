@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def devices(n: int) -> list[torch.device]:
         return [torch.device("cpu"), torch.device("cuda", 0)]
     shown = f" ({VISIBLE} is {os.environ[VISIBLE]})" if len(listed) > 1 else ""
     raise UserError(f"model_parallel {n}, but this rank has {count} GPU{'' if count == 1 else 's'}{shown}",
-                    f"{n} GPUs for each rank" + (", or one beside the CPU" if n == 2 else ""),
+                    f"{n} GPUs for each rank" + (", or one in addition to the CPU" if n == 2 else ""),
                     f"set model_parallel: {max(1, count)}, or start this rank where it sees {n}")
 
 
@@ -120,9 +121,28 @@ def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+_CPU_RANDOM = threading.Lock()
+"""Held around `torch.get_rng_state`, which keeps the generator's mutex while it makes a Python object. If a garbage
+collection hands the interpreter to another thread in that moment, which asks for the state as well, neither goes on.
+"""
+
+
+def cpu_random() -> torch.Tensor:
+    """Return the state of PyTorch's generator of the CPU, uint8 [n]; for several threads."""
+    with _CPU_RANDOM:
+        return torch.get_rng_state()
+
+
+def set_cpu_random(state: torch.Tensor) -> None:
+    """Undo `cpu_random`."""
+    with _CPU_RANDOM:
+        torch.set_rng_state(state)
+
+
 def seed(seed: int, rank: int) -> None:
     """Give this rank its own stream of random numbers (dropout); rank 0 of seed s is `torch.manual_seed(s)`."""
-    torch.manual_seed(seed + 1_000_003 * rank)
+    with _CPU_RANDOM:
+        torch.manual_seed(seed + 1_000_003 * rank)
     forget_keras_generator()
 
 
@@ -167,7 +187,7 @@ def forget_keras_generator() -> None:
 
 def random_arrays() -> dict[str, np.ndarray]:
     """Return the state of every random generator of this process."""
-    out = {**rng.capture(), "torch.cpu": torch.get_rng_state().numpy().copy()}
+    out = {**rng.capture(), "torch.cpu": cpu_random().numpy().copy()}
     if torch.cuda.is_available():
         out["torch.cuda"] = torch.cuda.get_rng_state().numpy().copy()
     return out
@@ -176,7 +196,7 @@ def random_arrays() -> dict[str, np.ndarray]:
 def load_random(arrays: dict[str, np.ndarray]) -> None:
     """Undo `random_arrays`."""
     rng.restore(arrays)
-    torch.set_rng_state(torch.from_numpy(np.array(arrays["torch.cpu"])))
+    set_cpu_random(torch.from_numpy(np.array(arrays["torch.cpu"])))
     if "torch.cuda" in arrays and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["torch.cuda"])))
 
@@ -198,13 +218,13 @@ class Generators:
 
     def mark(self) -> Callable[[], None]:
         """Note all states; the function returned restores them. Cheaper than `state`, for every step."""
-        back, cpu = rng.mark(), torch.get_rng_state()
+        back, cpu = rng.mark(), cpu_random()
         gpus = [d for d in dict.fromkeys(self._devices) if d.type == "cuda"]
         states = [torch.cuda.get_rng_state(d) for d in gpus]
 
         def put_back() -> None:
             back()
-            torch.set_rng_state(cpu)
+            set_cpu_random(cpu)
             for gpu, found in zip(gpus, states):
                 torch.cuda.set_rng_state(found, gpu)
         return put_back

@@ -68,8 +68,9 @@ class Block:
 
     def refused(self, why: str) -> UserError:
         """Return the error of a block that does not compute the same again."""
-        return UserError(f"remat: block {self.name} {why}", "a block that computes the same again from its inputs, "
-                         "buffers and the random generators of Python, numpy and PyTorch", "leave it out of remat")
+        return UserError(f"remat: block {self.name} {why}", "a block that recomputes the same values from its inputs, "
+                         "buffers and the random generators of Python, numpy and "
+                         "PyTorch", "exclude the block from remat")
 
 
 class Check:
@@ -170,7 +171,7 @@ class Frame:
         block = self._block
         wrote = any(t._version != version for t, version in self._watched)
         if wrote and block.learnt and not block.writes:
-            raise block.refused("writes to its input, and did not before")
+            raise block.refused("writes to its input, and did not in the first pass")
         block.writes, block.learnt = block.writes or wrote, True
         if not block.writes:
             # The copies of containers stay: a block may fill a list or dict that it is given.
@@ -192,7 +193,7 @@ class Frame:
             with LOCK:
                 self._again()
         if saved.value is None:
-            raise self._block.refused("saved fewer tensors when it was computed again")
+            raise self._block.refused("saved fewer tensors when recomputed")
         return saved.value
 
     def _again(self) -> None:
@@ -201,7 +202,7 @@ class Frame:
         if not needed:
             return
         if any(t._version != version for t, version in self._watched):
-            raise self._block.refused("was given an input that was written to afterwards")
+            raise self._block.refused("has an input that was modified afterwards")
         block, tape = self._block, Tape(self._tape.items)
         now = block.generators.take() if self._random else {}
         with contextlib.ExitStack() as stack:
@@ -240,7 +241,7 @@ class Frame:
             value = tensor.detach()
             if saved is not None:
                 if saved.like != (value.shape, value.dtype, value.device):
-                    raise self._block.refused("saved other tensors when it was computed again")
+                    raise self._block.refused("saved different tensors when recomputed")
                 saved.value = value
             if at == last:
                 raise EndOfPass

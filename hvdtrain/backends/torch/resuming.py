@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdtrain.backends.torch import optim
+from hvdtrain.backends.torch import schedules
 from hvdtrain.backends.torch.optim import OptimizerSpec
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError, count
@@ -105,7 +105,7 @@ def check(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
                         f"{', '.join(apart[:3])}", "the same parameters in each group", _SAME_GROUPS)
 
 
-_SAME_GROUPS = "take the model file's parameter_groups and optimizer of that run, or start a new run"
+_SAME_GROUPS = "use the model file's parameter_groups and optimizer of that run, or start a new run"
 
 
 def _groups(n: int) -> str:
@@ -140,7 +140,7 @@ def load_groups(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
         group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in {**saved, **new}.items()
                       if k not in KERNELS})
     args = {} if opt.schedule is None else opt.config.schedule.args
-    by_itself = any(key in args for key in optim.FIRST_RATES)
+    by_itself = any(key in args for key in schedules.FIRST_RATES)
     base_lr = state.get("base_lr", opt.base_lr)
     same = opt.optimizer_spec.kind is not None and base_lr == opt.base_lr
     opt.overruled = frozenset(overruled | ({"lr"} if by_itself or same else set()))
@@ -185,8 +185,8 @@ def rescale(opt: ResumedOptimizer, factors: Sequence[float]) -> None:
     for group, factor in zip(opt.optimizer.param_groups, factors):
         for key in {"lr", "initial_lr"} & set(group):
             group[key] *= factor
-    if opt.schedule is not None:
-        opt.schedule.base_lrs = [rate * factor for rate, factor in zip(opt.schedule.base_lrs, factors)]
+    for one in schedules.single(opt.schedule):
+        one.base_lrs = [rate * factor for rate, factor in zip(one.base_lrs, factors)]
 
 
 def reschedule(opt: ResumedOptimizer, rates: Sequence[float], epochs: int) -> Any:
@@ -203,16 +203,9 @@ def reschedule(opt: ResumedOptimizer, rates: Sequence[float], epochs: int) -> An
         for key in ("momentum", "betas") if cycled else ():
             if key in settings:
                 group[key] = tuple(settings[key]) if key == "betas" else settings[key]
-    made = optim.make_schedule(opt.config, opt.optimizer, opt.ratios)
+    made = schedules.make_schedule(opt.config, opt.optimizer, opt.ratios)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no update is made between the steps
         for _ in range(0 if made is None else opt.updates if opt.interval == "step" else epochs):
-            move(made)
+            schedules.move(made)
     return made
-
-
-def move(schedule: Any) -> None:
-    """Advance a schedule by one step; a OneCycleLR keeps its last rate beyond its end."""
-    total = getattr(schedule, "total_steps", None)
-    if not total or schedule.last_epoch < total - 1:
-        schedule.step()

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain.backends.torch.placement import cpu_random, set_cpu_random
 from hvdtrain.core.errors import UserError
 
 LARGE = 1 << 16
@@ -82,7 +83,7 @@ class Memory:
                 continue
             if copy is None:
                 raise UserError(f"buffer {title} changes in a forward pass, and did not before",
-                                "buffers that change in all passes or in none", "leave its block out of remat")
+                                "buffers that change in all passes or in none", "exclude its block from remat")
             if buffer.numel() >= LARGE:
                 self._modules.written |= {id(m) for _, m in self._modules.named if vars(m).get("_buffers") is holder}
             kept.append(entry)
@@ -218,8 +219,7 @@ class Generators:
         self._numpy = _Numpy()
 
     def take(self) -> States:
-        """Return the state of each by name."""
-        found: States = {"python": random.getstate(), "numpy": self._numpy.take(), "torch": torch.get_rng_state()}
+        found: States = {"python": random.getstate(), "numpy": self._numpy.take(), "torch": cpu_random()}
         for name, device in self._cuda.items():
             found[name] = torch.cuda.get_rng_state(device)
         return found
@@ -231,7 +231,7 @@ class Generators:
             elif name == "numpy":
                 self._numpy.put(state)
             elif name == "torch":
-                torch.set_rng_state(state)
+                set_cpu_random(state)
             else:
                 torch.cuda.set_rng_state(state, self._cuda[name])
 

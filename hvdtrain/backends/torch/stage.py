@@ -58,8 +58,6 @@ class TorchStage:
     def unused(self) -> frozenset[int]:
         return self._gradients.unused
 
-    # --- the gradients' way --------------------------------------------------------------------------------------
-
     def connect(self, sink: GradientSink) -> None:
         self._gradients.connect(sink)
 
@@ -129,8 +127,6 @@ class TorchStage:
     def spare(self, batch: Batch) -> None:
         self._stand_in.saw(batch)
 
-    # --- on the side ---------------------------------------------------------------------------------------------
-
     def trial(self, batch: Batch) -> None:
         with self.once(batch):
             pass
@@ -141,7 +137,6 @@ class TorchStage:
         return "" if found is None else self._params.names[found]
 
     def alone(self, batch: Batch) -> list[torch.Tensor]:
-        """Return the gradients of this batch by parameter, of the loss scaled as in training and unscaled again."""
         factor = self._precision.factor
         with self._once_after_step(batch, factor):
             return [torch.zeros_like(p) if p.grad is None else p.grad.div_(factor) for p in self._params.tensors]

@@ -10,12 +10,13 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.backends.torch import resuming
+from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.modules import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
 from hvdtrain.backends.torch.placement import Generators
@@ -24,10 +25,6 @@ from hvdtrain.checkpoint.tensors import FileLayout, Spec, layout
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.run import ArrayWindow, Head, Place, Shard
 from hvdtrain.parallel.precision import LossScale
-
-if TYPE_CHECKING:
-    from hvdtrain.backends.torch.buffers import Buffers
-
 
 _BFLOAT16 = "#bfloat16"
 
@@ -95,7 +92,7 @@ def check_names(what: str, own: Any, got: Any) -> None:
     """Raise `UserError` unless both have the same names."""
     missing, extra = sorted(set(own) - set(got)), sorted(set(got) - set(own))
     if missing or extra:
-        raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
+        raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and also has {extra[:3]}",
                         f"the {count(len(own), 'tensor')} of this {what}",
                         "resume with the model and optimizer of that run")
 
@@ -163,14 +160,15 @@ class TorchState:
         resuming.check(self.optimizer, rest)
         if not self._spans:
             check_optimizer(self.names, groups["optimizer"])
-        load_model(self.model, groups["model"])
-        self._buffers.loaded()
+        self.load_weights(groups["model"])
         if not self._spans:
             load_optimizer(self.optimizer, self.names, groups["optimizer"])
         self.optimizer.load_scalars(rest)
         self._scale.load(rest)
 
-    # --- under ZeRO --------------------------------------------------------------------------------------------------
+    def load_weights(self, arrays: dict[str, np.ndarray]) -> None:
+        load_model(self.model, arrays)
+        self._buffers.loaded()
 
     def take(self, optimizer: Any, spans: Sequence[tuple[int, int]]) -> None:
         self.optimizer, self._spans = optimizer, list(spans)
@@ -260,7 +258,6 @@ def write_safetensors(model: torch.nn.Module, path: Path) -> None:
 
 
 def write_state_dict(model: torch.nn.Module, path: Path) -> None:
-    """Write the model's state_dict for ``torch.load``."""
     with files.replacing(path) as place:
         torch.save(_alone(state_dict(model)), place)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,15 @@ from torch.nn import functional
 from hvdtrain.backends.pairs import Pair, Totals, checked_pair, means, of_model_file
 from hvdtrain.backends.torch.losses import Loss, refuse_other_inputs, squeezed
 from hvdtrain.backends.torch.modules import set_modes
+from hvdtrain.backends.torch.state_metrics import StateMetric, is_state_metric, members, merged
 from hvdtrain.backends.torch.transforms import precision
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.config import Config, Named
+from hvdtrain.core import metric_entries
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.protocols import Batch
-from hvdtrain.core.resolve import load_callable
+from hvdtrain.data.layout import named_outputs
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -48,7 +50,6 @@ class ByName:
         self.batch_weight, self.ignored = self._loss.batch_weight, self._loss.ignored
 
     def __call__(self, model: torch.nn.Module, batch: Tensors) -> Pair:
-        """Run the model on a batch."""
         x, targets, extra = _parts(batch)
         return self.pair(precision.widened(model(x)), targets, extra)
 
@@ -60,7 +61,12 @@ class ByName:
 def _users(task: Callable[..., Any]) -> Callable[..., Pair]:
     """Return a model file's task with its result checked."""
     def checked(model: torch.nn.Module, batch: Tensors) -> Pair:
-        return checked_pair(task(model, batch))
+        found = task(model, batch)
+        if hasattr(found, "logits"):  # a ModelOutput, whose loss is a mean over this micro-batch
+            raise UserError(f"task returned a {type(found).__name__}", "(loss_sum, weight)",
+                            "leave task out, which uses the loss of the class of a model of transformers, or sum a "
+                            "loss over the logits")
+        return checked_pair(found)
     return checked
 
 
@@ -82,7 +88,7 @@ def loss_sum(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], outputs
     broadcast outputs and targets of different shapes, and for weights that are not one per sample.
     """
     if not isinstance(outputs, torch.Tensor):
-        raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, where the loss is by name",
+        raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, for a loss by name",
                         "give the model file a task(model, batch) -> (loss_sum, weight)")
     try:
         with precision.full(outputs):
@@ -141,41 +147,100 @@ def _broadcast(per_sample: torch.Tensor, outputs: torch.Tensor, targets: torch.T
 
 
 class Metrics:
-    """Running (sum, weight) totals of the loss and of the configured metrics."""
+    """Running (sum, weight) totals of the loss and of the configured metrics, and the states of those with some."""
 
     def __init__(self, spec: Any, config: Config, task: Callable[..., Pair]) -> None:
         self._spec, self._task = spec, task
         self._by_name = ByName(config) if spec.task is None else None
         ignored = None if self._by_name is None else self._by_name.ignored
-        names = config.metrics if spec.task is None else []
-        self._named = {name: _metric(name, config.loss.name, ignored) for name in names}
-        self._totals = Totals()
+        self._named: dict[str, Callable[[torch.Tensor, torch.Tensor], Pair]] = {}
+        self._states: dict[str, StateMetric] = {}
+        for name in config.metrics if spec.task is None else []:
+            found = _metric(name, config.loss.name, ignored)
+            if is_state_metric(found):
+                self._keep(metric_entries.short_name(name), found)
+            else:
+                self._named[name if ":" in name else metric_entries.short_name(name)] = found
+        self._files: dict[str, list[StateMetric]] = {}
+        self._totals, self._batches = Totals(), 0
+
+    def undirected(self, name: str) -> bool:
+        """Return whether ``name`` may be any object's, so that its name alone tells if larger values are better."""
+        return bool(self._states) and name not in {"loss", *self._named}
+
+    def _keep(self, name: str, metric: Any) -> list[StateMetric]:
+        """Return the metrics of an object by their names, which no other entry may have."""
+        found = members(name, metric)
+        for member, one in found.items():
+            if member in self._states or member in self._named:
+                raise UserError(f"two metrics are named {member}", "a name for each", "put them into a "
+                                "torchmetrics.MetricCollection, a dict of names and metrics, that a callable returns")
+            self._states[member] = StateMetric(member, one)
+        return [self._states[member] for member in found]
 
     def add(self, model: torch.nn.Module, batch: Tensors) -> None:
         """Add one batch; the model runs once, or again for a model file that defines ``metrics``."""
+        updates: list[tuple[StateMetric, Sequence[Any]]] = []
         if self._by_name is None:
-            self._totals.add(of_model_file(self._task, self._spec.metrics, model, batch))
-            return
-        x, targets, extra = _parts(batch)
-        outputs = precision.widened(model(x))
-        pairs = {"loss": self._by_name.pair(outputs, targets, extra)}
-        for name, metric in self._named.items():
-            pairs[name] = checked_pair(metric(outputs, targets), f"metric {name!r}", "(sum, weight)")
-        self._totals.add(pairs)
+            pairs = of_model_file(self._task, self._spec.metrics and partial(self._of_file, updates), model, batch)
+        else:
+            x, targets, extra = _parts(batch)
+            outputs = precision.widened(model(x))
+            pairs = {"loss": self._by_name.pair(outputs, targets, extra)}
+            for name, metric in self._named.items():
+                pairs[name] = checked_pair(metric(outputs, targets), f"metric {name!r}", "(sum, weight)")
+            updates += [(state, (outputs, targets)) for state in self._states.values()]
+        with contextlib.ExitStack() as stack:
+            for state, inputs in updates:
+                stack.enter_context(state.all_or_nothing())
+                state.update(self._batches, len(batch[0]), inputs)
+            self._totals.add(pairs)
+        self._batches += 1
 
-    def take(self) -> dict[str, np.ndarray]:
-        return self._totals.take()
+    def _of_file(self, updates: list[tuple[StateMetric, Sequence[Any]]], model: torch.nn.Module, batch: Any) -> Any:
+        """Return a model file's pairs, and put those that are (object, inputs) of a metric with states aside."""
+        found = self._spec.metrics(model, batch)
+        if not isinstance(found, Mapping):
+            return found
+        own = {name: value for name, value in found.items()
+               if isinstance(value, (tuple, list)) and value and is_state_metric(value[0])}
+        for name, (metric, *inputs) in own.items():
+            if name not in self._files:
+                self._files[name] = self._keep(name, metric)
+            updates += [(state, inputs) for state in self._files[name]]
+        return {name: pair for name, pair in found.items() if name not in own}
+
+    def outputs(self, model: torch.nn.Module, batch: Tensors) -> Any:
+        """Return the model's outputs for a batch, whose targets may be absent."""
+        return model(batch[0]) if self._spec.predict is None else self._spec.predict(model, batch)
+
+    def take(self) -> dict[str, Any]:
+        """Return what was measured since the last call: sums, and the states of each object."""
+        self._batches = 0
+        states = {name: state.take() for name, state in self._states.items()}
+        return {**self._totals.take(), **{name: found for name, found in states.items() if found is not None}}
+
+    def results(self, totals: dict[str, Any]) -> dict[str, float]:
+        """Return each metric, from sums over ranks and from lists of the ranks' states; without those unknown here."""
+        sums = {name: total for name, total in totals.items() if isinstance(total, np.ndarray)}
+        states = [(name, self._states[name].result(total)) for name, total in totals.items()
+                  if name not in sums and name in self._states and self._states[name].known]
+        return merged(states, means(sums))
 
 
-def _metric(name: str, loss: str, ignored: int | None) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
-    """Return ``accuracy``, an unreduced torch.nn.functional loss, or a user's ``module:callable``.
+def _metric(name: str, loss: str, ignored: int | None) -> Any:
+    """Return ``accuracy``, an unreduced torch.nn.functional loss, or a user's callable(outputs, targets) or object.
 
     ``ignored``: the label that the run's ``loss`` and so built-in metrics do not count.
     """
     if name == "accuracy":
         return partial(_accuracy, loss=loss.lower(), ignored=ignored)
-    if ":" in name:
-        return load_callable(name, "metrics")
+    if ":" in name or "." in name or "(" in name or name.startswith("<"):
+        found = metric_entries.loaded(name)
+        if metric_entries.is_object(found) and not is_state_metric(found):
+            raise UserError(f"metric {name} is a {type(found).__name__}, and the model is PyTorch's",
+                            "an object of torchmetrics", "correct metrics")
+        return found
     by_name = getattr(functional, name, None)
     if callable(by_name) and "reduction" in inspect.signature(by_name).parameters:
         refuse_other_inputs(by_name, Named(name))
@@ -205,8 +270,8 @@ def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str, ignored: 
         targets = squeezed(targets, outputs)
     answers = outputs.argmax(dim=1)
     if answers.shape != targets.shape:
-        raise UserError(f"accuracy has answers of shape {tuple(answers.shape)} and targets {tuple(targets.shape)}",
-                        "equal shapes", "reshape the targets, or take accuracy out of metrics")
+        raise UserError(f"accuracy has predictions of shape {tuple(answers.shape)} and targets {tuple(targets.shape)}",
+                        "equal shapes", "reshape the targets, or remove accuracy from metrics")
     right = answers == targets
     if ignored is None:
         return right.sum(), right.numel()
@@ -239,8 +304,24 @@ class TorchEvaluator:
         """Add one batch of tensors in the modes of an evaluation."""
         self._metrics.add(self._model, batch)
 
-    def totals(self) -> dict[str, np.ndarray]:
+    def totals(self) -> dict[str, Any]:
         return dict(self._metrics.take())
 
-    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        return means(totals)
+    def results(self, totals: dict[str, Any]) -> dict[str, float]:
+        return dict(self._metrics.results(totals))
+
+    def undirected(self, name: str) -> bool:
+        return bool(self._metrics.undirected(name))
+
+    def outputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        with self.evaluating():
+            return named_outputs(self.computed(self._placement.tensors(batch)), to_host)
+
+    def computed(self, batch: Tensors) -> Any:
+        """Return the model's outputs in the modes of an evaluation."""
+        return self._metrics.outputs(self._model, batch)
+
+
+def to_host(tensor: torch.Tensor) -> np.ndarray:
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)  # numpy lacks bfloat16
+    return (tensor.float() if narrow else tensor).detach().cpu().numpy()

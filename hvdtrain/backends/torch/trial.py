@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
             check_loss(parts.model, stage.loss_of(batch)[0])
         else:
             parts.evaluator.add(batch)
+            parts.measure_names()
         placement.synchronize(stage.devices)  # a GPU tells its errors late
     counted = set(parts.buffers.statistics())
     return [name for name in written if name not in counted]
@@ -85,9 +87,12 @@ def untouched(parts: ModelParts, batch: Batch) -> Iterator[None]:
 
 
 def _uncompiled() -> Any:
-    """Run what was given to `torch.compile` eagerly in the body: it is compiled for the shapes of training."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes seconds
-        return contextlib.nullcontext()
+    """Run what was given to `torch.compile` eagerly in the body: it is compiled for the shapes of training.
+
+    Not for ranks on threads: a stance holds for the process, and two threads that end in another order leave it set.
+    """
+    if "torch._dynamo" not in sys.modules or threading.current_thread() is not threading.main_thread():
+        return contextlib.nullcontext()  # importing the compiler takes seconds
     return torch.compiler.set_stance("force_eager")
 
 

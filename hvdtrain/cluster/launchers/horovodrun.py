@@ -24,13 +24,15 @@ _KEY_FILE = re.compile(r"[A-Za-z0-9_./~+][A-Za-z0-9_./~+-]*")
 
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
     if spec.tool.flavour not in ("openmpi", ""):
-        raise UserError(f"mpirun here is {spec.tool.flavour} {spec.tool.version}, with which horovodrun 0.28.1 does "
-                        "not work well", "Open MPI", "use --launcher mpich or --launcher intelmpi")
+        raise UserError(f"mpirun here is {spec.tool.flavour} {spec.tool.version}, which horovodrun 0.28.1 "
+                        "does not support well", "Open MPI", "use --launcher mpich or --launcher intelmpi")
     if not spec.hosts:
-        raise UserError("horovodrun was given no hosts", "-H or --hostfile", "name them; it reads no Slurm allocation")
+        raise UserError("horovodrun has no hosts", "-H or --hostfile",
+                        "name the hosts; horovodrun reads no Slurm allocation")
     if spec.remote and not spec.interface:
-        raise UserError("horovodrun on other hosts without an interface looks for one with services that trust "
-                        "anybody's pickles", "--iface NAME, the same on all hosts", "see ip address for the name")
+        raise UserError("horovodrun on other hosts without an interface looks for one with services "
+                        "that unpickle data from any sender", "--iface NAME, the same on all hosts",
+                        "see ip address for the name")
     openmpi.root(spec)  # refuses; the flag itself horovodrun always gives
     five = spec.tool.numbers[:1] >= (5,)
     binding = (openmpi.FIVE if five else openmpi.FOUR).binding(spec)

@@ -72,6 +72,6 @@ def root(spec: LaunchSpec) -> list[str]:
         raise UserError("this is root, and Open MPI refuses to run as root",
                         "an ordinary user, or --allow-run-as-root, or the variables OMPI_ALLOW_RUN_AS_ROOT=1 and "
                         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
-                        "in a container say --allow-run-as-root; elsewhere change the user: a mistake of root's costs "
-                        "the machine")
+                        "in a container pass --allow-run-as-root; elsewhere use an ordinary user, "
+                        "since root can damage the host")
     return ["--allow-run-as-root"]

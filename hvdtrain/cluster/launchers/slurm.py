@@ -17,7 +17,7 @@ CPU_BIND = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
     if spec.ssh:
         raise UserError("srun starts ranks through Slurm's daemons, without ssh", "no --ssh",
-                        "leave it out, or use --launcher openmpi4, openmpi5 or mpich")
+                        "omit it, or use --launcher openmpi4, openmpi5 or mpich")
     words = [spec.tool.path, *_placement(spec)]
     if spec.tool.flavour in PLUGINS:
         words.append(f"--mpi={PLUGINS[spec.tool.flavour]}")

@@ -92,7 +92,7 @@ MOST_RANKS = 1 << 20
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
-_SHAPE = "a host name or IPv4 address, and perhaps :slots, as in fast:4"
+_SHAPE = "a host name or IPv4 address, optionally with :slots, as in fast:4"
 
 
 def parse_hosts(text: str) -> tuple[HostSlots, ...]:
@@ -152,7 +152,7 @@ def place(hosts: Sequence[HostSlots], ranks: int, oversubscribe: bool) -> tuple[
         if not oversubscribe:
             raise UserError(f"-np asks for {count(ranks, 'rank')} and the hosts have {count(total, 'slot')}",
                             f"-np {total} or less",
-                            "raise the slots of a host, or say --oversubscribe")
+                            "raise the slots of a host, or pass --oversubscribe")
         # Largest remainder; of equal remainders the first host's.
         shares = [ranks * host.slots // total for host in hosts]
         order = sorted(range(len(hosts)), key=lambda i: (-(ranks * hosts[i].slots % total), i))
@@ -174,7 +174,7 @@ def _line(words: list[str], where: str) -> HostSlots:
     for word in rest:
         key, equals, value = word.partition("=")
         if equals and key == "slots" and slots is not None:
-            raise UserError(f"{where} says the slots of {host} twice", "slots=N once", "take one of the two away")
+            raise UserError(f"{where} gives the slots of {host} twice", "slots=N once", "remove one of the two")
         if equals and key == "slots":
             slots = _slots(value, where)
         elif not (equals and key in ("max_slots", "max-slots") and value.isdigit()):
@@ -183,8 +183,8 @@ def _line(words: list[str], where: str) -> HostSlots:
     if slots is None:
         return entry
     if ":" in host:
-        raise UserError(f"{where} says the slots of {entry.name} twice", "either name:4 or name slots=4",
-                        "take one of the two away")
+        raise UserError(f"{where} gives the slots of {entry.name} twice", "either name:4 or name slots=4",
+                        "remove one of the two")
     return HostSlots(entry.name, slots)
 
 
@@ -194,7 +194,7 @@ def _entry(text: str, where: str) -> HostSlots:
     name, colon, slots = text.partition(":")
     if "@" in text:
         raise UserError(f"{where} has {text!r}", "a host without a user",
-                        "name the user in ~/.ssh/config (Host, User), or say --ssh \"ssh -l USER\"")
+                        "name the user in ~/.ssh/config (Host, User), or pass --ssh \"ssh -l USER\"")
     if text.count(":") > 1 or "[" in text:
         raise UserError(f"{where} has {text!r}, an IPv6 address or several colons", _SHAPE,
                         "give the address a name in /etc/hosts or ~/.ssh/config, and use that")
@@ -209,7 +209,7 @@ def _entry(text: str, where: str) -> HostSlots:
 def _slots(text: str, where: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= MOST_SLOTS:
         raise UserError(f"{where} has {text!r} slots", f"a number of 1 to {MOST_SLOTS}",
-                        "correct it, or leave the host out")
+                        "correct it, or remove the host")
     return int(text)
 
 
@@ -266,7 +266,7 @@ def parse_env(words: Sequence[str], env: Mapping[str, str]) -> tuple[tuple[str, 
             values[name] = value
         elif name not in env:
             raise UserError(f"--env {name} names a variable that is not set here", "one that is",
-                            f"say --env {name}=VALUE, or export it first")
+                            f"pass --env {name}=VALUE, or export the variable first")
         names.append(name)
     return tuple(names), values
 
@@ -320,7 +320,7 @@ def agent_words(spec: LaunchSpec, splits: str) -> tuple[str, ...]:
     words = spec.ssh or (DEFAULT_SSH if spec.over_ssh else ())
     for word in words:
         if not word or any(c in splits or not c.isprintable() for c in word):
-            raise UserError(f"the ssh command has the word {word!r}, which {spec.tool.launcher} would take apart",
-                            "words without blanks, quotes, backslashes" + (" and colons" if ":" in splits else ""),
-                            "put the option into ~/.ssh/config, or name a script of yours that calls ssh")
+            raise UserError(f"the ssh command has the argument {word!r}, which {spec.tool.launcher} would split",
+                            "arguments without blanks, quotes, backslashes" + (" and colons" if ":" in splits else ""),
+                            "put the option into ~/.ssh/config, or name your own script that calls ssh")
     return words

@@ -81,7 +81,7 @@ def leave(kind: str, text: str, *, rank: int | None = None, step: int | None = N
         _left.add(who)
         where.mkdir(parents=True, exist_ok=True)  # on a host without a shared file system
         return _once(where / f"cause-{who:04d}.json", json.dumps(record) + "\n")
-    except Exception:  # noqa: BLE001  (a rank that ends must not stumble over its last words)
+    except Exception:  # a rank that ends must not stumble over its last words
         return False
 
 
@@ -100,7 +100,7 @@ def leave_error(error: BaseException, *, echo: bool = False) -> bool:
         kind = kind_of(error)
         words = str(error) if kind == "user" else f"{type(error).__name__}: {error}"
         return leave("echo" if echo and kind == "exception" else kind, words)
-    except Exception:  # noqa: BLE001
+    except Exception:
         return False
 
 
@@ -150,8 +150,15 @@ def requeue_asked() -> bool:
     try:
         where = folder()
         return where is not None and (where / REQUEUE).exists()
-    except Exception:  # noqa: BLE001
+    except Exception:
         return False
+
+
+def ends_at(limit_s: float) -> float:
+    """Return when the wall limit ends the run, unix seconds, 0 without one: by the supervisor, else by ``limit_s``."""
+    with contextlib.suppress(ValueError):
+        return float(os.environ.get(ENDS_AT, ""))
+    return started_at() + limit_s if limit_s else 0.0
 
 
 def started_at() -> float:
@@ -160,7 +167,7 @@ def started_at() -> float:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-    except Exception:  # noqa: BLE001  (a system without /proc)
+    except Exception:  # a system without /proc
         return time.time()
 
 

@@ -34,7 +34,7 @@ COMPUTING = ("backward and exchange", "vote", "update")
 """Phases of a step that take about as long each time; every other one may take as long as it likes."""
 
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "D": "in an "
-          "uninterruptible call of the system (a disk or a file server that does not answer)"}
+          "uninterruptible system call (a disk or a file server that does not answer)"}
 """Letters of /proc/PID/stat that explain why a rank does not come; "" for one that runs or sleeps."""
 WAITING = "there waiting in"
 """Begin of the wait in `RankStatus.words`."""
@@ -87,8 +87,8 @@ def verdict(rows: Sequence[RankStatus], own: int, others: str = "") -> str:
     if missing:
         return "Missing: " + "; ".join(row.words() for row in missing) + "."
     if awaited:
-        return f"The ranks that can be seen from here wait for this one: {me.words()}."
-    here = f"Every rank that can be seen from here is in the same place: {me.words()}." if near else ""
+        return f"All other visible ranks wait for this one: {me.words()}."
+    here = f"All visible ranks are in the same phase: {me.words()}." if near else ""
     return " ".join(part for part in (here, others) if part)
 
 
@@ -147,7 +147,6 @@ class Pulse:
     _began: int = 0
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """Publish that a phase begins, and the step at work."""
         memory, now = self.own.memory, time.monotonic_ns()
         if phase != self._last:
             memory[_PHASE] = _bytes(phase, _PHASE)
@@ -190,10 +189,10 @@ class Pulse:
             return ""
         who = ", ".join(f"rank {rank} on host {node}" for rank, node in self.far[:8])
         more = f" and {len(self.far) - 8} more" if len(self.far) > 8 else ""
-        last = "have voted in no step yet"
+        last = "have reached agreement in no step yet"
         if self._heard:
-            last = f"voted last in step {self._heard[0]}, {time.monotonic() - self._heard[1]:.0f} s ago"
-        return f"Missing, or waiting for who is, as cannot be seen from here: {who}{more}; they {last}."
+            last = f"reached the last agreement in step {self._heard[0]}, {time.monotonic() - self._heard[1]:.0f} s ago"
+        return f"Missing, or waiting for a missing rank (not visible from here): {who}{more}; they {last}."
 
 
 _own: Pulse | None = None
@@ -320,8 +319,8 @@ def missing() -> str:
     """Return the sentence about missing ranks; "" before `start`. Raises nothing: it is called at the end."""
     try:
         return "" if _own is None else _own.missing()
-    except Exception as error:  # noqa: BLE001  (a verdict that cannot be had must not hide that a wait ran out)
-        return f"Who is missing cannot be told: {error}."
+    except Exception as error:  # a verdict that cannot be had must not hide that a wait ran out
+        return f"The missing rank is not known: {error}."
 
 
 def _make() -> _Made:

@@ -118,7 +118,7 @@ def answer_of(argv: list[str]) -> tuple[str, str]:
         except subprocess.TimeoutExpired:
             return "", f"did not answer within {PROBE_TIMEOUT_S:g} s"
         except UnicodeDecodeError:
-            return "", "said what is no text"
+            return "", "printed something that is not text"
         finally:
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -42,7 +42,7 @@ def total_bytes(env: Mapping[str, str] = os.environ) -> int:
     try:
         nvml, found = handles(env)
         return int(nvml.nvmlDeviceGetMemoryInfo(found[0]).total)
-    except Exception:  # noqa: BLE001  (no driver, no library and no permission read alike)
+    except Exception:  # no driver, no library and no permission read alike
         return 0
 
 
@@ -64,7 +64,7 @@ class Gpus:
         self._handles: list[Any] = []
         try:
             self._nvml, self._handles = handles(env)
-        except Exception as error:  # noqa: BLE001  (as above)
+        except Exception as error:  # as above
             self.why = f"{type(error).__name__}: {error}"
 
     def driver(self) -> str | None:
@@ -98,7 +98,7 @@ class Gpus:
 def _value(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
-    except Exception:  # noqa: BLE001  (NVMLError of many kinds, or a function that an old library lacks)
+    except Exception:  # NVMLError of many kinds, or a function that an old library lacks
         return None
 
 

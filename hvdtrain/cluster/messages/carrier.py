@@ -139,7 +139,7 @@ class MpiCarrier:
     def flush(self) -> None:
         for line in self._sent.values():
             while line:
-                self.wait(line[0], "sending what is under way")
+                self.wait(line[0], "sending pending messages")
                 line.popleft()
 
     def free(self) -> None:
@@ -235,7 +235,7 @@ class ThreadCarrier:
         return _InBox(self, self._box(source, self.rank, tag), f"a message with {KINDS[tag]} from rank {source}")
 
     def flush(self) -> None:
-        """Return: all has left."""
+        pass
 
     def free(self) -> None:
         """Return: the carrier holds nothing."""
@@ -246,7 +246,7 @@ class ThreadCarrier:
         with self.boxes.changed:
             while not test():
                 if self.boxes.broken:
-                    raise PeerFailed(f"another rank has failed while rank {self.rank} waited in {what}")
+                    raise PeerFailed(f"another rank failed while rank {self.rank} waited in {what}")
                 if not self.boxes.changed.wait(until - time.monotonic()) and not test():
                     raise WaitTimeout(f"rank {self.rank} waited {self.timeout_s:g} s in {what}")
 

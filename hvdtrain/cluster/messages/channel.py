@@ -33,7 +33,7 @@ ALIGNED = 64
 ROOM = 64
 """Packed messages of one sender, receiver and kind that may be under way; who sends one more waits."""
 
-KINDS = ("outputs", "gradients of outputs", "outputs in evaluation", "measured messages")
+KINDS = ("outputs", "gradients of outputs", "outputs in evaluation", "test messages")
 """Content of packed messages, by their tag, for errors."""
 
 _HEADER = 5

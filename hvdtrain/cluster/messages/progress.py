@@ -58,7 +58,6 @@ class Operation:
         self.place = 0
 
     def begin(self) -> None:
-        """Post the first requests."""
         raise NotImplementedError
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
@@ -151,7 +150,7 @@ class MpiProgress:
         while self._requests:
             try:
                 done = self._requests[0].Testsome(self._requests)
-            except Exception as error:  # noqa: BLE001  (MPI's own: nobody knows what of it is through)
+            except Exception as error:  # MPI's own: nobody knows what of it is through
                 self._broken(error)
                 return True
             if not done:
@@ -180,7 +179,7 @@ class MpiProgress:
             return
         try:
             call()
-        except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
+        except BaseException as error:  # raised again where it is waited for
             operation.end(error=error)
 
     def _work(self) -> None:

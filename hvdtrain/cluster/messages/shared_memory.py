@@ -110,7 +110,7 @@ def map_of(host: Any, nbytes: int) -> tuple[mmap.mmap | None, str]:
             os.pwrite(fd, token, 0)
             path = f"/proc/{os.getpid()}/fd/{fd}"
         except (OSError, AttributeError) as error:
-            reason = f"no shared memory can be made: {error}"
+            reason = f"no shared memory can be created: {error}"
     path, token = host.bcast((path, token))
     memory = None
     try:
@@ -158,8 +158,8 @@ def _files() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        raise UserError(f"memory for a message between stages cannot be opened ({error.strerror})", "a limit of open "
-                        "files above three for each micro-batch that is under way",
+        raise UserError(f"memory for a message between stages cannot be opened ({error.strerror})", "a limit of "
+                        "open files above three for each micro-batch in flight",
                         "raise it (ulimit -n), or set fewer pipeline.micro_batches or pipeline.order: 1f1b") from None
 
 
@@ -235,7 +235,7 @@ class _Taking:
         """Return the message's memory. Errors: `PeerFailed` where the sender has ended with it."""
         _fence()
         lane = self._lane
-        assert lane[_TAIL] == number, f"message {number} is taken after {lane[_TAIL]} others"
+        assert lane[_TAIL] == number, f"message {number} is received after {lane[_TAIL]} others"
         at = _RECORDS_AT + _RECORD * (number % ROOM)
         slot, fd, nbytes, total = lane[at:at + _RECORD].tolist()
         memory = self._mapped.get((self._pid, slot))
@@ -244,7 +244,7 @@ class _Taking:
                 with _files():
                     memory = self._mapped[self._pid, slot] = _opened(self._pid, fd, _SLOT_HEAD + nbytes)
             except (FileNotFoundError, PermissionError, ProcessLookupError) as error:  # of a process that ends, or has
-                raise PeerFailed(f"rank {self._source} has ended before a message of it was read") from error
+                raise PeerFailed(f"rank {self._source} ended before its message was read") from error
         data = np.frombuffer(memory, np.uint8, total, _SLOT_HEAD)
         # Views of the array keep it, not its memory alone: it goes with the last of them.
         weakref.finalize(data, np.frombuffer(memory, np.int64, 1).__setitem__, 0, 0).atexit = False
@@ -368,7 +368,7 @@ class SharedMemoryCarrier:
         i = self.ranks.index(to)
         sending = self._sending[i, tag]
         self.until(lambda: sending.count() < room,
-                   f"sending a message with {KINDS[tag]} to rank {to}, which takes none")
+                   f"sending a message with {KINDS[tag]} to rank {to}, which receives none")
         sending.put(parts)
         self.bells.ring(i)
 

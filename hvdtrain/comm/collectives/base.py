@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.mesh import Group
-from hvdtrain.core.protocols import Array, Exchange, Handle
+from hvdtrain.core.protocols import Array, Collectives, Exchange, Handle
 
 TILE = 1 << 15
 """Elements added at a time: with a few ranks' tiles it stays in a core's own cache."""
@@ -162,7 +162,7 @@ class NullCollectives(WithoutMemory):
     def alltoallv(self, flat_N: Array, sent_P: Sequence[int], got_P: Sequence[int], name: str) -> ReadyHandle:
         """Return every part as this rank's own, which are as long as those of others."""
         begin, k = sum(sent_P[:self.rank]), sent_P[self.rank]
-        assert list(got_P) == [k] * self.size, f"parts of {list(got_P)} elements cannot be made up"
+        assert list(got_P) == [k] * self.size, f"shards of {list(got_P)} elements cannot be joined"
         return ReadyHandle(_rows(flat_N[begin:begin + k][None], self.size).reshape(-1) if self.size > 1 else flat_N)
 
     def reducescatter(self, flat_N: Array, name: str) -> ReadyHandle:
@@ -176,11 +176,20 @@ class NullCollectives(WithoutMemory):
         return ReadyHandle(flat_N[begin:begin + sizes_P[self.rank]])
 
     def allgatherv(self, part_K: Array, sizes_P: Sequence[int], name: str) -> ReadyHandle:
-        assert self.size == 1, "parts of others cannot be made up"
+        assert self.size == 1, "shards of other ranks cannot be joined"
         return ReadyHandle(part_K)
 
     def broadcast(self, x_N: Array, name: str, root: int = 0) -> ReadyHandle:
         return ReadyHandle(x_N)
+
+
+def gather_rows(wire: Collectives, x: np.ndarray, name: str) -> np.ndarray:
+    """Return the rows of all ranks, one rank behind the other; shorter shares travel padded. Collective."""
+    n_P = wire.allgather(np.array([len(x)], np.int64), f"{name}.rows").wait().reshape(-1)
+    padded = np.zeros((int(n_P.max()), *x.shape[1:]), x.dtype)
+    padded[:len(x)] = x
+    all_PK = wire.allgather(padded.reshape(-1), name).wait().reshape(wire.size, *padded.shape)
+    return np.concatenate([rows[:n] for rows, n in zip(all_PK, n_P)])
 
 
 def _rows(x_1K: Any, size: int) -> Any:

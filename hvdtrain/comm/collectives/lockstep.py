@@ -41,6 +41,10 @@ def ring_bytes(kind: str, nbytes: int, size: int, rank: int = 0, root: int = 0) 
     return 0 if (rank - root) % size == size - 1 else nbytes
 
 
+ENDS_S = 20.0
+"""Longest wait for the other ranks after the failure of one."""
+
+
 class LockstepWorld:
     """World of ``size`` ranks in one process. ``sent_bytes[r]``: what rank r has sent so far (`ring_bytes`)."""
 
@@ -62,7 +66,7 @@ class LockstepWorld:
             control, wire = LockstepControl(meeting, rank), LockstepCollectives(meeting, rank, self.sent_bytes)
             try:
                 results[rank] = fn(control, wire)
-            except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+            except BaseException as error:  # raised again in the caller's thread
                 meeting.fail(error)
             else:
                 meeting.finish(rank)
@@ -75,8 +79,9 @@ class LockstepWorld:
             while thread.is_alive() and meeting.failure is None:
                 thread.join(0.2)
         if meeting.failure is not None:
+            ends_at = time.monotonic() + ENDS_S
             for thread in threads:
-                thread.join(2.0)
+                thread.join(max(0.0, ends_at - time.monotonic()))
             raise meeting.failure
         return results
 
@@ -97,6 +102,7 @@ class _Rendezvous:
 
     def among(self, ranks: tuple[int, ...]) -> _Rendezvous:
         with self.changed:
+            self._raise_failure()  # a new one would not hear of it
             return self._below.setdefault(ranks, _Rendezvous(len(ranks), self.timeout_s))
 
     def boxes(self) -> Boxes:
@@ -134,7 +140,7 @@ class _Rendezvous:
             return
         try:
             self.outcome = combine([self.brought[r][1] for r in range(self.size)])
-        except Exception as error:  # noqa: BLE001  (all ranks must hear of it)
+        except Exception as error:  # all ranks must hear of it
             self._set_failure(error)
             return
         self.brought = {}

@@ -69,7 +69,6 @@ class OpenCollective:
         return self._value
 
     def done(self) -> bool:
-        """Return whether the result is there, without waiting."""
         return self._operation.over
 
     @property

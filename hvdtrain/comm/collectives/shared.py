@@ -7,6 +7,8 @@ program computes.
 
 from __future__ import annotations
 
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.messages.progress import Operation
 from hvdtrain.cluster.messages.shared_memory import SegmentLayout, SharedUnavailable, map_of
@@ -33,7 +36,12 @@ from hvdtrain.comm.collectives.striped import Striped
 from hvdtrain.core.errors import PeerFailed
 from hvdtrain.core.mesh import Group, spans
 from hvdtrain.core.processes import wait_for
+from hvdtrain.core.protocols import Control
 
+KEY = "HVDTRAIN_COLLECTIVES"
+"""Environment variable; in scripts with a loop of their own, any value but "auto" and "shared" leaves gradients to
+Horovod.
+"""
 LOOK_S, GRACE_S = 0.5, 5.0
 """Interval at which a wait looks whether a rank has left, and its further wait for one that has."""
 
@@ -287,7 +295,6 @@ class SharedCollectives(MpiCollectives):
         return squares
 
     def _meet(self) -> None:
-        """Wait for the ranks of this host; errors as in `_until`."""
         test = self._host.Ibarrier().Test
         self._until(lambda limit_s: wait_for(test, limit_s, LONGEST_SLEEP_S))
 
@@ -307,8 +314,8 @@ class SharedCollectives(MpiCollectives):
             gone = [rank for rank, left in zip(self._ranks_L, self._left_L) if left]
             # It may have left after this very call, of which the news is on its way.
             if gone and not wait(GRACE_S):
-                raise PeerFailed(f"rank {gone[0]} has ended, or has shut down, while this one waits for it to exchange "
-                                 "gradients: every rank has to take the same number of steps")
+                raise PeerFailed(f"rank {gone[0]} has ended, or has shut down, while this rank waits "
+                                 "to exchange gradients: every rank must take the same number of steps")
 
     def leave(self) -> None:
         """Announce to the ranks of this host that this one enters no call any more; also done when it ends."""
@@ -367,3 +374,21 @@ def _row(raw: np.ndarray, layout: SegmentLayout, i: int) -> np.ndarray:
 
 def _address(x: np.ndarray) -> int:
     return int(x.__array_interface__["data"][0])
+
+
+def open_shared(control: Control, able: bool = True) -> SharedCollectives | None:
+    """Return the transport over shared memory; None unless all ranks are able and of one host that shares it.
+    Collective.
+    """
+    if control.size == 1 or not boot.has_mpi():
+        return None
+    able = able and os.environ.get(KEY, "auto") in ("auto", "shared") and boot.mpi_threads()
+    rows = control.gather((control.node, able))
+    if any(row != (control.node, True) for row in rows):
+        return None
+    try:
+        return SharedCollectives(boot.mpi_comm(), timeout_s=horovod.stall_bound(os.environ))
+    except SharedUnavailable as error:
+        if control.rank == 0:
+            warnings.warn(f"gradients use Horovod: {error.reason}", stacklevel=2)
+        return None

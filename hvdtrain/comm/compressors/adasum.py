@@ -32,7 +32,7 @@ class Adasum(Uncompressed):
                  stage: int = 0) -> Exchange:
         """Raise `UserError` where P is not a power of two, which Horovod's Adasum needs."""
         if size & (size - 1):
-            raise UserError(f"adasum with {size} ranks", "a power of two: it combines pairs of ranks",
+            raise UserError(f"adasum with {size} ranks", "a power of two: Adasum combines pairs of ranks",
                             "start 2, 4, 8, ... ranks, or set exchange.adasum: false")
         return (yield AllReduce(flat_N, "adasum")), state
 

@@ -38,7 +38,7 @@ class TopK(Stateless):
         assert 0 < ratio <= 1 and 0 <= momentum < 1 and warmup_steps >= 0, (ratio, momentum, warmup_steps)
         self.ratio, self.momentum, self.warmup_steps = ratio, momentum, warmup_steps
         self.own_momentum = f"exchange.topk_momentum {momentum:g}" if momentum else ""
-        self.not_auto = "exchange.topk_momentum changes the optimizer, which auto does not" if momentum else ""
+        self.not_auto = "exchange.topk_momentum changes the optimizer, which auto never does" if momentum else ""
         larger = [0.25 ** (s + 1) for s in range(WARMUP_STAGES) if 0.25 ** (s + 1) > ratio]
         self.ratios = (*(larger if warmup_steps else ()), ratio)
 

@@ -121,7 +121,7 @@ class Reducer:
 
         ``group_name``: for the collectives' names in place of the bucket's own group.
         """
-        assert index not in self._full and index >= self._started, f"bucket {index} was handed over twice"
+        assert index not in self._full and index >= self._started, f"bucket {index} was passed twice"
         self._full[index] = flat_N
         if self._taker is not None:
             bucket = self.buckets[index]
@@ -153,7 +153,7 @@ class Reducer:
 
     def close(self) -> None:
         """End a step whose buckets were all taken by `take`."""
-        assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were handed over"
+        assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were passed"
         with self._breaking():
             self.state.write([transfer.result[1] for _, transfer in sorted(self._running.items())])
         self._reset()
@@ -173,7 +173,7 @@ class Reducer:
 
         ``finite_only``: the state of a bucket whose sum is not finite stays as it was.
         """
-        assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were handed over"
+        assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were passed"
         with self._breaking():
             while any(not t.done for t in self._running.values()):
                 for i in range(len(self.buckets)):
@@ -276,7 +276,6 @@ class CompressorState:
         self.write([*other.all(), *self.all()[len(other.cells):]])
 
     def begin(self) -> int:
-        """Open a step; return the compressor's stage of warm-up in it."""
         stage = self._compressor.stage(self.steps)
         self.steps += 1
         self._before = self.all() if self.undoable else []
@@ -313,7 +312,6 @@ class CompressorState:
         return ""
 
     def restart(self) -> None:
-        """Forget all arrays and the count of steps."""
         self.write(self._fresh())
         self._before, self.steps = [], 0
 

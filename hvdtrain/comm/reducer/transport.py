@@ -69,11 +69,9 @@ class Transport:
         return self.arrived(self.collectives.allreduce(self.outgoing(flat_N), name).wait())
 
     def allgather(self, x_K: Array, name: str) -> Array:
-        """Return every rank's vector, by rank: (K,) -> (P, K)."""
         return self.arrived(self.collectives.allgather(self.outgoing(x_K), name).wait())
 
     def broadcast(self, x_N: Array, name: str, root: int = 0) -> Array:
-        """Return ``root``'s vector: (N,) -> (N,)."""
         return self.arrived(self.collectives.broadcast(self.outgoing(x_N), name, root).wait())
 
 
@@ -326,5 +324,5 @@ def _is_done(handle: Handle) -> bool:
     """Return whether it is done; one that was waited for meanwhile may raise."""
     try:
         return bool(handle.done())
-    except Exception:  # noqa: BLE001  (Horovod's ValueError of a handle that is gone, or its shutdown)
+    except Exception:  # Horovod's ValueError of a handle that is gone, or its shutdown
         return True

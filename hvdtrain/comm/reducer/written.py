@@ -82,8 +82,8 @@ def combine(transport: Transport, entries: Sequence[Entry], reductions: Mapping[
         if (rows_PK[:, 1 + 2 * i] != rows_PK[0, 1 + 2 * i]).any():
             if entry.name in reductions and reduction != FIRST:
                 raise UserError(f"buffer {entry.name!r} has other shapes on one rank than on another, and "
-                                f"buffer_reduction says {reduction}", "one shape on every rank",
-                                "leave it out of buffer_reduction if it only caches")
+                                f"buffer_reduction is {reduction}", "one shape on every rank",
+                                "remove it from buffer_reduction if it is only a cache")
         elif rows_PK[:, 2 + 2 * i].any() or GATHER.fullmatch(reduction) and module_of(entry.name) in queues:
             sent.append((entry, reduction, np.zeros_like(own) if old is None else old, own))  # made in this step
         elif old is not None and not _same(old, own):  # by a placeholder's forward, which is no sample
@@ -225,13 +225,13 @@ def _span(alike: Sequence[tuple[str, np.ndarray, list[np.ndarray], int]], rank: 
         return 0, 0
     name = alike[0][0]
     if moves and at.size < rows:
-        raise UserError(f"rank {rank} changed rows {at[:8].tolist()} of the queue {name!r} of {rows} rows, outside the "
-                        "step of its position", "a position that each row written moves by 1, from that row on, and "
-                        "fewer rows a step than the queue has", "correct the position, or do not gather it")
+        raise UserError(f"rank {rank} changed rows {at[:8].tolist()} of the queue {name!r} of {rows} rows, beyond "
+                        "the step of its position", "a position that each row written moves by 1, from that row on, "
+                        "and fewer rows a step than the queue has", "correct the position, or do not gather the queue")
     if at.size == rows:
-        raise UserError(f"a step wrote all {rows} rows of the queue {name!r} on rank {rank}, so that its first is "
-                        "not known", "a queue longer than what a rank puts into it in a step",
-                        "make it longer, or write gather:1 if its entries are columns")
+        raise UserError(f"a step wrote all {rows} rows of the queue {name!r} on rank {rank}, so its first "
+                        "row is not known", "a queue longer than a rank's rows of a step",
+                        "make the queue longer, or write gather:1 if its entries are columns")
     gaps = np.diff(np.append(at, at[0] + rows))
     widest = int(gaps.argmax())
     return int(at[(widest + 1) % at.size]), rows - int(gaps[widest]) + 1
@@ -245,7 +245,7 @@ def _laid(old_K: np.ndarray, own_PK: Sequence[np.ndarray], spans: Sequence[tuple
         if first != wrote[0][1]:
             raise UserError(f"rank {wrote[0][0]} wrote to a queue from row {wrote[0][1]} on and rank {rank} from row "
                             f"{first} on", "one first row on all ranks, for buffer_reduction gather",
-                            "choose another reduction, if rows are not written one after the other")
+                            "choose another reduction, if rows are not written in order")
         queue_K[(at + np.arange(n)) % rows] = own_PK[rank][(first + np.arange(n)) % rows]
         at += n
     return queue_K

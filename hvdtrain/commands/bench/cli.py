@@ -25,8 +25,8 @@ MOVED = ("eager", "step", "mixed", "input", "case", "whatif", "pipeline", "finit
 
 USAGE = """usage: python -m hvdtrain bench BENCH [options]
 
-Measures on the machine it runs on. Each bench prints a table and, with --jsonl FILE, appends a record per row with
-versions, hosts, wire and seed.
+Measures this machine. Each bench prints a table and, with --jsonl FILE, appends a record per row with versions,
+hosts, transport and seed.
 
 benches:
 {benches}
@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
     def common(self, repeats: int) -> None:
         """Add --repeats, --markdown and --jsonl."""
         self.add_argument("--repeats", type=whole("--repeats", 1), default=repeats, metavar="N",
-                          help="timed repeats, of which the median counts")
+                          help="timed repeats; the median is reported")
         self.reports("row")
 
     def reports(self, each: str) -> None:

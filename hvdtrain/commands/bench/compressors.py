@@ -72,8 +72,6 @@ class Subject:
         return len(self.gradients[0])
 
 
-# --- the subject ---------------------------------------------------------------------------------------------------
-
 def mlp_shapes(in_features: int, hidden: Sequence[int], classes: int) -> Shapes:
     widths = [in_features, *hidden, classes]
     return [shape for n, m in zip(widths, widths[1:]) for shape in ((m, n), (m,))]
@@ -133,8 +131,6 @@ def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.nda
     return (deltas.T.astype(np.float32) @ inputs.astype(np.float32)).reshape(shape)
 
 
-# --- measuring -----------------------------------------------------------------------------------------------------
-
 def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callable[..., Any] | None, repeats: int,
             steps: int) -> dict[str, Any]:
     """Return the record of one compressor. ``graph``: makes a function one graph, or None.
@@ -143,7 +139,7 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
     """
     compressor = create(name, config)
     if compressor.reductions:
-        raise UserError(f"{name} asks the transport for {', '.join(sorted(compressor.reductions))}",
+        raise UserError(f"{name} needs from the transport {', '.join(sorted(compressor.reductions))}",
                         "a compressor that sums", "correct --compressors")
     parts = 1e3 * np.array(_seconds(compressor, ops, subject, graph, repeats))
     ms = spread(parts.sum(1))
@@ -174,7 +170,7 @@ class _Timed(Transport):
         return handle
 
     def time(self, reducer: Reducer, flat_N: Array) -> None:
-        """ExchangeConfig the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
+        """Exchange the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
         self.encode_s, self._since = 0.0, time.perf_counter()
         total_N, = exchange(reducer, [flat_N])
         settle(self.ops, total_N)
@@ -236,14 +232,12 @@ def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tu
     return math.sqrt(first / norm), math.sqrt(mean / norm)
 
 
-# --- the command ---------------------------------------------------------------------------------------------------
-
 def main(argv: list[str]) -> int:
     """Run the benchmark; return 0."""
     args = parse(argv)
     if launch_facts(os.environ).size > 1:
         raise UserError(f"bench compressors was started on {launch_facts(os.environ).size} ranks",
-                        "one process, which plays all ranks", "leave the launcher out and set --ranks")
+                        "one process, which simulates all ranks", "leave the launcher out and set --ranks")
     ops, graph, threads = _start(args)
     session.check(args.jsonl)
     environment = session.environment("", 1, "", args.seed, threads, args.framework)
@@ -270,11 +264,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     summing = [name for name in names() if not create(name, Config()).reductions]
     parser = cli.Parser("hvdtrain bench compressors",
                             "Time to encode and decode, bytes sent and error of each gradient "
-                            "compressor. One process; the ranks of --ranks are played by it. Encoding is what a "
-                            "compressor does up to its last request to the transport, decoding what it does after the "
-                            "last answer; ms a step is their sum, which is all that TensorFlow's graph shows.")
+                            "compressor. One process simulates the ranks of --ranks. Encoding "
+                            "is the work up to the compressor's last request to the transport, decoding the work after "
+                            "the last answer. ms a step is their sum, the only time that TensorFlow's graph shows.")
     parser.add_argument("--framework", type=cli.one_of("--framework", FRAMEWORKS), default="torch",
-                        metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
+                        metavar="|".join(FRAMEWORKS), help="framework of the compressed arrays; tensorflow: in a graph")
     parser.add_argument("--compressors", type=cli.some_of("--compressors", summing), default=",".join(summing),
                         metavar="A,B", help="which")
     parser.add_argument("--workload", type=cli.some_of("--workload", WORKLOADS), metavar="A,B",
@@ -283,10 +277,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shapes", type=cli.shapes("--shapes"), default=None, metavar="2048x512,2048",
                         help="parameters of these shapes instead")
     parser.add_argument("--ranks", type=cli.whole("--ranks", 2, 16), default=2, metavar="P",
-                        help="ranks that take part")
+                        help="number of simulated ranks")
     parser.add_argument("--steps", type=cli.whole("--steps", 1, 10000), default=10, metavar="N",
-                        help="steps of the same gradient, for the error of their mean")
-    parser.add_argument("--bucket_mb", type=cli.number("--bucket_mb", 0, 2**20), default=usual.bucket_mb,
+                        help="steps with the same gradient, for the error of their mean")
+    parser.add_argument("--bucket_mb", type=cli.number("--bucket_mb", 0, 2**20), default=usual.unmeasured_mb,
                         metavar="MIB", help="size of a bucket")
     parser.add_argument("--powersgd_rank", type=cli.whole("--powersgd_rank", 1), metavar="R",
                         default=usual.powersgd_rank, help="exchange.powersgd_rank")

@@ -54,8 +54,6 @@ class Point:
     dtype: str
 
 
-# --- definitions ---------------------------------------------------------------------------------------------------
-
 def bus_factor(kind: str, ranks: int) -> float:
     """Return busbw / algbw: what the busiest link carries per byte of ``size``. Source: nccl-tests' PERFORMANCE.md."""
     if kind == "allreduce":
@@ -160,10 +158,8 @@ def algorithm(kind: str, wire: str, dtype: str, several_hosts: bool, facts: Mapp
         if facts.get("gpu") and facts.get("nccl"):
             return "Horovod over NCCL"
         return f"Horovod over {tuned}" if facts.get("mpi_enabled") else "Horovod over Gloo"
-    return {"null": "null (moves nothing)"}.get(wire, wire)
+    return {"null": "null (no exchange)"}.get(wire, wire)
 
-
-# --- measuring -----------------------------------------------------------------------------------------------------
 
 def measure(session: Session, p: Point, repeats: int) -> dict[str, Any]:
     """Check one size, time it, and return its record. Collective.
@@ -248,8 +244,6 @@ def _time(session: Session, call: Callable[[Array], Array], x: Array, repeats: i
     return np.array([run(calls) / calls for _ in range(repeats)]), calls
 
 
-# --- the command ---------------------------------------------------------------------------------------------------
-
 def main(argv: list[str]) -> int:
     """Run the benchmark; return 1 where a result was wrong."""
     args = parse(argv)
@@ -259,21 +253,22 @@ def main(argv: list[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; `UserError` for a bad one."""
     parser = cli.Parser("hvdtrain bench wire",
-                            "Time and bandwidth of each collective by size, with the columns and definitions "
-                            "of nccl-tests, and the links between hosts. Start it under mpirun; alone it shows what a "
-                            "call costs by itself.")
+                            "Time and bandwidth of each collective by size, with the columns "
+                            "and definitions of nccl-tests, and the links between hosts. Start the bench under mpirun; "
+                            "on one rank it shows the overhead of a call.")
     parser.add_argument("--framework", type=cli.one_of("--framework", FRAMEWORKS), default="torch",
-                        metavar="|".join(FRAMEWORKS), help="whose arrays travel")
+                        metavar="|".join(FRAMEWORKS), help="framework of the exchanged arrays")
     parser.add_argument("--collectives", type=cli.one_of("--collectives", WIRES), default="horovod",
-                        metavar="|".join(WIRES), help="the transport; auto: what a run would take")
+                        metavar="|".join(WIRES), help="transport; auto: the one that a run would choose")
     parser.add_argument("--kinds", type=cli.some_of("--kinds", KINDS), default=",".join(KINDS), metavar="A,B",
                         help="collectives to measure")
     parser.add_argument("--min", "--minbytes", type=cli.size("--min"), default="4K", metavar="BYTES",
                         help="smallest size, such as 4K")
     parser.add_argument("--max", "--maxbytes", type=cli.size("--max"), default="64M", metavar="BYTES",
-                        help="largest size, such as 64M; horovodrun takes --max for its own, so under it --maxbytes")
+                        help="largest size, such as 64M; horovodrun has its own --max, so use --maxbytes under "
+                             "horovodrun")
     parser.add_argument("--factor", type=cli.number("--factor", 1, 1024), default=4.0, metavar="X",
-                        help="from one size to the next")
+                        help="factor from one size to the next")
     parser.add_argument("--dtype", type=cli.one_of("--dtype", DTYPES), default="float32", metavar="TYPE",
                         help="element type")
     parser.waits(600.0, "longest wait for other ranks, in seconds")

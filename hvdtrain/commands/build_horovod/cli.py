@@ -26,16 +26,16 @@ def parser() -> argparse.ArgumentParser:
         "(~/.cache/hvdtrain)."))
     made.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS,
                       help="build for these only (default: all that are installed)")
-    made.add_argument("--force", action="store_true", help="build and check again though nothing has changed")
-    made.add_argument("--no-verify", action="store_true", help="leave the allreduce checks out")
+    made.add_argument("--force", action="store_true", help="build and check again even if nothing has changed")
+    made.add_argument("--no-verify", action="store_true", help="skip the allreduce checks")
     made.add_argument("--jobs", type=int, default=0, metavar="N",
-                      help="compilers at once (default: by cores and memory)")
+                      help="parallel compilers (default: by cores and memory)")
     made.add_argument("--cpu", action="store_true", help="build without CUDA and NCCL even if a GPU is here")
     made.add_argument("--capabilities", type=str, default="", metavar="80,90",
-                      help="compute capabilities to build for, where no GPU is here; nothing is checked then")
+                      help="compute capabilities to build for, without a GPU here; skips the checks")
     made.add_argument("--wheelhouse", type=Path, metavar="DIR",
-                      help="take Horovod's wheel or source from this folder, which make wheelhouse filled")
-    made.add_argument("--print-plan", action="store_true", help="say what would be built, and stop")
+                      help="take Horovod's wheel or source from this folder, filled by make wheelhouse")
+    made.add_argument("--print-plan", action="store_true", help="print what would be built, and stop")
     return made
 
 
@@ -111,7 +111,7 @@ def run(options: Options, say=print) -> int:
 def _ensure_installed(todo: BuildPlan, options: Options, log: Path, say) -> verify.BuildRecord:
     have = verify.installed()
     if have is not None and have.key == todo.key and not options.force:
-        say("already installed: the Horovod here was built for exactly this")
+        say("already installed: the Horovod here was built for this environment")
         return have
     with wheel.lock(todo.key, lambda: say("waiting: another process is building the same wheel")):
         if options.wheelhouse is not None:

@@ -52,12 +52,12 @@ def plan(facts: BuildFacts, cpu_only: bool = False) -> BuildPlan:
     Errors: `UserError` where there is no framework, or where a part of a GPU build is missing.
     """
     if not facts.frameworks:
-        raise UserError("got no framework in this environment", "torch or tensorflow",
+        raise UserError("found no framework in this environment", "torch or tensorflow",
                         'run pip install "hvdtrain[torch]" or "hvdtrain[tensorflow]"')
     cuda, notes = _gpu_build(facts, cpu_only)
     mpi = facts.mpi is not None and bool(facts.mpi.mpicxx)
     if not mpi:
-        notes += ("no MPI with a compiler (mpicxx) was found: Horovod is built with Gloo alone",)
+        notes += ("no MPI with a compiler (mpicxx) was found: Horovod is built with Gloo only",)
     env = {"HOROVOD_WITH_GLOO": "1", "HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITH_MPI": "1" if mpi else ""}
     if not mpi:
         env["HOROVOD_WITHOUT_MPI"] = "1"
@@ -80,11 +80,11 @@ def _gpu_build(facts: BuildFacts, cpu_only: bool) -> tuple[bool, tuple[str, ...]
     if not facts.capabilities or cpu_only:
         return False, ()
     if not with_cuda:
-        return False, ("a GPU is here, but the frameworks are CPU builds, and so is this Horovod",)
+        return False, ("this host has a GPU, but the frameworks are CPU builds, and so is this Horovod",)
     if len(with_cuda) < len(facts.frameworks):
         cpu = next(f for f in facts.frameworks if not f.cuda)
         raise UserError(f"got {with_cuda[0].dist} with CUDA and {cpu.dist} {cpu.version} without",
-                        "both with CUDA or both without, since one Horovod serves both",
+                        "both with CUDA or both without, since both use one Horovod",
                         "install the CUDA build of both, pass --frameworks with one name, or --cpu")
     parts = (("nvcc", facts.cuda.home), ("NCCL", facts.cuda.nccl_home))
     missing = " and no ".join(what for what, where in parts if not where)

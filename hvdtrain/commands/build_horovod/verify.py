@@ -15,6 +15,7 @@ from pathlib import Path
 from hvdtrain.cluster.machine.software import Mpi, search_path
 from hvdtrain.commands.build_horovod.child_log import SILENT_S, ChildFailed, Display, logged
 from hvdtrain.commands.build_horovod.plan import BuildPlan
+from hvdtrain.core import whole_file
 
 RANKS = 2
 CHECK_TIMEOUT_S = 180.0
@@ -147,9 +148,8 @@ def path() -> Path:
 
 def write(record: BuildRecord) -> None:
     path().parent.mkdir(parents=True, exist_ok=True)
-    aside = path().with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(asdict(record), indent=2) + "\n")
-    os.replace(aside, path())
+    with whole_file(path()) as draft:
+        draft.write_text(json.dumps(asdict(record), indent=2) + "\n")
 
 
 def read() -> BuildRecord | None:

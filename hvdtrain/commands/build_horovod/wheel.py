@@ -201,8 +201,9 @@ def take_over(folder: Path, key: str) -> Path | None:
     Errors: `UserError` where there is no such folder.
     """
     if not folder.is_dir():
-        raise UserError(f"got the wheelhouse {folder}, which is not there", "a folder that make wheelhouse filled",
-                        "correct WHEELHOUSE=DIR, or fill it where there is a network: make wheelhouse WHEELHOUSE=DIR")
+        raise UserError(f"got the wheelhouse {folder}, which does not exist", "a folder that make wheelhouse filled",
+                        "correct WHEELHOUSE=DIR, or fill it on a host with network access: make wheelhouse "
+                        "WHEELHOUSE=DIR")
     kept = root() / "source" / SOURCE
     if not kept.exists() and (folder / "horovod" / SOURCE).exists():
         copy(folder / "horovod" / SOURCE, kept)
@@ -243,8 +244,8 @@ def lock(key: str, waiting=lambda: None, timeout_s: float = LOCK_TIMEOUT_S) -> I
                 waiting()
                 said = True
             if time.monotonic() > deadline:
-                raise UserError(f"got no lock on {path} in {timeout_s:.0f} s", "the other build to end",
-                                "look for another `python -m hvdtrain build` and end it")
+                raise UserError(f"got no lock on {path} in {timeout_s:.0f} s", "the end of the other build",
+                                "find the other `python -m hvdtrain build` and end it")
             time.sleep(0.2)
         yield
 

@@ -64,7 +64,7 @@ def fill(folder: Path, pins: Sequence[str], extra_index: str, options: cli.Optio
     try:
         add_source(folder / "horovod")
     except (ChildFailed, UserError) as error:
-        print(f"note: Horovod's source package could not be had ({error})")
+        print(f"note: Horovod's source package is not available ({error})")
     lines, total = listing(folder)
     print("\n".join([*lines, f"{total / 2**20:7.2f} MiB in {folder}"]))
     return 0
@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      description="Fill a folder with wheels for machines without a network.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("-r", dest="pins", action="append", required=True, help="a file of pins")
-    parser.add_argument("--frameworks", nargs="+", help="those that the built Horovod is for")
+    parser.add_argument("--frameworks", nargs="+", help="frameworks of the built Horovod")
     parser.add_argument("--cpu", action="store_true", help="the Horovod without CUDA")
-    parser.add_argument("--extra-index", default="", help="asked where pip's own indexes lack a pin")
+    parser.add_argument("--extra-index", default="", help="extra index for pins that pip's own indexes lack")
     args = parser.parse_args(argv)
     options = cli.Options(frameworks=tuple(args.frameworks) if args.frameworks else None, cpu_only=args.cpu)
     return fill(args.folder, args.pins, args.extra_index, options)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.backends.interchange.layers import Model
-from hvdtrain.commands.convert import Request, convert, source_of, target_of
-from hvdtrain.commands.convert.request import TOLERANCE
+from hvdtrain.commands.convert.request import TOLERANCE, Request, convert, source_of, target_of
 from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.terminal import as_text, say
@@ -52,14 +51,14 @@ def make_parser() -> argparse.ArgumentParser:
                     "models' outputs on the same random input are compared; TARGET is made only if they agree.")
     parser.add_argument("source", metavar="SOURCE", help="a run's directory or checkpoint, or a file of weights: "
                         ".safetensors, .pt or .pth (state_dict), .keras, .weights.h5")
-    parser.add_argument("target", metavar="TARGET", help="the same of the other framework: a directory becomes a run "
-                        "(SOURCE must be one), a file by its ending; must not exist")
+    parser.add_argument("target", metavar="TARGET", help="target in the other framework: a directory becomes "
+                        "a run (SOURCE must be one), a file by its ending; must not exist")
     parser.add_argument("--model", default="", help="module:callable that builds SOURCE's model (default: the run's)")
     parser.add_argument("--twin", default="", help="module:callable that builds TARGET's model (default: the file of "
                         "the same name in tf_models or torch_models); gets the model's arguments too. Of either, "
                         "--model_args.NAME VALUE and --twin_args.NAME VALUE set arguments")
     parser.add_argument("--pair", action="append", default=[], metavar="TORCH_LAYER=KERAS_LAYER",
-                        help="layers that belong together where names and order leave it open")
+                        help="layers that correspond, where names and order are ambiguous")
     parser.add_argument("--flatten", action="append", default=[], metavar="TORCH_LAYER=C,H,W",
                         help="a Linear before which the PyTorch model flattens C, H, W and the Keras model H, W, C")
     parser.add_argument("--input_shape", default="", metavar="N,N,...",
@@ -102,7 +101,7 @@ def _entries(argv: list[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
             continue
         if not equals:
             if not words:
-                raise UserError(f"{word} has no value", "one after it", f"write {word} VALUE")
+                raise UserError(f"{word} has no value", "a value", f"write {word} VALUE")
             value = words.pop(0)
         found[key][entry] = recipe.load(value, word)
     return found, rest
@@ -111,7 +110,7 @@ def _entries(argv: list[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
 def _pairs(given: list[str]) -> dict[str, str]:
     wrong = next((text for text in given if text.count("=") != 1), None)
     if wrong is not None:
-        raise UserError(f"{wrong!r} is no pair", "two names with = between them", HELP)
+        raise UserError(f"{wrong!r} is not a pair", "two names with = between them", HELP)
     return dict(text.split("=") for text in given)
 
 
@@ -161,8 +160,8 @@ def inputs(example: Callable[..., Any] | None, shape: Sequence[int], inferred: S
         drawn = np.random.default_rng(1)
         return random_like([drawn.standard_normal((SAMPLES, *one)).astype(dtype) if np.dtype(dtype).kind == "f"
                             else np.zeros((SAMPLES, *one), dtype) for one, dtype in inferred])
-    raise UserError("the model's file has no example(B), so that no input is known to compare outputs on",
-                    "an example, or the shape of one sample", "say --input_shape 8,8, or --no-check")
+    raise UserError("the model's file has no example(B), so no input is known for the comparison of outputs",
+                    "an example, or the shape of one sample", "pass --input_shape 8,8, or --no-check")
 
 
 def random_weights(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -199,8 +198,9 @@ def apart(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
     shapes = [[a.shape for a in side] for side in (got, want)]
     if shapes[0] != shapes[1]:
         raise UserError(f"the twin's outputs have shapes {shapes[0]}", f"{shapes[1]}, as SOURCE's model gives",
-                        "build both twins alike (--model_args, --twin_args)")
-    largest = max((float(np.abs(a).max(initial=0.0)) for a in want), default=0.0) or 1.0
-    worst = max((float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0.0))
-                 for a, b in zip(got, want)), default=0.0)
+                        "build both twins in the same way (--model_args, --twin_args)")
+    # np.max returns NaN where any entry is; max() only where the first is.
+    largest = float(np.max([np.abs(a).max(initial=0.0) for a in want], initial=0.0)) or 1.0
+    worst = float(np.max([np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0.0)
+                          for a, b in zip(got, want)], initial=0.0))
     return worst / largest if np.isfinite(worst) and np.isfinite(largest) else float("inf")

@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdtrain.backends.interchange.rule import Rule
 from hvdtrain.checkpoint import CheckpointStore, inspect
+from hvdtrain.checkpoint.downloads import refuse
 from hvdtrain.checkpoint.files import fsync_directory, make_directories
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.commands.build_horovod.child_log import ChildFailed, logged
@@ -84,15 +85,15 @@ def completed(request: Request) -> Request:
         if request.model in ("", known):
             request = replace(request, model=known, model_args={**config.get("model_args", {}), **request.model_args})
     if not request.model:
-        raise UserError("it is not known which model SOURCE is of", "module:callable or path/file.py:callable",
-                        "say --model torch_models.cnn:build")
+        raise UserError("the model of SOURCE is not known", "module:callable or path/file.py:callable",
+                        "pass --model torch_models.cnn:build")
     if not request.twin:
         for mine, other in _TWINS.items():
             if request.model.startswith(mine):
                 request = replace(request, twin=other + request.model.removeprefix(mine))
     if not request.twin:
         raise UserError(f"the twin of {request.model} is not known", "module:callable or path/file.py:callable",
-                        "say --twin tf_models.cnn:build")
+                        "pass --twin tf_models.cnn:build")
     return replace(request, twin_args={**request.model_args, **request.twin_args})
 
 
@@ -128,6 +129,7 @@ def source_of(text: str, log: Callable[[str], None]) -> ModelPath:
 
     Errors: `UserError` for a path that is not there or holds no such thing.
     """
+    refuse("SOURCE", text)
     path = Path(text)
     if not path.exists():
         raise UserError(f"there is no {text}", _KINDS, "correct SOURCE")
@@ -136,7 +138,7 @@ def source_of(text: str, log: Callable[[str], None]) -> ModelPath:
             if root.is_dir() and any(root.glob("step-*")):
                 found = CheckpointStore(root, 1).latest_whole(log)
                 if found is None:
-                    raise UserError(f"{root} holds no whole checkpoint", "at least one that verifies", "correct SOURCE")
+                    raise UserError(f"{root} holds no complete checkpoint", "at least one", "correct SOURCE")
                 return ModelPath(found[0], "checkpoint")
         inspect(path)
         return ModelPath(path, "checkpoint")
@@ -174,7 +176,7 @@ def convert(request: Request) -> dict[str, Any]:
         make_directories(parent)
         aside = Path(tempfile.mkdtemp(prefix=".hvdtrain-convert-", dir=parent))
     except OSError as error:
-        raise UserError(f"nothing can be made in {parent}: {error.strerror or error}",
+        raise UserError(f"nothing can be created in {parent}: {error.strerror or error}",
                         "a writable directory for TARGET", "choose another TARGET") from None
     try:
         with orderly_signals():
@@ -200,7 +202,7 @@ def _child(what: str, argv: list[str], exchange: Path) -> None:
     except ChildFailed as failed:
         if said.is_file():
             raise UserError(*json.loads(said.read_text(encoding="utf-8"))) from None
-        raise failed.user_error("models that can be built and loaded here", "see its last lines above") from None
+        raise failed.user_error("models that can be built and loaded here", "see its output above") from None
 
 
 def _publish(made: Path, request: Request) -> None:
@@ -209,7 +211,7 @@ def _publish(made: Path, request: Request) -> None:
         os.rename(made if request.with_state else made / target.name, target)
         fsync_directory(target.parent)
     except OSError as error:
-        raise UserError(f"TARGET {target} could not be made: {error}", "a free name in a writable directory",
+        raise UserError(f"TARGET {target} could not be created: {error}", "a free name in a writable directory",
                         "choose another TARGET") from None
 
 
@@ -241,7 +243,7 @@ def require_constant_rate(config: Config, scheduled: str = "") -> None:
     """Raise `UserError` where a schedule moves the rate; ``scheduled``: the name of one that the optimizer holds."""
     name = scheduled or config.schedule.name * config.schedule.on
     if name:
-        raise UserError(f"the run's rate follows {name}, which the other framework lacks by that name and state",
+        raise UserError(f"the run's rate follows {name}, which the other framework does not have",
                         "a constant rate, with warm-up or without", "convert the weights alone: give a file as TARGET")
 
 
@@ -280,9 +282,9 @@ def remarks(config: Config, draws: bool, compressor_state: bool, compiled_loss: 
     """Return what is not converted, as sentences."""
     found = []
     if draws:
-        found.append("the frameworks draw dropout from different generators: results agree as those of two seeds do")
+        found.append("the frameworks draw dropout from different generators: results agree like those of two seeds")
     if compressor_state:
-        found.append("compressor state (error feedback) is left out and starts from nothing")
+        found.append("compressor state (error feedback) is not converted and starts from zero")
     if config.loss.name != "auto":
         found.append(f"loss {config.loss.name} is a name of the run's framework: set loss.name in config.yaml to its "
                      "twin if resuming does not know it")

@@ -98,9 +98,9 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
         side.write_file(spec.model, made / request.target.path.name)
         return report
     if spec.optimizer is not None:
-        raise UserError(f"{request.twin} gives optimizer(model, config), and the run goes on with the optimizer of its "
-                        "checkpoint", "an optimizer by name", "leave optimizer out of the twin's file, or convert the "
-                        "weights alone: give a file as TARGET")
+        raise UserError(f"{request.twin} defines optimizer(model, config), and the run continues with "
+                        "the optimizer of its checkpoint", "an optimizer by name", "leave optimizer out of the twin's "
+                        "file, or convert the weights alone: give a file as TARGET")
     config = target_run.config_for(old, spec.framework, rule, request.twin, request.twin_args, request.target.path)
     slots = {slot: carry_moments(pairs, found.tensors[f"slot-{slot}"], SHORT[spec.framework]) for slot in rule.slots()
              if f"slot-{slot}" in found.tensors}
@@ -132,8 +132,8 @@ def _save(request: Request, side: Any, parts: ModelParts, config: Config, found:
 def _training_remarks(pairs: Pairs) -> list[str]:
     found = [text for ends in pairs.ends for text in layers.remark(ends)]
     if any(ends.torch.kind == "batch norm" for ends in pairs.ends):
-        found.append("BatchNorm's running variance is unbiased in PyTorch and biased in Keras: evaluation differs by "
-                     "about one part in the values per channel of a micro-batch, training does not")
+        found.append("BatchNorm's running variance is unbiased in PyTorch and biased in Keras: evaluation differs "
+                     "by about 1 / (values per channel of a micro-batch), training does not")
     return found
 
 
@@ -143,16 +143,17 @@ def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: OpenC
     apart = cli.apart(_outputs(request.twin, side, spec, x), _in_order(found, "output"))
     if not apart <= request.tolerance:
         raise UserError(f"the twins' outputs differ by {apart:.1e} of the largest on the same random input",
-                        f"at most {request.tolerance:g}", f"look at this: {may}")
+                        f"at most {request.tolerance:g}", f"check: {may}")
     report = {"apart": apart, "input": [list(a.shape) for a in x]}
     if "chance" not in found.tensors:  # its outputs were not finite
         return report
     side.assign(spec.model, carry(pairs, found.tensors["chance"], SHORT[spec.framework]))
     by_chance = cli.apart(_outputs(request.twin, side, spec, x), _in_order(found, "chance-output"))
     if not by_chance <= max(cli.APART_BY_CHANCE, request.tolerance):
-        raise UserError("the twins' outputs are alike with SOURCE's weights, and with random ones carried over the "
-                        f"same pairs they differ by {by_chance:.1e} of the largest: weights such as 0 hide it",
-                        f"at most {cli.APART_BY_CHANCE:g}", f"look at this: {may}")
+        raise UserError("the twins' outputs agree with SOURCE's weights, but with random "
+                        f"weights of the same pairs they differ by {by_chance:.1e} of the largest: weights such as 0 "
+                        "hide it",
+                        f"at most {cli.APART_BY_CHANCE:g}", f"check: {may}")
     return report | {"apart_by_chance": by_chance}
 
 
@@ -175,11 +176,11 @@ def _by_chance(request: Request, side: Any, spec: Spec, x: list[np.ndarray]) -> 
 def _outputs(text: str, side: Any, spec: Spec, x: list[np.ndarray]) -> list[np.ndarray]:
     try:
         return side.outputs(spec.model, x)
-    except Exception as error:  # noqa: BLE001  (each framework and each model has its own)
+    except Exception as error:  # each framework and each model has its own
         shapes = ", ".join(f"{a.shape} {a.dtype}" for a in x)
         raise UserError(f"{text} does not take random input {shapes}: {' '.join(str(error).split())[:300]}",
                         "input like that of the model's file, its example(B)",
-                        "say --input_shape for the shape of one sample, or --no-check") from error
+                        "pass --input_shape with the shape of one sample, or --no-check") from error
 
 
 def _built(text: str, args: dict[str, Any], seed: int) -> tuple[Spec, Any]:

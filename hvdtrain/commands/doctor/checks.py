@@ -57,7 +57,7 @@ def frameworks(host: Facts, parallel: bool) -> Found:
             version = facts.get("version", "").partition("+")[0]
             wanted = facts.get("distribution", framework) + (f"=={version}" if version else "")
             yield Problem(STOPS, name, f"{framework} does not work: {facts['at']}: {facts['error']}",
-                          f"run python -c 'import {framework}' there to see the whole error, then pip install "
+                          f"run python -c 'import {framework}' there to see the full error, then pip install "
                           f"--force-reinstall {wanted}")
 
 
@@ -66,7 +66,7 @@ def memory(host: Facts, parallel: bool) -> Found:
     count, free = slots(host), host["memory_bytes"]
     if known(free) and free < MEMORY_PER_RANK * count:
         yield Problem(SLOWS, (host["host"],), f"{format_bytes(free)} of memory for {words(count, 'rank')}: below "
-                      "1 GiB each a framework and its data hardly fit",
+                      "1 GiB each, a framework and its data hardly fit",
                       f"end other programs there, raise the container's limit, or start fewer ranks: -H "
                       f"{host['host']}:{max(1, free // MEMORY_PER_RANK)}")
 
@@ -75,7 +75,7 @@ def cores(host: Facts, parallel: bool) -> Found:
     """Check that every rank has a core."""
     count, have = slots(host), host["cores"]
     if known(have) and count > max(1, int(have)):
-        yield Problem(SLOWS, (host["host"],), f"{count} ranks on {words(have, 'core')}: they share them",
+        yield Problem(SLOWS, (host["host"],), f"{count} ranks share {words(have, 'core')}",
                       f"start as many ranks as cores: -H {host['host']}:{max(1, int(have))}; or, with mpirun itself, "
                       "pass --oversubscribe --bind-to none")
 
@@ -156,13 +156,13 @@ def memory_of_neighbours(host: Facts, parallel: bool) -> Found:
     why = (f"Yama's ptrace_scope is {scope}" if scope and scope > 1 else
            "each process is in a user namespace of its own" if _namespaced(host) else "a container's seccomp rules")
     if series == 4:
-        yield Problem(SLOWS, (host["host"],), f"ranks may not read each other's memory (process_vm_readv: "
-                      f"{tried['cma']}; {why}): Open MPI 4 says 'Read -1, expected ...' for each large message, and "
-                      "sends it another way", f"export OMPI_MCA_{SINGLE_COPY}=none, or pass mpirun --mca {SINGLE_COPY} "
-                      "none; or let them: docker run --cap-add SYS_PTRACE")
+        yield Problem(SLOWS, (host["host"],), "ranks cannot read each other's memory (process_vm_readv: "
+                      f"{tried['cma']}; {why}): Open MPI 4 prints 'Read -1, expected ...' for each large "
+                      "message, and sends it by another path", f"export OMPI_MCA_{SINGLE_COPY}=none, or pass mpirun "
+                      f"--mca {SINGLE_COPY} none; or allow it: docker run --cap-add SYS_PTRACE")
     else:
-        yield Problem(SLOWS, (host["host"],), f"ranks may not read each other's memory (process_vm_readv: "
-                      f"{tried['cma']}; {why})", "pass mpirun --mca smsc ^cma; or let them: docker run --cap-add "
+        yield Problem(SLOWS, (host["host"],), "ranks cannot read each other's memory (process_vm_readv: "
+                      f"{tried['cma']}; {why})", "pass mpirun --mca smsc ^cma; or allow it: docker run --cap-add "
                       "SYS_PTRACE")
 
 
@@ -171,10 +171,10 @@ def files_of_neighbours(host: Facts, parallel: bool) -> Found:
     tried = host["peers"]
     if not parallel or not known(tried) or tried["files"] == "ok":
         return
-    why = ("they do not see one another's processes" if tried["files"] in ("other process", "ENOENT", "ESRCH") else
-           "each is in a user namespace of its own" if _namespaced(host) else f"opening gives {tried['files']}")
-    yield Problem(SLOWS, (host["host"],), f"ranks cannot share memory ({why}): gradients within the host go over MPI "
-                  "or Horovod", "start one container for each host and all its ranks inside, or with Apptainer one "
+    why = ("they do not see each other's processes" if tried["files"] in ("other process", "ENOENT", "ESRCH") else
+           "each is in a user namespace of its own" if _namespaced(host) else f"opening a file fails: {tried['files']}")
+    yield Problem(SLOWS, (host["host"],), f"ranks cannot share memory ({why}): gradients within the host "
+                  "use MPI or Horovod", "start one container per host with all its ranks inside, or with Apptainer one "
                   "instance: apptainer instance start IMAGE NAME, then apptainer exec instance://NAME")
 
 
@@ -190,12 +190,12 @@ def shared_memory(host: Facts, parallel: bool) -> Found:
         need = SHM_PER_RANK * count >> 20
         yield Problem(SLOWS, (host["host"],),
                       f"/dev/shm has {format_bytes(free)} free and Open MPI wants {need} MiB for {count} ranks (16 "
-                      "each): it warns at best and crashes with SIGBUS at worst",
-                      f"give a container docker run --shm-size {max(64, 2 * need)}m, or pass mpirun --mca "
+                      "each): it prints a warning, or crashes with SIGBUS",
+                      f"start the container with docker run --shm-size {max(64, 2 * need)}m, or pass mpirun --mca "
                       "btl_vader_backing_directory /tmp")
     elif known(host["container"]) and free < SHM_PER_RANK * count + SHM_FOR_WORKERS:
-        yield Problem(NOTE, (host["host"],), f"/dev/shm has {format_bytes(free)} free: enough for MPI, not for "
-                      "processes that hand batches over in it (a torch DataLoader with workers)",
+        yield Problem(NOTE, (host["host"],), f"/dev/shm has {format_bytes(free)} free: enough for MPI, but "
+                      "not for processes that pass batches through /dev/shm (a torch DataLoader with workers)",
                       "give the container more: docker run --shm-size 1g, or --ipc host; in Kubernetes an emptyDir of "
                       "medium Memory on /dev/shm")
 
@@ -221,9 +221,9 @@ def quota(host: Facts, parallel: bool) -> Found:
     """Check that processor time is a number of cores, not a share of many."""
     allowed, have = host["limits"], host["affinity"]
     if known(allowed) and known(have) and allowed["cores"] and allowed["cores"] < have:
-        yield Problem(NOTE, (host["host"],), f"a quota gives {allowed['cores']:g} of {have} cores: whoever uses "
-                      "it up waits for the rest of each period (0.1 s mostly), all ranks with it",
-                      f"give whole cores where you can: docker run --cpuset-cpus "
+        yield Problem(NOTE, (host["host"],), f"a quota gives {allowed['cores']:g} of {have} cores: a rank that "
+                      "uses it up waits for the rest of each period (usually 0.1 s), and all ranks wait with it",
+                      "allocate whole cores if possible: docker run --cpuset-cpus "
                       f"0-{max(1, int(allowed['cores'])) - 1}; in Kubernetes equal requests and "
                       "limits with the static CPU manager")
 

@@ -42,15 +42,15 @@ def main(argv: list[str]) -> int:
     try:
         os.getcwd()
     except OSError:
-        raise UserError("the current folder is no longer there, and nothing that is started in it works",
-                        "a folder that exists", "cd into one") from None
+        raise UserError("the current folder no longer exists, and programs cannot start in it",
+                        "a folder that exists", "change to an existing folder") from None
     launched = launch_facts(os.environ)
     hosts = launch_detect.hosts_of(args.hosts, args.hostfile)
     program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}")
     one_each = wishes(args, tuple(HostSlots(host.name, 1) for host in hosts), program)
     check(one_each)
     if hosts and launched.kind != "solo":
-        raise UserError(f"-H under {launched.launcher}, which has placed the ranks already", "one of the two",
+        raise UserError(f"-H under {launched.launcher}, which has already placed the ranks", "one of the two",
                         "leave -H and --hostfile out, or start doctor without a launcher")
     if args.part:
         report = gather.part(os.environ, launched, args.timeout)
@@ -80,16 +80,15 @@ def show(report: gather.Report, args: argparse.Namespace, launched: bool) -> int
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
     made = argparse.ArgumentParser(
         prog="python -m hvdtrain doctor", allow_abbrev=False,
-        description="Show what a run would find here (versions, builds, GPUs, network, memory) and what would stop or "
-                    "slow it, each with the command that fixes it. With hosts: one rank on each under the real "
-                    "launcher. Exit status 1 if something would stop a run.",
+        description="Print versions, builds, GPUs, network and memory of this host, and set-up "
+                    "problems with the commands that fix them. With hosts: one rank on each under the "
+                    "real launcher. Exit status 1 if a problem would stop a run.",
         epilog="For example: python -m hvdtrain doctor -H fast:4,old:2")
     add_options(made)
     made.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS",
-                      help=f"how long the hosts may take to come together (default {TIMEOUT_S:g})")
+                      help=f"time for the hosts to connect (default {TIMEOUT_S:g})")
     made.add_argument("--json", action="store_true", help="print facts and problems as one line of JSON")
     made.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)  # how doctor -H asks its ranks
     made.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # the process of a rank that starts MPI
@@ -117,7 +116,7 @@ def _over(hosts: tuple[HostSlots, ...], one_each: Wishes, args: argparse.Namespa
                      args.timeout + gather.REPORT_S)
 
 
-WORDS = {STOPS: "would stop a run", SLOWS: "would slow it", NOTE: "to know"}
+WORDS = {STOPS: "would stop a run", SLOWS: "would slow a run", NOTE: "information"}
 """What a severity means, as it is printed."""
 
 
@@ -144,7 +143,7 @@ def findings(problems: Sequence[Problem], hosts: Sequence[Facts]) -> list[str]:
         lines += [f"{p.severity}: {where}{p.got}.", f"    {p.do[:1].upper()}{p.do[1:]}."]
     counts = [f"{sum(p.severity == s for p in problems)} {WORDS[s]}" for s in (STOPS, SLOWS, NOTE)
               if any(p.severity == s for p in problems)]
-    return [*lines, "hvdtrain doctor: " + (", ".join(counts) or "nothing found that would stop or slow a run")]
+    return [*lines, "hvdtrain doctor: " + (", ".join(counts) or "no problem found")]
 
 
 def text(hosts: Sequence[Facts], problems: Sequence[Problem], plain: bool) -> str:
@@ -191,8 +190,8 @@ def _mpirun(host: Facts, found: Any) -> str:
 
 def _mpi_moves(host: Facts, found: Any) -> str:
     ucx = "UCX where it finds a fast network" if found["ucx"] else "its own transports, not UCX"
-    gpus = "could read GPU memory itself; hvdtrain goes over pinned host memory" if found["cuda"] else (
-        "cannot read GPU memory itself")
+    gpus = "could read GPU memory directly; hvdtrain uses pinned host memory" if found["cuda"] else (
+        "cannot read GPU memory directly")
     return f"{ucx}; {gpus}"
 
 
@@ -229,8 +228,8 @@ def _container(host: Facts, found: Any) -> str:
 
 def _limits(host: Facts, found: Any) -> str:
     cores, memory = found["cores"], found["memory_bytes"]
-    return ", ".join([count(cores, "core") if cores else "no quota of cores",
-                      format_bytes(memory) if memory else "no limit of memory"])
+    return ", ".join([count(cores, "core") if cores else "no CPU quota",
+                      format_bytes(memory) if memory else "no memory limit"])
 
 
 def _peers(host: Facts, found: Any) -> str:
@@ -242,8 +241,8 @@ def _peers(host: Facts, found: Any) -> str:
 
 def _clock(host: Facts, found: Any) -> str:
     if 0 in host["ranks"]:
-        return "the others' are compared with it"
-    return f"{1e3 * found['offset_s']:+.2f} ms from rank 0's, give or take {1e3 * found['within_s']:.2f} ms"
+        return "the reference for the other hosts"
+    return f"{1e3 * found['offset_s']:+.2f} ms from rank 0's clock, error at most {1e3 * found['within_s']:.2f} ms"
 
 
 _SHOWN: tuple[tuple[str, str, str, Callable[[Facts, Any], str]], ...] = (
@@ -255,7 +254,7 @@ _SHOWN: tuple[tuple[str, str, str, Callable[[Facts, Any], str]], ...] = (
     ("Horovod", "horovod", "not installed", _horovod),
     ("MPI library", "mpi", "mpi4py is not installed", _mpi),
     ("mpirun", "mpirun", "none", _mpirun),
-    ("MPI moves by", "mpi_moves", "unknown: not reported", _mpi_moves),
+    ("MPI transports", "mpi_moves", "unknown: not reported", _mpi_moves),
     ("started by", "launcher", "", _launcher),
     ("GPUs", "gpu", "none", _gpu),
     ("own name is", "addresses", "", lambda host, found: ", ".join(found)),

@@ -81,7 +81,7 @@ def attempt(look: Callable[[], Any]) -> Any:
     """Return what ``look`` returns, or "unknown: " and the reason."""
     try:
         return look()
-    except Exception as error:  # noqa: BLE001  (whatever goes wrong with one fact must not hide the others)
+    except Exception as error:  # whatever goes wrong with one fact must not hide the others
         text = str(error).strip().splitlines()
         return f"{UNKNOWN}{type(error).__name__}: {text[0][:200]}" if text else UNKNOWN + type(error).__name__
 
@@ -157,7 +157,7 @@ def _mpirun() -> dict[str, str] | None:
     text, why = answer_of([path, "--version"])
     found = find_mpi(text)
     if found is None:
-        return {"flavour": "", "version": "", "path": path, "error": why or "reports no MPI that is known here"}
+        return {"flavour": "", "version": "", "path": path, "error": why or "reports no known MPI"}
     return {"flavour": found.flavour, "version": found.version, "path": found.mpirun}
 
 

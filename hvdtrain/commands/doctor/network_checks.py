@@ -44,8 +44,8 @@ def one_name(hosts: Sequence[Facts]) -> Found:
         boots.setdefault(host["host"], []).append(str(host["boot"]))
     for name, found in boots.items():
         if len(found) > 1:
-            yield Problem(STOPS, (name,), f"{len(found)} hosts are named {name}: their ranks would be taken for ranks "
-                          "of one host", "give each its own name: hostnamectl set-hostname NAME")
+            yield Problem(STOPS, (name,), f"{len(found)} hosts are named {name}: their ranks would count "
+                          "as ranks of one host", "give each its own name: hostnamectl set-hostname NAME")
 
 
 def loopback_names(hosts: Sequence[Facts]) -> Found:
@@ -57,7 +57,7 @@ def loopback_names(hosts: Sequence[Facts]) -> Found:
         if addresses and all(ipaddress.ip_address(a.split("%")[0]).is_loopback for a in addresses):
             own = usable(host)[0]["address"] if usable(host) else "ADDRESS"
             yield Problem(SLOWS, (host["host"],), f"the name {host['host']} means {', '.join(addresses)} on that host: "
-                          "programs that announce it (Gloo, horovodrun) have others connect to themselves",
+                          "programs that announce the name (Gloo, horovodrun) make other hosts connect to themselves",
                           f"run there: echo '{own} {host['host']}' | sudo tee -a /etc/hosts")
 
 
@@ -75,8 +75,8 @@ def networks(hosts: Sequence[Facts]) -> Found:
     if not shared:
         each = "; ".join(f"{host['host']}: {', '.join(dict.fromkeys(row['network'] for row in usable(host)))}"
                          for host in hosts)
-        yield Problem(SLOWS, everywhere, f"no network has an interface of every host ({each}): they meet through a "
-                      "router at best", f"name the networks to use: {pinned(hosts[0], _all_of(hosts))}")
+        yield Problem(SLOWS, everywhere, f"no network has an interface of every host ({each}): they connect "
+                      "through a router at best", f"name the networks to use: {pinned(hosts[0], _all_of(hosts))}")
     alike = _alike(hosts)
     if alike and shared:
         names = ", ".join(f"{name} ({address})" for address, name in alike.items())

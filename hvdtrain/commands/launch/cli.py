@@ -31,6 +31,7 @@ from hvdtrain.cluster.launchers.spec import (
     valid_name,
 )
 from hvdtrain.cluster.liveness.causes import is_cause
+from hvdtrain.commands import COMMANDS
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.commands.launch.restart_policy import HostCandidate
 from hvdtrain.commands.launch.supervisor import Supervisor, SupervisorEnvironment, say
@@ -73,8 +74,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     if args.out and args.restarts is None:
         raise UserError("--out is given without --restarts", "both, or neither", "add --restarts N")
     if not words:
-        raise UserError("there is no program" + ("" if at < len(argv) else ": no -- is on the line"),
-                        "-- and what each rank runs, such as: -- train --epochs 3", "add it at the end")
+        raise UserError("there is no program" + ("" if at < len(argv) else ": the command line has no --"),
+                        "-- and the program of each rank, such as: -- train --epochs 3", "add it at the end")
     return args, rank_program(words)
 
 
@@ -110,10 +111,8 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
 
 def rank_program(words: Sequence[str]) -> tuple[str, ...]:
     """Return the program after ``--`` as a rank runs it: our commands under this interpreter, others unchanged."""
-    from hvdtrain.commands import COMMANDS
-
     if words[0] == "launch":
-        raise UserError("the program is launch itself", "what each rank runs, such as train", "name that after --")
+        raise UserError("the program is launch itself", "the program of each rank, such as train", "name that after --")
     if words[0] in COMMANDS or words[0].startswith("-"):
         return (interpreter(), "-m", "hvdtrain", *words)
     return tuple(words)
@@ -132,7 +131,7 @@ def shell_lines(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
 def headline(spec: LaunchSpec) -> str:
     where = ", ".join(map(str, spec.hosts[:8])) + (", ..." if len(spec.hosts) > 8 else "")
     ranks = f"{spec.ranks or 'as many'} {'rank' if spec.ranks == 1 else 'ranks'}"
-    return f"hvdtrain launch: {ranks} on {where or 'the allocation, as it says'}, by {spec.tool.launcher}"
+    return f"hvdtrain launch: {ranks} on {where or 'the hosts of the allocation'}, by {spec.tool.launcher}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,14 +142,14 @@ def _parser() -> argparse.ArgumentParser:
     add_options(parser)
     parser.add_argument("-np", "--np", type=int, default=0, help="number of ranks (default: all slots)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
-                        help="pass this variable too; may be repeated")
-    parser.add_argument("--bind", choices=BINDINGS, default="none", help="what a rank is bound to (default none)")
+                        help="also pass this variable; may be repeated")
+    parser.add_argument("--bind", choices=BINDINGS, default="none", help="binding of a rank (default none)")
     parser.add_argument("--cores-per-rank", type=int, default=1,
                         help="with --bind core: cores of each rank (default 1)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots or cores")
     parser.add_argument("--restarts", type=int, default=None, metavar="N",
-                        help="stay, and start the job again after a failure, N times at most; 0: only stay, so that "
-                        "SIGTERM saves the run and ends it with status 75")
+                        help="supervise the job and restart it after a failure, at most N times; 0: no "
+                        "restart, but SIGTERM saves the run and ends it with status 75")
     parser.add_argument("--out", default="", metavar="FOLDER",
                         help="with --restarts, for programs other than train: the run's folder")
     parser.add_argument("--dry-run", action="store_true", help="print the command, run nothing")
@@ -171,7 +170,7 @@ def _become(words: Sequence[str], env: Mapping[str, str]) -> None:
         os.execvpe(words[0], list(words), kept)
     except OSError as error:
         raise UserError(f"{words[0]} cannot be started: {error.strerror}", "a launcher that runs",
-                        "see what it is; a command line of more than 128 KiB in one word is too long") from None
+                        "check the program; one argument of more than 128 KiB is too long") from None
 
 
 ANSWER_S = 10.0

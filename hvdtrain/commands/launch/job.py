@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from hvdtrain.checkpoint import run_directory as outdir
+from hvdtrain.checkpoint.downloads import refuse
+from hvdtrain.checkpoint.remote import prepared
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness import causes
@@ -19,6 +22,7 @@ from hvdtrain.commands.launch.restart_policy import refit
 from hvdtrain.config import Config, cut_over_ranks, micro_batches, schema
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import depths_of
+from hvdtrain.core.resolve import is_url
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 
@@ -42,7 +46,7 @@ class SupervisedJob:
         """Return the words of an attempt: folder, resume, lists cut for its ranks, a smaller micro-batch."""
         if self.config is None:
             return self.words
-        more = ["--out", str(self.out)]
+        more = ["--out", self.config.out if is_url(self.config.out) else str(self.out)]
         if number > 1:
             more += ["--resume", self.resume if self.resume and self.checkpoint() < 0 else "auto"]
         if micro_batch:
@@ -128,25 +132,30 @@ def job_of(words: Sequence[str], program: tuple[str, ...], out: str,
         if not out:
             raise UserError(f"launch --restarts does not know where {words[0]} keeps its files",
                             "--out FOLDER before the --",
-                            "name the folder in which its Trainer writes, or an empty one")
+                            "pass the folder in which its Trainer writes, or an empty one")
+        refuse("launch --out", out)
         return SupervisedJob(program, Path(out).absolute())
     if out:
-        raise UserError("launch was given --out for train, which has one itself", "--out behind the --",
+        raise UserError("launch has --out for train, which has its own --out", "--out behind the --",
                         "write: launch ... -- train --out FOLDER")
-    from hvdtrain.commands.train import parse
+    from hvdtrain.commands.train import by_keys, parse
 
-    config = parse(list(words[1:] if words[0] == "train" else words))
+    options = list(words[1:] if words[0] == "train" else words)
+    config = parse(options)
     if config is None:
         return None
+    if (keys := by_keys(options)) != options:  # an attempt appends keys, which refuse their aliases
+        program = (*program[:-len(options)], *keys)
     return SupervisedJob(program, folder_of(config).absolute(), config, hosts, config.resume)
 
 
 def folder_of(config: Config) -> Path:
     """Make and return the folder of a run: the config's, the newest of its model with ``resume auto``, or a new one."""
     from hvdtrain import backends
-    from hvdtrain.checkpoint import run_directory as outdir
 
     name = backends.built_in_model() if config.model == "auto" else config.model
+    if is_url(config.out) and not config.resume:
+        return prepared(config, spared=())  # attempts under this URL are those of an earlier run
     return outdir.choose(config, name)[0]
 
 
@@ -158,7 +167,7 @@ def prepare_attempt(job: SupervisedJob, number: int) -> Path:
         for left in (*where.glob("cause-*.json"), *where.glob("marks-*.jsonl"), where / "step", where / causes.REQUEUE):
             left.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"the attempt's folder cannot be made: {error}", "a writable place",
+        raise UserError(f"the attempt's folder cannot be created: {error}", "a writable folder",
                         "choose another --out") from None
     return where
 
@@ -170,10 +179,6 @@ def next_number(out: Path) -> int:
     except OSError:
         taken = []
     return max(taken, default=0) + 1
-
-
-if TYPE_CHECKING:
-    from hvdtrain.config import Config
 
 
 class Recut(NamedTuple):
@@ -214,7 +219,7 @@ def recut(config: Config, before: Sequence[HostSlots], after: Sequence[HostSlots
         n = len(list(ranks))
         found += [(copy, min(given[copy], n - at)) for at in range(0, n, given[copy])]
     depths, taken = tuple(depth for _, depth in found), tuple(copy for copy, _ in found)
-    why = "" if depths == tuple(given) else f"of pipeline.depths {given} the ranks that are left make {list(depths)}"
+    why = "" if depths == tuple(given) else f"of pipeline.depths {given} the remaining ranks form {list(depths)}"
     return Recut(depths, taken, why)
 
 

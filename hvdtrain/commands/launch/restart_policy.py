@@ -123,14 +123,14 @@ def _over(history: Sequence[LaunchAttempt], restarts: int) -> End | None:
     if last.kind == "interrupted":
         return End(EXIT_INTERRUPTED, "interrupted")
     if last.kind == "user":
-        return End(EXIT_USER, f"a mistake that no restart fixes: {last.text}")
+        return End(EXIT_USER, f"an error that no restart fixes: {last.text}")
     again = _at_one_step(history)
     if last.kind in OURS and again >= 2:
         return End(EXIT_FAILED, f"{_what(last)}, as before, with no newer checkpoint in between: it would recur")
     if last.kind not in OURS and again >= LOST_AT_ONE_STEP:
         return End(EXIT_FAILED, f"{_what(last)}, for the {again}th time there, with no newer checkpoint in between")
     if len(history) > restarts:
-        used = {0: "no restart was asked for", 1: "the one restart is used up"}
+        used = {0: "no restart was requested", 1: "the one restart is used up"}
         return End(EXIT_FAILED, f"{_what(last)}; {used.get(restarts, f'the {restarts} restarts are used up')}")
     return None
 

@@ -111,7 +111,7 @@ class LauncherGroup(Child):
             super().__init__(words, names, causes.JOB, token, signal.SIGTERM)
         except OSError as error:
             raise UserError(f"{words[0]} cannot be started: {error.strerror}", "a launcher that runs",
-                            "see what it is; a command line of more than 128 KiB in one word is too long") from None
+                            "check the program; one argument of more than 128 KiB is too long") from None
 
     def processes(self) -> list[int]:
         """Return the ids of the processes on this host that this supervisor started."""
@@ -296,7 +296,7 @@ class Supervisor:
             bound_s, why = self._bound(seen)
             final_at = final_at or (now if bound_s else 0.0)
             if asked_at and now - asked_at > REQUEUE_S:
-                seen.why = f"it had not saved and ended {REQUEUE_S:g} s after it was asked to"
+                seen.why = f"the run had not saved and ended {REQUEUE_S:g} s after it was asked to"
             elif bound_s and now - final_at > bound_s:
                 seen.why = f"its launcher had not ended {bound_s:g} s after {why}"
             elif self.environment.start_s and now - begin > self.environment.start_s and not _begun(seen.where):
@@ -311,7 +311,7 @@ class Supervisor:
         left = causes.read(seen.where)
         bad = [row for row in left if row["kind"] not in ("done", "requeue")]
         if bad:
-            return END_S, f"a rank's last words ({bad[0]['kind']})"
+            return END_S, f"a rank's last message ({bad[0]['kind']})"
         ranks = sum(host.slots for host in seen.launch.hosts)
         # A program of the user's may have more to do after its fit.
         complete = self.job.config is not None and self.job.stamp() not in ((0, 0), seen.stamp)

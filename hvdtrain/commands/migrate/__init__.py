@@ -1,5 +1,5 @@
 """``python -m hvdtrain migrate``: rewrite scripts of other trainers, by their concrete syntax trees, and report
 hazards.
 
-Never runs a script and imports no framework. A rewrite is whole or is not made; loops of PyTorch are never rewritten.
+Never runs a script and imports no framework. A rewrite is whole or is not made.
 """

@@ -47,33 +47,35 @@ def show(migration: Migration) -> None:
         say(_shown(NOTHING.format(name=name)))
         return
     text = diff(migration.source, migration.after)
-    say(_shown(f"{name}: {migration.title}" + ("" if text else "; nothing is changed in it")))
+    say(_shown(f"{name}: {migration.title}" + ("" if text else "; the file is unchanged")))
     if text:
         say(_shown(text.removesuffix("\n")))
     for finding in migration.findings:
         say(_shown(finding.text(name)))
     if migration.snippet:
-        say(_shown(f"{name}: code to continue from by hand:\n\n{migration.snippet}\n"))
+        say(_shown(f"{name}: code for a manual migration:\n\n{migration.snippet}\n"))
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     made = argparse.ArgumentParser(
         prog="python -m hvdtrain migrate", allow_abbrev=False,
-        description="Move training scripts to hvdtrain: Horovod (Keras, TensorFlow, PyTorch), tf.distribute, "
-                    "plain Keras fit, DistributedDataParallel, DataParallel, Accelerate. Prints a unified "
-                    "diff and what is unsafe in each script, with file and line. What cannot be rewritten "
-                    "faithfully, such as a loop of PyTorch, is left as it was, with the code to put in its place "
-                    "and what to do by hand. Exit status 1 where nothing was recognised.",
+        description="Convert training scripts to hvdtrain: Horovod (Keras, TensorFlow, PyTorch), tf.distribute, "
+                    "plain Keras fit, DistributedDataParallel, DataParallel, Accelerate. Prints a "
+                    "unified diff and the unsafe lines of each script. A script that cannot be converted "
+                    "faithfully stays unchanged; the output names the lines and the manual steps. "
+                    "Exit status 1 if nothing was recognised.",
         epilog="For example: python -m hvdtrain migrate train.py --write")
     made.add_argument("scripts", nargs="+", metavar="script.py", help="the scripts")
-    made.add_argument("--write", action="store_true", help="edit the files, each in one rename")
+    made.add_argument("--write", action="store_true", help="write the files, each in one rename")
     made.add_argument("--to", default="auto", metavar="TARGET",
-                      help="auto, hvdtrain.keras (Horovod's Keras API) or trainer (hvdtrain.Trainer); auto: "
-                           "hvdtrain.keras for TensorFlow and Keras, trainer for PyTorch")
+                      help="auto, hvdtrain.keras, hvdtrain.torch (Horovod's APIs; the loop stays) or trainer "
+                           "(hvdtrain.Trainer; code that replaces a PyTorch loop). auto: hvdtrain.keras for "
+                           "TensorFlow and Keras, hvdtrain.torch for Horovod's PyTorch API and "
+                           "DistributedDataParallel, trainer for Accelerate and DataParallel")
     made.add_argument("--ranks", type=int, default=1, metavar="N",
-                      help="processes that the old script was started as: where its batch was per process, "
-                           "the global batch is N times that (default 1)")
+                      help="number of processes of the old job: if its batch was per "
+                           "process, the global batch is N times that batch (default 1)")
     return made
 
 

@@ -110,7 +110,7 @@ def apply(scan: Scan, edits: Edits) -> cst.Module:
             top += lines
         elif lines:
             plan = Edits(changes)
-            plan.put(scan.module.body[at - 1], _followed_by(lines))
+            plan.put(scan.module.body[at - 1], followed_by(lines))
             changes = plan.changes
     module = cast(cst.Module, scan.module.visit(_Apply(changes)))
     if top:
@@ -118,8 +118,18 @@ def apply(scan: Scan, edits: Edits) -> cst.Module:
     return _without_idle_imports(scan, module)
 
 
-def _followed_by(lines: list[Any]) -> Change:
+def followed_by(lines: list[Any]) -> Change:
     return lambda node: cst.FlattenSentinel([*_many(node), *lines])
+
+
+def below(first: Any) -> Change:
+    """Return a change that puts the statement ``first`` above a statement, and below its comments."""
+    def put(node: Any) -> cst.FlattenSentinel:
+        line, *others = _many(node)
+        top = first.with_changes(leading_lines=line.leading_lines)
+        return cst.FlattenSentinel([top, line.with_changes(leading_lines=[]), *others])
+
+    return put
 
 
 def _first_change(scan: Scan, edits: Edits) -> int:
@@ -197,9 +207,6 @@ def _without_idle_imports(scan: Scan, module: cst.Module) -> cst.Module:
 
 def _named(names: Sequence[cst.ImportAlias]) -> Change:
     return lambda new: new.with_changes(names=names)
-
-
-# --- pieces ----------------------------------------------------------------------------------------------------
 
 
 def expression(text: str, like: cst.BaseExpression | None = None) -> cst.BaseExpression:
@@ -330,10 +337,15 @@ def dedent(node: cst.With) -> cst.FlattenSentinel:
     return cst.FlattenSentinel([*body, Gone(body=[cst.Pass()], leading_lines=below)])
 
 
-def guarded(line: Any, condition: str) -> cst.If:
+def guarded(line: Any, condition: str) -> Any:
     """Return ``if condition:`` around a statement; comments above it stay above."""
+    return inside(line, f"if {condition}:")
+
+
+def inside(line: Any, head: str) -> Any:
+    """Return a block that begins with ``head`` around a statement; comments above it stay above."""
     inner = line.with_changes(leading_lines=[])
-    made = cast(cst.If, statement(f"if {condition}:\n    pass"))
+    made = statement(f"{head}\n    pass")
     return made.with_changes(leading_lines=line.leading_lines, body=cst.IndentedBlock(body=[inner]))
 
 

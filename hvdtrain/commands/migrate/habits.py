@@ -28,10 +28,10 @@ def truncated_shards(scan: Scan, context: Context) -> Iterator[Finding]:
                if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide)]
     for whole, node in [*floors, *divided]:
         if _by_size(scan, node.right) and (not NO_SAMPLES.search(scan.code(node.left)) or _counts_steps(scan, whole)):
-            yield Finding(scan.line(whole), "unsafe", f"{scan.short(whole)} is cut down to a whole number",
+            yield Finding(scan.line(whole), "unsafe", f"{scan.short(whole)} is rounded down to a whole number",
                           "up to size - 1 samples, or batches, of every epoch are never seen",
-                          "take x[rank::size] and every step of it, or hvd.shard(x, y, global_batch=...), or hand "
-                          "the whole data to Trainer")
+                          "take x[rank::size] and all of its steps, or hvd.shard(x, y, "
+                          "global_batch=...), or pass the whole data to Trainer")
 
 
 def _by_size(scan: Scan, node: cst.BaseExpression) -> bool:
@@ -57,14 +57,20 @@ def padded_samplers(scan: Scan, context: Context) -> Iterator[Finding]:
             yield _dropped(scan, call)
             continue
         yield Finding(scan.line(call), "unsafe", "DistributedSampler repeats samples until every rank has as many",
-                      "repeated samples count twice in the gradient and in every metric",
-                      "hand the dataset itself to Trainer, which cuts each global batch without repeating any")
+                      "repeated samples count twice in the gradient and in every metric", _no_repetition(context))
+
+
+def _no_repetition(context: Context) -> str:
+    if context.target == "hvdtrain.torch":
+        return ("nothing if the ranks divide the samples evenly; else read batches = hvd.shard(dataset, global_batch) "
+                "and call batches.scale(loss).backward(), which counts every sample once")
+    return "pass the dataset itself to Trainer, which divides each global batch without repeating samples"
 
 
 def _dropped(scan: Scan, call: cst.Call) -> Finding:
     return Finding(scan.line(call), "unsafe", f"{scan.short(call.func)} drops the last samples of an epoch",
-                   "they are never seen in that epoch, and more are dropped the more ranks there are",
-                   "leave drop_last out: hvdtrain weighs a short last batch by its samples")
+                   "they are never seen in that epoch, and more ranks drop more samples",
+                   "remove drop_last: hvdtrain weights a short last batch by its samples")
 
 
 def dropped_batches(scan: Scan, context: Context) -> Iterator[Finding]:
@@ -82,7 +88,7 @@ def same_order_each_epoch(scan: Scan, context: Context) -> Iterator[Finding]:
     if samplers and not any(True for _ in scan.methods("set_epoch")):
         yield Finding(scan.line(samplers[0]), "unsafe", "sampler.set_epoch is never called",
                       "every epoch then has the same order of samples",
-                      "call sampler.set_epoch(epoch) first in each epoch (Trainer permutes by itself)")
+                      "call sampler.set_epoch(epoch) first in each epoch (Trainer permutes automatically)")
 
 
 def not_sharded(scan: Scan, context: Context) -> Iterator[Finding]:
@@ -94,11 +100,12 @@ def not_sharded(scan: Scan, context: Context) -> Iterator[Finding]:
         return
     shared = any(is_size(scan, node) and _counts_steps(scan, node) for node in scan.nodes
                  if isinstance(node, (cst.Call, cst.Name, cst.Attribute)))
-    yield Finding(scan.line(fits[0]), "note" if shared else "unsafe", "nothing gives each rank samples of its own",
-                  "each rank draws from all samples by itself: in an epoch some are seen twice and others not at all"
-                  if shared else "all ranks train on all samples: the work of one, done by each",
-                  "take x[hvd.rank()::hvd.size()], or hvd.shard(x, y, global_batch=...), or hand the whole data to "
-                  "Trainer")
+    yield Finding(scan.line(fits[0]), "note" if shared else "unsafe", "no code divides the samples among ranks",
+                  "each rank draws from all samples separately: in an epoch some are seen twice and others not at all"
+                  if shared else "all ranks train on all samples and repeat the same work",
+                  "take x[hvd.rank()::hvd.size()], or "
+                  + ("hvd.shard(dataset, global_batch)" if context.target == "hvdtrain.torch" else
+                     "hvd.shard(x, y, global_batch=...)") + ", or pass the whole data to Trainer")
 
 
 def _sharded(scan: Scan) -> bool:
@@ -145,9 +152,9 @@ def unweighted_metrics(scan: Scan, context: Context) -> Iterator[Finding]:
             continue
         if METRIC.search(about) and "grad" not in about and not _reduced_sum(scan, call):
             yield Finding(scan.line(call), "unsafe", f"{scan.short(call)} averages a metric over ranks",
-                          "each rank counts the same, however few samples it has: the last batches and unequal "
-                          "shards come out wrong", "sum (metric x samples) and samples over the ranks, then divide; "
-                          "hvdtrain's MetricAverageCallback and Trainer weigh by samples")
+                          "each rank counts the same, even with few samples: results are "
+                          "wrong for last batches and unequal shards", "sum (metric x samples) and samples over the "
+                          "ranks, then divide; hvdtrain's MetricAverageCallback and Trainer weight by samples")
 
 
 def _reduced_sum(scan: Scan, call: cst.Call) -> bool:
@@ -163,14 +170,14 @@ def losses_of_replicas(scan: Scan, context: Context) -> Iterator[Finding]:
         return
     for call in scan.calls("compute_average_loss", "scale_regularization_loss"):
         yield Finding(scan.line(call), "unsafe", f"{scan.short(call.func)} divides by the global batch",
-                      "under tf.distribute gradients are summed; Horovod's tape averages them, which divides by the "
-                      "number of ranks once more",
+                      "under tf.distribute gradients are summed; Horovod's tape averages them, which divides "
+                      "by the number of ranks again",
                       "keep the division and give the tape op=hvd.Sum, or divide by this rank's own batch and "
                       "keep the average (equal batches only)")
     for call in scan.calls("reduce_mean"):
         yield Finding(scan.line(call), "unsafe", f"{scan.short(call)} divides by this replica's own batch",
-                      "tf.distribute sums the replicas' gradients: the step is too large by the number of replicas, "
-                      "and a short last batch weighs too much",
+                      "tf.distribute sums the replicas' gradients: the step is too large by the number of "
+                      "replicas, and a short last batch counts too much",
                       "sum over samples and divide by the global batch once")
 
 
@@ -189,7 +196,7 @@ def rate_times_size(scan: Scan, context: Context) -> Iterator[Finding]:
     for grown in scan.all(cst.AugAssign):
         if isinstance(grown.operator, cst.MultiplyAssign) and _is_rate_name(grown.target) and any(
                 is_size(scan, n) for n in scan.inner(grown.value) if isinstance(n, cst.BaseExpression)):
-            yield Finding(scan.line(grown), "unsafe", f"the learning rate is grown by {scan.short(grown)}",
+            yield Finding(scan.line(grown), "unsafe", f"the learning rate is multiplied by {scan.short(grown)}",
                           *_rate_advice(context))
 
 
@@ -198,9 +205,9 @@ def _rate_advice(context: Context) -> tuple[str, str]:
         return ("Trainer keeps the global batch, whatever the number of ranks, so the rate must not grow with them",
                 "give the rate of the global batch (ScheduleConfig(linear_scaling_base=...) scales it by the batch, "
                 "if it is to be scaled)")
-    return ("it fits where the global batch grows with the ranks in equal parts; with unequal parts, or a "
-            "global batch that stays, the rate is too large (hvdtrain.keras keeps Horovod's meaning of the "
-            "mean)",
+    return ("this is right if the global batch grows with the ranks in equal shares; with "
+            "unequal shares, or a constant global batch, the rate is too large (hvdtrain.keras and hvdtrain.torch "
+            "keep Horovod's mean)",
             "keep it only if each rank's batch is the same and does not depend on the number of ranks")
 
 
@@ -235,9 +242,9 @@ def silent_divergence(scan: Scan, context: Context) -> Iterator[Finding]:
     for call in scan.calls("DistributedOptimizer"):
         if scan.dotted(call.func).startswith("horovod."):
             yield Finding(scan.line(call), "unsafe", "Horovod's DistributedOptimizer does nothing under Keras 3",
-                          "fit runs without an error, no gradient is exchanged, and every rank trains a model "
-                          "of its own",
-                          "import hvdtrain.keras in its place" + (": the diff does" if context.edited else ""))
+                          "fit runs without an error, no gradient is exchanged, and every rank "
+                          "trains a separate model",
+                          "import hvdtrain.keras instead" + (": the diff does" if context.edited else ""))
 
 
 def compiled_by_xla(scan: Scan, context: Context) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ import ast
 import difflib
 import os
 import stat
-import tempfile
 import warnings
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -21,6 +20,7 @@ from hvdtrain.commands.migrate.edit import apply
 from hvdtrain.commands.migrate.finding import Context, Finding, MigrateOptions, Refused, Rewrite
 from hvdtrain.commands.migrate.rules.torch import TORCH_RULES
 from hvdtrain.commands.migrate.scan import Scan
+from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError, nearest
 
 RULES = ("horovod_keras", "horovod_torch", "accelerate", "ddp", "tf_distribute", "data_parallel", "hvdtrain",
@@ -28,7 +28,7 @@ RULES = ("horovod_keras", "horovod_torch", "accelerate", "ddp", "tf_distribute",
 """Kinds of scripts in the order they are asked. Horovod's first, since its scripts may mention others; ``hvdtrain``: a
 script that was moved already, which may call Keras' ``fit``."""
 
-TARGETS = ("auto", "hvdtrain.keras", "trainer")
+TARGETS = ("auto", "hvdtrain.keras", "hvdtrain.torch", "trainer")
 MOST_RANKS = 1_000_000
 IN_EVERY_MODULE = {"__file__", "__annotations__", "__class__"}
 
@@ -46,7 +46,6 @@ class Migration:
 
 
 def rule(name: str) -> Any:
-    """Return the rule of this name."""
     return TORCH_RULES.get(name) or import_module(f"hvdtrain.commands.migrate.rules.{name}")
 
 
@@ -116,8 +115,8 @@ def migrate(source: ScriptSource, options: MigrateOptions) -> Migration:
     lost = sorted(undefined_names(edited) - undefined_names(source.module)) if made.edits else []
     if lost:  # such as an import inside a function, or one below the code that the edit would serve
         made = Rewrite()
-        made.tell(1, "by hand", f"{', '.join(lost)} would be read where nothing binds it",
-                  "the edit puts in, or leaves, a name that this script binds elsewhere or later",
+        made.tell(1, "by hand", f"{', '.join(lost)} would be read where it is not defined",
+                  "the edit adds or keeps a name that this script defines elsewhere or later",
                   "import and make it at the top of the file, then run migrate again")
         after = source.data
     findings = sorted({*made.findings, *habits.look(scan, Context(name, to, bool(made.edits)))})
@@ -167,17 +166,17 @@ def parse(name: str, data: bytes) -> cst.Module:
     problem = _syntax(name, data)
     if problem:
         raise UserError(f"{name} is not Python that can be read: {problem}",
-                        "a script that this Python can compile", "fix it; Python 2 goes through 2to3 first")
+                        "a script that this Python can compile", "fix it; convert Python 2 with 2to3 first")
     try:
         module = cst.parse_module(data)
     except (cst.ParserSyntaxError, RecursionError) as error:
-        raise UserError(f"{name} cannot be parsed: {str(error).splitlines()[0]}", "Python that libcst knows",
+        raise UserError(f"{name} cannot be parsed: {str(error).splitlines()[0]}", "Python that libcst can parse",
                         "simplify the statement it names") from None
     except (SyntaxError, UnicodeError) as error:  # compile passes over bytes of a comment
         raise UserError(f"{name} is not Python that can be read: {error}", "UTF-8, or the encoding that the file names",
                         "save it as UTF-8") from None
     if module.bytes != data:  # such as a byte order mark, or a lone carriage return
-        raise UserError(f"{name} has bytes that its syntax tree does not give back", "plain Python text",
+        raise UserError(f"{name} has bytes that its syntax tree does not reproduce", "plain Python text",
                         "save it as UTF-8 without a byte order mark, with one kind of line ends")
     return module
 
@@ -222,17 +221,11 @@ def write(source: ScriptSource, after: bytes) -> None:
     try:
         if path.read_bytes() != source.data:
             raise UserError(f"{source.name} has changed since it was read", "the same file", "run migrate again")
-        handle, temp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(after)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temp, stat.S_IMODE(path.stat().st_mode))
-            os.replace(temp, path)
-        except BaseException:
-            os.unlink(temp)
-            raise
+        with whole_file(path) as draft, draft.open("xb") as file:
+            draft.chmod(stat.S_IMODE(path.stat().st_mode))
+            file.write(after)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise UserError(f"{source.name} cannot be written: {error}", "a writable folder with room",
                         "write the diff elsewhere: run migrate without --write, and patch") from None

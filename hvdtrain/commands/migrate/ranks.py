@@ -23,6 +23,7 @@ COLLECTIVES = frozenset(
     "synchronize join".split())
 """Functions that every rank has to enter."""
 HOMES = ("horovod", "hvdtrain", "torch.distributed", "tensorflow.distribute")
+HOROVOD_APIS = ("hvdtrain.keras", "hvdtrain.tensorflow", "hvdtrain.torch")
 
 
 def is_rank(scan: Scan, node: cst.BaseExpression) -> bool:
@@ -188,7 +189,7 @@ def rank_only_collectives(scan: Scan, context: Context) -> Iterator[Finding]:
             name = f"{call.func.value} (which calls {inside[call.func.value]})"
         if name:
             yield Finding(scan.line(call), "unsafe", f"{name} {where}",
-                          "every rank has to enter it; the ranks that do not come make the others wait for ever",
+                          "every rank must enter it; otherwise the other ranks wait forever",
                           "move it out of the branch; keep only printing and writing files inside")
 
 
@@ -231,11 +232,11 @@ def no_broadcast(scan: Scan, context: Context) -> Iterator[Finding]:
                            "broadcast_global_variables", "BroadcastGlobalVariablesHook")
                 for n in scan.all(cst.Attribute)) or any(
         "broadcast" in name.lower() for name in scan.imports.values())
-    if wrapped and not given and scan.imports_any("horovod", "hvdtrain.keras", "hvdtrain.tensorflow"):
-        yield Finding(scan.line(wrapped[0]), "unsafe", "no rank broadcasts its first weights",
-                      "each rank starts from weights of its own, and equal updates keep them apart for ever",
+    if wrapped and not given and scan.imports_any("horovod", *HOROVOD_APIS):
+        yield Finding(scan.line(wrapped[0]), "unsafe", "no rank broadcasts its initial weights",
+                      "each rank starts from different weights, and equal updates keep them different",
                       "add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit, or hvd.broadcast_parameters / "
-                      "hvd.broadcast_variables before the first step (Trainer does so by itself)")
+                      "hvd.broadcast_variables before the first step (Trainer does this automatically)")
 
 
 def seeds_of_ranks(scan: Scan, context: Context) -> Iterator[Finding]:
@@ -244,9 +245,9 @@ def seeds_of_ranks(scan: Scan, context: Context) -> Iterator[Finding]:
         last = (name_of(call.func) or "").rpartition(".")[2]
         if last in SEEDS and any(_names_rank(scan, arg) for arg in call.args):
             yield Finding(scan.line(call), "unsafe", f"{scan.short(call)} seeds each rank differently",
-                          "what is drawn after it differs: first weights that nothing broadcasts, splits of "
-                          "the data, the order of samples",
-                          "seed all ranks alike (hvdtrain gives each rank's dropout a generator of its own)")
+                          "what is drawn after it differs: initial weights without a broadcast, "
+                          "splits of the data, the order of samples",
+                          "use the same seed on all ranks (hvdtrain gives each rank's dropout a separate generator)")
 
 
 def _names_rank(scan: Scan, node: cst.CSTNode) -> bool:
@@ -256,7 +257,7 @@ def _names_rank(scan: Scan, node: cst.CSTNode) -> bool:
 
 def files_of_every_rank(scan: Scan, context: Context) -> Iterator[Finding]:
     """Report checkpoints and logs that all ranks write to one path."""
-    if context.kind in ONE_PROCESS or context.edited and context.kind != "horovod_keras":
+    if context.kind in ONE_PROCESS or context.edited and context.kind in ("tf_distribute", "hvdtrain"):
         return
     for call in scan.all(cst.Call):
         last = (name_of(call.func) or "").rpartition(".")[2]
@@ -265,10 +266,10 @@ def files_of_every_rank(scan: Scan, context: Context) -> Iterator[Finding]:
         is_save = is_save and not scan.dotted(call.func).startswith(("accelerate", "numpy"))
         if not (is_save or last in FILE_CALLBACKS) or _for_one(scan, call):
             continue
-        if context.kind == "hvdtrain" and is_save and not scan.imports_any("hvdtrain.keras", "hvdtrain.tensorflow"):
+        if context.kind == "hvdtrain" and is_save and not scan.imports_any(*HOROVOD_APIS):
             continue
         yield Finding(scan.line(call), "unsafe", f"every rank runs {scan.short(call, 50)}",
-                      "ranks that write one file at the same time leave a broken one",
+                      "ranks that write one file at the same time corrupt it",
                       "guard it by 'if rank == 0:' (and keep collectives out of that branch)")
 
 
@@ -299,14 +300,16 @@ def elastic(scan: Scan, context: Context) -> Iterator[Finding]:
     for node in scan.all(cst.Attribute):
         if scan.dotted(node).startswith("horovod.torch.elastic") and node.attr.value == "elastic":
             yield Finding(scan.line(node), "unsafe", f"{scan.short(node)} starts Horovod's rendezvous server",
-                          "it runs what anybody on its port sends it (CVE-2024-10190), and no release mends that",
+                          "it runs code from anyone on its port (CVE-2024-10190), and no release fixes that",
                           "start the job with mpirun or horovodrun, save checkpoints, and restart it with "
                           "resume: auto")
     for call in scan.all(cst.Call):
         if scan.dotted(call.func) in ("horovod.run", "horovod.run.run", "horovod.runner.run"):
             yield Finding(scan.line(call), "unsafe", f"{scan.short(call.func)} hands the function to the ranks over an "
-                          "open port", "they unpickle, and run, what anybody has put there",
-                          "start the script itself: horovodrun -np N python script.py, or mpirun")
+                          "open port", "they unpickle and run data from anyone",
+                          "call hvdtrain.run(function, args=(...), np=N), which starts ranks on this machine by MPI "
+                          "and opens no port; on several hosts start the script itself: horovodrun -np N python "
+                          "script.py, or mpirun")
 
 
 def prints_of_every_rank(scan: Scan, context: Context) -> Iterator[Finding]:
@@ -317,7 +320,8 @@ def prints_of_every_rank(scan: Scan, context: Context) -> Iterator[Finding]:
         last = (name_of(call.func) or "").rpartition(".")[2]
         opens = last == "open" and any(w in scan.code(a.value) for a in call.args[1:2] for w in "wax")
         if (opens or last in PRINTS) and not some_ranks(scan, call):
-            yield Finding(scan.line(call), "note", f"every rank runs {scan.short(call, 40)}, and all else that prints "
-                          "or writes outside of training", "one process ran it; now each rank runs the whole script",
+            yield Finding(scan.line(call), "note", f"every rank runs {scan.short(call, 40)}, and everything else "
+                          "that prints or writes outside of training", "one process ran it; now each rank runs the "
+                                                                       "whole script",
                           "put such lines under 'if rank == 0:', with no collective in the branch")
             return

@@ -86,18 +86,26 @@ class Buffers(Protocol):
 
 
 class Evaluator(Protocol):
-    """Metrics with additive totals."""
+    """Metrics with totals of each rank, most of which are sums."""
 
     def add(self, batch: Batch) -> None:
         """Add one batch to the running totals."""
         ...
 
-    def totals(self) -> dict[str, np.ndarray]:
-        """Return the additive float64[k] state of each metric this rank saw since the last call; resets them."""
+    def totals(self) -> dict[str, Any]:
+        """Return the additive float64[k] state of each metric this rank saw since the last call; resets them.
+
+        A metric whose states are no sums has an object, with ``places``: the number of each batch's global batch.
+        """
         ...
 
-    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return metrics by name, from totals that were summed over ranks."""
+    def results(self, totals: dict[str, Any]) -> dict[str, float]:
+        """Return metrics by name, from totals that were summed over ranks, or lists of the ranks' objects."""
+        ...
+
+    def outputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Return the model's outputs for a batch, whose targets may be absent, by name (`data.layout.named_outputs`).
+        """
         ...
 
 
@@ -118,6 +126,10 @@ class ModelState(Protocol):
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; what does not fit raises `UserError` and changes nothing."""
+        ...
+
+    def load_weights(self, arrays: dict[str, np.ndarray]) -> None:
+        """Load the group "model" of `state` alone; the optimizer stays as it is. Errors as of `load`."""
         ...
 
     def take(self, optimizer: Optimizer, spans: Sequence[tuple[int, int]]) -> None:
@@ -188,6 +200,13 @@ class ModelFacts(Protocol):
         """Go along with ``changes``; return the index of the first parameter that joins `Params`, None for none.
 
         ``note``: takes a remark for the summary. Errors: `UserError` for a change that the run cannot follow.
+        """
+        ...
+
+    def set_frozen(self, epoch: int) -> list[str]:
+        """Freeze and unfreeze what the key ``freeze`` names for the ``epoch`` that begins, counted from 0.
+
+        Returns the names of those that are trained from now on, unless `changes` is to find them.
         """
         ...
 

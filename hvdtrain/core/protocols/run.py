@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from hvdtrain.core.events import Event
 from hvdtrain.core.protocols.types import Cursor
-
-if TYPE_CHECKING:
-    from hvdtrain.core.events import Event
 
 RunT = TypeVar("RunT", contravariant=True)
 

@@ -207,6 +207,7 @@ class ModelSpec(Protocol):
     blocks: Any
     example: Any
     metrics: Any
+    predict: Any
     parameter_groups: Any
     optimizer: Any
     buffer_reduction: Any
@@ -216,9 +217,8 @@ class Cargo(NamedTuple):
     """The tensors of one micro-batch at a cut: outputs of a block going forward, their gradients going back.
 
     ``arrays``: contiguous host memory, in the order of the framework's flattening; gradients in the same order, of
-    floats only. bfloat16 as its bits in uint16.
-    ``dtypes``: the tensors' own types by name, and behind a colon what else a framework has to say of one. ``form``:
-    how the tree is put together, as text; "" for one tensor.
+    floats only. bfloat16 as its bits in uint16. ``dtypes``: the tensors' own types by name, and behind a colon what
+    else a framework has to say of one. ``form``: how the tree is put together, as text; "" for one tensor.
     """
 
     arrays: tuple[np.ndarray, ...]

@@ -285,6 +285,10 @@ class Optimizer(Protocol):
         """Let per-epoch schedules move on."""
         ...
 
+    def evaluated(self, value: float) -> None:
+        """Let a schedule that follows evaluations move by ``value`` of its metric, which is the same on all ranks."""
+        ...
+
     def resumed(self, epochs: int, rescheduled: bool) -> None:
         """Follow the settings of this run after a load, at the updates and ``epochs`` that the checkpoint counts.
 

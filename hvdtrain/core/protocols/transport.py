@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols.types import Array
-
-if TYPE_CHECKING:
-    from hvdtrain.core.mesh import Group
 
 Counts = Sequence[int] | Array
 """Elements for each rank."""
@@ -242,7 +240,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllToAllV:
-    """Ask for the exchange of parts of unlike lengths: (N,) -> (N',), as `Collectives.alltoallv`."""
+    """Ask for the exchange of shards of different lengths: (N,) -> (N',), as `Collectives.alltoallv`."""
 
     flat_N: Array
     sent_P: Counts

@@ -46,7 +46,7 @@ class Bucket:
     """A flat vector: which parameters it holds (indices into the model's list) and where each begins.
 
     ``group``: the ranks that sum it, as the prefix of its collectives' names (`hvdtrain.core.mesh.Group.name`).
-    ``first``: index of the first bucket of its group: ranks of one group may have unlike buckets before it.
+    ``first``: index of the first bucket of its group: ranks of one group may have different buckets before it.
     """
 
     index: int
@@ -143,7 +143,7 @@ Pair = tuple[Any, Any]
 REPEAT = "out of memory"
 """What a rank tells the others under that ran out and wants the step repeated (`hvdtrain.engine.run.Announcement`)."""
 
-ALONE = "out of memory, mended alone"
+ALONE = "out of memory, handled alone"
 """... and that needs nobody for it: in evaluation, and in a step in which the copies do not meet."""
 
 MOST_WORDS = 300
@@ -175,9 +175,9 @@ class Shortage(NamedTuple):
     def words(self) -> str:
         """Return it as the end of a sentence that begins with the rank."""
         held = f"with micro-batches of {self.size}" if self.size else "without a sample"
-        goes_on = f"it goes on with {self.then}"
+        goes_on = f"it continues with {self.then}"
         if self.then == self.size:
-            goes_on = "cleaned up, it tries that size again"
+            goes_on = "it frees memory and tries that size again"
         elif self.then < 0:
             goes_on = "it has no smaller size to try"
         return f"ran out of memory in {self.phase} {held}; {goes_on}"

@@ -20,7 +20,8 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class EventSchema:
-    """An event: when it is recorded, and its ``values``: name -> meaning with unit. ``often``: how often there is one.
+    """An event: when it is recorded, its ``values``: name -> meaning with unit, "" where the name says both, and
+    ``often``: how often there is one.
     """
 
     doc: str
@@ -38,152 +39,155 @@ def problems(record: Record) -> list[str]:
 
 
 EVENTS = {
-    "start": EventSchema("A fit begins, also one that goes on with a run.", {
+    "start": EventSchema("A fit begins or resumes a run.", {
         "schema": "version of this log",
         "world_size": "ranks",
-        "hosts": "the hosts in words",
-        "pipeline": "of a model that is cut over ranks, else null: order, copies (the ranks of each, by stage), blocks "
-        "(of each copy, by stage)",
-        "notes": "remarks made before",
+        "hosts": "",
+        "pipeline": "order, copies (ranks) and blocks of each replica by stage; null: unpartitioned",
+        "notes": "those printed before",
         "framework": "torch, tensorflow or numpy",
-        "model": "the model's name",
-        "wire": "what carries gradients",
-        "memory": "reckoned bytes by rank, as in end",
-        "config": "the whole configuration",
-        "epochs": "epochs of the whole run",
-        "steps": "steps of the whole run; null: not known",
+        "model": "",
+        "wire": "transport of gradients",
+        "memory": "estimated, as in end",
+        "config": "",
+        "epochs": "of the whole run",
+        "steps": "of the whole run",
         "pid": "process of rank 0",
     }),
-    "note": EventSchema("A remark, as it is printed.", {"text": "the remark"}),
-    "step": EventSchema("A step has ended with its update; step is how many have ended.", {
-        "epoch": "whole epochs before",
+    "note": EventSchema("A note, as printed.", {"text": ""}),
+    "step": EventSchema("A step has ended with its update.", {
+        "epoch": "complete epochs before",
         "samples": "samples of this epoch so far",
         "loss": "mean over the global batch",
-        "grad_norm": "L2 norm of the summed gradient before clipping; null where it was not taken",
-        "lr": "learning rate",
-        "samples_per_s": "global samples per second over the last steps",
-        "phases_s": "rank 0's seconds so far: data, compute, wait, update",
-        "percent_of_solo": "percent of the sum of the ranks' solo speeds; null for one rank",
+        "grad_norm": "L2 norm of the summed gradient before clipping; null: not computed",
+        "lr": "",
+        "samples_per_s": "of all ranks, over the last steps",
+        "phases_s": "of rank 0 so far: data, compute, wait, update",
+        "percent_of_solo": "scaling efficiency: percent of the sum of single-rank throughputs; null: one rank",
     }, "every log_every steps"),
-    "non_finite": EventSchema("A step without an update, since a loss or gradient was not finite.",
-                        {"ranks": "those that brought it in"}),
-    "eval": EventSchema("The evaluation data was measured.", {
-        "epoch": "whole epochs before",
-        "metrics": "name -> value",
-        "samples_per_s": "of training before it",
-        "unread": "samples left out that could not be read",
+    "non_finite": EventSchema("A step was skipped because a loss or gradient was not finite.",
+                        {"ranks": "those where it was not finite"}),
+    "eval": EventSchema("The evaluation data was evaluated.", {
+        "epoch": "complete epochs before",
+        "metrics": "name -> value; of an evaluation set NAME/METRIC",
+        "samples_per_s": "training throughput before the evaluation",
+        "unread": "unreadable samples",
     }),
     "checkpoint": EventSchema("A checkpoint was due here."),
     "ledger": EventSchema("An epoch's samples were counted.", {
-        "epoch": "which", "whole": "whether it is verified that each was seen exactly once",
-        "skipped": "samples in steps without update",
-        "unread": "samples left out that could not be read",
-        "ledger": "totals so far", "got": "samples seen, where not whole", "want": "samples there are",
-        "words": "what is wrong, or why it is not verified",
+        "epoch": "", "whole": "each sample is verified to be seen exactly once",
+        "skipped": "samples of skipped steps",
+        "unread": "unreadable samples",
+        "ledger": "totals so far", "got": "samples seen, where some are missing or "
+                                          "repeated", "want": "samples of the epoch",
+        "words": "fault, or reason why the epoch is not verified",
     }),
-    "balance": EventSchema("Ranks get other parts of the batch.", {
-        "stage": "plan: at the start; replan; ceilings: a rank's memory holds less",
+    "balance": EventSchema("Ranks get new shares of the batch.", {
+        "stage": "plan: at the start; replan: during training; ceilings: a rank's memory holds less",
         "samples": "samples of a step by rank",
         "columns": "of rows", "rows": "the probe's table", "lines": "by rank [seconds per call, seconds per sample]",
-        "equal_s": "seconds of a step with equal parts", "plan_s": "seconds of a step with these",
-        "from_step": "first step with these parts", "ceilings": "rank -> most samples of a micro-batch",
+        "equal_s": "of a step with equal shares", "plan_s": "of a step with these shares",
+        "from_step": "", "ceilings": "rank -> largest micro-batch in samples",
     }),
-    "pipeline": EventSchema("How a model is cut over ranks: at the start as planned, at the end as measured.", {
+    "pipeline": EventSchema("Partition of the model over ranks: as planned at the start, as measured at the end.", {
         "stage": "planned or measured",
-        "stages": "by copy and stage: copy, stage, rank, host, device, blocks; busy_s: seconds of a step in forward "
-                  "and backward; micro_batches of a step; parameters_bytes, gradients_bytes, optimizer_bytes, "
-                  "activations_bytes as planned; capacity_bytes, 0: not known",
-        "step_s": "seconds of a step's forwards and backwards", "idle_share": "part of the ranks' time, without input, "
-        "update and exchange, in which they wait for other stages or copies",
-        "wire_s": "seconds of a step in the exchange between copies", "steps": "full steps measured; null: planned",
-    }, "where a model is cut over ranks"),
-    "compression": EventSchema("Compression auto has decided or checked.", {
-        "stage": "decided or checked", "choice": "compressor", "reason": "in words", "base": "what was measured of a "
-        "step without one", "rows": "each compressor's reckoning", "refused": "those that cannot be used, and why",
-        "sweep_s": "seconds that measuring took", "links": "kind of collective -> its line", "measured_s": "seconds of "
-        "a step with the choice", "wire": "what carries gradients from here on",
+        "stages": "by replica and stage: copy (of the model), stage, rank, host, device, blocks; busy_s: seconds of a "
+                  "step in forward and backward; micro_batches of a step; parameters_bytes, gradients_bytes, "
+                  "optimizer_bytes, activations_bytes as planned; capacity_bytes, 0: unknown",
+        "step_s": "forward and backward of a step", "idle_share": "fraction of the ranks' time, "
+        "without input, update and exchange, spent waiting",
+        "wire_s": "of a step in the exchange between replicas", "steps": "full steps measured; null: planned",
     }),
-    "wire": EventSchema("Collectives auto has taken a wire, checked it, or seen that the link is another one.", {
-        "stage": "rule: without measuring; decided; tried: the next best, since steps waited longer than reckoned; "
-        "checked; changed: the link, so that it decides anew",
-        "choice": "the wire in use", "reason": "in words", "bytes": "gradients of a step as they travel",
-        "rows": "each wire's reckoning: wire_s, busy_s (processor seconds), cost_s (the most that a step pays), "
-        "idle_cores (kept busy without work), rate_Bps", "measured": "each wire's line: seconds by bytes, cores "
-        "that it keeps busy, bytes of the largest sum", "refused": "those that are no candidates, and why",
-        "short": "part of a core that a wire lacks beside computing, 0 to 1", "sweep_s": "seconds that measuring took",
-        "hosts": "by host: node, ranks, cores, numa (nodes; null: not looked at)",
-        "step_s": "seconds of a step", "wait_s": "seconds of it that waited for gradients",
-    }, "where collectives is auto and there are several ranks"),
-    "compile": EventSchema("Compile auto has decided.",
-                           {"option": "what was tried", "kinds": "device -> times and choice"}),
-    "memory_fit": EventSchema("Micro-batch and recomputed blocks were chosen by memory.", {"ranks": "by rank"}),
+    "compression": EventSchema("`compression: auto` has decided, or checked its choice.", {
+        "stage": "decided or checked", "choice": "", "reason": "",
+        "base": "measurements of a step without compression", "rows": "estimate for each compressor",
+        "refused": "those that cannot be used, with the reason", "sweep_s": "spent measuring",
+        "links": "kind of collective -> its linear cost", "measured_s": "of a step with the choice",
+        "wire": "transport after the decision",
+    }),
+    "wire": EventSchema("`collectives: auto` has chosen a transport, checked it, or detected that the link has "
+                        "changed.", {
+        "stage": "rule: chosen without measuring; decided; tried: the next best, since steps waited longer than "
+        "estimated; checked; changed: chosen again, since the link changed",
+        "choice": "", "reason": "", "bytes": "of a step's gradients as sent",
+        "rows": "estimate for each transport: wire_s, busy_s (processor seconds), cost_s (upper bound for a step), "
+        "idle_cores (kept busy without work), rate_Bps", "measured": "linear cost of each transport: seconds by "
+        "bytes, cores that it keeps busy, bytes of the largest sum",
+        "refused": "transports that are no candidates, with the reason",
+        "short": "fraction of a core that a transport lacks while ranks compute", "sweep_s": "spent measuring",
+        "hosts": "by host: node, ranks, cores, numa (nodes)",
+        "step_s": "", "wait_s": "of a step, spent waiting for gradients",
+    }),
+    "compile": EventSchema("`compile: auto` has decided.",
+                           {"option": "as tried", "kinds": "device -> times and choice"}),
+    "memory_fit": EventSchema("Micro-batch and blocks with activation checkpointing were chosen by "
+                              "memory.", {"ranks": ""}),
     "out_of_memory": EventSchema("A rank ran out of memory.", {
-        "rank": "which", "at_step": "in which step", "phase": "training, evaluation or an audit",
-        "size": "samples of its micro-batch", "then": "samples tried next; -1: no fewer are left",
-        "why": "the error's words",
+        "rank": "", "at_step": "", "phase": "training, evaluation or an audit",
+        "size": "samples of its micro-batch", "then": "samples tried next; -1: no smaller size is left",
+        "why": "",
     }),
-    "meter": EventSchema("How the ranks' time was used, over the run; before end.", {
-        "percent_of_solo": "percent of the sum of solo speeds", "step_s": "mean seconds of a step",
-        "lost_percent": "cause -> percent of the ranks' time; of a model that is cut over ranks also idle and channel: "
-        "stages waiting for each other, and messages between them",
-        "ranks": "by rank, or by copy of a model that is cut over ranks: samples and seconds of a mean step",
-        "advice": "what to do, in words",
+    "meter": EventSchema("Use of the ranks' time over the run; before end.", {
+        "percent_of_solo": "as in step", "step_s": "mean",
+        "lost_percent": "cause -> percent of the ranks' time",
+        "ranks": "by rank, or replica of a partitioned model: samples and seconds of a mean step",
+        "advice": "",
     }),
-    "seconds": EventSchema("Where each rank's seconds went since the record of this kind before.", {
-        "from_step": "step after which they begin",
-        "window_s": "seconds by rank 0's clock",
-        "ranks": "by rank, cause -> seconds; causes: hvdtrain.core.timeline.CAUSES; together the rank's whole time",
-        "waits": "[rank, for whom, seconds] of each rank's longest waits, the longest first; for itself: for whom is "
-                 "not known",
-        "idles": "[rank, for whom, seconds] that a stage of a pipeline waited for another one; none: []",
+    "seconds": EventSchema("Time breakdown of each rank since the previous record of this kind.", {
+        "from_step": "last step before the window",
+        "window_s": "by rank 0's clock",
+        "ranks": "by rank, cause -> seconds; causes: hvdtrain.core.timeline.CAUSES; their sum is the rank's whole time",
+        "waits": "[rank, straggler, seconds] of each rank's longest waits; the rank itself: straggler unknown",
+        "idles": "[rank, other rank, seconds] that a stage of a pipeline waited for another one",
     }, "about every 5 s, and last of all, after end"),
-    "system": EventSchema("What each rank's process and device hold and do.", {
-        "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), quota_percent (of the periods "
-                 "of a processor quota those in which it was used up), threads; memory: kind -> bytes "
+    "system": EventSchema("Memory and use of each rank's process and device.", {
+        "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), quota_percent (percent of "
+                 "the periods in which the processor quota was used up), threads; memory: kind -> bytes "
                  "(hvdtrain.core.units); of a GPU also allocated_bytes, reserved_bytes, peak_bytes, "
-                 "fragmentation (part of reserved), retries, utilisation_percent, sm_mhz, most_sm_mhz, throttled "
+                 "fragmentation (fraction of reserved), retries, utilisation_percent, sm_mhz, most_sm_mhz, throttled "
                  "(reasons), temperature_c, power_w, used_bytes (of all processes); more_gpus: the same of a rank's "
-                 "further GPUs; null: not known",
-        "mfu": "model FLOPs utilisation by rank, 0 to 1, since the record before, at the end since the first steps; "
-               "null where peak or FLOPs are not known",
-        "flops": "floating-point operations of one sample, forward and backward, by rank; null: not known",
-        "flops_unknown": "by rank why not; empty: they are known",
-        "peak_flops": "of the rank's devices, a second, by rank; null: not known",
-        "peak_source": "by rank where that comes from; empty: it is not known",
+                 "further GPUs",
+        "mfu": "model FLOPs utilisation by rank, 0 to 1, since the record before, at the end since the first steps",
+        "flops": "floating-point operations of one sample, forward and backward, by rank",
+        "flops_unknown": "by rank the reason; empty: known",
+        "peak_flops": "peak FLOP/s of the rank's devices, by rank",
+        "peak_source": "by rank the source of that peak",
     }, "about every 5 s, and before end"),
-    "saved": EventSchema("A checkpoint is on disk, or could not be written; that of the end comes after \"end\".", {
-        "at_step": "of the state in it", "took_s": "from its begin to its end", "blocked_s": "seconds of it in which "
-        "rank 0 did not train", "bytes": "on disk", "error": "why not; empty: it is there",
+    "saved": EventSchema("A checkpoint is on disk, or could not be written; the final one comes after \"end\".", {
+        "at_step": "", "took_s": "",
+        "blocked_s": "of rank 0", "bytes": "",
+        "error": "of a failure; empty: written",
     }),
-    "clocks": EventSchema("How far the hosts' clocks are apart.", {
-        "ranks": "by rank {offset_s, within_s}: ahead of rank 0's by offset_s, give or take within_s",
+    "clocks": EventSchema("Offsets of the hosts' clocks.", {
+        "ranks": "by rank {offset_s, within_s}: ahead of rank 0's clock, largest error",
     }),
-    "environment": EventSchema("Where the run runs.", {
-        "versions": "package -> version", "python": "version", "mpi": "library", "launcher": "kind",
+    "environment": EventSchema("Software, hosts and devices of the run.", {
+        "versions": "of packages", "python": "", "mpi": "", "launcher": "",
         "hosts": "by host: node, ranks, cores, memory_bytes in all, cpu, system, driver (of its GPUs)",
-        "devices": "by rank in words",
-        "differs": "key -> value of the configuration where it differs from the default",
-        "resumed_from": "step; null: began anew", "attempt": "number under a supervisor; null: none",
+        "devices": "by rank",
+        "differs": "key -> value, for keys that differ from their default",
+        "resumed_from": "step; null: none", "attempt": "number under a supervisor; null: none",
     }),
-    "whatif": EventSchema("How fast the run would be without one of its ranks, as reckoned from the steps so far.", {
-        "ranks": "by rank: percent more samples a second of the rest (negative: fewer); null: cannot be told",
-        "step_s": "mean seconds of a step now", "without_s": "by rank, of a step without it; null as above",
+    "whatif": EventSchema("Estimated speed of the run without one of its ranks, from the steps so far.", {
+        "ranks": "by rank: percent more samples a second of the rest (negative: fewer)",
+        "step_s": "mean, with all ranks",
+        "without_s": "by rank, of a step without that rank",
     }, "after 64, 128, 256, ... steps, and before end, where there are several ranks"),
     "trace": EventSchema("A trace was written.", {
-        "path": "file in the run's directory", "steps": "[first, last]", "within_s": "bound of the clocks",
-        "events": "in the file", "dropped": "that the size bound has cost", "bytes": "of the file",
-        "overlap_percent": "by rank, part of the exchange that ran beside backward",
-        "critical": "[[rank, what, seconds]] of the longest chain of a mean step",
+        "path": "file in the run's directory", "steps": "[first, last]", "within_s": "bound of the clock error",
+        "events": "number in the file", "dropped": "those beyond the size bound", "bytes": "",
+        "overlap_percent": "by rank, percent of the exchange that overlapped with backward",
+        "critical": "[[rank, what, seconds]] of the critical path of a mean step",
     }),
-    "failed": EventSchema("The fit has ended by an error, or without a word.", {
-        "error": "its type and text, as rank 0 met it; where rank 0 was killed, a sentence that says so",
-        "rank": "the one that its text accuses, else 0",
+    "failed": EventSchema("The fit has failed with an error, or without a message.", {
+        "error": "type and text of the error on rank 0, or that rank 0 was killed",
+        "rank": "the rank that the text names, else 0",
     }),
-    "end": EventSchema("The fit is over.", {
-        "epoch": "whole epochs", "stop": "why it ended early; empty: it did not", "metrics": "of the last evaluation",
-        "ledger": "what was checked of the samples",
-        "memory": "by rank, bytes: state as reckoned, free at the start, peak as measured; reckoned at the start and "
-                  "measured at the end: kind -> bytes (hvdtrain.core.units), null: not known",
+    "end": EventSchema("The fit has ended.", {
+        "epoch": "complete epochs", "stop": "reason of an early stop; empty: none", "metrics": "of the last evaluation",
+        "ledger": "result of the check of the samples",
+        "memory": "by rank, bytes: estimated state, free at the start, measured peak; estimated at "
+                  "the start and measured at the end: kind -> bytes (hvdtrain.core.units)",
     }),
 }
 
@@ -256,7 +260,7 @@ class RecordStream:
         for report, _ in reports:
             try:
                 report.close()
-            except Exception as error:  # noqa: BLE001  (whatever a tracker's library raises)
+            except Exception as error:  # whatever a tracker's library raises
                 self._failed(run, report, error)
 
     def _give(self, run: RecordedRun, report: Report, record: Record) -> None:
@@ -264,14 +268,14 @@ class RecordStream:
             return  # it failed over the note that another has failed, and that was said
         try:
             report.write(record)
-        except Exception as error:  # noqa: BLE001  (whatever a tracker's library raises)
+        except Exception as error:  # whatever a tracker's library raises
             self._reports = [(other, turns) for other, turns in self._reports if other is not report]
             self._failed(run, report, error)
 
     @staticmethod
     def _failed(run: RecordedRun, report: Report, error: Exception) -> None:
         name = getattr(report, "name", type(report).__name__)
-        run.note(f"{name} fails ({type(error).__name__}: {error}); training goes on without it")
+        run.note(f"{name} fails ({type(error).__name__}: {error}); training continues without it")
 
 
 class Turns:

@@ -96,7 +96,7 @@ def current() -> Timeline | None:
     return None if lane is None else lane.timeline
 
 
-class span:  # noqa: N801  (read as a statement: with span("update"))
+class span:  # read as a statement: with span("update")
     """Encloses a piece of work called ``name``; ``cause``: what its seconds are spent on, "" for that around it."""
 
     __slots__ = ("name", "cause", "args", "_lane", "_begin", "_marks")
@@ -148,7 +148,7 @@ def idle(rank: int) -> Iterator[None]:
         waits[rank] = waits.get(rank, 0.0) + time.perf_counter() - begin
 
 
-class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))
+class blocked:  # read as a statement: with blocked("vote")
     """Encloses standing in the exchange ``name``, for other ranks or for the transport; the same on every rank (law 5).
 
     ``came_s``: when this rank had handed over its part (`time.perf_counter`), which may become known in the body; 0: on
@@ -173,7 +173,7 @@ class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))
             if self._counts:
                 if lane.timeline.alone:
                     raise UserError(f"{lane.timeline.alone} entered the exchange {self.name!r}, on rank 0 alone",
-                                    "no exchange in a callback with where = 'root': the other ranks do not come",
+                                    "no exchange in a callback with where = 'root': the other ranks do not enter it",
                                     "set where = 'all' in the callback")
                 lane.blocked = True
                 lane.timeline.clock.push("wait")

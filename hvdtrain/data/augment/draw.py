@@ -72,8 +72,8 @@ def whole(name: str, value: Any, of_what: str) -> None:
 def smaller_than(name: str, value: int, limit: int, x: np.ndarray) -> None:
     """Raise `UserError` unless ``value`` is below ``limit``, so that something is left of pictures ``x``."""
     if value >= limit:
-        raise UserError(f"data.augment.{name} is {value}, and the pictures have {x.shape[1]} x {x.shape[2]} pixels",
-                        f"less than {limit}, so that something of them is left", f"correct data.augment.{name}")
+        raise UserError(f"data.augment.{name} is {value}, and the images have {x.shape[1]} x {x.shape[2]} pixels",
+                        f"less than {limit}, so that some pixels are left", f"correct data.augment.{name}")
 
 
 def share(name: str, value: Any) -> None:

@@ -51,7 +51,7 @@ def classes_of(value: Any, source: Source) -> int:
             return int(y.max()) + 1
         return y.shape[-1] if y.ndim == 2 else 0
     raise UserError("data.augment.mixup does not know how many classes the data has", "their number",
-                    "set data.augment.mixup.classes, beside data.augment.mixup.alpha")
+                    "set data.augment.mixup.classes in addition to data.augment.mixup.alpha")
 
 
 def partners(numbers_n: np.ndarray, samples: int, seed: int, epoch: int) -> np.ndarray:

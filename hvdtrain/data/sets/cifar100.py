@@ -43,7 +43,7 @@ MOST_READS = 4_000_000
 
 
 class Split(NamedTuple):
-    """Pixels uint8 (n, 3072), red, green, blue, and two class numbers uint8 (n,) for each picture."""
+    """Pixels uint8 (n, 3072), red, green, blue, and two class numbers uint8 (n,) for each image."""
 
     pixels: np.ndarray
     coarse: np.ndarray
@@ -113,7 +113,7 @@ def _find(root: Any) -> Path:
             return top / kind
     raise UserError(f"there is no CIFAR-100 archive in {top}" + ("" if top.is_dir() else ", which does not exist"),
                     " or ".join(f"{kind}.tar.gz" for kind in _FILES),
-                    f"download one from {HOME} into the folder that data.args.root names; no run does it by itself")
+                    f"download one from {HOME} into the folder of data.args.root; runs never download data")
 
 
 def _complete(folder: Path, kind: str) -> bool:
@@ -124,7 +124,8 @@ def _kind(name: str) -> str:
     for kind in PUBLISHED:
         if kind.rpartition("-")[2] in name:
             return kind
-    raise UserError(f"{name} may be either format", "a name with binary or python in it, as published", "rename it")
+    raise UserError(f"the format of {name} is ambiguous", "a name with binary or python in it, as "
+                                                          "published", "rename it")
 
 
 def _checked(md5: Any, archive: Path) -> str:
@@ -202,12 +203,12 @@ def _of_python(found: Any) -> Split:
     """Read a dict of coarse_labels, fine_labels and data."""
     pixels = found.get(b"data") if isinstance(found, dict) else None
     if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _RECORD - 2 or not len(pixels):
-        raise ValueError("it has a file without pictures of 3072 bytes")
+        raise ValueError("it has a file without images of 3072 bytes")
     coarse, fine = (found.get(f"{label}_labels".encode()) for label in _LABELS)
     for labels in (coarse, fine):
         if not isinstance(labels, list) or len(labels) != len(pixels) or not all(
                 isinstance(label, int) and 0 <= label < 256 for label in labels):
-            raise ValueError("it has a file whose labels are not one small number for each picture")
+            raise ValueError("it has a file whose labels are not one small number for each image")
     return Split(np.ascontiguousarray(pixels), np.array(coarse, np.uint8), np.array(fine, np.uint8))
 
 
@@ -242,7 +243,7 @@ class _Dtype:
 
     def __init__(self, code: Any, *flags: Any) -> None:
         if code != b"u1":
-            raise ValueError("it makes something else than an array of uint8")
+            raise ValueError("it creates something other than an array of uint8")
 
     def __setstate__(self, state: Any) -> None:
         pass
@@ -281,7 +282,7 @@ def _with_bytes_keys(opcode: bytes, first: int) -> Callable[[Any], None]:
 
     def handler(unpickler: Any) -> None:
         if not all(isinstance(key, bytes) for key in unpickler.stack[first::2]):
-            raise TypeError("a key that is no string")
+            raise TypeError("a key that is not a string")
         plain(unpickler)
 
     return handler
@@ -309,7 +310,7 @@ class _PlainUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _CLASSES:
-            raise ValueError(f"it names {module[:40]}.{name[:40]}, which is no plain data")
+            raise ValueError(f"it names {module[:40]}.{name[:40]}, which is not plain data")
         return _CLASSES[module, name]
 
 
@@ -318,7 +319,7 @@ def read_pickle(file: BinaryIO) -> Any:
     try:
         found = _PlainUnpickler(_CountedFile(file), encoding="bytes").load()
     except (pickle.UnpicklingError, EOFError, struct.error, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"it holds no plain data ({type(error).__name__}: {error})") from None
+        raise ValueError(f"it holds data that is not plain ({type(error).__name__}: {error})") from None
     if isinstance(found, dict):
         return {key: item.value if isinstance(item, _Array) else item for key, item in found.items()}
     return found

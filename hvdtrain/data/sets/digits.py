@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.core.resolve import not_installed
-from hvdtrain.data.sources import ArraySource, Source, held_out
+from hvdtrain.data.sources import ArraySource, Source, chosen
 
 SHAPE = (1797, 65)
 
@@ -21,8 +21,8 @@ def make(split: str, test_fraction: float = 0.2, seed: int = 0) -> Source:
     """
     raw = table()
     x, y = (raw[:, :-1].reshape(-1, 8, 8) / 16.0).astype(np.float32), raw[:, -1].astype(np.int64)
-    chosen = held_out(y, test_fraction, seed) == (split == "test")
-    return ArraySource((x[chosen], y[chosen]))
+    taken = chosen(y, test_fraction, seed, split)
+    return ArraySource((x[taken], y[taken]))
 
 
 def table() -> np.ndarray:

@@ -34,7 +34,7 @@ def make(split: str, root: str, size: Any = 0, layout: str = "channels_last", ch
     train = os.path.join(top, b"train")
     if not os.path.isdir(train):
         raise UserError(f"{shown(top)} has no folder train", _beside(top),
-                        "put the pictures into DIR/train/CLASS/, and DIR as data.args.root")
+                        "put the images into DIR/train/CLASS/, and DIR as data.args.root")
     if not isinstance(test, str) or not test:
         raise UserError(f"data.args.test is {test!r}", "the name of a folder in data.args.root", "correct it")
     classes = _classes(train)
@@ -67,7 +67,7 @@ class Pictures:
         for name in classes:
             found = sorted(files_in(os.path.join(folder, name), _ENDINGS))
             if full and not found:
-                raise UserError(f"the folder {shown(os.path.join(folder, name))} holds no picture",
+                raise UserError(f"the folder {shown(os.path.join(folder, name))} holds no image",
                                 f"files that end in {', '.join(ENDINGS)}", "add some, or remove the folder")
             lengths.append(np.fromiter(map(len, found), np.int64, len(found)))
             counts.append(len(found))
@@ -75,7 +75,7 @@ class Pictures:
         self._paths, self._ends = bytes(text), np.cumsum(np.concatenate(lengths))
         self._starts = np.cumsum(counts)[:-1]
         if not len(self):
-            raise UserError(f"the folder {shown(folder)} holds no picture", f"files that end in {', '.join(ENDINGS)}",
+            raise UserError(f"the folder {shown(folder)} holds no image", f"files that end in {', '.join(ENDINGS)}",
                             "add some, or remove the folder")
         self.size, self._model = (size, b"") if size else first_size(map(self.path, range(min(_TRIED, len(self)))))
 
@@ -102,7 +102,7 @@ class Pictures:
             picture = decode(path, number, self.size if self.resized else None, self.channels)
             if picture.shape[:2] != self.size:
                 raise UserError(f"{shown(path)} has {_times(picture.shape)} pixels and {shown(self._model)} "
-                                f"{_times(self.size)} (height x width)", "pictures of one size",
+                                f"{_times(self.size)} (height x width)", "images of one size",
                                 "set data.args.size, which scales and crops them, such as 224")
             pixels[row] = picture
         return self.scale(pixels), labels_n
@@ -135,8 +135,8 @@ def _classes(folder: bytes) -> list[bytes]:
     names = sorted(entry.name for entry in entries(folder) if is_(entry.is_dir))
     if not names:
         loose = any(entry.name.lower().endswith(_ENDINGS) for entry in entries(folder))
-        raise UserError(f"{shown(folder)} has no folders" + (", but pictures of no class" if loose else ""),
-                        "one folder for each class, named after it", "move the pictures into them")
+        raise UserError(f"{shown(folder)} has no folders" + (", but images without a class" if loose else ""),
+                        "one folder for each class, named after it", "move the images into them")
     return names
 
 
@@ -147,4 +147,4 @@ def _check_alike(train: bytes, classes: list[bytes], folder: bytes, tested: list
         if lacking:
             more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
             raise UserError(f"{shown(where)} lacks the class folders {', '.join(lacking[:5])}{more}",
-                            "the same classes in both", "add them (one for testing may be empty), or remove the others")
+                            "the same classes in both", "add them (a test folder may be empty), or remove the others")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.data.sources import Source, by_name, held_out
+from hvdtrain.data.sources import ALL, Source, by_name, chosen
 from hvdtrain.data.stream import Arrays
 
 _NAMES = ("x", "y", "sample_weight")
@@ -28,6 +28,8 @@ def make(split: str, root: str = "", path: str = "", test_fraction: float = 0.2,
              if (folder / f"{name}{part}.npy").is_file()}
     if "x" in files and "x_train" in files:
         raise UserError(f"{folder} holds both x.npy and x_train.npy", "one of them", "rename or remove the other")
+    if split == ALL and "x_test" in files:
+        return None
     halves = not any(name.endswith(("_train", "_test")) for name in files)
     found = by_name({name.removesuffix("_train"): file for name, file in files.items()}, split if not halves else
                     "train", str(folder))
@@ -41,7 +43,8 @@ def _folder(root: Any, path: Any) -> Path:
     file = Path(path or root).expanduser()
     if path:
         if file.name not in ("x.npy", "x_train.npy"):
-            raise UserError(f"data.name is {path}", "a file x.npy or x_train.npy, with y.npy or y_train.npy beside it",
+            raise UserError(f"data.name is {path}", "a file x.npy or x_train.npy, with y.npy or y_train.npy in the "
+                                                    "same folder",
                             "rename the file")
         if file.is_file():
             return file.parent
@@ -84,23 +87,22 @@ class Mapped:
         self._chosen: np.ndarray | None = None
         if self._held is not None:
             split, fraction, seed = self._held
-            if n < 2:
+            if n < 2 and split != ALL:
                 raise UserError(f"{self._files[0]} holds {count(n, 'sample')}, and there is no x_test.npy",
                                 "at least 2 to hold one out", "add x_test.npy and y_test.npy")
-            self._chosen = np.flatnonzero(held_out(np.zeros(n, np.int8), fraction, seed) == (split == "test"))
+            self._chosen = np.flatnonzero(chosen(np.zeros(n, np.int8), fraction, seed, split))
 
     def _check_unchanged(self) -> None:
         """Raise `UserError` for a changed file; reading one that was truncated would end the process."""
         for file, stamp in zip(self._files, self._stamps):
             if _stamp(file) != stamp:
-                raise UserError(f"{file} has changed while it was used", "files that stay as they are",
-                                "start the run again with the file as it is now")
+                raise UserError(f"{file} changed while it was in use", "files that do not change during a run",
+                                "start the run again with the current file")
 
     def __len__(self) -> int:
         return len(self._arrays[0]) if self._chosen is None else len(self._chosen)
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
-        """Return copies of the samples ``indices_n``, in the machine's byte order."""
         self._check_unchanged()
         rows = indices_n if self._chosen is None else self._chosen[indices_n]
         return tuple(np.array(array[rows], dtype=array.dtype.newbyteorder("=")) for array in self._arrays)
@@ -110,7 +112,7 @@ def _stamp(file: str) -> tuple[int, int]:
     try:
         status = os.stat(file)
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}", "the file that the run began with",
+        raise UserError(f"{file} cannot be read: {error.strerror}", "the file as it was at the start of the run",
                         "put it back") from None
     return status.st_size, status.st_mtime_ns
 
@@ -127,7 +129,7 @@ def _mapped(file: str) -> np.ndarray:
                         "bool, integer or floating-point elements, with a first axis that counts samples",
                         "convert the data to plain numeric arrays")
     if not array.flags.c_contiguous:
-        raise UserError(f"{file} is stored column by column, so that one sample is spread over all of it",
+        raise UserError(f"{file} is stored column by column, so that each sample is spread over the whole file",
                         "an array that is stored row by row", "write it with numpy.save(path, np.ascontiguousarray(a))")
     return array
 
@@ -141,4 +143,4 @@ def _unreadable(file: str, error: Exception) -> str:
     said = " ".join(str(error).split())
     if "Python objects" in said:
         return "it holds Python objects"
-    return "it is cut off" if "mmap length" in said or "EOF" in said else said[:200]
+    return "it is truncated" if "mmap length" in said or "EOF" in said else said[:200]

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.core.errors import UserError, count, nearest
-from hvdtrain.data.sources import ArraySource, Source, by_name, held_out
+from hvdtrain.data.sources import ALL, ArraySource, Source, by_name, chosen
 
 
-def make(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> Source:
+def make(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> Source | None:
     """Return the arrays x, y, sample_weight of a ``.npz`` file, or x_test and so on; only x is required.
 
     Without x_test, ``test_fraction`` of the samples, chosen by ``seed``, is held out. Nothing is unpickled.
@@ -40,12 +40,12 @@ def make(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> So
     assert train is not None
     whole = ArraySource(train)
     if test is not None:
-        return whole
-    if len(whole) < 2:
+        return whole if split != ALL else None
+    if split != ALL and len(whole) < 2:
         raise UserError(f"{path} holds {count(len(whole), 'sample')} and no x_test", "at least 2 to hold one out",
                         "add x_test and y_test")
-    chosen = held_out(np.zeros(len(whole), np.int64), test_fraction, seed) == (split == "test")
-    return ArraySource([array[chosen] for array in train])
+    taken = chosen(np.zeros(len(whole), np.int64), test_fraction, seed, split)
+    return ArraySource([array[taken] for array in train])
 
 
 def _unreadable(path: str, error: Exception) -> str:

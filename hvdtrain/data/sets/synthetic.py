@@ -47,8 +47,8 @@ def _check_memory(what: str, needed_bytes: int) -> None:
     """Raise `UserError` where this host has less memory left: ``samples`` may have a digit too many."""
     left_bytes = host_budget_bytes(1)
     if 0 < left_bytes < needed_bytes:
-        raise UserError(f"data synthetic of {what} takes {format_bytes(needed_bytes)} while it is made",
-                        f"at most the {format_bytes(left_bytes)} that this host has left",
+        raise UserError(f"data synthetic of {what} takes {format_bytes(needed_bytes)} during generation",
+                        f"at most the {format_bytes(left_bytes)} free on this host",
                         "set data.args.samples, or shape, to less")
 
 

@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.sources import ArraySource, Source, held_out
+from hvdtrain.data.sources import ArraySource, Source, chosen
 from hvdtrain.planning.batch.sampler import at_least
 
 VOCAB = 96  # tokens: the 95 printable ASCII characters in their order, then the line break
@@ -24,12 +24,12 @@ def make(split: str, context: int = 64, samples: int = 0, test_fraction: float =
     at_least("data.args.samples", samples, 0)
     x, y = sequences(encode(paragraphs()), context)
     if len(x) < 2:
-        raise UserError(f"data.args.context is {context}", "one that cuts the text into 2 sequences or more",
+        raise UserError(f"data.args.context is {context}", "a length that gives 2 sequences or more",
                         "set data.args.context: 64")
-    chosen = np.flatnonzero(held_out(np.zeros(len(x), np.int64), test_fraction, seed) == (split == "test"))
-    if 0 < samples < len(chosen):
-        chosen = chosen[np.arange(samples) * len(chosen) // samples]
-    return ArraySource((x[chosen], y[chosen]))
+    taken = np.flatnonzero(chosen(np.zeros(len(x), np.int64), test_fraction, seed, split))
+    if 0 < samples < len(taken):
+        taken = taken[np.arange(samples) * len(taken) // samples]
+    return ArraySource((x[taken], y[taken]))
 
 
 def paragraphs() -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.resolve import absolute
 from hvdtrain.data.augment.draw import uniform_of
-from hvdtrain.data.sources import Source, files_in, held_out, shown
+from hvdtrain.data.sources import ALL, Source, chosen, files_in, shown
 from hvdtrain.data.tokenizer import open_tokens, token_file, tokenizer_of
 from hvdtrain.planning.batch.sampler import at_least
 
@@ -22,7 +22,8 @@ MASKED, REPLACED = 0.8, 0.9
 
 
 def make(split: str, root: str, context: int = 128, tokenizer: str = "bytes", vocab: int = 0, masked: float = 0.0,
-         mask_token: int = -1, test: str = "", test_fraction: float = 0.1, seed: int = 0, cache: str = "") -> Source:
+         mask_token: int = -1, test: str = "", test_fraction: float = 0.1, seed: int = 0,
+         cache: str = "") -> Source | None:
     """Return the text of a file, or of all .txt, .text and .md files in a folder, as sequences of ``context`` tokens.
 
     x int64 (n, context) tokens and y int64 (n, context) the tokens that follow. ``tokenizer``: bytes (256 tokens), a
@@ -35,10 +36,12 @@ def make(split: str, root: str, context: int = 128, tokenizer: str = "bytes", vo
     at_least("data.args.context", context, 1)
     at_least("data.args.mask_token", mask_token, -1)
     if isinstance(masked, bool) or not isinstance(masked, (int, float)) or not 0 <= masked < 1:
-        raise UserError(f"data.args.masked is {masked!r}", "a part of 0 to less than 1",
+        raise UserError(f"data.args.masked is {masked!r}", "a fraction from 0 to below 1",
                         "set data.args.masked: 0.15 for a masked language model, or leave it out")
     made = tokenizer_of(tokenizer, vocab)
     whole = test != ""
+    if whole and split == ALL:
+        return None
     key = "test" if whole and split == "test" else "root"
     paths, beside = _files(test if key == "test" else root, key)
     held = None if whole else (split, test_fraction, seed)
@@ -62,7 +65,7 @@ def _files(root: Any, key: str) -> tuple[list[bytes], Path]:
     names = sorted(files_in(folder, tuple(ending.encode() for ending in ENDINGS)))
     if not names:
         raise UserError(f"the folder {shown(folder)} holds no text", f"files that end in {', '.join(ENDINGS)}",
-                        f"name one file of another ending as data.args.{key}, or rename them")
+                        f"set data.args.{key} to one file, or rename them")
     return [os.path.join(folder, name) for name in names], top
 
 
@@ -86,14 +89,14 @@ class Sequences:
     def _open(self) -> None:
         self._tokens = open_tokens(self._path)
         n = (len(self._tokens) - 1) // self.context
-        if n < (1 if self._held is None else 2):
+        if n < (1 if self._held is None or self._held[0] == ALL else 2):
             raise UserError(f"the text has {count(len(self._tokens), 'token')}, and data.args.context is "
                             f"{self.context}",
-                            "text for 2 sequences at least, and a token more", "set data.args.context to less")
+                            "text for at least 2 sequences and one more token", "set data.args.context to less")
         self._chosen = np.arange(n)
         if self._held is not None:
             split, fraction, seed = self._held
-            self._chosen = np.flatnonzero(held_out(np.zeros(n, np.int8), fraction, seed) == (split == "test"))
+            self._chosen = np.flatnonzero(chosen(np.zeros(n, np.int8), fraction, seed, split))
 
     def __len__(self) -> int:
         return len(self._chosen)

@@ -143,8 +143,6 @@ class Pool:
             fetch.left -= len(self._waiting) - len(kept)
             self._waiting = deque(kept)
 
-    # --- messages ----------------------------------------------------------------------------------------------------
-
     def _hand_out(self) -> None:
         """Give waiting tasks to the workers with the fewest."""
         while self._waiting and any(worker.free for worker in self.workers):
@@ -185,8 +183,8 @@ class Pool:
             worker.ready, worker.since = True, time.monotonic()
             return
         if kind == "failed":
-            self._break(UserError(f"a worker cannot be given the data: {rest[0]}", "a dataset that can be pickled and "
-                                  "unpickled in another process", "make it so, or set data.workers: 0"))
+            self._break(UserError(f"a worker cannot receive the data: {rest[0]}", "a dataset that can be pickled and "
+                                  "unpickled in another process", "make the dataset picklable, or set data.workers: 0"))
         worker.since = time.monotonic()
         number, found, rows = rest
         if rows is not None:
@@ -209,8 +207,8 @@ class Pool:
     def _hangs(self, worker: _Worker) -> None:
         doing = f"fetching {_samples(worker.busy[0][0])}" if worker.busy else "starting"
         self._break(UserError(f"{_name(worker)} has been {doing} for {time.monotonic() - worker.since:.0f} s", "less "
-                              f"than control_timeout_s ({self._timeout_s:g} s) for a part of a batch", "look at what "
-                              "the dataset waits for, or set control_timeout_s higher").of_kind("hang"))
+                              f"than control_timeout_s ({self._timeout_s:g} s) for its samples of a batch", "check "
+                              "what the dataset waits for, or raise control_timeout_s").of_kind("hang"))
 
     def _ended(self, worker: _Worker) -> None:
         status = self._server.status(worker.pid)
@@ -271,15 +269,16 @@ def _raised(packed: bytes, text: str) -> BaseException:
 
 def _end_in_words(status: int | None) -> tuple[str, str]:
     if status is None:
-        return "is gone", "look at this host's messages; data.workers: 0 reads in the rank itself"
+        return "has ended", "check this host's system log; with data.workers: 0 the rank reads the data itself"
     if status >= 0:
-        return f"ended with status {status}", "a dataset must not end its process; data.workers: 0 reads in the rank"
+        return (f"ended with status {status}",
+                "a dataset must not end its process; with data.workers: 0 the rank reads the data itself")
     try:
         name = signal.Signals(-status).name
     except ValueError:
         name = f"signal {-status}"
-    do = ("the kernel does that when memory runs out: set data.workers lower" if name == "SIGKILL"
-          else "a library in the dataset crashed: data.workers: 0 reads in the rank itself, to look for it")
+    do = ("the kernel does that when memory runs out: lower data.workers" if name == "SIGKILL"
+          else "a library in the dataset crashed: for debugging, data.workers: 0 reads in the rank itself")
     return f"was ended by {name}", do
 
 

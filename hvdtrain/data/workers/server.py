@@ -54,7 +54,7 @@ def _answer(request: dict, fds: list, control: socket.socket, alive: set, ended:
         if request["do"] == "kill":  # it may be within a fetch that never ends, and holds nothing that is needed
             os.kill(request["pid"], signal.SIGKILL)
         return {"status": _status(request["pid"], alive, ended)}
-    except Exception as error:  # noqa: BLE001  (told to the rank, which decides)
+    except Exception as error:  # told to the rank, which decides
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         for fd in fds:

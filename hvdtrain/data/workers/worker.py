@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.exit_calls import called
-from hvdtrain.core import rng
+from hvdtrain.core import rng, torchvision_parts
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import sources
 from hvdtrain.data.rows import of_data
@@ -32,7 +32,8 @@ HEAD = struct.Struct("<QQ")  # offset and bytes of the header within what a work
 ALIGN = 64
 
 OWN = "hvdtrain.data."
-"""Where the classes of sources are defined that draw from no generator of Python's, numpy's or PyTorch's."""
+"""Where the classes of sources are defined that draw from no generator of Python's, numpy's or PyTorch's, unless an
+attribute ``of_user`` says that they call a user's object."""
 
 _inside: list[str] = []
 
@@ -60,12 +61,13 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
 
     channel = Connection(channel_fd)
     _inside.append("worker")
+    torchvision_parts.use()  # classes of the sources may be of torchvision
     try:
         setup = _unpack(setup_fd)
         _known(setup)
         found = pickle.loads(setup["sources"], buffers=setup["buffers"])
         channel.send(("ready", os.getpid()))
-    except BaseException as error:  # noqa: BLE001  (told to the rank, which decides)
+    except BaseException as error:  # told to the rank, which decides
         channel.send(("failed", _failure(error)))
         return
     memory, reported = [SharedResults(fd) for fd in slots], set[int]()
@@ -79,13 +81,14 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
             rows = None if number in reported else of_data(found[number])
             channel.send(("done", task, memory[slot].write(arrays), rows))
             reported.add(number)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             channel.send(("error", task, _carried(error), None))
 
 
 def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:
     """Return arrays (n, ...) of the samples, each drawn from (``seed``, ``epoch``, its number)."""
-    if type(sources.innermost(source)).__module__.startswith(OWN):
+    inner = sources.innermost(source)
+    if type(inner).__module__.startswith(OWN) and not getattr(inner, "of_user", False):
         return sources.fetched(source, indices_n, epoch)
     pieces = []
     for number in indices_n:
@@ -242,8 +245,8 @@ def _known(setup: dict[str, Any]) -> None:
 
 def _failure(error: BaseException) -> str:
     if isinstance(error, ImportedAgain):
-        return ("the script starts its training when it is imported, which a worker must do to know the classes in it: "
-                "put the training under if __name__ == \"__main__\":, or the dataset into a file of its own")
+        return ("the script trains when imported, but a worker must import the script to find its "
+                "classes: put the training under if __name__ == \"__main__\":, or the dataset into a file of its own")
     return "".join(traceback.format_exception_only(error)).strip()
 
 
@@ -254,6 +257,6 @@ def _carried(error: BaseException) -> tuple[bytes, str]:
     try:
         packed = pickle.dumps(error)
         pickle.loads(packed)
-    except Exception:  # noqa: BLE001  (an exception may hold anything)
+    except Exception:  # an exception may hold anything
         packed = pickle.dumps(RuntimeError("".join(traceback.format_exception_only(error)).strip()))
     return packed, text

@@ -6,7 +6,7 @@ What travels and how far two results are is left to `hvdtrain.engine.recompute`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain import backends
@@ -43,16 +43,13 @@ class Audit(Callback):
     """
 
     where = "all"
+    setting = "audit"
     doing = "computing a micro-batch on another rank"
     before = ("Checkpoint",)  # so that what was computed wrongly is not saved
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        return bool(run.config.audit) and several_replicas(run) and run.parts.layout is None
-
-    @classmethod
-    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        return cls(run.config.audit)
+        return super().wanted(run) and several_replicas(run) and run.parts.layout is None
 
     def __init__(self, every: int) -> None:
         self._every, self._last, self._off = every, -1, False
@@ -74,8 +71,8 @@ class Audit(Callback):
         self._ranks = [rank for rank in range(run.control.size) if rank not in out]
         if out:
             words = ", ".join(f"{rank} ({types[rank]})" for rank in out)
-            run.note(f"audit leaves out rank{'s' if len(out) > 1 else ''} {words}: results in 16 bits can be compared "
-                     "with those of a rank of the same kind and precision alone")
+            run.note(f"audit skips rank{'s' if len(out) > 1 else ''} {words}: results in 16 bits "
+                     "can only be compared with a rank of the same device and precision")
         self._last = run.state.cursor.step // self._every
         self._begin_s = time.monotonic()
 
@@ -95,14 +92,12 @@ class Audit(Callback):
     def fit_end(self, run: Run) -> None:
         if self.audits:
             part = 100 * self._own_s / max(1e-9, time.monotonic() - self._begin_s)
-            run.note(f"{self.audits} audits of a micro-batch on another rank found nothing and took {part:.2g} % of "
-                     "the time")
+            run.note(f"{self.audits} audits of a micro-batch on another rank found no difference and took {part:.2g} % "
+                     "of the time")
 
     def _plan(self, turn: int) -> list[Pair]:
         found = pairs([self._kinds[rank] for rank in self._ranks], turn)
         return comparable([(self._ranks[a], self._ranks[b]) for a, b in found], self._kinds, self._narrow)
-
-    # --- one audit ---------------------------------------------------------------------------------------------------
 
     def _audit(self, run: Run, plan: list[Pair]) -> bool:
         """Have both ranks of each pair compute one case; return whether any had one that can travel. Collective."""
@@ -153,12 +148,12 @@ class Audit(Callback):
         unsteady = [r for r in turned if rows[r][0][0] > self._eps[r]]
         if len(unsteady) == 2:
             self._off = True
-            run.note("audit is off: gradients differ from one computing to the next on one rank, so that the model "
-                     "draws random numbers of its own, or computes by chance")
+            run.note("audit is off: gradients of one rank differ between repetitions, so the "
+                     "model draws its own random numbers or is not deterministic")
             return
         if exact and not unsteady and not (rows[source][1] and rows[target][1]):
             self._loose = True  # kernels that add up in any order: only rounding can be told from faults
-            run.note("audit compares but for rounding: like devices do not come to the same bits twice")
+            run.note("audit compares up to rounding: equal devices do not give the same bits twice")
             return
         if unsteady:
             place = rows[unsteady[0]][0][1]

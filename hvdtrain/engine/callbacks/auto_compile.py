@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.core.protocols import Compile
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.compare_ranks import kinds
+from hvdtrain.engine.run import Run
 from hvdtrain.planning.compile_choice import Tried, shortened, verdicts, words
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
 
 
 class AutoCompile(Callback):
     """Runs on all ranks. ``chosen``: what each kind of rank uses, by its text; a run that is resumed keeps it."""
 
     where = "all"
-    doing = "timing ways to compile the model"
+    doing = "timing the compiled model"
     before = ("MemoryFit", "Balance", "AutoWire", "AutoCompression")  # they measure the model as it will run
     state_key = "AutoCompile"
 
@@ -41,19 +40,16 @@ class AutoCompile(Callback):
         self._in_use = True
         compile = run.parts.compile
         if compile is None or not compile.options:
-            run.note("compile auto: nothing can be compiled here, the model is computed as it is")
+            run.note("compile auto: nothing can be compiled here, the model runs uncompiled")
             return
         names = kinds(run)
-        kept = run.parts.state.rank_state()
-        try:
-            # Bounded as a whole too: each option by its compiler's time and its turns, all ranks alike.
-            with deadline(run.config.control_timeout_s * (1 + len(compile.options)), "compile auto"):
-                if set(names) <= set(self.chosen):
-                    self._keep(run, names)
-                else:
-                    self._choose(run, names)
-        finally:
-            run.parts.state.load_rank(kept)
+        # Bounded as a whole too: each option by its compiler's time and its turns, all ranks alike.
+        limit_s = run.config.control_timeout_s * (1 + len(compile.options))
+        with run.parts.draws_kept(), deadline(limit_s, "compile auto"):
+            if set(names) <= set(self.chosen):
+                self._keep(run, names)
+            else:
+                self._choose(run, names)
 
     def _choose(self, run: Run, names: list[str]) -> None:
         """Try one option after the other, each on top of those that a rank's kind has kept. Collective."""
@@ -80,7 +76,7 @@ class AutoCompile(Callback):
             said = " and ".join(self.chosen[kind]) or "nothing"
             if why:
                 self.chosen[kind] = []
-            run.note(f"compile auto: {said}, as it was decided before" + (f", is left now: {why}" if why else ""))
+            run.note(f"compile auto: {said}, as decided before" + (f", is not compiled now: {why}" if why else ""))
         compile.use(tuple(self.chosen[own]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,10 +85,6 @@ class AutoCompile(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.chosen = {kind: list(options) for kind, options in state["chosen"].items()}
 
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols import Compile
-    from hvdtrain.engine.run import Run
 
 COMPILE_S = 120.0
 """Most seconds that a rank compiles for one option; what is not compiled by then stays as it is."""

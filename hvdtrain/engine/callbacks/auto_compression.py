@@ -23,7 +23,7 @@ from hvdtrain.planning.compressor_choice import Baseline, CompressorChoice
 from hvdtrain.planning.linear import Link
 
 OtherWire = tuple[Mapping[str, Link], bool]
-"""(links by kind of call, whether it works beside backward) of a transport that is not in use."""
+"""(links by kind of call, whether it overlaps with backward) of a transport that is not in use."""
 
 WARM_STEPS = 2
 """Steps that are not counted at first: allocation, tracing, connections."""
@@ -95,7 +95,7 @@ class AutoCompression(Callback):
     def restored(self, run: Run) -> None:
         if self.settled and self._world == _world(run) and run.dp.compression != self.choice:
             run.use_compressor(self.choice)
-            run.note(f"compression auto: {self.choice}, as it was decided before")
+            run.note(f"compression auto: {self.choice}, as decided before")
 
     def step_end(self, run: Run) -> None:
         if self.settled or not self._watch.full(run):
@@ -127,7 +127,7 @@ class AutoCompression(Callback):
                    links={kind: asdict(link) for kind, link in found.links.items()}, wire=decision.wire or wire.name)
         self._before = wire.name
         if decision.wire and run.wires.use(run, decision.wire):
-            decision = replace(decision, name="none", reason=f"none: {decision.wire} cannot be had any more")
+            decision = replace(decision, name="none", reason=f"none: {decision.wire} is no longer available")
         if decision.name == "none":
             self._settle(run, decision.reason)
             return

@@ -40,9 +40,9 @@ MOST_TIMES = 3
 class AutoWire(Callback):
     """Runs on all ranks; decisions are rank 0's, made between two steps, and every one is a note of the run.
 
-    ``choice``: the wire in use. ``settled``: nothing more is measured, unless the link changes. ``compression``: what
-    chooses a compressor in the same run. It begins on the transport that is best without one, and then chooses wire and
-    compressor together; a transport that was taken with a compressor is checked with it.
+    ``choice``: the transport in use. ``settled``: nothing more is measured, unless the link changes. ``compression``:
+    what chooses a compressor in the same run. It begins on the transport that is best without one, and then
+    chooses transport and compressor together; a transport that was taken with a compressor is checked with it.
     """
 
     where = "all"
@@ -91,9 +91,9 @@ class AutoWire(Callback):
         if len(run.wires.names) == 1:
             return str(run.wires.why)
         if not run.dp.can_change_transport or run.parts.layout is not None:
-            return f"{run.wires.why}; data_parallel {run.config.data_parallel.name} keeps the wire it began with"
+            return f"{run.wires.why}; data_parallel {run.config.data_parallel.name} keeps its first transport"
         if updates and left < transport_choice.LEAST_UPDATES:
-            return f"{run.wires.why}; measuring is left out in a run of {left} updates"
+            return f"{run.wires.why}; not measured in a run of {left} updates"
         return ""
 
     def restored(self, run: Run) -> None:
@@ -102,9 +102,9 @@ class AutoWire(Callback):
         lacking = run.wires.use(run, self.choice)
         if lacking:
             self.settled = False
-            run.note(f"collectives auto: {self.choice}, as it was decided before, cannot be had: {lacking}")
+            run.note(f"collectives auto: {self.choice}, as decided before, is not available: {lacking}")
         else:
-            run.note(f"collectives auto: {self.choice}, as it was decided before")
+            run.note(f"collectives auto: {self.choice}, as decided before")
 
     def step_end(self, run: Run) -> None:
         if self._compression is not None and not self._compression.settled:
@@ -117,7 +117,7 @@ class AutoWire(Callback):
             self._settle(run, f"{self.choice}, with compression {self._compression.choice}", "checked")
         elif self._compression is not None and self.choice != run.collectives.name:
             self.choice = run.collectives.name
-            self._settle(run, f"{self.choice}, as it was decided with compression", "checked")
+            self._settle(run, f"{self.choice}, as decided with compression", "checked")
         elif self._watch.full(run):
             self._check(run, self._watch.measured(run))
 
@@ -158,8 +158,8 @@ class AutoWire(Callback):
     def others(self, run: Run, kinds: Sequence[str]) -> dict[str, OtherWire]:
         """Measure the wires that are not in use for ``kinds`` of calls; collective. Those that training can change to.
 
-        Not a wire in TensorFlow's graph in place of one outside of it, nor the other way round: of that a sweep says
-        little, since the graphs are others.
+        Not a transport in TensorFlow's graph in place of one outside of it, nor the other way round: of that a sweep
+        says little, since the graphs are others.
         """
         found: dict[str, OtherWire] = {}
         names = [] if self.settled and self._times >= MOST_TIMES else run.wires.names
@@ -196,7 +196,7 @@ class AutoWire(Callback):
                    **asdict(measured))
         lacking = self._take(run, name)
         if lacking:
-            self._settle(run, f"{self.choice} stays: {wait}, and {name} cannot be had: {lacking}", "checked",
+            self._settle(run, f"{self.choice} stays: {wait}, and {name} is not available: {lacking}", "checked",
                          measured)
             return
         self._watch = StepWatch(WARM_STEPS)
@@ -219,8 +219,6 @@ class AutoWire(Callback):
 
     def _watch_no_more(self) -> None:
         self._times = MOST_TIMES
-
-    # --- whether the link stays as it is -----------------------------------------------------------------------------
 
     def _begin(self, run: Run) -> None:
         self._windows, self._watch = [], StepWatch(0 if self.settled else WARM_STEPS)
@@ -246,7 +244,7 @@ class AutoWire(Callback):
         self._times += 1
         waits = statistics.median(wait for _, wait in self._windows)
         reason = (f"steps wait {1e3 * waits:.4g} ms since {3 * LOOK_STEPS} steps, before "
-                  f"{1e3 * self._base.wait_s:.4g}: the link has changed, and all is decided anew")
+                  f"{1e3 * self._base.wait_s:.4g}: the link has changed, and the choice is made again")
         run.record("wire", stage="changed", choice=self.choice, reason=reason, step_s=window.step_s, wait_s=waits)
         run.note(f"collectives auto: {reason}")
         self.settled = False

@@ -55,7 +55,8 @@ class Balance(Callback):
     def fit_start(self, run: Run) -> None:
         """Probe and plan; a run that continues in the world that its plan was made for keeps it."""
         if len(run.mesh.copies) == 1:
-            run.note(f"balance {run.config.balance}: there is one {balance_plan.called(run.mesh)}, which takes all")
+            run.note(f"balance {run.config.balance}: there is one {balance_plan.called(run.mesh)}, which takes all "
+                     "samples")
             return
         if self._rebalancer is not None:  # a second fit of the same run
             self._follow(run, self._rebalancer.plan, run.state.cursor.step)
@@ -98,16 +99,10 @@ class Balance(Callback):
 
     def plan(self, run: Run) -> None:
         """Probe, plan, cut by the plan from here on, and tell; collective, also for a rank alone."""
-        kept = run.parts.state.rank_state()  # datasets and models draw random numbers
-        try:
-            speeds = self._probed(run)
-            self._rebalancer, speeds = self._planned(run, speeds)
-        finally:
-            run.parts.state.load_rank(kept)
+        with run.parts.draws_kept():
+            self._rebalancer, speeds = self._planned(run, self._probed(run))
         self._follow(run, self._rebalancer.plan, run.state.cursor.step)
         self._tell(run, speeds)
-
-    # --- plans -----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _probed(run: Run) -> list[Speed]:
@@ -161,8 +156,8 @@ class Balance(Callback):
         """Cut training and evaluation by ``made`` from step ``step`` on."""
         cut = cut_of(made)
         run.feed.recut(cut, step)
-        if run.eval_feed is not None:
-            run.eval_feed.recut(cut, 0)
+        for feed in run.eval_feeds.values():
+            feed.recut(cut, 0)
         assert self._rebalancer is not None
         self._meter.restart(step, self._rebalancer.closer)
         self._in_force_from = step
@@ -171,21 +166,19 @@ class Balance(Callback):
     def _resume(self, run: Run) -> bool:
         """Take up the plan of a checkpoint; False where it does not fit this job."""
         if self._kept["world"] != self._world:
-            run.note("balance: the checkpoint's plan was made for other ranks, devices or limits; probing anew")
+            run.note("balance: the checkpoint's plan was made for other ranks, devices or limits; probing again")
             return False
         config = run.config
         lines = [LinearTime(*row) for row in self._kept["plan"]["lines"]]
         self._rebalancer = _controller(run, lines, self._kept["ceilings"], plans.plan(lines, *_work(run)))
         unfit = self._rebalancer.load_state_dict(self._kept["plan"])
         if unfit:
-            run.note(f"balance: {unfit}; probing anew")
+            run.note(f"balance: {unfit}; probing again")
             return False
         self._follow(run, self._rebalancer.plan, run.state.cursor.step)
-        run.note(f"balance {config.balance}: goes on with {_spelled(self._rebalancer.plan.samples_P)} samples, "
+        run.note(f"balance {config.balance}: continues with {_spelled(self._rebalancer.plan.samples_P)} samples, "
                  "as planned before")
         return True
-
-    # --- words -----------------------------------------------------------------------------------------------------
 
     def _tell(self, run: Run, speeds: list[Speed]) -> None:
         assert self._rebalancer is not None
@@ -198,7 +191,7 @@ class Balance(Callback):
         equal = plans.equal(lines, *_work(run, [s.ceiling for s in speeds]))
         remembered = ", as measured before and confirmed" if all(s.remembered for s in speeds) else ""
         run.note(f"balance {config.balance}: {_spelled(made.samples_P)} samples; computing {1e3 * made.step_s:.1f} ms "
-                 f"a step instead of {1e3 * equal.step_s:.1f} ms with equal parts, by the probe{remembered}")
+                 f"a step instead of {1e3 * equal.step_s:.1f} ms with equal shares, by the probe{remembered}")
         self._log(run, "plan", columns=heads, rows=rows,
                   lines=[[s.line.a_s, s.line.c_s] for s in speeds], equal_s=equal.step_s, plan_s=made.step_s)
 
@@ -236,7 +229,7 @@ def cut_of(made: plans.BatchPlan) -> BatchShares:
 
 
 def _those(run: Run) -> str:
-    return "ranks" if run.mesh.deepest == 1 else "copies"
+    return "ranks" if run.mesh.deepest == 1 else "replicas"
 
 
 def _spelled(samples_P: tuple[int, ...]) -> str:

@@ -31,6 +31,8 @@ class Callback:
     """What it measures or is told of metrics changes the training, so that keys of metrics do."""
     state_key = "Callback"
     """Name of the state in checkpoints: of each class its own name, unless its body sets another."""
+    setting = ""
+    """Key that a run gets this built-in callback for, where it is set; its value makes the callback."""
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     """Built-in callbacks that see each event after, or before, this one does."""
@@ -45,12 +47,12 @@ class Callback:
     @classmethod
     def wanted(cls, run: Run) -> bool:
         """Return whether ``run`` gets this built-in callback; the same on all ranks with ``where`` "all"."""
-        return True
+        return not cls.setting or bool(getattr(run.config, cls.setting))
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
         """Return the callback for ``run``; ``earlier``: those made before it, by the names of their classes."""
-        return cls()
+        return cls(getattr(run.config, cls.setting)) if cls.setting else cls()  # type: ignore[call-arg]
 
     def hears(self, event: Event) -> bool:
         """Return whether `on` does anything at ``event``; asked once, so that a run leaves the others out.

@@ -6,10 +6,9 @@ Writing in the background is left to `hvdtrain.engine.saving`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hvdtrain.checkpoint import savers
+from hvdtrain.checkpoint.remote import UPLOAD
 from hvdtrain.checkpoint.savers import FIRST_S, interval_s, view
 from hvdtrain.checkpoint.sharded import check_shared
 from hvdtrain.config import CheckpointConfig as Settings
@@ -18,10 +17,8 @@ from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import span
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.final_files import DiskRoom, of_disk
+from hvdtrain.engine.run import Run
 from hvdtrain.engine.session import begin, save
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
 
 TOPIC = "save"
 """Of what the ranks tell each other: the step whose checkpoint was not written, a space, and why."""
@@ -31,11 +28,8 @@ class Checkpoint(Callback):
     """Saves on all ranks, because each has state of its own in a checkpoint; rank 0 writes."""
 
     where = "all"
+    setting = "checkpoint"
     doing = "saving a checkpoint"
-
-    @classmethod
-    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        return cls(run.config.checkpoint)
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -50,7 +44,9 @@ class Checkpoint(Callback):
             check_shared(run.control, run.out)
         held = run.control.gather(run.parts.state.state_bytes()) if run.dp.divides_state else []
         averages = run.control.gather(run.average.given_bytes) if run.average is not None else []
-        if run.control.rank == 0 and savers.often(self._settings) and run.state.cursor.epoch < run.config.epochs:
+        n_best = len(run.state.findings.best)
+        saves = savers.often(self._settings) or n_best
+        if run.control.rank == 0 and saves and run.state.cursor.epoch < run.config.epochs:
             own = sum(array.nbytes for array in run.rank_state().values())
             one_bytes = run.parts.state.state_bytes() + run.control.size * own + sum(averages)
             if held:  # of which each counts the whole model and its own slices
@@ -58,8 +54,8 @@ class Checkpoint(Callback):
                 one_bytes += sum(held[1:]) - (len(held) - 1) * sum(array.nbytes for array in model.values())
             free = savers.free_bytes(run.out)
             if run.config.progress != "off":
-                say(savers.line(self._settings, one_bytes, free))
-            if warning := savers.warning(self._settings, one_bytes, free):
+                say(savers.line(self._settings, one_bytes, free, n_best))
+            if warning := savers.warning(self._settings, one_bytes, free, n_best):
                 run.note(warning)
 
     def step_end(self, run: Run) -> None:
@@ -109,16 +105,16 @@ class Checkpoint(Callback):
 
     def _not_written(self, run: Run, step: int, error: str) -> None:
         if self._settings.on_failure == "stop":
-            raise _problem(f"the checkpoint of step {step}", error, "resume from the checkpoint before; with "
-                           "checkpoint.on_failure: warn the run goes on without it")
+            raise _problem(f"the checkpoint of step {step}", error, "resume from the previous checkpoint; with "
+                           "checkpoint.on_failure: warn the run continues without it")
         if not self._failed:
-            run.note(f"step {step}: checkpoint not written ({error}); training goes on, "
-                     "earlier ones are kept, and further failures are counted")
+            run.note(f"step {step}: checkpoint not written ({error}); training "
+                     "continues, earlier ones are kept, and further failures are counted")
         self._failed, self._in_a_row = self._failed + 1, self._in_a_row + 1
 
     def _written_again(self, run: Run, step: int) -> None:
         if not self._told_again:
-            run.note(f"step {step}: checkpoints are written again, after {self._in_a_row} that failed")
+            run.note(f"step {step}: checkpoints are written again, after {count(self._in_a_row, 'failure')}")
         self._in_a_row, self._told_again = 0, True
 
     def _needs_last(self, run: Run) -> bool:
@@ -146,7 +142,7 @@ class Checkpoint(Callback):
             while error and room.made(error):
                 error = save(run)
             if error:
-                problem = _problem("the last checkpoint", error, "resume from the checkpoint before")
+                problem = _problem("the last checkpoint", error, "resume from the previous checkpoint")
                 if run.state.requeue:  # no model is written then
                     raise problem
                 run.state.findings.unsaved = problem
@@ -155,7 +151,10 @@ class Checkpoint(Callback):
 
 
 def _problem(what: str, error: str, do: str) -> UserError:
-    """Return the error of a checkpoint that was not written: the disk's, or of what was to be stored."""
+    """Return the error of a checkpoint that was not written: the disk's, the storage's, or of what was to be stored."""
+    if UPLOAD in error:
+        return UserError(f"{what} is not stored: {error.rstrip('.')}", "storage that this host can write to",
+                         f"check it and {do}").of_kind("disk")
     if of_disk(error):
         return UserError(f"{what} could not be written: {error}", "a writable directory with room",
                          f"free space and {do}").of_kind("disk")

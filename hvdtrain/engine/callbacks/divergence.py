@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -39,17 +38,14 @@ class Divergence(Callback):
     """
 
     where = "all"
+    setting = "check_every"
     doing = "comparing the ranks' weights"
     after = ("Ema", "MemoryFit")  # and all callbacks of users: any of them may change weights
     before = ("Checkpoint",)  # so that weights that differ are not saved
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        return bool(run.config.check_every) and several_replicas(run)
-
-    @classmethod
-    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        return cls(run.config.check_every)
+        return super().wanted(run) and several_replicas(run)
 
     def __init__(self, every: int | Literal["auto"]) -> None:
         self._every = every
@@ -139,12 +135,12 @@ class Divergence(Callback):
 
     def _cause(self, step: int) -> str:
         if step == self._begin:
-            return ("the weights differ before the first step of this run: change them alike on every rank, or where "
-                    "the model is built, and not in a callback of one rank")
-        return (f"they were equal after step {self._good}, so something else than the summed gradients changes them: a "
-                "callback, task or layer that writes weights on some ranks, unlike learning rates or optimizer states, "
-                "or a device or memory that fails, which `audit: 100` would tell. Resume from a checkpoint of step "
-                f"{self._good} or before")
+            return ("the weights differ before the first step of this run: change them on every rank in the "
+                    "same way, or where the model is built, and not in a callback of one rank")
+        return (f"they were equal after step {self._good}, so something other than the summed gradients changes "
+                "them: a callback, task or layer that writes weights on some ranks, different learning rates or "
+                "optimizer states, or a faulty device or memory, which `audit: 100` detects. Resume from a checkpoint "
+                f"of step {self._good} or before")
 
 
 def stride(rows: list[tuple[Any, float, float, float]]) -> int:

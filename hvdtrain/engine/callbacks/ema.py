@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hvdtrain import backends
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Ops
 from hvdtrain.engine.average import Average
 from hvdtrain.engine.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
+from hvdtrain.engine.run import Run
 
 
 class Ema(Callback):
     """Runs on all ranks: each averages what it holds, and all make the same updates."""
 
     where = "all"
-
-    @classmethod
-    def wanted(cls, run: Run) -> bool:
-        return bool(run.config.ema)
+    setting = "ema"
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
@@ -31,7 +25,7 @@ class Ema(Callback):
     def __init__(self, run: Run, ops: Ops) -> None:
         copies = run.parts.replicas[0].group.size if run.parts.replicas else run.control.size
         if copies > 1 and not run.dp.copies_equal:
-            raise UserError("ema with a data_parallel of one's own, whose copies need not be one model",
+            raise UserError("ema with a custom data_parallel, whose replicas may differ",
                             "replicate or zero", "set ema: 0, or average in that data_parallel")
         compiled = getattr(run.spec.model, "optimizer", None) if run.config.optimizer.name == "auto" else None
         if run.config.optimizer.args.get("use_ema") or getattr(compiled, "use_ema", False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.engine.callbacks.base import Callback
@@ -14,7 +15,8 @@ class History(Callback):
 
     ``history``: "loss", and each metric as "val_" and its name, to a value per epoch, NaN where an epoch lacks it. An
     epoch that a stop cut short counts as one, unless the run stopped for a requeue: then another fit continues it.
-    Skipped steps do not count. Where losses arrive a step late (GPUs), an epoch's last is left out.
+    Skipped steps do not count. Where losses arrive a step late (GPUs), an epoch's last is left out. ``renamed``: gives
+    metrics their names in the history.
     """
 
     where = "all"
@@ -27,14 +29,14 @@ class History(Callback):
         self._resumed: list[Any] = []
         self._sum = self._weight = 0.0
         self._late_n = 0
-        self._evaluated: dict[str, float] = {}
+        self.renamed: Callable[[dict[str, float]], dict[str, float]] = dict
 
     def epoch_start(self, run: Run) -> None:
         """Begin at nothing, at what a checkpoint inside this epoch holds, or continue what a requeue interrupted."""
         if self._begun and self.epoch == run.state.cursor.epoch:
             return
         self._begun, self.epoch = True, run.state.cursor.epoch
-        self._sum, self._weight, self._late_n, self._evaluated = 0.0, 0.0, 0, {}
+        self._sum, self._weight, self._late_n = 0.0, 0.0, 0
         if self._resumed and self._resumed[0] == self.epoch and run.state.cursor.epoch_step:
             _, self._sum, self._weight = self._resumed
         self._resumed, self._unfinished = [], True
@@ -48,9 +50,6 @@ class History(Callback):
         if n and not math.isnan(run.state.loss):
             self._sum += run.state.loss * n
             self._weight += n
-
-    def eval_end(self, run: Run) -> None:
-        self._evaluated = dict(run.state.metrics)
 
     def epoch_end(self, run: Run) -> None:
         self._unfinished = False
@@ -83,7 +82,9 @@ class History(Callback):
 
     def logs(self, run: Run) -> dict[str, float]:
         """Return the epoch in numbers, under Keras' names."""
-        return {"loss": self.loss(), **{f"val_{name}": value for name, value in self._evaluated.items()}}
+        at_end = run.state.findings.metrics_at == run.state.cursor.step  # an earlier evaluation is none of the epoch
+        evaluated = self.renamed(run.state.metrics) if at_end else {}
+        return {"loss": self.loss(), **{f"val_{name}": value for name, value in evaluated.items()}}
 
     def closed(self, run: Run, logs: dict[str, float]) -> None:
         """For those who tell others."""

@@ -44,13 +44,11 @@ class Ledger(Callback):
         self._unchecked: list[int] = []
         self._kept: dict[str, Any] = {}
 
-    # --- while a run trains ------------------------------------------------------------------------------------------
-
     def epoch_start(self, run: Run) -> None:
-        """Go on where the sums stand, or find that nothing is known of the samples before."""
+        """Continue from the current sums, or find that nothing is known of the samples before."""
         cursor = run.state.cursor
         if (cursor.epoch, cursor.samples) != self._at:
-            why = "the checkpoint does not say which samples came before" if cursor.samples else ""
+            why = "the checkpoint does not record earlier samples" if cursor.samples else ""
             self._begin(cursor.epoch, cursor.samples, why)
         self._resumed = bool(cursor.samples) and run.feed.samples is None
         if self._resumed and self._head is None and run.feed.head and run.feed.head[0] == cursor.epoch:
@@ -90,8 +88,9 @@ class Ledger(Callback):
             run.note(text)
 
     def eval_end(self, run: Run) -> None:
-        if run.eval_feed is not None and run.eval_feed.unlike:
-            self._evaluation = run.eval_feed.unlike
+        unlike = {name: feed.unlike for name, feed in run.eval_feeds.items() if feed.unlike}
+        if unlike:
+            self._evaluation = "; ".join(f"{name}: {why}" if name else why for name, why in unlike.items())
             self._record(run, self._at[0], False, words=f"the evaluation is not verified: {self._evaluation}")
 
     def epoch_end(self, run: Run) -> None:
@@ -128,8 +127,6 @@ class Ledger(Callback):
         else:
             run.ledger = {**found, "partial": partial}
 
-    # --- over resumptions --------------------------------------------------------------------------------------------
-
     def saving(self, run: Run) -> None:
         """Bring the ranks' sums together for `state_dict`. Collective."""
         sums = books.from_limbs(control_of_replicas(run.control, run.mesh).sum(books.to_limbs(self._book.sums())))
@@ -150,11 +147,11 @@ class Ledger(Callback):
         self._kept = dict(state)
 
     def restored(self, run: Run) -> None:
-        """Go on from the sums of a checkpoint, which rank 0 takes over whatever ranks they come from."""
+        """Continue from the sums of a checkpoint, which rank 0 takes over whatever ranks they come from."""
         kept = self._kept
         unknown = kept["unknown"]
         if kept["samples"] and kept["order"] != _order(run.feed):
-            unknown = "the data's length, seed or shuffle is another than when it began"
+            unknown = "the data's length, seed or shuffle differs from the epoch's start"
         before = Sums(kept["count"], int(kept["sum"], 16)) if run.control.rank == 0 else Sums()
         self._begin(kept["epoch"], kept["samples"], unknown, before)
         self._skipped, self._skipped_before = kept["skipped"], kept["skipped_before"]
@@ -163,8 +160,6 @@ class Ledger(Callback):
         self._unchecked, self._reason = list(kept["unchecked"]), kept.get("reason", "")
         self._head = kept.get("head")
         self._compared, self._evaluation = kept.get("compared", 0), kept.get("evaluation", "")
-
-    # --- sums --------------------------------------------------------------------------------------------------------
 
     def _begin(self, epoch: int, samples: int, unknown: str, before: Sums = Sums()) -> None:
         """Stand at ``samples`` of ``epoch``, of which ``before`` was counted; ``unknown``: why that is not all."""
@@ -179,7 +174,7 @@ class Ledger(Callback):
         epoch, head = run.feed.head or (-1, None)
         differs = None not in (self._head, head) and epoch == self._at[0] and head != self._head
         if control_of_replicas(run.control, run.mesh).sum(np.array([float(differs)]))[0]:
-            self._doubt(run, "the stream's order is another than before the resumption")
+            self._doubt(run, "the stream's order differs from that before the resume")
 
     def _compare_rows(self, run: Run) -> None:
         """Compare a few rows of a source across ranks, which may have come to differ; collective."""
@@ -206,10 +201,10 @@ class Ledger(Callback):
         numbers = np.arange(samples) if order_n is None else order_n[:samples]
         words = books.unlike(got, want, epoch, numbers if samples <= books.MOST_SEARCHED else None)
         self._record(run, epoch, False, got=got.count, want=want.count, words=words)
-        again = "start anew" if epoch == 0 else f"resume from a checkpoint from before epoch {epoch}"
-        raise UserError(f"epoch {epoch} is not whole: {words}", f"each of its {samples} samples exactly once",
-                        f"{again}, since later checkpoints carry the fault; a callback that cuts the batches must do "
-                        "so alike on every rank")
+        again = "start from scratch" if epoch == 0 else f"resume from a checkpoint from before epoch {epoch}"
+        raise UserError(f"epoch {epoch} is incomplete: {words}", f"each of its {samples} samples exactly once",
+                        f"{again}, since later checkpoints carry the fault; a callback that truncates "
+                        "batches must do so on every rank")
 
     def _facts(self) -> dict[str, Any]:
         unread = self._unread_before + self._unread

@@ -48,7 +48,7 @@ class MemoryFit(Callback):
         self._learnt = 0
         micro, remat = config.micro_batch == "auto", config.remat == "auto"
         if remat and run.parts.remat is None:
-            run.note("remat auto: the model has no named blocks, so nothing is recomputed")
+            run.note("remat auto: the model has no named blocks, so activation checkpointing is off")
             remat = False
         if self._state or run.parts.layout is not None:  # a stage alone is no pass to measure; its plan has counted it
             return
@@ -81,17 +81,13 @@ class MemoryFit(Callback):
         """Return what each rank does, by rank; chosen by now."""
         control = run.control
         scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
-        random = run.parts.state.rank_state()  # datasets and models draw random numbers
-        try:
-            with deadline(run.config.control_timeout_s, "the fitting of micro-batches to memory"):
-                settling = agreed(control, lambda: self._settling(run, scene, micro, remat), "memory")
-                parts = self._parts_before(run, settling, micro)
-                own = agreed(control, lambda: _least(run, lambda: settling.decide(parts)), "memory")
-                parts_P = control.gather(own.fit.parts)
-                if run.feed.even_micros and parts_P != [max(parts_P)] * len(parts_P):
-                    own = agreed(control, lambda: _least(run, lambda: settling.decide(max(parts_P))), "memory")
-        finally:
-            run.parts.state.load_rank(random)
+        with run.parts.draws_kept(), deadline(run.config.control_timeout_s, "the fitting of micro-batches to memory"):
+            settling = agreed(control, lambda: self._settling(run, scene, micro, remat), "memory")
+            parts = self._parts_before(run, settling, micro)
+            own = agreed(control, lambda: _least(run, lambda: settling.decide(parts)), "memory")
+            parts_P = control.gather(own.fit.parts)
+            if run.feed.even_micros and parts_P != [max(parts_P)] * len(parts_P):
+                own = agreed(control, lambda: _least(run, lambda: settling.decide(max(parts_P))), "memory")
         if run.recovery.guard is not None:
             spared = own.fit.need - own.fit.choice.peak
             run.recovery.guard.estimated = lambda n: memory.imported_bytes() + settling.need(n) - (
@@ -109,12 +105,8 @@ class MemoryFit(Callback):
             return
         scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
         way = memory_survey.way_of(scene, run.dp)
-        random = run.parts.state.rank_state()
-        try:
-            with deadline(run.config.control_timeout_s, "the look at a micro-batch's memory"):
-                found = agreed(run.control, lambda: _looked(run, lambda: estimator(scene, way)), "memory")
-        finally:
-            run.parts.state.load_rank(random)
+        with run.parts.draws_kept(), deadline(run.config.control_timeout_s, "the measurement of memory"):
+            found = agreed(run.control, lambda: _looked(run, lambda: estimator(scene, way)), "memory")
         if run.recovery.guard is not None:
             run.recovery.guard.estimated = found
 
@@ -137,15 +129,15 @@ class MemoryFit(Callback):
         even = (most,) * len(owns_P) if run.feed.even_micros else cut.accumulate_P
         cut = replace(cut, accumulate_P=even, micro_batch_P=tuple(own.fit.micro_batch for own in owns_P))
         run.feed.recut(cut, step)
-        if run.eval_feed is not None:
-            run.eval_feed.recut(cut, 0)
+        for feed in run.eval_feeds.values():
+            feed.recut(cut, 0)
 
     def _tell(self, run: Run, owns_P: list[RankFit], micro: bool, remat: bool) -> None:
         """Note a sentence for each rank that differs, and print the table of the one that recomputes most."""
         keys = " and ".join([*(["micro_batch auto"] if micro else []), *(["remat auto"] if remat else [])])
         equal = alike(owns_P)
         for rank, own in enumerate(owns_P[:1] if equal else owns_P[:MOST_NAMED]):
-            also = ", and all others alike" if equal and len(owns_P) > 1 else ""
+            also = ", the same on all others" if equal and len(owns_P) > 1 else ""
             run.note(f"{keys}: {note(rank, own, micro, remat)}{also}")
         worst = max(range(len(owns_P)), key=lambda r: len(owns_P[r].fit.choice.names))
         rows = table(owns_P[worst])
@@ -183,17 +175,17 @@ def note(rank: int, own: RankFit, micro: bool, remat: bool) -> str:
     fit, free = own.fit, own.free
     if not own.samples:
         return f"rank {rank} has no samples"
-    room = "unknown room" if free is None else f"{format_bytes(free)} that it may take"
+    room = "unknown room" if free is None else f"{format_bytes(free)} available"
     words = []
     if micro:
         words.append(f"{count(fit.parts, 'micro-batch', 'micro-batches')} of {fit.micro_batch}")
     if remat:
         names = fit.choice.names
         some = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
-        words.append(f"recomputes {len(names)} of {len(own.costs)} blocks ({some}) for {1e3 * fit.choice.seconds:.3g} "
-                     "ms a micro-batch" if names else "recomputes nothing")
+        words.append(f"recomputes {len(names)} of {len(own.costs)} blocks ({some}) in {1e3 * fit.choice.seconds:.3g} "
+                     "ms a micro-batch" if names else "no activation checkpointing")
     then = (f"{format_bytes(fit.choice.peak)} in place of " if fit.choice.names else "") + format_bytes(fit.need)
-    fits = "" if fit.choice.fits else ", which does not fit: nothing that is left to choose would"
+    fits = "" if fit.choice.fits else ", which does not fit, and no remaining option would"
     tried = (f"; in a trial of {count(own.tried, 'sample')} that saved {format_bytes(max(0, own.measured))}, predicted "
              f"{format_bytes(own.predicted)}") if own.tried else ""
     return f"rank {rank}: {', '.join(words)}; needs {then} of {room}{fits}{tried}"
@@ -253,8 +245,8 @@ class MemoryReport(Callback):
             return
         peak = machine.peak_bytes(run)
         if peak >= plans.CLOSE * self._free:
-            run.tell_all("memory", f"has held {format_bytes(peak)} of the {format_bytes(self._free)} that it may take; "
-                         "python -m hvdtrain plan --memory with the same options tells what would take less")
+            run.tell_all("memory", f"has used {format_bytes(peak)} of {format_bytes(self._free)} "
+                         "available; python -m hvdtrain plan --memory with the same options lists what would use less")
 
     def told(self, run: Run) -> None:
         for word in run.state.told:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from hvdtrain.cluster.topology import HostRanks
+from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
-from hvdtrain.planning.batch.meter import AverageStep, Reading, read
+from hvdtrain.planning.batch.meter import AverageStep, Reading, read, slow_rank
 from hvdtrain.planning.linear import LinearTime
 
 SKIPPED_STEPS = 2
@@ -26,6 +28,9 @@ LEAST_WINDOW_S = 0.1
 
 CLOSER = 3
 """Of the ``every_steps`` equal parts of a window, those that a window has in which a drastic change is looked at."""
+
+EARLY_S = 60.0
+"""A rank that is far slower is named so early in a fit; later the run report names it."""
 
 PHASES = ("data", "compute", "wait", "update", "idle", "channel")
 """``idle``: the part of wait in which a stage of a partitioned model waits for others of its copy;
@@ -98,9 +103,14 @@ class Meter(Callback):
         self._steps: list[_Step] = []
         self._sums_P: list[list[float]] = []
         self._counted = 0
+        self._advises, self._begin_s = False, 0.0
         self._before: tuple[Any, ...] = (0.0, dict.fromkeys(PHASES, 0.0), 0, 0, 0)
 
     def fit_start(self, run: Run) -> None:
+        config = run.config
+        self._advises = (config.balance == "off" and not config.shares and config.progress != "off"
+                         and not config.exchange.adasum)  # which takes equal shares
+        self._begin_s = time.perf_counter()
         self._mark(run)
 
     def step_end(self, run: Run) -> None:
@@ -118,6 +128,7 @@ class Meter(Callback):
             self._close(run)
 
     def fit_end(self, run: Run) -> None:
+        self._advises = False
         if self._steps:
             self._close(run)
 
@@ -158,9 +169,18 @@ class Meter(Callback):
         self.reading = _reading(run, self._sums_P, self._counted)
         self.window = MeterWindow(run.state.cursor.step, own_s_P, latest_s_P, samples_P, micros_P,
                              _reading(run, window_P, len(steps)))
+        if self._advises and run.control.rank == 0 and self._counted >= 2 * self._every:
+            self._advise(run, self.reading)
         longest_s = max(row[0] for row in window_P) / len(steps)
         if longest_s > 0:
             self._part_steps = max(1, math.ceil(LEAST_WINDOW_S / (self._every * longest_s)))
+
+    def _advise(self, run: Run, reading: Reading) -> None:
+        """Print once, in the first minute or by the first reading, which rank is far slower than the others."""
+        line = slow_rank(reading, _labels(run))
+        if line:
+            say(line)
+        self._advises = not line and time.perf_counter() - self._begin_s < EARLY_S
 
 
 def _seconds(run: Run) -> dict[str, float]:
@@ -190,9 +210,7 @@ def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
     copies = run.mesh.copies
     cut = len(copies) < len(by_rank)
     rows = [_row([by_rank[r] for r in ranks], [idle_s_P[r] for r in ranks]) for ranks in copies] if cut else by_rank
-    labels = [f"rank {r} on {run.topology.host_of(r).node}" for r in range(len(rows))]
-    if cut:
-        labels = [f"copy {c} (ranks {', '.join(map(str, sorted(ranks)))})" for c, ranks in enumerate(copies)]
+    labels = _labels(run)
     share = -(-run.config.global_batch // len(rows))
     lines: Sequence[LinearTime | None] = run.state.findings.solo_lines or [None] * len(rows)
     busy_s = [max(sums_P[r][1] for r in ranks) for ranks in copies]
@@ -204,6 +222,14 @@ def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
     channel_s = min(lost_s, math.fsum(sums[-1] for sums in sums_P) / steps)
     return read(rows, step_s, labels, run.config.balance, run.dp.compression, solo, len(run.topology.hosts),
                 _crowded(run.topology.hosts), (lost_s - channel_s, channel_s) if cut else None, len(by_rank))
+
+
+def _labels(run: Run) -> list[str]:
+    """Return the name of each row of a reading: a rank, or a replica over several ranks."""
+    copies = run.mesh.copies
+    if any(len(ranks) > 1 for ranks in copies):
+        return [f"replica {c} (ranks {', '.join(map(str, sorted(ranks)))})" for c, ranks in enumerate(copies)]
+    return [f"rank {r} on {run.topology.host_of(r).node}" for r in range(len(copies))]
 
 
 def _crowded(hosts: Sequence[HostRanks]) -> str:

@@ -9,7 +9,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 
-ALONE_FINITE = "; each rank's own gradient is finite: the loss is not, or their sum, its norm or compression overflows"
+ALONE_FINITE = "; each rank's own gradient is finite: the loss is not, or the sum, its norm or compression overflows"
 
 
 class NanGuard(Callback):
@@ -41,10 +41,10 @@ class NanGuard(Callback):
         where = _where(run.state.outcome.bad_where) or ("" if run.parts.stage.asynchronous else ALONE_FINITE)
         if self._mode == "stop" or self.in_a_row > self._max:
             many = f" ({self.in_a_row} steps in a row)" if self.in_a_row > 1 else ""
-            seen = "seen one step late" if run.parts.stage.asynchronous else "that step's update was not made"
+            seen = "detected one step late" if run.parts.stage.asynchronous else "that step's update was not made"
             raise UserError(f"loss or gradient is not finite at step {step} on rank {ranks}{many}; {seen}{where}",
                             "finite numbers",
-                            "lower lr, set clip_norm, look at the data of that step, or set nan_guard: skip"
+                            "lower lr, set clip_norm, check the data of that step, or set nan_guard: skip"
                             ).of_kind("non_finite")
         run.note(f"step {step}: loss or gradient not finite on rank {ranks}, update skipped on every rank{where}")
 

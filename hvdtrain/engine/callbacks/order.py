@@ -11,12 +11,16 @@ Each line says why its callbacks come before those of the lines below.
 - Meter, Stages: the window that ends with a step is closed before Balance decides by it and Recorder writes it.
 - Ema: the average follows the update before anybody evaluates or saves.
 - Balance: shares are planned at FIT_START before the transports are measured; it waits for these in later steps.
-- EarlyStop: a stop is asked for before EVAL_END is reported.
+- EvalSteps: no callback below raises before it knows of an evaluation.
+- EarlyStop: a stop is asked for before EVAL_END is reported; best weights are back before Keras' on_train_end.
+- Plateau: the rate has followed the evaluation before it is reported and saved.
 - AutoWire: opens the transports over which AutoCompression compares compressors.
+- Freeze: what it unfreezes at an epoch is trained before callbacks of the user's see the model.
 - UnusedReport, then those of the key `callbacks`: they may change the model, which reports are to show.
 - Trace, System, WhatIf: their records precede the "end" that Recorder writes.
 - Recorder: has recorded the event before the caller's callbacks, such as History and Keras' own, print or raise.
 - Those of the caller (``more``): the last that may change weights.
+- KeepBest: what callbacks above evaluate or announce is known.
 - Divergence, Audit: weights that differ or were computed wrongly are not saved.
 - Checkpoint: holds the state of all callbacks above.
 - Seconds: what the others do at the end of a fit is counted too.
@@ -25,7 +29,7 @@ Each line says why its callbacks come before those of the lines below.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.core import protocols
 from hvdtrain.core.errors import UserError
@@ -38,13 +42,16 @@ from hvdtrain.engine.callbacks.balance import Balance
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.checkpoint import Checkpoint
 from hvdtrain.engine.callbacks.divergence import Divergence
-from hvdtrain.engine.callbacks.early_stop import EarlyStop
+from hvdtrain.engine.callbacks.early_stop import EarlyStop, KeepBest
 from hvdtrain.engine.callbacks.ema import Ema
+from hvdtrain.engine.callbacks.eval_steps import EvalSteps
+from hvdtrain.engine.callbacks.freeze import Freeze
 from hvdtrain.engine.callbacks.ledger import Ledger
 from hvdtrain.engine.callbacks.memory_fit import MemoryFit, MemoryReport
 from hvdtrain.engine.callbacks.meter import Meter
 from hvdtrain.engine.callbacks.nan_guard import NanGuard
 from hvdtrain.engine.callbacks.out_of_memory import OutOfMemory
+from hvdtrain.engine.callbacks.plateau import Plateau
 from hvdtrain.engine.callbacks.preempt import Preempt, Supervised
 from hvdtrain.engine.callbacks.recorder import Recorder
 from hvdtrain.engine.callbacks.seconds import Seconds, Throughput
@@ -53,18 +60,15 @@ from hvdtrain.engine.callbacks.system import System
 from hvdtrain.engine.callbacks.trace import Trace
 from hvdtrain.engine.callbacks.unused_parameters import UnusedReport
 from hvdtrain.engine.callbacks.whatif import WhatIf
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
-
+from hvdtrain.engine.run import Run
 
 FIRST: tuple[type[Callback], ...] = (
     AutoCompile, Supervised, Preempt, NanGuard, Throughput, Ledger, MemoryReport, OutOfMemory, MemoryFit, Meter, Stages,
-    Ema, Balance, EarlyStop, AutoWire, AutoCompression, UnusedReport)
+    Ema, Balance, EvalSteps, EarlyStop, Plateau, AutoWire, AutoCompression, Freeze, UnusedReport)
 """Built-in callbacks that decide and measure; those of the key ``callbacks`` follow."""
 REPORTS: tuple[type[Callback], ...] = (Trace, System, WhatIf, Recorder)
 """Built-in callbacks that report; those of the caller follow."""
-LAST: tuple[type[Callback], ...] = (Divergence, Audit, Checkpoint, Seconds)
+LAST: tuple[type[Callback], ...] = (KeepBest, Divergence, Audit, Checkpoint, Seconds)
 """Built-in callbacks that compare and save what all others have made."""
 # Each class says by `before` and `after` what its place has to keep; `tests/unit/engine/test_callback_order.py` checks.
 
@@ -81,7 +85,6 @@ def in_order(run: Run, more: Callable[[Run], Sequence[protocols.RunCallback]] | 
 
 
 def _own_callback(text: str) -> protocols.RunCallback:
-    """Make the callback that ``text`` names."""
     made: Any = load_callable(text, "callbacks")()
     if not (callable(getattr(made, "on", None)) and getattr(made, "where", None) in ("root", "all")):
         raise UserError(f"callbacks: {text} gave a {type(made).__name__}", "a callback of hvdtrain, whose where is "

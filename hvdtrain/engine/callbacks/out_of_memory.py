@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.core.errors import UserError
@@ -12,7 +12,9 @@ from hvdtrain.core.units import format_bytes
 from hvdtrain.engine import memory_plan as plans
 from hvdtrain.engine import memory_survey
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.memory_survey import Scene
 from hvdtrain.engine.run import Run
+from hvdtrain.planning.memory.forecast import MemoryFacts
 
 
 class OutOfMemory(Callback):
@@ -35,14 +37,9 @@ class OutOfMemory(Callback):
             caveats = run.parts.caveats() if smaller and not self._bends_told else []
             if caveats:
                 self._bends_told = True
-                run.note(f"the gradient depends on how a batch is cut, which is another from step {shortage.step} on: "
+                run.note(f"the gradient depends on the micro-batches, which change from step {shortage.step} on: "
                          + "; ".join(caveats))
 
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.memory_survey import Scene
-    from hvdtrain.engine.run import Run
-    from hvdtrain.planning.memory.forecast import MemoryFacts
 
 MOST = 4
 """Ways out that are named."""
@@ -51,8 +48,8 @@ MOST = 4
 def at_its_least(rank: int, shortage: Shortage, ways: str) -> UserError:
     """Return the error of ``rank``, which has no smaller size to try; ``ways``: what would help, "" where unknown."""
     held = f"a micro-batch of {shortage.size}" if shortage.size else "no sample of the step"
-    in_general = "recompute blocks (remat: auto), divide the state (data_parallel: zero), or split the model over " \
-                 "devices (model_parallel)"
+    in_general = "use activation checkpointing (remat: auto), shard the state (data_parallel: zero), or partition " \
+                 "the model over devices (model_parallel)"
     return UserError(f"rank {rank} is out of memory in {shortage.phase} with {held} ({shortage.why})",
                      "memory for the model and one sample" if shortage.size <= 1 else "a smaller micro-batch that fits",
                      ways or in_general)
@@ -132,7 +129,7 @@ def _facts(scene: Scene, dp: Any) -> MemoryFacts:
     way = memory_survey.way_of(scene, dp)
     try:
         return plans.facts_now(scene, way, True)
-    except Exception:  # noqa: BLE001  (memory is what lacks: what follows from the tensors alone is known anyway)
+    except Exception:  # memory is what lacks: what follows from the tensors alone is known anyway
         return plans.facts_now(scene, way, False)
 
 
@@ -143,5 +140,5 @@ def _recomputed(run: Run) -> int:
         return 0
     try:
         return sum(max(0, cost.saved_bytes) for cost in remat.costs(run.feed.sample(1)))
-    except Exception:  # noqa: BLE001  (as above)
+    except Exception:  # as above
         return 0

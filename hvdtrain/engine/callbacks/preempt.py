@@ -87,7 +87,7 @@ class Preempt(Callback):
         self._interrupted_at = -math.inf
         self._look_at = 0.0
         self._step_at = self._save_at = self._longest_step_s = self._longest_save_s = 0.0
-        self._ends_at = _ends_at(limit_s)
+        self._ends_at = causes.ends_at(limit_s)
 
     def fit_start(self, run: Run) -> None:
         """Listen from here on, and see what was wished for while the run was assembled."""
@@ -210,14 +210,6 @@ class Preempt(Callback):
         if left_s > reserve_s(limit_s, save_s, self._longest_step_s) + LOOK_S:
             return ""
         return f"{max(0.0, left_s):.0f} s are left of the time limit"
-
-
-def _ends_at(limit_s: float) -> float:
-    """Return when the wall limit ends the run, unix seconds: by the supervisor, else from this process' start."""
-    with contextlib.suppress(ValueError):
-        told = float(os.environ.get(causes.ENDS_AT, ""))
-        return told
-    return causes.started_at() + limit_s if limit_s else 0.0
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:

@@ -51,9 +51,8 @@ class Recorder(Callback):
         run.record("non_finite", ranks=list(run.state.outcome.bad_ranks))
 
     def eval_end(self, run: Run) -> None:
-        assert run.eval_feed is not None
         run.record("eval", epoch=run.state.cursor.epoch, metrics=dict(run.state.metrics),
-                   samples_per_s=run.state.samples_per_s, unread=run.eval_feed.unread)
+                   samples_per_s=run.state.samples_per_s, unread=run.setup.eval_unread)
 
     def checkpoint(self, run: Run) -> None:
         run.record("checkpoint")

@@ -124,3 +124,7 @@ class Throughput(Callback):
         (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
         if t1 > t0:
             run.state.samples_per_s = (n1 - n0) / (t1 - t0)
+
+    def eval_end(self, run: Run) -> None:
+        """Begin a window: the evaluation may be within an epoch."""
+        self.epoch_start(run)

@@ -1,4 +1,4 @@
-"""Record the plan of a partitioned model beside what each rank measured, at start and end.
+"""Record the plan of a partitioned model with each rank's measurements, at start and end.
 
 The rank that waited least for others after its last backward waited for the exchange alone.
 """
@@ -13,12 +13,10 @@ import numpy as np
 
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.meter import SKIPPED_STEPS
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
 from hvdtrain.parallel.pipeline.plan import Planned, measured_text, record, rows
-
-SKIPPED_STEPS = 2
-"""Steps at the start that tell nothing: tracing, allocation, connections."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Spans are made by `hvdtrain.core.timeline`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,14 +24,11 @@ class Trace(Callback):
     """On all ranks, alike: steps are counted alike, so all begin and end at one step (law 6)."""
 
     where = "all"
+    setting = "trace"
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
         return bool(run.config.trace.steps)
-
-    @classmethod
-    def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        return cls(run.config.trace)
 
     def __init__(self, settings: Settings) -> None:
         window = window_of(settings.steps)
@@ -86,7 +82,7 @@ class Trace(Callback):
         if self._taken is not None:
             self._finish(run)
         elif not self._done:
-            run.note(f"no trace: steps {self.window.first} to {self.window.last} are not among those of this fit")
+            run.note(f"no trace: steps {self.window.first} to {self.window.last} are not part of this fit")
 
     def close(self, run: Run) -> None:
         run.timeline.taker, run.timeline.closely, self._taken = None, False, None
@@ -102,7 +98,7 @@ class Trace(Callback):
             try:
                 self._profiler = backends.load(run.spec.framework).Profiler()
                 self._profiler.start()
-            except Exception as error:  # noqa: BLE001  (whatever a profiler's library raises: a trace ends no run)
+            except Exception as error:  # whatever a profiler's library raises: a trace ends no run
                 self._profiler, self._problem = None, f"{type(error).__name__}: {error}"
             run.control.barrier("start of the profilers")  # which takes them different times
         self._taken = SpanRecorder(chrome.room(run.control.size))
@@ -135,7 +131,7 @@ class Trace(Callback):
         try:
             found: list[Span] = profiler.stop()
             self._profiler_within_s = profiler.within_s
-        except Exception as error:  # noqa: BLE001  (whatever a profiler's library raises: a trace ends no run)
+        except Exception as error:  # whatever a profiler's library raises: a trace ends no run
             self._problem = f"{type(error).__name__}: {error}"
             return []
         return found
@@ -156,10 +152,10 @@ class Trace(Callback):
         within_s, dropped = max(t.alignment.within_s for t in ranks), sum(t.dropped for t in ranks)
         run.record("trace", path=chrome.NAME, steps=steps, within_s=within_s, events=n, dropped=dropped, bytes=size,
                    overlap_percent=about["overlap_percent"], critical=about["critical"])
-        lost = f", {dropped} left out for its size" if dropped else ""
+        lost = f", {dropped} dropped for its size" if dropped else ""
         run.note(f"trace of steps {steps[0]} to {steps[1]}: {path}, {n} events of {count(len(ranks), 'rank')}{lost}; "
                  f"{_clocks_in_words(within_s)}")
 
 
 def _clocks_in_words(within_s: float) -> str:
-    return f"their clocks agree within {within_s * 1e6:.0f} us" if within_s else "all read one clock"
+    return f"their clocks agree within {within_s * 1e6:.0f} us" if within_s else "all use one clock"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hvdtrain.core.comparison import plain_name
 from hvdtrain.core.errors import count
 from hvdtrain.engine.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.run import Run
+from hvdtrain.engine.run import Run
 
 FIRST_STEPS = 10
 """Steps after which the report comes; earlier where an epoch has fewer."""

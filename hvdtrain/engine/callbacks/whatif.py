@@ -66,7 +66,7 @@ class WhatIf(Callback):
         self._micro = None
 
     def look(self, run: Run, measures: bool = False) -> Forecast | None:
-        """Reckon from the steps that are kept; ``measures``: with this rank's line measured now. Collective."""
+        """Estimate from the steps that are kept; ``measures``: with this rank's line measured now. Collective."""
         own = self._measured(run) if measures and not run.state.findings.solo_lines else None
         rows_P = run.control.gather((list(self._rows), own and (own.a_s, own.c_s)))
         config = run.config
@@ -91,16 +91,14 @@ class WhatIf(Callback):
         # A line beyond what was measured is a guess; but a device may not hold more than it does.
         on_host = run.devices[run.control.rank].kind == "cpu"
         sizes = (n, n + -(-n // (run.control.size - 1))) if on_host else (n // 2, n)
-        kept = run.parts.state.rank_state()
-        try:
-            batches = [tuple(part[np.arange(size) % n] for part in micro) for size in sizes]
-            for batch in batches:  # which traces and allocates
-                run.parts.stage.trial(batch)
-            seconds = [[_timed(run.parts.stage.trial, batch) for batch in batches] for _ in range(TRIES)]
-        except Exception:  # noqa: BLE001  (what cannot be tried is not; the run is over but for its end)
-            return None
-        finally:
-            run.parts.state.load_rank(kept)
+        with run.parts.draws_kept():
+            try:
+                batches = [tuple(part[np.arange(size) % n] for part in micro) for size in sizes]
+                for batch in batches:  # which traces and allocates
+                    run.parts.stage.trial(batch)
+                seconds = [[_timed(run.parts.stage.trial, batch) for batch in batches] for _ in range(TRIES)]
+            except Exception:  # what cannot be tried is not; the run is over but for its end
+                return None
         return fit(sizes, [statistics.median(times) for times in zip(*seconds)])
 
     @staticmethod

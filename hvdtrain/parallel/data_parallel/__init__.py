@@ -86,7 +86,7 @@ def create(setup: DataParallelSetup) -> DataParallel:
                         "add the argument and hand it to Optimizer.step") from None
     lacking = [each for each in ("stage", "sizes_BP") if not hasattr(made, each)]
     if lacking and hasattr(made, "divides_state") and made.divides_state:
-        raise UserError(f"data_parallel {name} divides the state and has no {' and no '.join(lacking)}",
+        raise UserError(f"data_parallel {name} shards the state and has no {' and no '.join(lacking)}",
                         "the members of hvdtrain.core.protocols.DividesState, from which memory is planned",
                         "add them, or set divides_state to False")
     if name in OWN and isinstance(made, Alone) and setup.parts.layout is None:
@@ -106,8 +106,9 @@ class Undeclared:
         return 0
 
     def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
-        raise UserError("a callback unfroze parameters under a data_parallel of one's own, which takes in none",
-                        "a way with extend(specs, first), such as replicate or zero", "unfreeze before the run begins")
+        raise UserError("a callback unfroze parameters with a custom data_parallel, which accepts none",
+                        "a strategy with extend(specs, first), such as replicate or "
+                        "zero", "unfreeze before the run begins")
 
 
 def _among_replicas(setup: DataParallelSetup) -> DataParallelSetup:
@@ -116,12 +117,12 @@ def _among_replicas(setup: DataParallelSetup) -> DataParallelSetup:
     Errors: `UserError` for a user's strategy if any rank is in several groups.
     """
     if setup.config.data_parallel.name not in OWN and setup.control.agree(len(setup.parts.replicas) > 1):
-        raise UserError(f"data_parallel {setup.config.data_parallel.name} with copies of different depth, whose ranks "
-                        "are in several groups", f"copies of one depth, or {' or '.join(OWN)}",
+        raise UserError(f"data_parallel {setup.config.data_parallel.name} with replicas of different depth, "
+                        "whose ranks are in several groups", f"replicas of one depth, or {' or '.join(OWN)}",
                         "set pipeline.stages in place of pipeline.depths")
     needs = setup.parts.optimizer.needs_all
     if needs:
-        raise UserError(f"{needs} with a pipeline over ranks, none of which has the whole gradient", "the run's own "
-                        "clip_norm, which is taken over all ranks", "set clip_norm in its place")
+        raise UserError(f"{needs} with a pipeline over ranks, where no rank has the whole gradient", "the run's own "
+                        "clip_norm, which is taken over all ranks", "set clip_norm instead")
     first = setup.parts.replicas[0]
     return replace(setup, group=first.group, collectives=first.wire)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
 from hvdtrain.comm.compressors.none import NoCompression
 from hvdtrain.comm.reducer.reducer import OTHER, sum_squares
 from hvdtrain.core.protocols import Array, Compressor, Control, Ops, Optimizer, ParamSpec
+from hvdtrain.core.protocols.types import Bucket, StepBatch
 from hvdtrain.data.weighting import loss_scale
 from hvdtrain.parallel.data_parallel.reducing import Whole
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import Bucket, StepBatch
 
 
 class Alone:
@@ -66,17 +64,15 @@ class Alone:
         return True
 
     def buffer(self, bucket: Bucket) -> Array:
-        raise AssertionError("gradients of one rank lie in no bucket")
+        raise AssertionError("gradients of a single rank are in no bucket")
 
     def put(self, index: int, x: Array) -> None:
-        """Take the gradient of parameter ``index``, in its own shape."""
         self._grads[index] = x
 
     def owed(self) -> list[int]:
         return []
 
     def collect(self) -> list[Array]:
-        """Return the gradients by parameter."""
         return [self._grads[i] for i in sorted(self._grads)]
 
     def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:

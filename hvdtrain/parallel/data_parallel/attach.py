@@ -8,31 +8,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.comm.compressors import create
-from hvdtrain.config import Config, ExchangeConfig
+from hvdtrain.config import Config
 from hvdtrain.core.buckets import plan_buckets, plan_some
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.units import GIB, MIB, format_bytes
+from hvdtrain.parallel.data_parallel import DataParallelSetup
 from hvdtrain.planning import shards
 from hvdtrain.planning.memory.forecast import Sharding, forecast
 
-if TYPE_CHECKING:
-    from hvdtrain.parallel.data_parallel import DataParallelSetup
-
 FIRST_MB = 1.0
-"""So much is enough for a transport to begin with that works beside backward: it is still busy when more is there."""
+"""So much is enough for a transport to begin with that overlaps with backward: it is still busy when more is there."""
 
 BESIDE_MB = 2.0
-"""Size of a bucket, by default, on a wire that moves pieces beside backward: only the last one is not hidden by it, and
-what a call costs is hidden as well. Large ones are for transports that block, or that fuse by themselves."""
+"""Size of a bucket, by default, on a transport that overlaps pieces with backward: only the last one is not
+hidden by it, and what a call costs is hidden as well. Large ones are for transports that block or fuse."""
+
+FORMER_MB = 16.0
+"""Default before it was auto: files that --print_config wrote then have this number and mean auto by it."""
 
 
 def compression_of(setup: DataParallelSetup) -> str:
@@ -58,21 +58,26 @@ def buckets_of(setup: DataParallelSetup) -> list[Bucket]:
     """
     config, specs = setup.config, setup.parts.params.specs
     by_block = config.model_parallel > 1
-    wire, default_mb = setup.collectives, ExchangeConfig().bucket_mb
-    size_mb = 0.0 if config.exchange.adasum else config.exchange.bucket_mb
+    wire, asked = setup.collectives, config.exchange.bucket_mb
+    size_mb = 0.0 if config.exchange.adasum else config.exchange.unmeasured_mb
     # A compressor with a state works on whole buckets, each of which costs it several calls, one after the other; and
     # its state lies in their order, which stays for the sake of old checkpoints.
     auto = config.compression == "auto"
     compressor = create("none" if auto else config.compression, config)
     whole = not compressor.elementwise and not compressor.in_place
-    if size_mb == default_mb and wire.drives and not whole:
+    small = wire.drives and not whole and not config.exchange.adasum
+    if asked == "auto" and small:
         size_mb = BESIDE_MB
-    if size_mb == "auto":
+    if asked == FORMER_MB and small:
+        setup.notes.append(f"exchange.bucket_mb is {asked:g} MiB, which overlaps less of the "
+                           f"exchange than the {BESIDE_MB:g} of auto; files of --print_config had {asked:g} for auto "
+                           "before")
+    if asked == "sweep" and not config.exchange.adasum:
         from hvdtrain.comm.sweep import pick_bucket_mb
 
-        with deadline(config.control_timeout_s, "the sweep of exchange.bucket_mb auto"):
+        with deadline(config.control_timeout_s, "the sweep of exchange.bucket_mb"):
             size_mb, reason = pick_bucket_mb(setup.collectives, setup.ops, setup.control, specs)
-        setup.notes.append(f"exchange.bucket_mb auto: {size_mb:g} MiB; {reason}")
+        setup.notes.append(f"exchange.bucket_mb sweep: {size_mb:g} MiB; {reason}")
     aligned = setup.collectives.host and compressor.in_place and not auto
     early = wire.overlaps and not wire.in_graph and not config.exchange.adasum and not whole
     first_mb = FIRST_MB if early else math.inf
@@ -101,16 +106,16 @@ def check(setup: DataParallelSetup, name: str) -> None:
     key = made.own_key or f"compression {name}"
     unlike = unlike_threads(config, setup.control, setup.topology) if made.same_threads else ""
     if unlike:
-        raise UserError(f"{key} on {unlike}", "the same number on every rank: each decodes by a matrix "
-                        "product of its own", "set threads to one number")
+        raise UserError(f"{key} on {unlike}", "the same number on every rank, as each "
+                        "decodes with its own matrix product", "set threads to one number")
     if made.own_momentum and not setup.parts.optimizer.plain_sgd():
-        raise UserError(f"{made.own_momentum} with an optimizer that has a memory of its own",
+        raise UserError(f"{made.own_momentum} with an optimizer that has its own momentum",
                         f"SGD without momentum, since {name} accumulates it before it sends",
                         f"set optimizer.name: SGD without momentum, or {made.own_momentum.partition(' ')[0]}: 0")
     if config.exchange.adasum and config.compression != "none":
         raise UserError(f"exchange.adasum with compression {config.compression}", "one of the two",
                         "set compression: none, or exchange.adasum: false")
-    equal = "equal shares: it combines the ranks' mean gradients and knows no weights"
+    equal = "equal shares: it combines the ranks' mean gradients without weights"
     if made.own_mean and len(set(config.shares)) > 1:
         raise UserError(f"{key} with shares {config.shares}", equal, f"leave shares out, or {key}")
     if made.own_mean and config.balance != "off":
@@ -118,9 +123,6 @@ def check(setup: DataParallelSetup, name: str) -> None:
     if made.pairs_ranks and size & (size - 1):
         raise UserError(f"{key} on {size} ranks", "1, 2, 4, 8, ... ranks", "start another number of ranks")
 
-
-if TYPE_CHECKING:
-    from hvdtrain.parallel.data_parallel import DataParallelSetup
 
 MOST_NAMED = 8
 """Ranks whose numbers are written out."""
@@ -137,10 +139,10 @@ def parts_of(setup: DataParallelSetup) -> tuple[list[float], str]:
                                     else int(memory.DEVICE_PART * on_device)))
     rooms_P = divided(found_P, [host.ranks for host in setup.topology.hosts])
     if not all(rooms_P):
-        return [1 / len(rooms_P)] * len(rooms_P), "alike: how much memory is free cannot be told on every rank"
+        return [1 / len(rooms_P)] * len(rooms_P), "equally: free memory is not known on every rank"
     parts_P = shards.by_room(rooms_P)
     free = f"by free memory: {listed([room / GIB for room in rooms_P])} GiB"
-    return parts_P, free if len(set(parts_P)) > 1 else f"alike {free}"
+    return parts_P, free if len(set(parts_P)) > 1 else f"equally {free}"
 
 
 def divided(found_P: Sequence[tuple[bool, int | None]], hosts: Sequence[Sequence[int]]) -> list[int]:
@@ -194,7 +196,7 @@ def stage_needed(setup: DataParallelSetup) -> int:
     """
     scene, control = setup.scene, setup.control
     if not setup.parts.optimizer.elementwise:
-        setup.notes.append("data_parallel.stage auto divides nothing: the optimizer looks at whole tensors")
+        setup.notes.append("data_parallel.stage auto shards nothing: the optimizer needs whole tensors")
         return 0
     facts = agreed(control, scene.facts_of_replica, "memory")
     free_P = control.gather(facts.rank.free_bytes)
@@ -220,12 +222,12 @@ def least_stage(needs_PS: Sequence[Sequence[int]], free_P: Sequence[int | None])
     stage = fitting[0] if fitting else min((2, 1), key=lambda s: max(loads_S[s]))
     rank = max(range(len(free_P)), key=lambda r: (loads_S[0][r], needs_PS[r][0]))
     free = free_P[rank]
-    room = "whose room is unknown" if free is None else f"which has {format_bytes(free)} free"
+    room = "whose free memory is unknown" if free is None else f"which has {format_bytes(free)} free"
     words = f"unsharded needs {format_bytes(needs_PS[rank][0])} on rank {rank}, {room}"
     if stage == 0:
-        return 0, f"data_parallel.stage auto divides nothing: {words}"
+        return 0, f"data_parallel.stage auto shards nothing: {words}"
     tight = max(range(len(free_P)), key=lambda r: loads_S[stage][r])
     where = "" if tight == rank else f" on rank {tight}, which has {format_bytes(free_P[tight] or 0)} free"
-    fits = "" if fitting else ": no stage fits, and this one comes nearest"
+    fits = "" if fitting else ": no stage fits, and this one is closest"
     return stage, (f"zero stage {stage}: {words}; stage {stage} needs {format_bytes(needs_PS[tight][stage])}{where}"
                    f"{fits}")

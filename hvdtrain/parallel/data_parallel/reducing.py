@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +11,9 @@ from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.core.buckets import more_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Array, Compressor, Control, Ops, Optimizer, ParamSpec
+from hvdtrain.core.protocols.types import Bucket, StepBatch
 from hvdtrain.data.weighting import loss_scale
 from hvdtrain.parallel.parts import ModelParts
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import Bucket, StepBatch
 
 
 class Reducing:
@@ -92,10 +89,6 @@ class Reducing:
         self.reducer.state.restart()
 
 
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import Bucket
-
-
 class Whole:
     """Update of a shard of the model by the norm of the whole gradient, so that no rank decides by its own shard.
 
@@ -168,5 +161,5 @@ class UnusedParameters:
 
 def without_gradient() -> UserError:
     """Return the error of a loss that depends on no trainable parameter."""
-    return UserError("task returned a loss that no parameter of the model has a part in", "a loss to take the "
-                     "gradient of", "compute it from model(x), without detach(), .item() or no_grad")
+    return UserError("task returned a loss that depends on no parameter of the model", "a loss "
+                     "with a gradient", "compute it from model(x), without detach(), .item() or no_grad")

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hvdtrain.comm.compressors import create
 from hvdtrain.comm.reducer.reducer import Reducer, sum_squares
 from hvdtrain.core.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer, ParamSpec
+from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.parallel.data_parallel import DataParallelSetup
 from hvdtrain.parallel.data_parallel.alone import Alone
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
 from hvdtrain.parallel.data_parallel.reducing import Reducing, Whole
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import Bucket
 
 
 def make(setup: DataParallelSetup) -> DataParallel:

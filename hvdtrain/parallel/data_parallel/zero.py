@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.machine import memory
 from hvdtrain.comm.compressors import create
@@ -19,14 +18,11 @@ from hvdtrain.comm.reducer.reducer import Reducer, sum_squares
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Array, Collectives, Control, DataParallel, Handle, ParamSpec
-from hvdtrain.core.protocols.types import Shards, itemsize
+from hvdtrain.core.protocols.types import Bucket, Shards, itemsize
 from hvdtrain.parallel.data_parallel import DataParallelSetup, attach, replicate
 from hvdtrain.parallel.data_parallel.attach import buckets_of, check, compression_of
 from hvdtrain.parallel.data_parallel.reducing import Reducing
 from hvdtrain.planning import shards
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import Bucket
 
 LAID_OUT = 2
 """Updates after which all that stays has been made."""
@@ -43,12 +39,13 @@ def make(setup: DataParallelSetup) -> DataParallel:
     config, wire = setup.config, setup.collectives
     stage = config.data_parallel.stage
     if wire.size == 1:
-        one = "rank" if setup.parts.layout is None else "copy of the model"
-        setup.notes.append(f"data_parallel zero divides nothing: there is one {one}")
+        one = "rank" if setup.parts.layout is None else "replica of the model"
+        setup.notes.append(f"data_parallel zero shards nothing: there is one {one}")
         return replicate.make(setup)
     if wire.name == "null":
-        raise UserError("data_parallel zero with collectives null, which exchange nothing", "a wire: every rank "
-                        "updates only its part of the parameters", "set collectives: auto, or data_parallel: replicate")
+        raise UserError("data_parallel zero with collectives null, which exchanges nothing", "a transport: "
+                        "every rank updates only its shard of the parameters", "set collectives: auto, or "
+                                                                               "data_parallel: replicate")
     given = config.data_parallel.shards
     if given and len(given) != setup.control.size:
         raise UserError(f"data_parallel.shards has {count(len(given), 'entry', 'entries')} for "
@@ -74,11 +71,11 @@ def make(setup: DataParallelSetup) -> DataParallel:
     setup.parts.state.take(setup.parts.optimizer, spans)
     several = config.accumulate > 1 or config.micro_batch != 0
     if stage == 2 and several:
-        setup.notes.append("data_parallel.stage 2: gradients stay whole, as in stage 1, while a rank accumulates them "
-                           "over micro-batches")
+        setup.notes.append("data_parallel.stage 2: gradients are not sharded, as in stage 1, while a rank "
+                           "accumulates them over micro-batches")
     elif stage == 2 and config.sync_batchnorm and not during.in_graph:
-        setup.notes.append("data_parallel.stage 2: gradients stay whole, as in stage 1, until backward ends, with "
-                           "sync_batchnorm, whose layers wait for other ranks in backward")
+        setup.notes.append("data_parallel.stage 2: with sync_batchnorm gradients are not sharded, as in "
+                           "stage 1, until backward ends, since its layers wait for other ranks in backward")
     if reducer.compressor.approximates:
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
     return Zero(stage, reducer, setup, sizes_BP)
@@ -89,9 +86,9 @@ def _cut(setup: DataParallelSetup, buckets: Sequence[Bucket], parts_P: Sequence[
     layout, ranks_of = setup.parts.layout, setup.ranks_of
     for ranks in layout.groups() if layout is not None else ():  # of other ranks too: all refuse alike
         if not any(parts_P[rank] for rank in ranks):
-            raise UserError(f"data_parallel.shards {list(parts_P)} give no part to any of the ranks "
-                            f"{', '.join(map(str, ranks))}, which alone hold some blocks of the model",
-                            "a part for one of them", "correct data_parallel.shards")
+            raise UserError(f"data_parallel.shards {list(parts_P)} give no shard to any of the ranks "
+                            f"{', '.join(map(str, ranks))}, the only ranks with some blocks of the model",
+                            "a shard for one of them", "correct data_parallel.shards")
     return [shards.sizes(b.n, [part if rank in ranks_of[b.group] else 0.0 for rank, part in enumerate(parts_P)])
             for b in buckets]
 
@@ -159,8 +156,6 @@ class Zero(Reducing):
         self.waited_s, self._broken = 0.0, False
         if self.gathers == LAID_OUT:
             memory.end_mapping()
-
-    # --- gradients ---------------------------------------------------------------------------------------------------
 
     def buffer(self, bucket: Bucket) -> Array:
         """Return memory (n,) for a bucket's gradient; in stage 2 that of the transport's bucket in flight, if it has
@@ -233,8 +228,6 @@ class Zero(Reducing):
     def squares(self, grads: Sequence[Array]) -> float:
         """Return the squares of this rank's shards, on devices too: an owner must not decide alone."""
         return float(sum_squares(self.reducer.ops, grads)) if self._squares is None else self._squares
-
-    # --- update ------------------------------------------------------------------------------------------------------
 
     def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
         """Update this rank's slices and gather all parameters; the agreement has found all gradients finite."""

@@ -24,7 +24,7 @@ FORTH, BACK, MEASURED = 0, 1, 2
 ROUNDS, WARM = 8, 2
 """Messages there and back of each size that are timed, and messages before, which open the connection."""
 
-WORDS = {FORTH: "the outputs", BACK: "the gradients of what came out", MEASURED: "the outputs in evaluation"}
+WORDS = {FORTH: "the outputs", BACK: "the gradients of outputs", MEASURED: "the outputs in evaluation"}
 
 
 class MessageLabel(NamedTuple):
@@ -56,7 +56,6 @@ class Post:
         self.sent_bytes = 0
 
     def begin(self, step: int) -> None:
-        """Start step ``step``."""
         self.step = step
         self._shapes.clear()
 
@@ -110,12 +109,11 @@ class Post:
         return cargo
 
     def flush(self) -> None:
-        """Wait until all messages have left."""
         self._carrier.flush()
 
     def _refuse(self, source: int, node: str, sent: str, label: MessageLabel, more: str = "") -> NoReturn:
         """Raise the error of an unexpected message, and send it to the sender in place of its next message."""
-        text = (f"the ranks of a pipeline have come apart: rank {source} on host {node} sent {sent}, where rank "
+        text = (f"the ranks of a pipeline are out of step: rank {source} on host {node} sent {sent}, where rank "
                 f"{self._carrier.rank} on host {self._node} expects {label.words(self.step)}{more}")
         for kind in WORDS:
             self._carrier.put([_spelled({"error": text})], source, kind)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
+from typing import Any, cast
 
 from hvdtrain.config import Config
 from hvdtrain.core.comparison import Origin
@@ -24,16 +22,13 @@ from hvdtrain.core.protocols import (
     Stage,
     StepGradients,
 )
-from hvdtrain.core.protocols.types import Lost, first_line
+from hvdtrain.core.protocols.types import Lost, StepBatch, first_line
 from hvdtrain.core.timeline import idle, span
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MEASURED, MessageLabel, Post
 from hvdtrain.parallel.pipeline.partition import Looking, Places
-from hvdtrain.parallel.recovery import Recovering, Recovery, largest
+from hvdtrain.parallel.recovery import MemoryGuard, Recovering, Recovery, largest
 from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, Action, Order, order_of
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import StepBatch
 
 KINDS = {FORWARD: FORTH, BACKWARD: BACK}
 
@@ -232,7 +227,7 @@ class Ordered:
             return 0.0
         begin = time.perf_counter()
         cargo = gave if isinstance(gave, Cargo) else None
-        assert cargo is not None or self._lost, f"{action} gave nothing to send"
+        assert cargo is not None or self._lost, f"{action} has no output to send"
         label = MessageLabel(KINDS[action.phase], self.places.number(action.chunk), action.micro, samples)
         with span("send", "channel", to=self.places.rank(number)):
             self._post.send(cargo, self.places.rank(number), label)
@@ -263,8 +258,7 @@ class PipelineEvaluator:
         self._batches.append(batch)
         self._move(self._turn + 1)
 
-    def totals(self) -> dict[str, np.ndarray]:
-        """Return the totals on the rank with the last chunk; {} elsewhere."""
+    def totals(self) -> dict[str, Any]:
         added = self._turn
         for _ in range((self._places.own - 1) * self._depth if added else 0):
             self._move(added)
@@ -274,7 +268,7 @@ class PipelineEvaluator:
         self._lost = False
         return self._inner.totals()
 
-    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+    def results(self, totals: dict[str, Any]) -> dict[str, float]:
         return self._inner.results(totals)
 
     def __getattr__(self, name: str) -> Any:
@@ -317,8 +311,8 @@ def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery
     """
     carrier = control.carrier()
     if carrier is None:
-        raise UserError("a pipeline over ranks, between which nothing here carries messages", "an MPI that lets "
-                        "several threads in", "start the job with mpirun, or horovodrun --mpi")
+        raise UserError("a pipeline over ranks, without a transport for messages between them", "an MPI "
+                        "with MPI_THREAD_MULTIPLE", "start the job with mpirun, or horovodrun --mpi")
     stage, layout = cast(PipelineStage, parts.stage), parts.layout
     assert layout is not None
     recovery.copy = layout.mesh.ranks
@@ -326,11 +320,6 @@ def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery
         parts.evaluator = PipelineEvaluator(parts.evaluator, stage, layout, Post(carrier, control.node, AHEAD),
                                             recovery)
     return OverRanks(stage, layout, order_of(config.pipeline.order), Post(carrier, control.node), recovery)
-
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import StepBatch
-    from hvdtrain.parallel.recovery import MemoryGuard
 
 
 class Accumulate:
@@ -344,7 +333,6 @@ class Accumulate:
         self.stage, self._guard = stage, guard
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> StepGradients:
-        """Sum the micro-batches' gradients; zeros on a rank without any."""
         stage, guard, totals, waited_s = self.stage, self._guard, [], 0.0
         stage.begin()
         for i, micro in enumerate(batch.micros, 1):

@@ -55,7 +55,7 @@ def agree(measured: DeviceProfile, config: Config, control: Control, mesh: Mesh,
         say(text(layout))
         for rank, (row, _) in enumerate(rows):
             if row.why:
-                say(f"note: rank {rank} measured its blocks with fewer samples than a micro-batch has: {row.why}")
+                say(f"note: rank {rank} measured its blocks with fewer samples than a micro-batch: {row.why}")
     return layout
 
 
@@ -104,8 +104,8 @@ def agree_devices(profiles: Sequence[DeviceProfile], config: Config, control: Co
         n, names = len(kinds), kinds[0].names
         if n > len(names):
             raise UserError(f"model_parallel is {n} and the model has {count(len(names), 'block')} "
-                            f"({', '.join(names[:6])})", f"{count(len(names), 'device')} at most: each holds a block "
-                            "at least", f"set model_parallel: {len(names)}")
+                            f"({', '.join(names[:6])})", f"{count(len(names), 'device')} at most: each "
+                            "needs a block", f"set model_parallel: {len(names)}")
         task = Task(kinds, tuple(range(n)), "gpipe", split_micros(config), ordered=True)
         found = search(task)
         if found is None:
@@ -130,12 +130,11 @@ def _check_same(rows: Sequence[DeviceProfile]) -> None:
     """Raise `UserError` unless all ranks have the same blocks."""
     for rank, row in enumerate(rows):
         if [(b.name, b.param_bytes) for b in row.blocks] != [(b.name, b.param_bytes) for b in rows[0].blocks]:
-            raise UserError(f"rank {rank} has other blocks than rank 0", "the same model on every rank",
+            raise UserError(f"rank {rank} has blocks that differ from rank 0's", "the same model on every rank",
                             "build the model on every rank in the same way")
 
 
 def measured_samples(config: Config, mesh: Mesh) -> int:
-    """Return the samples of a micro-batch of this rank's copy."""
     return micro_samples(config, mesh.copy, len(mesh.copies), micro_batches(config, mesh.depth))
 
 
@@ -166,9 +165,9 @@ def _task(config: Config, copy: int, copies: int, kinds: Sequence[DeviceProfile]
         counted = count(len(names), "block")
         most = len(names) // chunks
         do = "leave pipeline out" if len(names) == 1 else "set fewer pipeline.chunks" if most < 2 else \
-            f"cut it over {count(most, 'rank')} at most"
+            f"partition it over {count(most, 'rank')} at most"
         raise UserError(f"the model has {counted} ({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
-                        f" for {what}", "a block for each part", f"{do}, or give the model more blocks")
+                        f" for {what}", "a block for each stage", f"{do}, or give the model more blocks")
     fixed = _fixed(config.pipeline.cut, names, depth * chunks) if depth > 1 else ()
     assert isinstance(config.shares, (list, tuple))
     shares = config.shares or [1.0] * copies
@@ -185,12 +184,12 @@ def _fixed(cut: Sequence[str], names: Sequence[str], parts: int) -> tuple[int, .
     for name in cut:
         if name not in names:
             raise UserError(f"pipeline.cut has {name!r}, which is no block of the model", nearest(name, list(names)),
-                            "name blocks that stages begin with")
+                            "name the first blocks of stages")
     starts = (0, *(list(names).index(name) for name in cut))
     if len(starts) != parts:
-        raise UserError(f"pipeline.cut names {count(len(cut), 'block')} for a copy in {parts} parts",
+        raise UserError(f"pipeline.cut names {count(len(cut), 'block')} for a replica of {parts} stages",
                         f"{count(parts - 1, 'name')}: of "
-                        "the block that each part but the first begins with", "correct pipeline.cut, or leave it out")
+                        "the first block of each stage except the first", "correct pipeline.cut, or leave it out")
     if any(a >= b for a, b in zip(starts, starts[1:])):
         raise UserError(f"pipeline.cut is {list(cut)}", "blocks in the order of the model, none twice and not its "
                         f"first, {names[0]!r}", "correct pipeline.cut")
@@ -211,8 +210,9 @@ def _too_large(task: Task, config: Config) -> UserError:
     kind, held = task.kinds[choice.places[place]], choice.holds(task, place)
     blocks = ", ".join(span(kind.names, chunk) for chunk in choice.chunks(task, place))
     return UserError(f"stage {place} of {task.depth} ({blocks}) needs {format_bytes(held.total)} and {kind.device} has "
-                     f"{format_bytes(kind.capacity_bytes)} ({held.words()}), in the cut that spreads memory best",
-                     "a cut that fits the memory of the ranks", _remedy(task, config))
+                     f"{format_bytes(kind.capacity_bytes)} ({held.words()}), in the partition that balances memory "
+                     "best",
+                     "a partition that fits the memory of the ranks", _remedy(task, config))
 
 
 def _remedy(task: Task, config: Config) -> str:
@@ -226,10 +226,10 @@ def _remedy(task: Task, config: Config) -> str:
             deeper = replace(task, kind_of=(*task.kind_of, *(small,) * more))
             if deeper.depth * deeper.chunks <= deeper.n and search(deeper) is not None:
                 helps.append(f"model_parallel: {deeper.depth}" if task.ordered else
-                             f"{deeper.depth} stages (pipeline.stages, or pipeline.depths of this copy)")
+                             f"{deeper.depth} stages (pipeline.stages, or pipeline.depths of this replica)")
                 break
     elif search(replace(task, fixed=())) is not None:
-        helps.append("no pipeline.cut, for a cut that fits")
+        helps.append("no pipeline.cut, for a partition that fits")
     bare = replace(task, kinds=tuple(_without_activations(kind) for kind in task.kinds))
     if search(bare) is not None:
         helps.append("a smaller micro_batch" + ("" if task.ordered else " (more pipeline.micro_batches)"))
@@ -320,7 +320,7 @@ class Looking:
         """Return the origin on this rank, None without one; ``name``: its first bad gradient, in ``blocks``."""
         if self.first is None and (self.came_bad or not name):
             return None
-        what = f"the gradient of {plain_name(name)}" if name else f"what comes out of {blocks}"
+        what = f"the gradient of {plain_name(name)}" if name else f"the output of {blocks}"
         return Origin(self.turn_back(0) if self.first is None else self.first, what)
 
     def _look(self, turn: int, good: bool, still: bool) -> None:

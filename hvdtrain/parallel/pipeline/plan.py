@@ -18,9 +18,9 @@ from hvdtrain.core.units import MIB
 from hvdtrain.planning.pipeline.orders import Step
 from hvdtrain.planning.pipeline.search import Partition, Task
 
-COLUMNS = {"copy": "copy", "stage": "stage", "rank": "rank", "host": "host", "device": "device", "blocks": "blocks",
+COLUMNS = {"copy": "replica", "stage": "stage", "rank": "rank", "host": "host", "device": "device", "blocks": "blocks",
            "busy_s": "ms", "parameters_bytes": "parameters", "gradients_bytes": "gradients",
-           "optimizer_bytes": "optimizer", "activations_bytes": "activations", "total_bytes": "MiB in all",
+           "optimizer_bytes": "optimizer", "activations_bytes": "activations", "total_bytes": "total MiB",
            "capacity_bytes": "of MiB"}
 """Keys of `rows`, and their heads in a table."""
 
@@ -80,7 +80,7 @@ class DevicePlan(CopyPlan):
 
     def table(self) -> str:
         """Format the stages as a table."""
-        return "\n".join([f"model split over {self.task.depth} devices, a micro-batch in {self.micros} parts "
+        return "\n".join([f"model partitioned over {self.task.depth} devices, a micro-batch in {self.micros} parts "
                           "(predicted; ms of a micro-batch, memory in MiB)",
                           _table([{**row, "device": name} for row, name in zip(self.rows(), self.devices)],
                                  [key for key in COLUMNS if key not in OVER_RANKS]),
@@ -133,7 +133,8 @@ def record(layout: Planned) -> dict[str, Any]:
 
 def text(layout: Planned) -> str:
     """Return the table with a title and the predictions below."""
-    return "\n".join([f"model cut over ranks, {layout.plans[0].task.order} (predicted; ms of a step, memory in MiB)",
+    return "\n".join([f"model partitioned over ranks, {layout.plans[0].task.order} (predicted; ms of a step, memory in "
+                      "MiB)",
                       _table(rows(layout), list(COLUMNS)), *("  " + line for line in foretold(layout))])
 
 
@@ -160,7 +161,7 @@ def foretold(layout: Planned) -> list[str]:
         said.setdefault(f"{count(plan.task.micros, 'micro-batch', 'micro-batches')} in "
                         f"{1e3 * plan.step.step_s:.2f} ms, "
                         f"{plan.step.idle_share:.1%} idle", []).append(copy)
-    lines = [f"{'copy' if len(copies) == 1 else 'copies'} {', '.join(map(str, copies))}: {words}"
+    lines = [f"{'replica' if len(copies) == 1 else 'replicas'} {', '.join(map(str, copies))}: {words}"
              for words, copies in said.items()]
     if len(layout.plans) > 1:
         lines.append(f"all: {1e3 * layout.step_s:.2f} ms, {layout.idle_share:.1%} idle")
@@ -173,9 +174,9 @@ def measured_text(layout: Planned, busy_s: Sequence[float], step_s: float, idle_
     lines = [(*(str(row[name]) for name in head), f"{1e3 * row['busy_s']:.2f}",
               f"{1e3 * busy_s[row['rank']]:.2f}") for row in rows(layout)]
     return "\n".join([
-        "model cut over ranks, planned and measured (of a step)",
-        as_text((*head, "ms planned", "ms measured"), lines, "  "),
-        f"  forwards and backwards: {1e3 * layout.step_s:.2f} ms planned, {1e3 * step_s:.2f} ms measured",
+        "model partitioned over ranks, planned and measured (of a step)",
+        as_text((*(COLUMNS[name] for name in head), "ms planned", "ms measured"), lines, "  "),
+        f"  forward and backward: {1e3 * layout.step_s:.2f} ms planned, {1e3 * step_s:.2f} ms measured",
         f"  idle: {layout.idle_share:.1%} planned, {idle_share:.1%} measured"])
 
 
@@ -200,7 +201,7 @@ def role(layout: Layout | None) -> str:
     if layout is None or layout.mesh.depth == 1:
         return ""
     mesh = layout.mesh
-    copy = f" of copy {mesh.copy + 1}" if len(mesh.copies) > 1 else ""
+    copy = f" of replica {mesh.copy + 1}" if len(mesh.copies) > 1 else ""
     return f"stage {mesh.place + 1} of {mesh.depth}{copy} ({stages(layout, mesh.copy)[mesh.place]})"
 
 
@@ -229,5 +230,5 @@ def ranks_of(copies: Sequence[Sequence[int]]) -> str:
 def summary(found: dict[str, Any]) -> str:
     """Return the summary's row from `facts`."""
     cuts = list(dict.fromkeys(" | ".join(blocks) for blocks in found["blocks"] if len(blocks) > 1))
-    more = f"; and {len(cuts) - MOST_SHOWN} other cuts" if len(cuts) > MOST_SHOWN else ""
+    more = f"; and {len(cuts) - MOST_SHOWN} other partitions" if len(cuts) > MOST_SHOWN else ""
     return f"{found['order']}, ranks {ranks_of(found['copies'])}: " + "; ".join(cuts[:MOST_SHOWN]) + more

@@ -22,6 +22,12 @@ CAUSES = ("slowest", "wire", "input", "update")
 WORTH = 5.0
 """Percent of the ranks' time that a cause has to cost before something is said to be done about it."""
 
+SLOW = 1.5
+"""Times as long for a sample as the others' median: such a rank is named while there is time to change the run."""
+
+WORTH_GAIN = 10.0
+"""Percent of speed that balancing has to give before it is recommended in the middle of a run."""
+
 
 @dataclass(frozen=True)
 class AverageStep:
@@ -77,6 +83,25 @@ def read(rows_P: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], 
     return Reading(percent, step_s, lost, rows, sentence)
 
 
+def slow_rank(reading: Reading, labels_P: Sequence[str]) -> str:
+    """Name the rank that computes `SLOW` times as long as the others, and what balancing would give; "" for none. Pure.
+
+    A rank that waits for its input is not meant, nor one that has no sample to give away.
+    """
+    rows = reading.rows
+    speeds = [_ratio(row.samples, row.compute_s) for row in rows]
+    if len(rows) < 2 or min(speeds) <= 0:
+        return ""
+    slow = min(range(len(rows)), key=lambda r: speeds[r])
+    ratio = statistics.median(speed for r, speed in enumerate(speeds) if r != slow) / speeds[slow]
+    solo = [_ratio(row.samples, row.busy_s) for row in rows]
+    best_s = _ratio(sum(row.samples for row in rows), sum(solo)) + min(row.wait_s for row in rows)
+    gain = 100.0 * (_ratio(reading.step_s, best_s) - 1.0)
+    if ratio < SLOW or gain < WORTH_GAIN or rows[slow].samples <= 1 or reading.lost["slowest"] < WORTH:
+        return ""
+    return f"{labels_P[slow]} is {ratio:.1f}x slower; balance: auto would gain about {gain:.0f} %"
+
+
 def _ratio(above: float, below: float) -> float:
     """Return ``above / below``, 0 if that is not finite."""
     value = above / below if below > 0 else 0.0
@@ -95,22 +120,22 @@ def _sentence(rows: Sequence[AverageStep], step_s: float, labels_P: Sequence[str
     """Return what to do about the largest loss."""
     cause = max(lost, key=lambda name: lost[name])
     if lost[cause] < WORTH:
-        return f"nothing to do: the ranks reach {percent:.0f} % of the sum of their solo speeds"
+        return f"nothing to do: scaling efficiency is {percent:.0f} %"
     share = f"{lost[cause]:.0f} % of the ranks' time"
     if cause == "idle":
-        return f"{share} goes to stages that wait for each other: more pipeline.micro_batches, or a larger global_batch"
+        return f"{share} is stages waiting for each other: use more pipeline.micro_batches or a larger global_batch"
     if cause == "channel":
-        return f"{share} goes to messages between stages: fewer stages, or a pipeline.cut at which less goes over"
+        return f"{share} is messages between stages: use fewer stages, or a pipeline.cut with smaller activations"
     if cause == "wire":
         if crowded:
-            return f"{share} goes to waiting, for the exchange and for their turn: {crowded}; try fewer ranks"
+            return f"{share} is waiting for the exchange and for a core: {crowded}; try fewer ranks"
         cheaper = "--compression auto, " if compression == "none" and hosts > 1 else ""
         fewer = " or fewer hosts" if hosts > 1 else ""
-        return f"{share} goes to the exchange of gradients: try {cheaper}a larger global_batch{fewer}"
+        return f"{share} is gradient exchange: try {cheaper}a larger global_batch{fewer}"
     if cause == "input":
-        return f"{share} goes to waiting for data: raise data.prefetch or give a faster source"
+        return f"{share} is waiting for data: raise data.prefetch or use a faster source"
     if cause == "update":
-        return f"{share} goes to the optimizer's update: a larger global_batch needs fewer of them"
+        return f"{share} is the optimizer's update: a larger global_batch needs fewer updates"
     return _about_slowest(rows, step_s, labels_P, balance, solo, share)
 
 
@@ -123,29 +148,30 @@ def _about_slowest(rows: Sequence[AverageStep], step_s: float, labels_P: Sequenc
     spare_data_s = row.data_s - statistics.median(rows[r].data_s for r in others)
     spare_s = row.busy_s - statistics.median(rows[r].busy_s for r in others)
     if spare_data_s > 0.5 * spare_s:
-        return f"{share} goes to waiting for {who}, which waits for its data: raise data.prefetch or fix its source"
+        return f"{share} is waiting for {who}, which waits for its data: raise data.prefetch or fix its source"
     idle = [r for r in others if rows[r].samples == 0]
     if len(idle) == len(others):
-        return f"{who} computes all samples and the other ranks wait: a larger global_batch, or leave them out"
+        return f"{who} computes all samples and the other ranks wait: use a larger global_batch, or fewer ranks"
     if not row.samples:
-        return f"{who} got no samples and still holds the others up: start without it"
+        return f"{who} got no samples and is still the straggler: start without it"
     wire_s = min(r.wait_s for r in rows)
     sample_s = _ratio(row.compute_s, row.samples)
     whole = sample_s > 0.5 * (row.busy_s - statistics.fmean(rows[r].busy_s for r in others))
     best_s = _ratio(sum(r.samples for r in rows), sum(solo)) + wire_s
     win = 100.0 * (_ratio(step_s, best_s) - 1.0)
     if whole and (balance != "off" or row.samples <= 1):
-        return f"{share} goes to waiting for {who}, and one sample less is all it could give: a larger global_batch"
+        return f"{share} is waiting for {who}, which can give up only one sample: use a larger global_batch"
     if balance != "auto":
         ratio = _ratio(statistics.median([solo[r] for r in others if solo[r]] or [0.0]), solo[awaited])
         slow = f"{who} is {ratio:.1f} times as slow as the others"
         if ratio < 1.1:
-            slow = f"{share} goes to waiting for {who}"
+            slow = f"{share} is waiting for {who}"
         planned = " in spite of the plan" if balance == "static" else ""
-        return f"{slow}{planned}: --balance auto would win about {win:.0f} %"
+        return f"{slow}{planned}: --balance auto would gain about {win:.0f} %"
     idle_s = sum(rows[r].wait_s - wire_s for r in idle)
     if idle_s > 0.5 * sum(r.wait_s - wire_s for r in rows):
-        names = labels_P[idle[0]] if len(idle) == 1 else f"{len(idle)} ranks"
-        return f"{names} would only hold the others up and got no samples: a larger global_batch, or start without"
-    return (f"{share} goes to waiting for {who} although --balance auto follows its speed: it changes faster than "
-            "that, so look for other work on its host")
+        one = len(idle) == 1
+        names = f"{labels_P[idle[0]]} would only be a straggler" if one else f"{len(idle)} ranks would be stragglers"
+        return f"{names} and got no samples: use a larger global_batch, or start without {'it' if one else 'them'}"
+    return (f"{share} is waiting for {who}, although --balance auto follows its speed: the speed changes "
+            "too fast, so look for other work on its host")

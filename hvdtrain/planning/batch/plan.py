@@ -112,7 +112,6 @@ def of_shares(lines_P: Sequence[LinearTime], n: int, shares_P: Sequence[float], 
 
 def equal(lines_P: Sequence[LinearTime], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
           same_parts: bool = False) -> BatchPlan:
-    """Return the plan with equal shares."""
     return of_shares(lines_P, n, [1.0] * len(lines_P), ceilings_P, least_parts, same_parts)
 
 

@@ -106,7 +106,7 @@ class Rebalancer:
 
     def observe(self, compute_s_P: Sequence[float], samples_P: Sequence[int], parts_P: Sequence[int],
                 latest_s_P: Sequence[float] = ()) -> BatchPlan | None:
-        """Take in one window; return the plan to follow from here on, or None.
+        """Take in one window; return the plan to follow from now on, or None.
 
         ``compute_s_P``: each rank's own seconds per step without waiting, the median over the window; ``samples_P``,
         ``parts_P``: of a full step in it. ``latest_s_P``: as ``compute_s_P``, of the window's latest steps alone.
@@ -175,8 +175,6 @@ class Rebalancer:
         self._steps.clear()
         return ""
 
-    # --- one rank's factor -------------------------------------------------------------------------------------------
-
     def _see(self, rank: int, compute_s: float, samples: int, parts: int, latest_s: float) -> float:
         """Move a rank's level by one window; return its latest factor."""
         line_s = self.base_P[rank].seconds(samples, parts)
@@ -226,8 +224,6 @@ class Rebalancer:
         to_sigma = TO_SIGMA / math.sqrt(2.0)  # of differences
         expected = [NOISE / to_sigma] * (EXPECTED_WINDOWS * len(self.base_P))
         return max(QUIET, to_sigma * statistics.median(seen + expected))
-
-    # --- the plans ---------------------------------------------------------------------------------------------------
 
     def _best(self, level_P: Sequence[float]) -> tuple[BatchPlan, float]:
         """Return (the best plan by these levels or one about as good that was followed, its gain)."""

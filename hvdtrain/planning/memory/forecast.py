@@ -98,7 +98,7 @@ def _buckets(facts: MemoryFacts, divided: bool) -> int:
     if divided:
         held += largest  # the vector in flight
     if way.stage:
-        held += 2 * largest  # parameters on the wire: own part and the whole
+        held += 2 * largest  # parameters in transfer: own shard and the whole
     return held
 
 

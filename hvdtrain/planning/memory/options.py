@@ -71,8 +71,8 @@ def changes(facts: MemoryFacts, config: Config, buckets: Sequence[Bucket], parts
         yield Change("bf16", "--precision bf16", "rounds activations to bf16 (8 bits of 24); how much it saves is "
                      f"estimated, not measured: {100 * (1 - BF16_PART):.0f} % of activations", _bf16)
     if has_blocks and config.model_parallel == 1 and device != "cpu":
-        yield Change("split", "--model_parallel 2", "two devices for each rank, which wait for each other in part of "
-                     "each step", _split)
+        yield Change("split", "--model_parallel 2", "two devices for each rank, which wait for each other "
+                     "during part of each step", _split)
 
 
 def _remat(facts: MemoryFacts, config: Config) -> Iterator[Change]:
@@ -81,13 +81,13 @@ def _remat(facts: MemoryFacts, config: Config) -> Iterator[Change]:
     if config.remat != "off" or not any(cost.saved_bytes > 0 for cost in blocks):
         return
     chosen = choice(facts, facts.rank.free_bytes)
-    yield Change("remat auto", "--remat auto", f"computes {len(chosen.names)} of {len(blocks)} blocks once more: "
+    yield Change("remat auto", "--remat auto", f"computes {len(chosen.names)} of {len(blocks)} blocks again: "
                  f"{1e3 * chosen.seconds:.3g} ms a micro-batch", lambda f: spared(
                      f, choice(f, f.rank.free_bytes)))
     if not chosen.names:
         most = choice(facts, 0)
         yield Change("remat", f"--remat {','.join(most.names)}" if len(most.names) < len(blocks) else "--remat every:1",
-                     f"computes {len(most.names)} of {len(blocks)} blocks once more: {1e3 * most.seconds:.3g} ms a "
+                     f"computes {len(most.names)} of {len(blocks)} blocks again: {1e3 * most.seconds:.3g} ms a "
                      "micro-batch", lambda f: spared(f, choice(f, 0)))
 
 

@@ -65,7 +65,6 @@ class Holds:
         return self.parameters + self.gradients + self.slots + self.activations
 
     def words(self) -> str:
-        """Format for an error."""
         return (f"parameters {format_bytes(self.parameters)}, gradients {format_bytes(self.gradients)}, optimizer "
                 f"{format_bytes(self.slots)}, activations {format_bytes(self.activations)}")
 

@@ -79,7 +79,6 @@ class Task:
 
     @cached_property
     def tables(self) -> list[_Table]:
-        """Of each kind."""
         return [_Table(kind) for kind in self.kinds]
 
 

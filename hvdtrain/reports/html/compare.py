@@ -1,4 +1,4 @@
-"""Several runs side by side: endings and numbers, curves over one another, seconds by cause, what was set otherwise."""
+"""Report of several runs side by side: results, curves, time breakdown, configuration differences."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdtrain.reports.html import headline, story
-from hvdtrain.reports.html.blocks import Bars, Charts, Section, Table
 from hvdtrain.reports.html.curves import Chart, Series, chart
 from hvdtrain.reports.html.facts import RunFacts, flat, words_of
 from hvdtrain.reports.html.headline import Ending
 from hvdtrain.reports.html.sections.learning import evaluations, standing
 from hvdtrain.reports.html.sections.seconds import DRAWN, MEANING
-from hvdtrain.reports.html.shapes import bar
-from hvdtrain.reports.html.story import Chapter
+from hvdtrain.reports.html.shapes import Bars, Charts, Section, Table, bar
+from hvdtrain.reports.html.story import Answer
 from hvdtrain.reports.html.words import count, duration, listed, percent, short
 
 MOST = 8
@@ -29,7 +28,7 @@ class Side:
     color: str
     end: Ending
     head: list[str]
-    story: list[Chapter]
+    story: list[Answer]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def compare(runs: Sequence[RunFacts]) -> Compared:
     sides = [Side(name, f"k{i % 8}", headline.verdict(one), headline.title_parts(one), story.tell(one))
              for i, (name, one) in enumerate(zip(names, shown))]
     found = [_numbers(shown, names), _curves(shown, names), _seconds(shown, names), _settings(shown, names)]
-    left = f"; {count(len(runs) - MOST, 'run')} more are left out" if len(runs) > MOST else ""
+    left = f"; {count(len(runs) - MOST, 'run')} more are not shown" if len(runs) > MOST else ""
     return Compared(_sentence(shown, names) + left, sides, [one for one in found if one is not None])
 
 
@@ -84,7 +83,7 @@ def _sentence(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
 def _numbers(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
     tiles = [{tile.name: tile.value for tile in headline.tiles(one)} for one in runs]
     for row, one in zip(tiles, runs):
-        row["speed, later half"] = f"{short(_speed(one))} samples/s"
+        row["speed, second half"] = f"{short(_speed(one))} samples/s"
     keys = list(dict.fromkeys(key for row in tiles for key in row))
     rows = [[key, *(row.get(key, "") for row in tiles)] for key in keys]
     return Section("numbers", "Numbers", "", [Table("", ["", *names], rows)])
@@ -121,8 +120,8 @@ def _seconds(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
     legend = [(f"c-{cause}", f"{cause}: {MEANING[cause]}", "") for cause in DRAWN if cause in used]
     return Section(
         "seconds",
-        "Where the time went",
-        "All ranks' time by cause, in percent; at the right how much it was.",
+        "Time breakdown",
+        "Time of all ranks by cause, in percent; on the right the total.",
         [Bars("", rows, legend)],
     )
 
@@ -132,6 +131,6 @@ def _settings(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
     keys = sorted({key for config in configs for key in config})
     rows = [[key, *("" if key not in config else words_of(config[key]) for config in configs)] for key in keys
             if key != "out" and len({words_of(config.get(key)) for config in configs}) > 1]
-    lead = f"{count(len(rows), 'key')} {'differs' if len(rows) == 1 else 'differ'}." if rows else "Nothing differs."
+    lead = f"{count(len(rows), 'key')} {'differs' if len(rows) == 1 else 'differ'}." if rows else "No key differs."
     blocks = [Table("", ["key", *names], rows, words=frozenset(range(1, len(names) + 1)))] if rows else []
-    return Section("configuration", "What was set otherwise", lead, blocks)
+    return Section("configuration", "Configuration differences", lead, blocks)

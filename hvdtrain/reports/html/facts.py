@@ -19,6 +19,7 @@ from typing import Any
 
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
+from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.reports import jsonl as history
 from hvdtrain.reports.html.log import Log, RunAttempt, TimeBreakdown, add_up, find, read
@@ -26,10 +27,6 @@ from hvdtrain.reports.html.words import cut, number, whole
 
 FRESH_S = 60.0
 """A run on another machine, which cannot be asked, counts as under way if its log is not older than this."""
-
-
-class ReportError(UserError):
-    """A directory that no page can be made of, said in words."""
 
 
 @dataclass
@@ -47,7 +44,6 @@ class RunFacts:
 
     @property
     def name(self) -> str:
-        """The directory's name."""
         return self.path.name
 
     @cached_property
@@ -130,7 +126,6 @@ class RunFacts:
 
     @cached_property
     def spent(self) -> TimeBreakdown:
-        """Return the time breakdown of the ranks."""
         return add_up(self.log)
 
     @cached_property
@@ -150,7 +145,7 @@ class RunFacts:
         """Say which stage of the model a rank has, and of which copy where there are several; "" of a whole model."""
         for copy, ranks in enumerate(self.copies):
             if rank in ranks and len(ranks) > 1:
-                of = f" of copy {copy}" if len(self.copies) > 1 else ""
+                of = f" of replica {copy}" if len(self.copies) > 1 else ""
                 return f"stage {ranks.index(rank)}{of}"
         return ""
 
@@ -161,13 +156,13 @@ class RunFacts:
 
 
 def gather(path: Path) -> RunFacts:
-    """Read the run in ``path``. `ReportError` where there is none; OSError where files cannot be read."""
+    """Read the run in ``path``. `UserError` where there is none; OSError where files cannot be read."""
     if not path.is_dir():
-        raise ReportError(f"there is no directory {path}", "the directory of a run", "correct RUN")
+        raise UserError(f"there is no directory {path}", "the directory of a run", "correct RUN")
     run = RunDirectory(path.resolve())
     names = (run.LOG, run.CONFIG, run.COMPLETED, history.HISTORY)
     if not any((path / name).exists() for name in names):
-        raise ReportError(f"{path} holds no run", f"a directory with one of {', '.join(names)}", "correct RUN")
+        raise UserError(f"{path} holds no run", f"a directory with one of {', '.join(names)}", "correct RUN")
     log, completed = read(run.path / run.LOG), run.completed
     started = log.last("start").get("config")  # of the latest attempt
     return RunFacts(run.path, log, find(log, history.read_attempts(run.path)),
@@ -255,8 +250,6 @@ def environment(facts: RunFacts) -> Mapping[str, Any]:
 
 def differing(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return key -> (value, default) of a configuration where it differs from the defaults; keys are dotted."""
-    from hvdtrain.config import Config
-
     plain = json.loads(json.dumps(Config().to_dict(), default=repr))
     own, defaults = dict(flat(config)), dict(flat(plain))
     return {key: (value, defaults.get(key, "(no such key)")) for key, value in own.items()

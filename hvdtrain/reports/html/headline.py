@@ -48,7 +48,8 @@ def tiles(facts: RunFacts) -> list[Tile]:
     ratio = 100.0 * max(0, facts.step) / facts.steps if facts.steps else -1.0
     found = [Tile("steps", f"{max(0, facts.step):,}", f"of {facts.steps:,}" if facts.steps else "", ratio),
              Tile("time", duration(facts.ran_s), _ranks_time(facts))]
-    score = next((name for name in facts.metrics if name != "loss"), "loss" if facts.metrics else "")
+    own = [name for name in facts.metrics if "/" not in name] or list(facts.metrics)  # not those of named sets
+    score = next((name for name in own if name != "loss"), own[0] if own else "")
     if score:
         others = [f"{name} {metric(value)}" for name, value in facts.metrics.items() if name != score]
         found.append(Tile(f"test {score}", metric(facts.metrics[score]), ", ".join(others[:2])))
@@ -58,22 +59,22 @@ def tiles(facts: RunFacts) -> list[Tile]:
     finite = speed[speed == speed]
     if len(finite):
         mean, last = short(_mean_speed(facts)), short(float(finite[-1]))
-        found.append(Tile("speed", mean, f"samples/s while it trained; {last} recorded last"))
+        found.append(Tile("speed", mean, f"samples/s during training; latest {last}"))
     solo = facts.log.last("meter").get("percent_of_solo")
     column = facts.log.steps["percent_of_solo"]
     latest = number(solo) if solo is not None else float(column[-1]) if len(column) else math.nan
     if latest == latest:
         found.append(
-            Tile("of solo speeds", percent(latest), "100 %: all as fast as alone, nobody waits", min(100.0, latest))
+            Tile("scaling efficiency", percent(latest), "100 %: all ranks as fast as alone", min(100.0, latest))
         )
     elif facts.spent.basis == "seconds":
         useful = facts.spent.part(*USEFUL)
-        found.append(Tile("time that trained", percent(useful), "compute and update", useful))
+        found.append(Tile("compute and update", percent(useful), "of recorded time", useful))
     if facts.restarts:
-        found.append(Tile("restarts", str(facts.restarts), f"{count(facts.lost_steps, 'step')} computed again"))
+        found.append(Tile("restarts", str(facts.restarts), f"{count(facts.lost_steps, 'step')} repeated"))
     peak = _peak(facts)
     if peak == peak:
-        found.append(Tile("most memory", size(peak), "of one rank"))
+        found.append(Tile("peak memory", size(peak), "of one rank"))
     return found[:8]
 
 
@@ -85,8 +86,8 @@ def _mean_speed(facts: RunFacts) -> float:
 
 
 def _ranks_time(facts: RunFacts) -> str:
-    parts = [f"{duration(facts.rank_s)} of all ranks"] if facts.ranks > 1 else []
-    parts += [f"{duration(facts.between_s)} more between attempts"] if facts.between_s >= 1.0 else []
+    parts = [f"{duration(facts.rank_s)} summed over ranks"] if facts.ranks > 1 else []
+    parts += [f"{duration(facts.between_s)} between attempts"] if facts.between_s >= 1.0 else []
     return ", ".join(parts)
 
 
@@ -121,28 +122,31 @@ def verdict(facts: RunFacts) -> Ending:
                       f"{_completed(facts)}{through}.")
     if facts.alive:
         return Ending(GOING, "running", f"Training: step {_where(facts)} after {took}{through}",
-                      f"It goes on: step {_where(facts)} so far{_left(facts)}.")
+                      f"In progress: step {_where(facts)}{_left(facts)}.")
     if last is None:
-        return Ending(BAD, "never began", "Nothing was trained", "It left no record of a step, nor of why.")
+        return Ending(BAD, "not started", "Nothing was trained", "The run recorded no step and no reason.")
     if last.cause == "requeue" or last.cause == "done":
         why = f" ({last.words})" if last.words else ""
         return Ending(PAUSED, "stopped", f"Stopped at step {_where(facts)} after {took}{through}",
-                      f"It ended in order before its last step{why}, and can go on with --resume auto.")
+                      f"The run stopped before its last step{why}; continue with --resume auto.")
     if not last.cause:
-        return Ending(BAD, "cut off", f"Cut off at step {_where(facts)} after {took}{through}",
-                      "Its last record is of no end: it was killed, or its machine went away. Nobody has written down "
-                      f"why. It was heard of last {duration(facts.looked_s - facts.end_s)} before this page was made.")
+        return Ending(BAD, "aborted", f"Aborted at step {_where(facts)} after {took}{through}",
+                      "The log has no end record: the run was killed, or its host failed. No reason is "
+                      f"recorded. Its last record is from {duration(facts.looked_s - facts.end_s)} before this report "
+                      "was made.")
     who = f" {facts.who(last.rank)}:" if last.rank >= 0 else ""
     return Ending(BAD, "failed", f"Failed at step {_where(facts)} after {took}{through}",
-                  f"It failed: {last.fault}.{who} {last.words}".rstrip(" :.") + ".")
+                  f"The run failed: {last.fault}.{who} {last.words}".rstrip(" :.") + ".")
 
 
 def _completed(facts: RunFacts) -> str:
-    done, stop = max(0, facts.step), str((facts.completed or {}).get("stop") or "")
+    done, found = max(0, facts.step), facts.completed or {}
+    stop, at = str(found.get("stop") or ""), found.get("weights_at", done)
+    final = f"; the final model has the weights of step {at:,}" if isinstance(at, int) and at < done else ""
     if not stop or stop.startswith("max_steps"):
-        return f"It came to its end: all {count(done, 'step')} are done"
+        return f"The run completed all {count(done, 'step')}{final}"
     verdict = f" of {facts.steps:,}" if facts.steps > done else ""
-    return f"It stopped early at step {done:,}{verdict}, by {stop.rstrip('.')}"
+    return f"The run stopped early at step {done:,}{verdict}, by {stop.rstrip('.')}{final}"
 
 
 def _where(facts: RunFacts) -> str:
@@ -156,4 +160,4 @@ def _left(facts: RunFacts) -> str:
     ran_s = last.seen_s - last.trained_s
     if done < 2 or left <= 0 or not ran_s > 0:
         return ""
-    return f"; about {duration(ran_s / done * left)} to go at its pace"
+    return f"; about {duration(ran_s / done * left)} left"

@@ -53,7 +53,6 @@ class Log:
     last_phases: dict[str, Any] = field(default_factory=dict)
 
     def all(self, name: str) -> list[LogRecord]:
-        """Return the events of that name."""
         return [event for event in self.events if event.name == name]
 
     def last(self, name: str) -> dict[str, Any]:
@@ -113,12 +112,12 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 FAULTS = {
-    "user": "a mistake in what was given", "exception": "an exception", "oom": "memory ran out",
+    "user": "an error in the input", "exception": "an exception", "oom": "out of memory",
     "non_finite": "the loss was not finite", "disk": "the disk", "lost": "a rank was lost", "hang": "a rank hung",
-    "unreachable": "a host did not answer", "interrupted": "it was interrupted", "requeue": "its job's time was over",
-    "echo": "another rank's end", "done": "it was done", "silent": "rank 0 fell silent",
+    "unreachable": "a host did not answer", "interrupted": "interrupted", "requeue": "the job's time limit was reached",
+    "echo": "the failure of another rank", "done": "completed", "silent": "rank 0 ended without a message",
 }
-"""Kinds of causes (`hvdtrain.cluster.liveness.causes`) in words."""
+"""Text of each kind of cause (`hvdtrain.cluster.liveness.causes`)."""
 
 
 ENDED = re.compile(r"rank (\d+) on (?:host )?(\S+), ended(?:, in step (\d+))?(?:, phase '([^']+)')?[^:]*: "
@@ -208,14 +207,14 @@ def _of_history(row: Mapping[str, Any]) -> RunAttempt:
 def plain(words: str) -> str:
     """Return a supervisor's words about a process that is gone as one clear sentence; all others as they are.
 
-    >>> plain("rank 2 on host h, ended, in step 8, phase 'backward' since 1 s: its process has ended without a word.")
+    >>> plain("rank 2 on host h, ended, in step 8, phase 'backward': its process has ended without a message.")
     'rank 2 on h ended without a message in step 8, while in backward'
     """
     found = ENDED.fullmatch(words)
     if found is None:
         return words
     rank, host, step, phase, how = found.groups()
-    how = how.rstrip(".").replace("has ended without a word", "ended without a message")
+    how = how.rstrip(".").replace("has ended without a ", "ended without a ").replace("a word", "a message")
     where = (f" in step {int(step):,}" if step else "") + (f", while in {phase}" if phase else "")
     return f"rank {rank} on {host} {how}{where}"
 
@@ -252,14 +251,15 @@ def _why(one: RunAttempt, events: Sequence[LogRecord]) -> None:
 
 
 def _kind(error: str) -> str:
-    return "silent" if error == SILENT else "interrupted" if error.startswith("KeyboardInterrupt") else "exception"
+    silent = error.startswith(SILENT.partition(" message")[0])  # logs of releases before 0.2 have "without a word"
+    return "silent" if silent else "interrupted" if error.startswith("KeyboardInterrupt") else "exception"
 
 
 USEFUL = ("compute", "update")
-"""What trains; all else is what it takes to do so on these ranks."""
+"""Causes that are training itself; all others are overhead."""
 
-UNRECORDED = "the seconds between the last record and a kill, and the ends of processes"
-"""What no record holds, in words."""
+UNRECORDED = "the time between the last record and a kill, and process shutdown"
+"""Time that no record covers."""
 
 OF_METER = {"data_s": "input", "compute_s": "compute", "wait_s": "wait", "update_s": "update"}
 OF_PHASES = {"data": "input", "compute": "compute", "wait": "wait", "update": "update"}

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
-import tempfile
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -17,16 +16,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.core import __version__, whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import not_installed
 from hvdtrain.core.terminal import say
 from hvdtrain.reports.html import headline, story
 from hvdtrain.reports.html import sections as slots
-from hvdtrain.reports.html.blocks import Prose, Section
 from hvdtrain.reports.html.facts import RunFacts, gather
+from hvdtrain.reports.html.shapes import Prose, Section
 from hvdtrain.reports.html.words import moment
 
 FOLDER = Path(__file__).parent / "templates"
+
+COMMAND = re.compile(r"((?:python -m hvdtrain [a-z]+(?: -H)?)|(?:--[a-z_]+(?:\.[a-z_]+)* [a-z0-9_.]+\b))")
+"""Commands and options in a recommendation, which the page shows as code that a click copies."""
 
 
 def of_runs(paths: Sequence[Path], live: bool = False) -> str:
@@ -55,8 +58,8 @@ def sections(facts: RunFacts) -> list[Section]:
     for name in slots.ORDER:
         try:
             section = importlib.import_module(f"{slots.__name__}.{name}").make(facts)
-        except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
-            words = f"This part could not be drawn from what the run's files hold ({type(error).__name__}: {error})."
+        except Exception as error:  # records of any version and of others' making may hold anything
+            words = f"This section could not be drawn from the run's files ({type(error).__name__}: {error})."
             section = Section(name, name.capitalize(), "", [Prose([words])])
         if section is not None:
             found.append(section)
@@ -65,21 +68,12 @@ def sections(facts: RunFacts) -> list[Section]:
 
 def put(path: Path, text: str) -> None:
     """Write ``text`` to ``path``, whole or not at all."""
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(beside, 0o644)
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+        draft.chmod(0o644)
 
 
 def _render(template: str, live: bool, **values: Any) -> str:
-    from hvdtrain.core import __version__
-
     text = str(_environment().get_template(template).render(live=live, version=__version__, made=moment(time.time()),
                                                             **values))
     return text.encode("utf-8", "replace").decode()  # a name of a file that is no UTF-8 becomes lone surrogates
@@ -89,7 +83,7 @@ def _render(template: str, live: bool, **values: Any) -> str:
 def _environment() -> Any:
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
-        from markupsafe import Markup
+        from markupsafe import Markup, escape
     except ModuleNotFoundError as error:
         if error.name not in ("jinja2", "markupsafe"):
             raise
@@ -100,6 +94,7 @@ def _environment() -> Any:
     made.globals["raw_file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))  # our own files only
     made.filters["json"] = lambda value: Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
     made.filters["at"] = lambda value: f"{value:.2f}"
+    made.filters["commands"] = lambda text: Markup(COMMAND.sub(r'<code tabindex="0">\1</code>', str(escape(text))))
     return made
 
 
@@ -115,8 +110,8 @@ def serve(runs: Sequence[Path], port: int = 0) -> int:
     try:
         server = server_of(lambda: of_runs(runs, live=True), port)
     except OSError as error:
-        raise UserError(f"port {port} of {LOOPBACK} cannot be had: {error.strerror}", "a free port",
-                        "choose another --port, or leave it out") from None
+        raise UserError(f"port {port} of {LOOPBACK} is not available: {error.strerror}", "a free port",
+                        "choose another --port, or omit it") from None
     with server:
         say(f"http://{LOOPBACK}:{server.server_address[1]}/  (Ctrl+C ends it)")
         try:
@@ -133,10 +128,9 @@ def server_of(make: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
         """Answers one request."""
 
         def do_GET(self) -> None:
-            """Give the page, or say why not."""
             name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
             if name not in OWN_NAMES:
-                self._answer(403, "this page answers to the loopback address only")
+                self._answer(403, "this page answers requests to the loopback address only")
             elif self.path not in ("/", "/body"):
                 self._answer(404, "there is one page here: /")
             else:
@@ -155,7 +149,7 @@ def server_of(make: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
             with contextlib.suppress(ConnectionError):  # whoever asked has gone
                 self.wfile.write(data)
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class's name)
+        def log_message(self, format: str, *args: object) -> None:  # the base class's name
             """Print nothing: a page that renews itself asks every few seconds."""
 
     server = ThreadingHTTPServer((LOOPBACK, port), Handler)

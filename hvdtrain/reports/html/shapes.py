@@ -1,12 +1,13 @@
-"""Figures of bars and areas: stacked bars, areas over time, the matrix of waiting, the time line of attempts. Pure."""
+"""Blocks of a section (charts, bars, tables; the template has a macro for each ``kind``) and their figures. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from hvdtrain.reports.html.curves import clock_words, path, time_step
+from hvdtrain.reports.html.curves import Chart, clock_words, path, time_step
 from hvdtrain.reports.html.words import duration
 
 SEEN = 0.5
@@ -32,15 +33,6 @@ class StackedBar:
     total: str
     small: str = ""
     mark: float = -1.0
-
-
-@dataclass
-class Areas:
-    """Stacked areas over ``x`` in a square of 1000: (name, path), the lowest first."""
-
-    layers: list[tuple[str, str]] = field(default_factory=list)
-    x_ticks: Sequence[tuple[float, str]] = ()
-    y_ticks: Sequence[tuple[float, str]] = ()
 
 
 def bar(label: str, parts: Mapping[str, float], full: float, words: Mapping[str, str], total: str,
@@ -112,15 +104,19 @@ class MatrixCell:
 
 
 @dataclass(frozen=True)
-class WaitMatrix:
-    """``heads``: of the columns; ``rows``: (head, cells, sum); ``sums``: of the columns."""
+class Shades:
+    """Matrix of waiting. ``heads``: of the columns; ``rows``: (head, cells, sum); ``sums``: of the columns."""
 
+    kind: ClassVar[str] = "shades"
     heads: list[str]
     rows: list[tuple[str, list[MatrixCell], str]]
     sums: list[MatrixCell]
+    down: str = "waited"
+    across: str = "for rank"
+    note: str = "A column of strong colour is a straggler."
 
 
-def matrix(waits: Mapping[tuple[int, int], float], ranks: int, labels: Mapping[int, str]) -> WaitMatrix:
+def matrix(waits: Mapping[tuple[int, int], float], ranks: int) -> Shades:
     """Seconds that a row's rank waited for a column's; beyond `MOST` ranks the least important are one row."""
     weight = dict.fromkeys(range(ranks), 0.0)
     for (waiter, awaited), seconds in waits.items():
@@ -139,7 +135,7 @@ def matrix(waits: Mapping[tuple[int, int], float], ranks: int, labels: Mapping[i
     most = max(columns.values(), default=0.0) or 1.0
 
     def name(rank: int) -> str:
-        return "others" if rank == OTHERS else labels.get(rank, str(rank))
+        return "others" if rank == OTHERS else str(rank)
 
     def cell(r: int, k: int) -> MatrixCell:
         seconds = sums.get((r, k), 0.0)
@@ -150,7 +146,7 @@ def matrix(waits: Mapping[tuple[int, int], float], ranks: int, labels: Mapping[i
 
     rows = [(name(r), [cell(r, k) for k in heads], duration(sum(sums.get((r, k), 0.0) for k in heads)))
             for r in heads]
-    return WaitMatrix([name(k) for k in heads], rows,
+    return Shades([name(k) for k in heads], rows,
                   [MatrixCell(duration(columns[k]), 100.0 * columns[k] / most) for k in heads])
 
 
@@ -258,3 +254,80 @@ def near_joined(ticks: Sequence[tuple[float, str, str]], many: str) -> list[Time
         words = group[0][2] if len(group) == 1 else f"{len(group)} {many}: {group[0][2]} \N{EN DASH} {group[-1][2]}"
         spans.append(TimelineSpan(group[0][0], group[-1][0] - group[0][0], group[0][1], words))
     return spans
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Small charts beside one another."""
+
+    kind: ClassVar[str] = "charts"
+    charts: Sequence[Chart]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Stacked bars; ``legend``: (CSS class, words, amount)."""
+
+    kind: ClassVar[str] = "bars"
+    title: str
+    rows: Sequence[StackedBar]
+    legend: Sequence[tuple[str, str, str]] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Stacked percentages over time: ``layers`` (name, path) in a square of 1000, the lowest first."""
+
+    kind: ClassVar[str] = "stacked"
+    y_ticks: ClassVar[Sequence[tuple[float, str]]] = ((0.0, "0"), (50.0, "50 %"), (100.0, "100 %"))
+    title: str
+    layers: Sequence[tuple[str, str]]
+    x_ticks: Sequence[tuple[float, str]]
+    legend: Sequence[tuple[str, str]] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A time line."""
+
+    kind: ClassVar[str] = "lanes"
+    lanes: Sequence[Lane]
+    breaks: Sequence[TimelineSpan]
+    ticks: Sequence[tuple[float, str]]
+    legend: Sequence[tuple[str, str]] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; ``folded``: behind a line to open it. ``marked``: rows that stand out, ``words``: columns of prose."""
+
+    kind: ClassVar[str] = "table"
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    folded: bool = False
+    marked: frozenset[int] = frozenset()
+    words: frozenset[int] = frozenset()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Prose:
+    """Lines of prose."""
+
+    kind: ClassVar[str] = "lines"
+    lines: Sequence[str]
+    title: str = ""
+
+
+@dataclass
+class Section:
+    """A part of the page: ``lead`` says in a sentence what is to be seen in its blocks."""
+
+    name: str
+    title: str
+    lead: str = ""
+    blocks: list[Any] = field(default_factory=list)

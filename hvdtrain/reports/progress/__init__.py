@@ -44,7 +44,7 @@ def _loss(loss: float) -> str:
 
 
 def _used(percent: float | None) -> str:
-    return "" if percent is None else f"{percent:.0f} % of solo"
+    return "" if percent is None else f"{percent:.0f} % efficiency"
 
 
 def _metrics(metrics: dict[str, float]) -> str:
@@ -83,7 +83,6 @@ class _Shown:
     every = ""
 
     def write(self, record: Record) -> None:
-        """Show it, where there is a way to."""
         watch = silence.current()
         if watch is not None:
             watch.shown()

@@ -212,7 +212,7 @@ def _pieces(s: Standing, doing: str, brief: bool) -> list[_Piece]:
         speed = f"{short(s.samples_per_s)}/s" if brief else f"{s.samples_per_s:,.0f} samples/s"
         found.append(_Piece(3, speed, "green"))
     if s.percent is not None:
-        found.append(_Piece(1, f"{s.percent:.0f} % {'solo' if brief else 'of solo'}", "green"))
+        found.append(_Piece(1, f"{s.percent:.0f} % {'eff' if brief else 'efficiency'}", "green"))
     if s.left_s is not None:
         found.append(_Piece(6, f"eta {clock(s.left_s)}", "yellow"))
     return found

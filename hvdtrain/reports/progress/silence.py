@@ -212,13 +212,13 @@ _PHASES = {
     "claiming devices": "starting",
     "MPI": "starting MPI",
     "Horovod": "starting Horovod",
-    "model": "loading the framework and making the model",
+    "model": "loading the framework and building the model",
     "data": "reading the data",
-    "split": "cutting the model over devices",
+    "split": "partitioning the model over devices",
     "transforms": "preparing the model",
-    "first sample": "trying a first sample",
-    "exchange": "preparing the exchange of gradients",
-    "remat": "choosing blocks to recompute",
+    "first sample": "trying the first sample",
+    "exchange": "preparing the gradient exchange",
+    "remat": "choosing blocks for activation checkpointing",
     "resume": "looking for a checkpoint",
     "restore": "restoring a checkpoint",
     "probe": "measuring each rank's speed",
@@ -227,7 +227,7 @@ _PHASES = {
     "saving": "saving a checkpoint",
     "export": "writing the final model",
     "the completion record": "writing the final record",
-    "out": "making the run's directory",
+    "out": "creating the run's directory",
 }
 _EVENTS = re.compile(r"([a-z_]+) of (\w+)")
 

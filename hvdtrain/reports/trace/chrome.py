@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.cluster.clocks import bounds, measure
+from hvdtrain.core import whole_file
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.timeline.spans import Span
 
@@ -93,19 +94,14 @@ def write(path: Path, ranks: Sequence[RankTrace], zero_s: float, about: dict[str
     about = {**about, "clock": "rank 0's", "clocks": clocks,
              "clocks_within_us": round(max(t.alignment.within_s for t in ranks) * 1e6, 3)}
     n = 0
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with gzip.open(aside, "wt", compresslevel=5, encoding="utf-8") as file:
-            file.write('{"displayTimeUnit":"ms","traceEvents":[')
-            between = "\n"
-            for event in events(ranks, zero_s):
-                file.write(between + json.dumps(event, separators=(",", ":")))
-                between = ",\n"
-                n += event["ph"] == "X"
-            file.write('\n],"otherData":' + json.dumps(about) + "}\n")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with whole_file(path) as draft, gzip.open(draft, "wt", compresslevel=5, encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        between = "\n"
+        for event in events(ranks, zero_s):
+            file.write(between + json.dumps(event, separators=(",", ":")))
+            between = ",\n"
+            n += event["ph"] == "X"
+        file.write('\n],"otherData":' + json.dumps(about) + "}\n")
     return n
 
 

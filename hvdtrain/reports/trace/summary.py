@@ -48,7 +48,6 @@ class RankActivity(NamedTuple):
 
 
 def course_of(trace: RankTrace) -> RankActivity:
-    """Return a rank's course from its spans."""
     shared, entered, left = trace.alignment.shared_s, dict[Key, float](), dict[Key, float]()
     sent: dict[Key, bool] = {}
     counts: dict[str, int] = {}

@@ -93,7 +93,7 @@ def _beside(run: ReportedRun, text: str) -> Report:
 def _own(run: ReportedRun, text: str) -> Tracker:
     made: Any = load_callable(text, "trackers")(run)
     if not (callable(getattr(made, "write", None)) and callable(getattr(made, "close", None))):
-        raise TypeError(f"it gave a {type(made).__name__}, not what has write(record) and close()")
+        raise TypeError(f"its callable returned a {type(made).__name__} without write(record) and close()")
     return made  # type: ignore[no-any-return]
 
 
@@ -134,7 +134,6 @@ class Beside:
         self._lost = 0
 
     def write(self, record: Record) -> None:
-        """Put one record into the queue; raise what the tracker has raised over one before."""
         self._raise()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
@@ -149,7 +148,6 @@ class Beside:
             self._lost += 1
 
     def close(self) -> None:
-        """Wait for what is left, ``close_s`` at most; raise what went wrong."""
         if self._thread is None:
             return
         pulse.at(f"the end of {self.name}")
@@ -159,9 +157,9 @@ class Beside:
         self._thread.join(max(0.0, ends_at - time.monotonic()))
         self._raise()
         if self._thread.is_alive():
-            raise TimeoutError(f"it still writes {self.close_s:g} s after the end and is left behind")
+            raise TimeoutError(f"it still writes {self.close_s:g} s after the end and is abandoned")
         if self._lost:
-            raise RuntimeError(f"it was too slow for {self._lost} records, which it lacks")
+            raise RuntimeError(f"it was too slow for {self._lost} records, which are missing")
 
     def _raise(self) -> None:
         """Raise what went wrong, as an `Exception`: a library's sys.exit ends its thread, not the run."""
@@ -178,10 +176,10 @@ class Beside:
             tracker = self._make()
             while (record := self._records.get()) is not None:
                 tracker.write(record)
-        except BaseException as error:  # noqa: BLE001  (whatever a tracker's library raises, sys.exit too)
+        except BaseException as error:  # whatever a tracker's library raises, sys.exit too
             self._error = error
         try:
             if tracker is not None:
                 tracker.close()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             self._error = self._error or error

@@ -38,8 +38,8 @@ class Prometheus:
         if found := settings(record):
             self._set(f"settings_{record.event}", 1, **found)
         for name, value in numbers(record).items():
-            metric, _, rank = name.partition("/rank")
-            self._set(metric, value, **({"rank": rank} if rank else {}))
+            of_rank = re.fullmatch(r"(.*)/rank(\d+)", name)  # an evaluation set may be called "ranking"
+            self._set(of_rank[1] if of_rank else name, value, **({"rank": of_rank[2]} if of_rank else {}))
         self._publish(running=1, step=record.step, last_record_unix_s=record.time_s)
 
     def _set(self, name: str, value: float, /, **labels: Any) -> None:

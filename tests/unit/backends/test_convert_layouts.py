@@ -185,8 +185,8 @@ def test_models_that_are_no_twins(change, words):
 
 @pytest.mark.parametrize("kind, shapes, words", [
     ("dense", {"kernel": (5, 5), "bias": (5,)}, r"gives \(4, 5\); expected \(5, 5\)"),
-    ("attention", {**SHAPES["attention"][1], "query/kernel": (E, 4, 2)}, r"do not fit"),
-    ("depthwise conv 2d", {"kernel": (3, 2, 3, 2)}, r"do not fit"),
+    ("attention", {**SHAPES["attention"][1], "query/kernel": (E, 4, 2)}, r"do not match"),
+    ("depthwise conv 2d", {"kernel": (3, 2, 3, 2)}, r"do not match"),
 ])
 def test_the_first_pair_that_does_not_fit_is_named(kind, shapes, words):
     torch = models(kind)[0]
@@ -224,7 +224,7 @@ def test_moments_that_cannot_go():
     with pytest.raises(UserError, match="two biases -> their sum"):
         carry_moments(pair(torch, keras), drawn(torch), "keras")
     half = Model("tensorflow", (layer("dense", SHAPES["dense"][1], "layer_0", trainable=False),))
-    with pytest.raises(UserError, match="part of it is trained"):
+    with pytest.raises(UserError, match="only some of its weights are trained"):
         carry_moments(pair(models("dense")[0], half), {}, "keras")
 
 

@@ -88,10 +88,10 @@ def test_settings_from_keras(name, settings, torch_name, torch_args):
 @pytest.mark.parametrize("make, words", [
     (lambda: rule.from_torch("SGD", {**SGD, "dampening": 0.1}, 0.1, 0.1, 1), "SGD with dampening 0.1"),
     (lambda: rule.from_torch("SGD", {**SGD, "weight_decay": 0.1}, 0.1, 0.1, 1), "weight_decay with momentum"),
-    (lambda: rule.from_torch("Adam", {**ADAM, "weight_decay": 0.1}, 0.1, 0.1, 1), "AdamW's is"),
+    (lambda: rule.from_torch("Adam", {**ADAM, "weight_decay": 0.1}, 0.1, 0.1, 1), "and in AdamW"),
     (lambda: rule.from_torch("Adam", {**ADAM, "maximize": True}, 0.1, 0.1, 1), "maximize"),
     (lambda: rule.from_torch("Adagrad", {"lr": 0.1}, 0.1, 0.1, 1), "the optimizer is Adagrad"),
-    (lambda: rule.from_keras("SGD", {**KERAS_SGD, "weight_decay": 0.1}, 0.1, 0.1, 0.1, 1), "part of it in PyTorch"),
+    (lambda: rule.from_keras("SGD", {**KERAS_SGD, "weight_decay": 0.1}, 0.1, 0.1, 0.1, 1), "included in PyTorch"),
     (lambda: rule.from_keras("Adam", {**KERAS_ADAM, "clipnorm": 1.0}, 0.1, 0.1, 0.1, 1), "clip_norm"),
     (lambda: rule.from_keras("Adam", {**KERAS_ADAM, "use_ema": True}, 0.1, 0.1, 0.1, 1), "use_ema"),
     (lambda: rule.from_keras("Lion", KERAS, 0.1, 0.1, 0.1, 1), "the optimizer is Lion"),

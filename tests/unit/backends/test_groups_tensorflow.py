@@ -67,7 +67,7 @@ def test_an_optimizer_of_the_file_gets_warm_up_and_scaling(monkeypatch):
     run = fitted(solo(settings, grouped_keras.build(), DATA))
     assert apart(weights(run), by_hand(made(), lambda step: 0.5 * min(1.0, (step + 1) / 3))) < 1e-6
     assert run.parts.optimizer.describe()["optimizer"] == "AdamW, lr 0.025 (the model file's)"
-    assert "optimizer.name has no effect: the model file gives optimizer(model, config)" in run.notes
+    assert "optimizer.name has no effect: the model file defines optimizer(model, config)" in run.notes
 
 
 def held(runs):
@@ -163,7 +163,7 @@ def frozen():
     (lambda m: [{"params": "kernel"}], "the variables of group 0 of parameter_groups are 'kernel'"),
     (lambda m: [{"params": [3]}], "hold a int"),
     (lambda m: [{"params": m.weights[:1]}, {"params": m.weights}], "normed/first/kernel is in groups 0 and 1"),
-    (lambda m: [{"params": frozen().weights[:1]}], "is none of the model's variables"),
+    (lambda m: [{"params": frozen().weights[:1]}], "is not a variable of the model"),
     (lambda m: [{"params": m.weights, "lr": 0.1, "weight_decay": 0}], "group 0 of parameter_groups has lr"),
     (lambda m: [{"params": [], "weight_decay": 0.2}], "has weight_decay 0.2; expected 0, or 0.1")])
 def test_what_keras_cannot_follow_is_refused(groups, words):
@@ -180,10 +180,10 @@ def test_an_optimizer_that_is_none_or_one_too_many_is_refused(monkeypatch):
     used.build(grouped_keras.build().trainable_variables)
     with pytest.raises(UserError, match="the AdamW of optimizer is built"):
         reading.own_optimizer(spec(optimizer=lambda m, c: used), Config())
-    with pytest.raises(UserError, match="compiled with SGD, which it keeps, and its file gives parameter_groups"):
+    with pytest.raises(UserError, match="compiled with SGD, which it keeps, and its file defines parameter_groups"):
         solo(replace(RUN, optimizer=Named("auto")), compiled(grouped_keras.build()), DATA)
     monkeypatch.setattr(grouped_keras, "optimizer", lambda model, config: made(), raising=False)
-    with pytest.raises(UserError, match="its file gives optimizer"):
+    with pytest.raises(UserError, match="its file defines optimizer"):
         solo(replace(RUN, optimizer=Named("auto")), compiled(grouped_keras.build()), DATA)
     monkeypatch.delattr(grouped_keras, "optimizer")
     run = solo(RUN, compiled(grouped_keras.build()), DATA)

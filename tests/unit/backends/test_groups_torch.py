@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import grouped_torch  # noqa: E402
 
 from hvdtrain.backends.model_spec import Spec, spec_of  # noqa: E402
-from hvdtrain.backends.torch.optim import optimizer_spec  # noqa: E402
+from hvdtrain.backends.torch.optim import optimizer_spec, updating_fused  # noqa: E402
 from hvdtrain.commands.convert import request as places  # noqa: E402
 from hvdtrain.commands.convert import worker  # noqa: E402
 from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
@@ -92,7 +92,7 @@ def test_training_is_that_of_a_plain_loop(named, make, monkeypatch):
     words = run.parts.optimizer.describe()
     assert words["parameter groups"] == "weight_decay 0.0: 3 tensors; lr 0.025: 1 tensor; as configured: 3 tensors"
     assert words["optimizer"].endswith("(the model file's)") is (named is None)
-    assert run.notes == ([] if named else [n for n in run.notes if "model file gives optimizer" in n])
+    assert run.notes == ([] if named else [n for n in run.notes if "model file defines optimizer" in n])
 
 
 def held(runs):
@@ -271,7 +271,7 @@ def hooked(model, config):
     (lambda m: [{"params": "head"}], None, "params of group 0 of parameter_groups is 'head'"),
     (lambda m: [{"params": ["head"]}], None, "holds 'head'"),
     (lambda m: [{"params": m.head.parameters()}, {"params": m.parameters()}], None, "head.weight is in groups 0 and 1"),
-    (lambda m: [{"params": [torch.zeros(3)]}], None, r"shape \(3,\) that is none of the model's"),
+    (lambda m: [{"params": [torch.zeros(3)]}], None, r"shape \(3,\) that is not a parameter of the model"),
     (lambda m: [{"params": m.head.weight, "wieght_decay": 0}], None, "did you mean 'weight_decay'"),
     (lambda m: [{"params": m.head.weight, "momentum": 0.9}], None, "has the option 'momentum'"),
     (lambda m: [{"params": m.head.weight, "weight_decay": "0"}], None, "AdamW refused the options"),
@@ -281,8 +281,8 @@ def hooked(model, config):
     (None, lambda m, c: 3, "optimizer gives a int"),
     (None, lambda m, c: torch.optim.LBFGS(m.parameters()), "LBFGS, which needs a closure"),
     (None, lambda m, c: torch.optim.SGD(m.head.parameters(), lr=0.1), "lacks 6 of the model's parameters"),
-    (None, lambda m, c: Kept(m.parameters(), 0.1, every=4), "its attribute every comes out otherwise"),
-    (None, used, "it has made updates"), (None, hooked, "hooks of the old one are lost")])
+    (None, lambda m, c: Kept(m.parameters(), 0.1, every=4), "its attribute every differs"),
+    (None, used, "it has made updates"), (None, hooked, "its hooks would be lost")])
 def test_what_is_no_group_or_cannot_be_made_anew_is_refused(groups, optimizer, words):
     with pytest.raises(UserError, match=words):
         reads(groups, optimizer)
@@ -290,7 +290,7 @@ def test_what_is_no_group_or_cannot_be_made_anew_is_refused(groups, optimizer, w
 
 def test_zero_refuses_an_optimizer_of_the_file_that_it_does_not_know(tmp_path, monkeypatch):
     monkeypatch.setattr(grouped_torch, "optimizer", lambda m, c: Kept(m.parameters(), 0.1), raising=False)
-    with pytest.raises(UserError, match="optimizer Kept, which may look at whole tensors"):
+    with pytest.raises(UserError, match="optimizer Kept, which may need whole tensors"):
         grouped(2, RUN, tmp_path, data_parallel=ZERO)
     assert np.isfinite(grouped(2, RUN, tmp_path)[0].state.loss)
 
@@ -301,3 +301,32 @@ def test_models_of_other_kinds_refuse_both(monkeypatch):
 
     with pytest.raises(UserError, match="parameter_groups in the file of a model of the numpy backend"):
         make_parts(spec, config(), None, None, 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+                                      {"momentum": 0.9, "dampening": 0.3, "maximize": True}])
+def test_a_users_sgd_takes_the_same_steps_fused(settings):
+    """The third step has a parameter with a momentum and one without, which the kernel cannot update together."""
+    torch.manual_seed(0)
+    usual = [torch.randn(33, 7, requires_grad=True), torch.randn(5, requires_grad=True)]
+    fused = [x.detach().clone().requires_grad_() for x in usual]
+    optimizers = [torch.optim.SGD(params, lr=0.1, **settings) for params in (usual, fused)]
+    ways = []
+    for step in range(4):
+        for x, y in list(zip(usual, fused))[:1 if step < 2 else 2]:
+            x.grad = torch.randn_like(x)
+            y.grad = x.grad.clone()
+        optimizers[0].step()
+        with updating_fused(optimizers[1]):
+            ways.append(optimizers[1].param_groups[0]["fused"])
+            optimizers[1].step()
+    assert ways == [True, True, None if "momentum" in settings else True, True]
+    assert optimizers[1].param_groups[0]["fused"] is None, "state_dict() is the user's"
+    assert all(torch.allclose(x, y, rtol=1e-6, atol=1e-6) for x, y in zip(usual, fused))
+
+
+@pytest.mark.parametrize("settings", [{"foreach": False}, {"fused": False}, {"differentiable": True}])
+def test_a_kernel_that_the_user_chose_stays(settings):
+    optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1, **settings)
+    with updating_fused(optimizer):
+        assert not optimizer.param_groups[0]["fused"]

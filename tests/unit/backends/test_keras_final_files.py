@@ -37,9 +37,9 @@ def model_of(layer):
 
 @pytest.mark.parametrize("layer, words, names", [
     (keras.layers.Dense, "", ["model.keras"]),
-    (Undescribed, "model.keras will be left out, and model.weights.h5 written: AttributeError: no such thing",
+    (Undescribed, "model.keras will not be written, only model.weights.h5: AttributeError: no such thing",
      ["model.weights.h5"]),
-    (Unstored, "model.keras and model.weights.h5 will be left out: RuntimeError: not stored", [])])
+    (Unstored, "model.keras and model.weights.h5 will not be written: RuntimeError: not stored", [])])
 def test_what_keras_cannot_write_is_told_first_and_left_out(tmp_path, capsys, layer, words, names):
     model, before = model_of(layer), os.umask(0o027)
     (tmp_path / "run/model").mkdir(parents=True)
@@ -52,8 +52,8 @@ def test_what_keras_cannot_write_is_told_first_and_left_out(tmp_path, capsys, la
         note for note in [saving.left_out(model)] if note]
     assert saving.left_out(model).startswith(words) and bool(words) == bool(saving.left_out(model))
     written = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "run/model").iterdir()}
-    assert written == dict.fromkeys([*names, "model.safetensors"], 0o640)
-    assert ("are left out: RuntimeError" in capsys.readouterr().out) == (layer is Unstored)
+    assert written == dict.fromkeys([*names, "model.safetensors", "weights.json"], 0o640)
+    assert ("are not written: RuntimeError" in capsys.readouterr().out) == (layer is Unstored)
     found = load_file(tmp_path / "run/model/model.safetensors")
     assert [np.array_equal(found[v.path], v.numpy()) for v in model.weights] == [True, True]
     assert (tmp_path / "run/completed.json").exists()

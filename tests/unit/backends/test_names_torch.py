@@ -72,7 +72,7 @@ def test_a_layer_that_its_user_calls_module_keeps_its_name():
     assert list(modules.state_dict(both)) == ["module.weight", "module.bias"]
     both.register_buffer("rest", torch.zeros(1))
     both.module.register_buffer("rest", torch.zeros(1))
-    with pytest.raises(UserError, match="'rest' beside 'module.rest'"):
+    with pytest.raises(UserError, match="'rest' in addition to 'module.rest'"):
         modules.check_unique_names(both)
 
 

@@ -182,8 +182,8 @@ def test_the_sentence_takes_what_is_faster(work, take):
 
 def test_the_sentence_says_the_bytes_and_the_idle_share():
     assert estimates.sentence(MLP).endswith(
-        "about 184.5 ms a step cut over 2 hosts, 304 ms to 404 ms with whole copies; at 125 MB/s each host sends "
-        "36.2 MiB of gradients a step, or 15.3 MiB cross each cut, and the pipeline stands idle for 46 %")
+        "about 184.5 ms a step as a pipeline over 2 hosts, 304 ms to 404 ms with replicas; at 125 MB/s each host sends "
+        "36.2 MiB of gradients a step, or 15.3 MiB cross each boundary, and the pipeline stands idle for 46 %")
 
 
 def test_without_a_link_to_wait_for_the_idle_share_is_that_of_the_order():
@@ -232,7 +232,7 @@ def test_a_peer_that_is_told_no_cut_takes_about_as_many_blocks_for_each_stage():
 @pytest.mark.parametrize("work",
                          [StepWork(2, 0.2, 37.8e6, 262144, 4, 125e6), StepWork(2, 1.0, 9.7e6, 131072, 8, 1.25e9)])
 def test_the_sentences_of_the_page_are_those_that_are_reckoned(work):
-    page = ROOT.parent / "docs" / "pipeline.md"
+    page = ROOT.parent / "docs" / "explanation" / "pipeline.md"
     assert f"> {estimates.sentence(work)}\n" in page.read_text(encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -12,8 +13,8 @@ import pytest
 
 from benchmarks import peers, standings, step, worker
 from benchmarks import race as racing
-from benchmarks.peers import Prepared, contender
-from benchmarks.workloads import BATCHES, WORKLOADS, part
+from benchmarks.peers import Prepared, contender, horovod_torch
+from benchmarks.workloads import BATCHES, WORKLOADS, mnist_tensorflow, mnist_torch, part
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
@@ -93,6 +94,41 @@ def test_what_is_compiled_is_compared_with_compiled_peers():
                                 [contender(name, "torch") for name in names], 2)
     assert [found[name]["best_peer"] for name in names[:2]] == ["ddp", "ddp-compiled"]
     assert contender("plain-compiled", "tensorflow").compiled and "ddp-compiled" not in peers.peers("torch")
+
+
+def test_horovods_api_is_raced_in_one_loop(monkeypatch):
+    calls = []
+
+    class Api(types.SimpleNamespace):
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: (calls.append((self.module, name, *kwargs)), 2)[1]
+
+    pytest.importorskip("torch")
+    for module in ("horovod.torch", "hvdtrain.torch"):
+        monkeypatch.setitem(sys.modules, module, Api(module=module))
+    monkeypatch.setattr(horovod_torch, "_transport", lambda: "shared")
+    setup = peers.Setup(WORKLOADS["tiny"], "torch", 2, 0, 1, types.SimpleNamespace(size=2), (), [])
+    found = {name: horovod_torch.prepare(setup, **contender(name, "torch").options).wire
+             for name in ("horovod-tuned", "hvdtrain.torch")}
+    assert found == {"horovod-tuned": "horovod", "hvdtrain.torch": "shared"}
+    assert [call[1:] for call in calls[:5]] == [call[1:] for call in calls[5:]] == [
+        ("init",), ("size",), ("DistributedOptimizer", "named_parameters"), ("broadcast_parameters", "root_rank"),
+        ("broadcast_optimizer_state", "root_rank")]
+    assert {call[0] for call in calls[5:]} == {"hvdtrain.torch"}
+    own = contender("hvdtrain.torch", "torch")
+    assert own.exact and not own.peer and own.ranks(2) == 2, "compared with uncompressed peers, and never one of them"
+
+
+@pytest.mark.parametrize("framework, build", [("torch", mnist_torch), ("tensorflow", mnist_tensorflow)])
+def test_the_mnist_workload_has_the_layers_of_horovods_examples(framework, build):
+    pytest.importorskip(framework)
+    model, work = build(), WORKLOADS["mnist"]
+    shapes = [tuple(p.shape) for p in (model.parameters() if framework == "torch" else model.trainable_variables)]
+    assert [math.prod(shape) for shape in shapes] == [250, 10, 5000, 20, 16000, 50, 500, 10]
+    assert work.model(framework) == f"benchmarks.workloads:{build.__name__}"
+    x = work.arrays(2, 0)[0]
+    logits = model(importlib.import_module("torch").from_numpy(x) if framework == "torch" else x)
+    assert tuple(logits.shape) == (2, 10)
 
 
 def test_the_parts_of_our_names():

@@ -78,7 +78,7 @@ def test_a_job_answers_and_ends_in_order(start):
 def test_a_suspended_job_stands_still_with_all_its_processes(start):
     job = start(TALK + STRAY + ECHO)
     job.wait("ready", 20)
-    assert len(processes(job._child.mark)) == 2, "also the one that left its session"
+    assert eventually(lambda: len(processes(job._child.mark)) == 2), "also the one that left its session"
     job.suspend()
     assert eventually(lambda: states(job) == {psutil.STATUS_STOPPED})
     with pytest.raises(JobFailed, match="did not answer within"):

@@ -102,7 +102,7 @@ def test_any_truncation_is_found(whole, data):
     length = data.draw(st.integers(0, len(content) - 1))
     with holding(path, content[:length]):
         said = refusal(whole)
-    assert "truncated" in said or "manifest.json is empty" in said or "changed in its spelling" in said
+    assert "truncated" in said or "manifest.json is empty" in said or "was reformatted" in said
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,7 +12,8 @@ DATA = samples(40)
 
 
 @pytest.mark.parametrize("keys, words", [
-    ({}, "after 60 s, then as often as costs less than 3 % of the time, at the end"), ({"every": "off"}, "at the end"),
+    ({}, "after 60 s, then as often as keeps their cost below 3 % of the time, at the end"),
+    ({"every": "off"}, "at the end"),
     ({"every_steps": 5, "every_s": 2.5, "at_end": False}, "every 5 steps, every 2.5 s"),
     ({"every": "off", "at_end": False}, "")])
 def test_when_a_run_is_saved_in_words(keys, words):
@@ -22,8 +23,8 @@ def test_when_a_run_is_saved_in_words(keys, words):
 def test_room_is_for_one_more_than_are_kept():
     settings = CheckpointConfig(keep=2, every_steps=9)
     assert disk.line(settings, 10 * 2**20, 2**31) == (
-        "checkpoints: every 9 steps, at the end; about 10.0 MiB each, the newest 2 kept, so at most 30.0 MiB; 2.00 GiB "
-        "free")
+        "checkpoints: every 9 steps, at the end; about 10.0 MiB each, the newest 2 are kept, at most 30.0 MiB; 2.00 "
+        "GiB free")
     assert disk.warning(settings, 100, 300) == disk.warning(settings, 100, None) == ""
     assert disk.warning(settings, 100, 299).startswith("checkpoints may not fit: 300 B for 2 and one more")
 
@@ -40,7 +41,7 @@ def test_the_size_that_is_foretold_is_the_size_that_is_written(tmp_path, capsys,
     fitted(run)
     written = sum(entry.size_bytes for entry in inspect(tmp_path / "checkpoints/step-00000002").files.values())
     assert foretold <= written < foretold + 6000  # names and shapes
-    assert f"about {format_bytes(foretold)} each, the newest 3 kept" in capsys.readouterr().out
+    assert f"about {format_bytes(foretold)} each, the newest 3 are kept" in capsys.readouterr().out
 
 
 def test_a_disk_without_room_is_a_note(tmp_path, monkeypatch):

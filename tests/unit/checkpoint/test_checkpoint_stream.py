@@ -131,11 +131,11 @@ def test_messages_are_bounded_and_hold_small_shards_together(cut):
 
 
 @pytest.mark.parametrize("odd, want", [
-    (Shard("model", "w", (3, 2), 4, np.ones(2, np.float32)), "it came as float32[2, 3] and as float32[3, 2]"),
-    (Shard("model", "w", (2, 3), 4, np.ones(2)), "it came as float32[2, 3] and as float64[2, 3]"),
+    (Shard("model", "w", (3, 2), 4, np.ones(2, np.float32)), "it was sent as float32[2, 3] and as float32[3, 2]"),
+    (Shard("model", "w", (2, 3), 4, np.ones(2)), "it was sent as float32[2, 3] and as float64[2, 3]"),
     (Shard("model", "w", (2, 3), 5, np.ones(2, np.float32)), "elements 5 to 7 of 6"),
     (Shard("model", "w", (2, 3), -1, np.ones(2, np.float32)), "elements -1 to 1 of 6"),
-    (Shard("model", "w", (2, 3), 3, np.ones(3, np.float32)), "some of the elements 3 to 6 came twice"),
+    (Shard("model", "w", (2, 3), 3, np.ones(3, np.float32)), "some of the elements 3 to 6 were sent twice"),
 ], ids=["shape", "dtype", "beyond", "before", "overlap"])
 def test_a_shard_that_does_not_fit_is_refused(odd, want):
     with pytest.raises(CheckpointError) as refused:

@@ -138,7 +138,8 @@ def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path
 
 def test_what_checkpoints_take_of_the_disk_counts_all_owners_slices(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("hvdtrain.checkpoint.savers.warning", lambda settings, one_bytes, free: said.append(one_bytes))
+    monkeypatch.setattr("hvdtrain.checkpoint.savers.warning",
+                        lambda settings, one_bytes, free, n_best: said.append(one_bytes))
     for name in ("replicate", "zero"):
         trained(3, tmp_path / name, data_parallel=way(name, 3))
     assert len(said) == 2 and said[0] == said[1] > 0

@@ -111,7 +111,7 @@ def test_a_directory_that_holds_a_run_is_refused_unless_resumed(trace):
     (path / "notes.txt").write_text("kept")
     choose(Config(out="mine"))  # another file of the user's does not matter
     (path / trace).mkdir() if trace == "checkpoints" else (path / trace).write_text("old")
-    with pytest.raises(UserError, match="mine holds a run already; .*--resume auto"):
+    with pytest.raises(UserError, match="mine already holds a run; .*--resume auto"):
         choose(Config(out="mine"))
     before = files()
     assert choose(Config(out="mine", resume="auto")) == path
@@ -219,7 +219,7 @@ def test_a_finished_run_with_nothing_left_to_train_stays_as_it_is(capsys):
         return run.begun
 
     assert LockstepWorld(2).run(work) == [False, False] and files() == before
-    assert capsys.readouterr().out.count("mine holds a run that is complete") == 1
+    assert capsys.readouterr().out.count("mine holds a complete run") == 1
     cut = make_run(Config(out="mine", epochs=3, resume="auto"))
     cut.state.stop, cut.state.requeue = "requeue: SIGTERM (rank 0)", True
     with outdir.starting(cut):

@@ -64,7 +64,7 @@ def test_too_few_says_how_many(env, count, shown, fits):
 
 
 def test_too_few_names_the_way_without_gpus():
-    with pytest.raises(UserError, match=rf"compute on CPUs only with {V}= \(empty\)"):
+    with pytest.raises(UserError, match=rf"use CPUs only with {V}= \(empty\)"):
         visible_devices({}, 1, 0, 2, per_rank=2)
 
 
@@ -94,7 +94,7 @@ def test_overlap_is_found_among_ranks_of_one_host_only():
     assert overlap([("a", ("0", "1")), ("a", ("2", "3")), ("b", ("0", "1"))]) is None
     assert overlap([("a", ()), ("a", ())]) is None
     error = overlap([("b", ("0", "1")), ("a", ("4", "5")), ("a", ("4", "5"))])
-    assert error.got.startswith("ranks 1 and 2 on host a were both given GPU 4: it shows 2 GPUs for 2 ranks x 2 ")
+    assert error.got.startswith("ranks 1 and 2 on host a both use GPU 4: it shows 2 GPUs for 2 ranks x 2 ")
     assert error.expected.startswith("4, ")
 
 

@@ -94,7 +94,7 @@ PLACES = {
     "fetch ahead": (lambda: fit(make_model("numpy"), Source(4), data=DataConfig(prefetch=2)), r"Source\.fetch",
                     "status 0"),
     "data callable": (lambda: fit(make_model("numpy"), None, data=DataConfig(f"{__file__}:load")), "load", "status 2"),
-    "model callable": (lambda: fit(None, model=f"{__file__}:build"), "build", "status 1 and the words 'no weights'"),
+    "model callable": (lambda: fit(None, model=f"{__file__}:build"), "build", "status 1 and the message 'no weights'"),
     "forward in torch": (lambda: fit(leaves_in_forward("torch")), r"\S*Leaving\.forward", "status 4"),
     "call in Keras": (lambda: fit(leaves_in_forward("tensorflow")), r"\S*Leaving\.call", "status 4"),
 }

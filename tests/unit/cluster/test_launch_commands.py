@@ -1,4 +1,4 @@
-"""The launchers' command lines, golden: one test per flag and per MPI version. What was run is in docs/launch.md."""
+"""The launchers' command lines, golden: one test per flag and per MPI version; measured in docs/how-to/launch.md."""
 
 import pytest
 
@@ -118,7 +118,7 @@ def test_other_hosts_are_reached_by_an_ssh_that_does_not_ask(name, more, env):
 @pytest.mark.parametrize("name", ["openmpi4", "openmpi5", "mpich", "intelmpi"])
 @pytest.mark.parametrize("word", ["a b", "", "a\"b", "a'b", "a\\b", "a\tb", "a\nb"])
 def test_ssh_words_that_a_launcher_would_take_apart_are_refused(name, word):
-    with pytest.raises(UserError, match="take apart"):
+    with pytest.raises(UserError, match="would split"):
         built(name, ssh=("ssh", word))
 
 

@@ -43,7 +43,7 @@ def test_a_number_alone_means_this_host_and_in_slurm_the_allocation():
     assert spec(hosts=(), ranks=3).hosts == (HostSlots("localhost", 3),)
     assert (spec(hosts=(), ranks=3, here=slurm()).hosts, spec(hosts=(), ranks=3, here=slurm()).ranks) == ((), 3)
     assert spec(hosts=(), here=slurm()).ranks == 0
-    with pytest.raises(UserError, match="no hosts"):
+    with pytest.raises(UserError, match="neither hosts"):
         spec(hosts=())
 
 
@@ -73,7 +73,7 @@ def test_an_agent_that_open_mpi_5_does_not_read_is_read_for_it(name):
     made, said = prepare(Wishes(("p",), FAR), here, five)
     words = LAUNCHERS["openmpi5"].command(made)[0]
     assert words[words.index("plm_ssh_agent") - 1:][:3] == ["--prtemca", "plm_ssh_agent", "/my/agent -v"]
-    assert said == [f"Open MPI 5.0.11 does not read {name}: it is taken as --ssh"]
+    assert said == [f"Open MPI 5.0.11 does not read {name}: its value is used as --ssh"]
     assert spec(five, here, ssh=("ssh",)).ssh == ("ssh",), "what is said now goes first"
     assert spec(five, Here(env={name: "a", "PRTE_MCA_plm_ssh_agent": "b"})).ssh == (), "mpirun reads that one"
     assert spec(five, here, hosts=(HostSlots("localhost", 1),)).ssh == () == spec(OPENMPI, here).ssh
@@ -126,7 +126,7 @@ def test_wishes_that_no_launcher_can_meet(wrong):
 
 
 def test_a_launch_inside_a_job_is_refused():
-    with pytest.raises(UserError, match="already, started by Open MPI mpirun"):
+    with pytest.raises(UserError, match="already belongs to a job, started by Open MPI mpirun"):
         spec(here=Here(inside="Open MPI mpirun"))
 
 
@@ -184,7 +184,7 @@ def test_a_named_launcher_that_is_not_here_is_an_error_or_in_a_dry_run_a_note(wa
 
 
 def test_another_version_than_the_named_one_is_told():
-    with pytest.raises(UserError, match="openmpi 4.1.8, not of openmpi5.*--launcher openmpi4"):
+    with pytest.raises(UserError, match="openmpi 4.1.8, not to openmpi5.*--launcher openmpi4"):
         choose("openmpi5", PATHS, ("openmpi", "4.1.8"), False, False)
     assert choose("openmpi4", PATHS, ("openmpi", "4.1.8"), False, False) == (OPENMPI, [])
 

@@ -50,6 +50,16 @@ def test_start_control_alone_is_solo_and_the_same_twice(monkeypatch):
     assert isinstance(control, SoloControl) and boot.start_control(SOLO, 5.0) is control is boot.current_control()
 
 
+def test_processes_of_torchrun_are_refused_as_each_would_train_alone(monkeypatch):
+    monkeypatch.setattr(boot, "_started", {})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(UserError, match="2 processes of torchrun"):
+        boot.start_control(SOLO, 5.0)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert boot.start_control(SOLO, 5.0).size == 1
+
+
 @pytest.mark.parametrize("bound, cores, ranks, want", [(2, 2, 2, True), (2, 2, 1, False), (16, 16, 8, False),
                                                        (16, 16, 9, True), (1, 16, 2, True), (4, 1.5, 1, True)])
 def test_should_yield_where_busy_threads_outnumber_cores(bound, cores, ranks, want):
@@ -136,7 +146,7 @@ def test_too_few_devices_end_the_start_on_every_rank_after_mpi_has_started(monke
 
 def test_two_ranks_with_one_list_of_the_launchers_overlap_unless_slurm_confines_them(monkeypatch):
     start(monkeypatch, {boot.VISIBLE: "0,1"}, gpus=2)
-    with pytest.raises(UserError, match="were both given GPU 0"):
+    with pytest.raises(UserError, match="both use GPU 0"):
         boot.start_control(TWO, 5.0, devices_per_rank=2)
     start(monkeypatch, (env := {boot.VISIBLE: "0,1", "SLURM_GPUS_PER_TASK": "2"}), gpus=2)
     boot.start_control(TWO, 5.0, devices_per_rank=2)
@@ -171,10 +181,10 @@ def test_horovod_reason_names_the_remedy(monkeypatch, tmp_path):
     (tmp_path / "horovod" / "torch").mkdir(parents=True)
     (tmp_path / "horovod" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     __import__("importlib").invalidate_caches()
-    assert "without its torch part" in horovod.horovod_reason("torch")
+    assert "without torch support" in horovod.horovod_reason("torch")
     (tmp_path / "horovod" / "torch" / "mpi_lib_v2.cpython-311-x86_64-linux-gnu.so").write_text("")
     assert horovod.horovod_reason("torch") is None
-    assert "without its tensorflow part" in horovod.horovod_reason("tensorflow")
+    assert "without tensorflow support" in horovod.horovod_reason("tensorflow")
     monkeypatch.setenv("OPAL_PREFIX", "set already")
     with pytest.raises(horovod.HorovodUnavailable, match="does not load .*must not be imported"):
         horovod.start_horovod("torch", ExchangeConfig(), SOLO)

@@ -130,7 +130,7 @@ def test_a_wait_for_what_does_not_come_is_bounded():
     first, second = ends(loses=True)
     thread = threading.Thread(target=pytest.raises, args=(WaitTimeout, links.follow, second, 0, 0.2))
     thread.start()
-    with pytest.raises(WaitTimeout, match=r"waited 0.2 s for rank 1 while the link to it was measured"):
+    with pytest.raises(WaitTimeout, match=r"waited 0.2 s for rank 1 during a measurement of the link"):
         links.lead(first, 1, 0.05, 0.2)
     thread.join(20)
 

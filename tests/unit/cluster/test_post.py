@@ -101,7 +101,7 @@ def test_a_wait_is_bounded_and_ends_where_another_rank_fails():
         pair(0.05)[1].receive(0, MessageLabel(FORTH, 0, 0, 1))
     boxes = Boxes()
     threading.Timer(0.05, boxes.fail).start()
-    with pytest.raises(PeerFailed, match="another rank has failed while rank 1 waited in a message"):
+    with pytest.raises(PeerFailed, match="another rank failed while rank 1 waited in a message"):
         Post(ThreadCarrier(boxes, 1, 2)).receive(0, MessageLabel(FORTH, 0, 0, 1))
 
 

@@ -26,7 +26,7 @@ def seen(rank, step=7, phase="vote", wait=WAIT, state="", phase_s=20.0):
     ([seen(0, wait="", phase="x"), seen(1, wait="", phase="x"), seen(2, wait="", phase="data", step=7)], [2]),
     ([seen(0), seen(1, wait="bcast of the control plane"), seen(2)], [1]),
     ([seen(0), seen(1, wait=""), seen(2)], [1]),
-    ([seen(0), seen(1, state="ended"), seen(2, state="in an uninterruptible call of the system")], [1]),
+    ([seen(0), seen(1, state="ended"), seen(2, state="in an uninterruptible system call")], [1]),
 ])
 def test_the_missing_rank_is_named(rows, who):
     text = verdict(rows, 0)
@@ -36,15 +36,15 @@ def test_the_missing_rank_is_named(rows, who):
 
 
 def test_nobody_near_is_missing_where_all_wait_alike():
-    text = verdict([seen(0), seen(1)], 1, "Missing, as cannot be seen from here: rank 2 on host b.")
-    assert text.startswith("Every rank that can be seen from here is in the same place: rank 1") and "host b" in text
+    text = verdict([seen(0), seen(1)], 1, "Missing (not visible from here): rank 2 on host b.")
+    assert text.startswith("All visible ranks are in the same phase: rank 1") and "host b" in text
     assert verdict([seen(0)], 0) == ""
 
 
 def test_the_rank_that_the_others_wait_for_accuses_nobody():
     rows = [seen(0), seen(1, wait=""), seen(2)]
     assert verdict(rows, 0).startswith("Missing: rank 1") and verdict(rows, 2).startswith("Missing: rank 1")
-    assert verdict(rows, 1).startswith("The ranks that can be seen from here wait for this one: rank 1 on host a")
+    assert verdict(rows, 1).startswith("All other visible ranks wait for this one: rank 1 on host a")
 
 
 class Peers:
@@ -104,10 +104,10 @@ def test_a_neighbour_is_read_without_its_help(monkeypatch):
 def test_ranks_of_other_hosts_are_known_by_their_last_vote(monkeypatch):
     monkeypatch.setattr(pulse, "_own", None)
     pulse.start(Peers(("b", "", b"")))
-    assert pulse.missing() == ("Missing, or waiting for who is, as cannot be seen from here: rank 1 on host b, "
-                               "rank 2 on host b; they have voted in no step yet.")
+    assert pulse.missing() == ("Missing, or waiting for a missing rank (not visible from here): rank 1 on host b, "
+                               "rank 2 on host b; they have reached agreement in no step yet.")
     pulse.heard(12)
-    assert "they voted last in step 12, 0 s ago" in pulse.missing()
+    assert "they reached the last agreement in step 12, 0 s ago" in pulse.missing()
 
 
 def test_without_a_pulse_nothing_is_said(monkeypatch):

@@ -135,7 +135,7 @@ def jobs():
 def test_a_frozen_rank_is_named_with_the_stacks_of_the_other(jobs):
     said = jobs["frozen"].ended()
     assert re.search(r"^hvdtrain: rank 1 on host \S+, stopped by a signal, in step 41, phase 'step_end of Mine' since "
-                     r"\d s: frozen for 1 s \(heartbeat_timeout_s 1\). The job is ended.", said), said
+                     r"\d s: frozen for 1 s \(heartbeat_timeout_s 1\). The job is stopped.", said), said
     assert said.count("hvdtrain: ") == 1 and said.count("Stacks of rank 0 on host ") == 1 and 'File "<string>"' in said
     assert jobs["frozen"].launcher.returncode != 0
 
@@ -143,12 +143,12 @@ def test_a_frozen_rank_is_named_with_the_stacks_of_the_other(jobs):
 @pytest.mark.slow
 def test_a_killed_rank_is_named_though_it_started_the_watcher(jobs):
     said = jobs["killed"].ended()
-    assert re.search(r"^hvdtrain: rank 0 on host \S+, ended, in step 40, .*: its process has ended without a wo", said)
+    assert re.search(r"^hvdtrain: rank 0 on host \S+, ended, in step 40, .*: its process has ended without a me", said)
     assert said.count("hvdtrain: ") == 1 and jobs["killed"].launcher.returncode != 0
 
 
 def test_ranks_end_with_their_launcher(jobs):
-    assert "the launcher of this job is gone" in jobs["orphaned"].ended()
+    assert "the launcher of this job has ended" in jobs["orphaned"].ended()
 
 
 @pytest.mark.slow

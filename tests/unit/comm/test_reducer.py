@@ -173,7 +173,7 @@ def test_state_is_kept_per_bucket_and_step():
 def test_a_bucket_handed_over_twice_or_missing_is_our_bug():
     reducer = Reducer(buckets(), NoCompression(), NullCollectives(), Ops())
     reducer.start(0, np.ones(5, np.float32))
-    with pytest.raises(AssertionError, match="bucket 0 was handed over twice"):
+    with pytest.raises(AssertionError, match="bucket 0 was passed twice"):
         reducer.start(0, np.ones(5, np.float32))
     with pytest.raises(AssertionError, match="1 of 3 buckets"):
         reducer.finish()

@@ -217,7 +217,7 @@ def test_a_wire_that_overlaps_keeps_the_last_bucket_small(clock):
     wire = Wire(clock, 1e-4, 1e-8)
     wire.overlaps = True
     got, why = sweep.pick_bucket_mb(wire, Ops(), SoloControl(), MANY)
-    assert got == 1.0 and "with the last bucket once more" in why
+    assert got == 1.0 and "plus the last bucket" in why
 
 
 def test_a_slow_wire_is_predicted(clock):
@@ -234,7 +234,7 @@ def test_memory_of_the_wire_is_not_used_up_by_trials(clock):
 
 def test_nothing_to_pick(clock):
     wire = Wire(clock, 1e-4, 1e-9)
-    assert sweep.pick_bucket_mb(wire, Ops(), SoloControl(), PARAMS) == (1.0, "from 1 MiB on it is one plan")
+    assert sweep.pick_bucket_mb(wire, Ops(), SoloControl(), PARAMS) == (1.0, "from 1 MiB on it is a single bucket")
     assert sweep.pick_bucket_mb(NullCollectives(), Ops(), SoloControl(), MANY)[1] == "one rank sends nothing"
     assert not wire.calls
 

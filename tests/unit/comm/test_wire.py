@@ -71,8 +71,8 @@ def test_auto_shares_memory_where_a_host_has_several_ranks(job):
 
 
 def test_auto_without_shared_memory_takes_mpi_and_says_why(job):
-    job.lacking["shared"] = "no shared memory can be made: full"
-    assert job.open() == ("mpi", ["no shared memory for gradients: no shared memory can be made: full"])
+    job.lacking["shared"] = "no shared memory can be created: full"
+    assert job.open() == ("mpi", ["no shared memory for gradients: no shared memory can be created: full"])
 
 
 def test_auto_under_gloo_takes_horovod(job):
@@ -92,9 +92,9 @@ def test_what_is_asked_for_is_had_or_refused(job):
     assert [job.open(kind)[0] for kind in ("horovod", "mpi", "shared")] == ["horovod", "mpi", "shared"]
     assert job.open("null")[1] == ["collectives null: gradients are not exchanged, every rank trains its own model"]
     job.lacking.update(shared="separate", horovod="not installed")
-    with pytest.raises(UserError, match="collectives shared cannot be had: separate"):
+    with pytest.raises(UserError, match="collectives shared is not available: separate"):
         job.open("shared")
-    with pytest.raises(UserError, match="collectives horovod cannot be had: not installed"):
+    with pytest.raises(UserError, match="collectives horovod is not available: not installed"):
         job.open("horovod")
 
 
@@ -115,7 +115,7 @@ def test_horovods_own_options_take_horovod(job, option):
         with pytest.raises(UserError, match=f"exchange.{option} with collectives {kind}"):
             job.open(kind, **{option: True})
     job.lacking["horovod"] = "not installed"
-    with pytest.raises(UserError, match="collectives horovod cannot be had: not installed"):
+    with pytest.raises(UserError, match="collectives horovod is not available: not installed"):
         job.open(**{option: True})
 
 
@@ -157,7 +157,7 @@ def test_a_horovod_without_operations_of_the_cpu_gives_way_to_mpi_in_words(job):
     name, notes = job.open(**built)
     assert name == "mpi over host memory"
     assert notes == [*SAID, "gradients go over plain MPI: Horovod was built for GPUs only"]
-    with pytest.raises(UserError, match="collectives horovod cannot be had: Horovod was built for GPUs only"):
+    with pytest.raises(UserError, match="collectives horovod is not available: Horovod was built for GPUs only"):
         job.open("horovod", **built)
 
 
@@ -178,13 +178,13 @@ def test_what_horovod_would_hang_on_or_leave_undone_is_refused(job):
         job.open(host_memory=False, devices=(CPU, A100), device="device")
     with pytest.raises(UserError, match="hierarchical with gradients over host memory"):
         job.open("horovod", topology=TWO, hierarchical=True, nccl=True, devices=(A100, RTX))
-    with pytest.raises(UserError, match="another number of ranks on one host than on another: 2 hosts: a \\(ranks 0-2"):
+    with pytest.raises(UserError, match="different numbers of ranks per host: 2 hosts: a \\(ranks 0-2"):
         job.open("horovod", topology=UNLIKE_SLOTS, size=4, hierarchical=True, nccl=True, devices=[A100] * 4)
     assert job.open("horovod", topology=UNLIKE_SLOTS, size=4, devices=[A100] * 4)[0] == "horovod"
 
 
 def test_horovod_for_gpus_only_is_found_out(monkeypatch):
-    hvd = SimpleNamespace(mpi_enabled=lambda: False, gloo_enabled=lambda: False)
+    hvd = SimpleNamespace(is_initialized=lambda: True, mpi_enabled=lambda: False, gloo_enabled=lambda: False)
     monkeypatch.setitem(wire.horovod._running, "torch", hvd)
     assert wire.horovod.start_horovod("torch", ExchangeConfig(), None) is hvd
     with pytest.raises(HorovodUnavailable, match="for GPUs only"):

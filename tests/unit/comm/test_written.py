@@ -81,7 +81,7 @@ def test_a_position_tells_rows_that_keep_their_value(at):
 
 def test_rows_that_are_no_queue_are_refused():
     old = np.zeros((4, 2), F)
-    with pytest.raises(UserError, match="outside the step of its position"):
+    with pytest.raises(UserError, match="beyond the step of its position"):
         gathered([("q", "gather", old, [enqueue(old, 1, old[:2] + 1)[0]]), ("at", "gather", I64([1]), [I64([2])])], [1])
     with pytest.raises(UserError, match="all 4 rows"):
         gathered([("q", "gather", old, [old + 1, old])], [1, 1])
@@ -128,7 +128,7 @@ QUEUE = {"q": Writable("float32", "f", (8, 2)), "at": Writable("int64", "i", (1,
     ({"qq": "sum"}, "no such buffer; expected .*'q'"), ({"q": "average"}, "says 'average'"),
     ({"flag": "sum"}, "dtype bool; expected first . max . min . any"), ({"n": "mean"}, "dtype int64"),
     ({"bn.running_mean": "mean"}, "statistic of BatchNorm"), ({"n": "gather"}, "queues of no rows"),
-    ({"labels": "gather"}, "whole numbers alone"), ({"q": "gather:2"}, "shape"),
+    ({"labels": "gather"}, "integers alone"), ({"q": "gather:2"}, "shape"),
     ({"m.at": "gather", "q": "gather"}, "no rows"),
 ], ids=str)
 def test_declarations_that_do_not_fit(given, said):

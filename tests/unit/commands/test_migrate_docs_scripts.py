@@ -1,4 +1,4 @@
-"""`migrate` moves every script that docs/migrate shows, and finds nothing to do in one that moved."""
+"""`migrate` moves every script that docs/how-to/migrate shows, and finds nothing to do in one that moved."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hvdtrain.commands.migrate import plan as source
 from hvdtrain.config import Config, Named
 from hvdtrain.core import ROOT
 
-DOCS = ROOT.parent / "docs" / "migrate"
+DOCS = ROOT.parent / "docs" / "how-to" / "migrate"
 DIFFS = {"horovod_keras": "horovod_keras", "horovod_keras2": "horovod_keras", "horovod_tape": "horovod_keras",
-         "tf_distribute": "tf_distribute"}
+         "tf_distribute": "tf_distribute", "horovod_torch": "horovod_torch"}
 """Folders of scripts that a diff moves, and their kinds."""
 LOOPS = ("ddp", "accelerate", "data_parallel")
 """Kinds with a loop of their own, for which there is code to continue from."""
@@ -45,14 +45,20 @@ def config(code: str) -> Config:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_code_for_a_loop_of_the_docs_is_that_of_the_script_that_moved(name):
-    found = plan.migrate(source.read(str(DOCS / name / "before.py")), finding.MigrateOptions(ranks=2))
+    found = plan.migrate(source.read(str(DOCS / name / "before.py")), finding.MigrateOptions("trainer", 2))
     after = (DOCS / name / "after.py").read_text()
     assert found.kind == name and config(found.snippet) == config(after) and "..." not in found.snippet
     assert found.snippet.endswith("trainer.fit(model, train)") and ".fit(model, (train, test))" in after
     lines = found.source.data.decode().splitlines()
-    gone = next(f.what for f in found.findings if f.what.startswith("these go: "))
+    gone = next(f.what for f in found.findings if f.what.startswith("removed: "))
     for what, line in re.findall(r"([\w.]+) \(line (\d+)\)", gone):
         assert what in lines[int(line) - 1] and what not in after.partition('"""\n\n')[2]
+
+
+def test_the_diff_of_the_ddp_page_is_that_of_migrate():
+    found = plan.migrate(source.read(str(DOCS / "ddp" / "before.py")), finding.MigrateOptions())
+    shown = re.search(r"```diff\n(.*?)```", (DOCS / "ddp" / "README.md").read_text(), re.S)
+    assert shown and set(shown[1].splitlines()) <= set(plan.diff(found.source, found.after).splitlines())
 
 
 @pytest.mark.parametrize("name", [*DIFFS, *LOOPS])

@@ -38,7 +38,7 @@ def test_write_replaces_the_file_and_keeps_its_mode_and_links(script, capsys):
     assert script.read_text() == AFTER and os.stat(script).st_mode & 0o777 == 0o751
     assert os.path.islink("link.py") and sorted(os.listdir()) == ["link.py", "s.py"]
     assert command.main(["s.py", "--write"]) == 0, "a second time"
-    assert script.read_text() == AFTER and "nothing is changed" in capsys.readouterr().out
+    assert script.read_text() == AFTER and "the file is unchanged" in capsys.readouterr().out
 
 
 def test_one_mistake_among_several_files_writes_none(script, tmp_path):

@@ -68,21 +68,21 @@ def told(text: str) -> list[tuple[int, str]]:
     (DDP, "lr = 0.1 * dist.get_world_size()", "n = 2 * dist.get_world_size()", "learning rate is"),
     (KERAS, "n = hvd.size()\no = keras.optimizers.SGD(learning_rate=n * lr)",
      "n = hvd.size()\no = keras.optimizers.SGD(learning_rate=n)", "learning rate is"),
-    (KERAS, "k = len(x) // hvd.size()", "x = x[hvd.rank()::hvd.size()]", "cut down"),
-    (KERAS, "m.fit(d, steps_per_epoch=n // hvd.size())", "b = batch // hvd.size()", "cut down"),
-    (KERAS, "m.fit(d, steps_per_epoch=n // hvd.size())", "d.take(500 // hvd.size())", "cut down"),
-    (KERAS, "steps = n // (batch * hvd.size())", "e = epochs // hvd.size()", "cut down"),
+    (KERAS, "k = len(x) // hvd.size()", "x = x[hvd.rank()::hvd.size()]", "rounded down"),
+    (KERAS, "m.fit(d, steps_per_epoch=n // hvd.size())", "b = batch // hvd.size()", "rounded down"),
+    (KERAS, "m.fit(d, steps_per_epoch=n // hvd.size())", "d.take(500 // hvd.size())", "rounded down"),
+    (KERAS, "steps = n // (batch * hvd.size())", "e = epochs // hvd.size()", "rounded down"),
     (DDP, "s = DistributedSampler(d)", "s = Sampler(d)", "repeats samples"),
     (DDP, "s = DistributedSampler(d, drop_last=True)", "s = None", "drops the last"),
     (DDP, "l = DataLoader(d, drop_last=True)", "l = DataLoader(d, drop_last=False)", "drops the last"),
     (TF, "d = d.batch(3, drop_remainder=True)", "d = d.batch(3)", "drops the last"),
     (DDP, "s = DistributedSampler(d)", "s = DistributedSampler(d)\ns.set_epoch(1)", "set_epoch is never"),
     (DDP, "s = DistributedSampler(d)", "s = DistributedSampler(d, shuffle=False)", "set_epoch is never"),
-    (DDP, "l = DataLoader(d)", "l = DataLoader(d, sampler=DistributedSampler(d))", "nothing gives each rank"),
-    (KERAS, "m.fit(x, y)", "x = x[hvd.rank()::hvd.size()]\nm.fit(x, y)", "nothing gives each rank"),
-    (KERAS, "m.fit(x, y)", "d = d.shard(hvd.size(), hvd.rank())\nm.fit(d)", "nothing gives each rank"),
+    (DDP, "l = DataLoader(d)", "l = DataLoader(d, sampler=DistributedSampler(d))", "no code divides the samples"),
+    (KERAS, "m.fit(x, y)", "x = x[hvd.rank()::hvd.size()]\nm.fit(x, y)", "no code divides the samples"),
+    (KERAS, "m.fit(x, y)", "d = d.shard(hvd.size(), hvd.rank())\nm.fit(d)", "no code divides the samples"),
     (KERAS, "g = gpus[hvd.local_rank()]\nm.fit(x, y)", "n = len(x)\nx = x[hvd.rank() * n:n]\nm.fit(x)",
-     "nothing gives each rank"),
+     "no code divides the samples"),
     (TORCH, "def metric_average(v):\n    return hvd.allreduce(v)", "def f(v):\n    return hvd.allreduce(v)",
      "averages a metric"),
     (TORCH, "hvd.allreduce(test_loss, name='avg_loss')", "hvd.allreduce(total, op=hvd.Sum)", "averages a metric"),
@@ -99,11 +99,11 @@ def told(text: str) -> list[tuple[int, str]]:
     (TORCH, "for i in n:\n    if hvd.rank(): continue\n    hvd.barrier()",
      "for i in n:\n    if i: continue\n    hvd.barrier()", "barrier below"),
     (TORCH, "while hvd.rank() == 0:\n    hvd.join()", "while x:\n    hvd.join()", "join inside"),
-    (TORCH, "lr *= hvd.size()", "count *= hvd.size()", "grown by"),
+    (TORCH, "lr *= hvd.size()", "count *= hvd.size()", "multiplied by"),
     (TORCH, "rate = hvd.size() * 0.1", "count = hvd.size() * 2", "learning rate is"),
-    (TORCH, "k = int(n / hvd.size())", "k = n / hvd.size()", "cut down"),
+    (TORCH, "k = int(n / hvd.size())", "k = n / hvd.size()", "rounded down"),
     (KERAS, "g = gpus[hvd.local_rank()]\nv = 1 if hvd.rank() == 0 else 0\nm.fit(d, verbose=v)",
-     "d = d.shard(hvd.size(), hvd.rank())\nm.fit(d)", "nothing gives each rank"),
+     "d = d.shard(hvd.size(), hvd.rank())\nm.fit(d)", "no code divides the samples"),
     (TF, "m.compile('sgd', jit_compile=True)", "m.compile('sgd', jit_compile=False)", "asks for XLA"),
 ])
 def test_a_habit(head, unsafe, safe, named):
@@ -114,7 +114,7 @@ def test_a_habit(head, unsafe, safe, named):
 
 @pytest.mark.parametrize("line, named", [
     ("m.fit_generator(*g)", "fit_generator"), ("keras.optimizers.SGD(0.1, decay=1e-6)", "ignores decay="),
-    ("optimizer.get_weights()", "get_weights"), ("optimizer.set_weights(w)", "takes other values"),
+    ("optimizer.get_weights()", "get_weights"), ("optimizer.set_weights(w)", "takes different values"),
     ("keras.backend.set_session(s)", "TensorFlow 1"),
     ("hvd.broadcast_variables(opt.variables(), 0)", "a list in Keras 3"),
     ("keras.optimizers.legacy.SGD(0.1)", "legacy"), ("model.save('folder/')", "'folder/'"),
@@ -134,8 +134,8 @@ def test_what_keras_3_takes_is_not_complained_of(line):
 
 def test_ranks_that_draw_from_all_samples_by_themselves_are_no_repetition():
     text = KERAS + "m.fit(d, steps_per_epoch=500 // hvd.size())\n"
-    found = [f for f in migrate(of_text(text), MigrateOptions()).findings if "samples of its own" in f.what]
-    assert [f.kind for f in found] == ["note"] and "the work of one" not in found[0].why
+    found = [f for f in migrate(of_text(text), MigrateOptions()).findings if "divides the samples" in f.what]
+    assert [f.kind for f in found] == ["note"] and "repeat the same work" not in found[0].why
 
 
 def test_findings_come_in_the_order_of_lines_and_say_why_and_what_to_do():

@@ -16,6 +16,8 @@ def moved(text: str) -> str:
 
 @pytest.mark.parametrize("before, after", [
     ("import horovod.tensorflow.keras as hvd\nhvd.init()\n", "import hvdtrain.keras as hvd\nhvd.init()\n"),
+    ("import horovod.keras as hvd\nimport horovod.torch as other\nother.size()\n",
+     "import hvdtrain.keras as hvd\nimport hvdtrain.torch as other\nother.size()\n"),
     ("import horovod.keras as hvd  # the API\nhvd.size()\n",
      "import hvdtrain.keras as hvd  # the API\nhvd.size()\n"),
     ("import os, horovod.keras as hvd\n", "import os, hvdtrain.keras as hvd\n"),
@@ -55,7 +57,7 @@ def test_the_tensorflow_module_around_a_keras_optimizer_is_the_keras_one():
     ("import horovod.tensorflow.keras\nprint(horovod.spark.run)\n", "horovod.spark.run", 1),
     ("import horovod.tensorflow.data.compute_service as s\n", "no counterpart", 1),
     ("import horovod.keras as hvd\nfrom horovod.keras import elastic\nhvd.size()\n", "elastic", 2),
-    ("import horovod.keras as hvd\nimport horovod.torch as thvd\n", "horovod.torch", 2),
+    ("import horovod.keras as hvd\nimport horovod.mxnet as mx\n", "horovod.mxnet", 2),
 ])
 def test_what_hvdtrain_lacks_stays_and_is_told(text, named, line):
     found = migrate(of_text(text), MigrateOptions())
@@ -190,7 +192,7 @@ def test_what_iterations_counts_is_told_where_there_are_several_passes():
         text = HEAD + f"opt = hvd.DistributedOptimizer(o, backward_passes_per_step={passes})\n"
         return [(f.line, f.do) for f in migrate(of_text(text), MigrateOptions()).findings if "iterations" in f.what]
 
-    assert told("1") == [] and told("n")[0][0] == 4 and "schedules: they keep the length" in told("n")[0][1]
+    assert told("1") == [] and told("n")[0][0] == 4 and "schedules, whose length stays" in told("n")[0][1]
 
 
 def test_the_silent_divergence_is_told():

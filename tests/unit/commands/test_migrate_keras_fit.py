@@ -224,7 +224,7 @@ def test_words_of_keras_2_go_with_it():
 @pytest.mark.parametrize("fit, named", [
     ("h = model.fit(x, y)\nplot(h)", "fit returns"), ("model.fit(x, y)\nmodel.fit(x, y)", "called 2 times"),
     ("model.fit(x, y, initial_epoch=2)", "initial_epoch"), ("model.fit(load())", "batch size"),
-    ("model.save('m.keras')\nmodel.fit(x, y)", "right behind fit"),
+    ("model.save('m.keras')\nmodel.fit(x, y)", "directly after fit"),
 ])
 def test_what_the_trainer_cannot_take_is_left_alone(fit, named):
     text = PLAIN.format(fit)

@@ -40,7 +40,7 @@ def test_imports_come_before_their_first_use_and_behind_what_they_need():
 def test_an_edit_whose_names_nothing_binds_is_thrown_away(monkeypatch):
     text = KERAS + "model.fit(x, y)\n"
     monkeypatch.setattr(plan, "undefined_names", lambda module: {"old"} if module.code == text else {"old", "new"})
-    found = left(text, "new would be read where nothing binds it")
+    found = left(text, "new would be read where it is not defined")
     assert not found.snippet and not any("old" in f.what for f in found.findings)
 
 
@@ -63,7 +63,7 @@ def test_undefined_names(text, names):
     (KERAS + "model.fit(x, y)\nmodel.compile(model.optimizer, 'mse')\nmodel.fit(x, y)\n", "compiled a second time"),
     (KERAS + "go = model.fit\nmodel.fit(x, y)\n", "trains outside of fit"),
     (KERAS + "model.fit(x, y)\nmodel.train_on_batch(x, y)\n", "trains outside of fit"),
-    (KERAS + "model.fit(x, y)\nbuild().fit(x, y)\n", "no compile is seen of"),
+    (KERAS + "model.fit(x, y)\nbuild().fit(x, y)\n", "without a visible compile"),
     (KERAS + "def g():\n    yield 1\nmodel.fit(g())\n", "fit gets a generator"),
 ])
 def test_a_model_that_may_train_undistributed_is_left_alone(text, named):

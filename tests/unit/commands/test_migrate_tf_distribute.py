@@ -101,7 +101,7 @@ def dataset(pipeline: str, more: str = "") -> str:
 def test_a_dataset_of_arrays_becomes_a_shard(pipeline, shard):
     found = moved(dataset(pipeline))
     assert f"\ntrain = {shard}\n" in found.after.decode() and "m.fit(train, epochs=2,\n" in found.after.decode()
-    assert ("drop_remainder" in pipeline) == any("drop_remainder=True is gone" in f.what for f in found.findings)
+    assert ("drop_remainder" in pipeline) == any("drop_remainder=True is removed" in f.what for f in found.findings)
 
 
 @pytest.mark.parametrize("pipeline, more", [
@@ -161,7 +161,7 @@ def test_several_strategies_leave_the_script_alone_with_a_trainer_for_each_fit()
     text = dataset("tf.data.Dataset.from_tensor_slices((x, y)).batch(8)")
     text += text.partition("\n")[2].replace("epochs=2", "epochs=5, callbacks=[log]").replace("train", "more")
     found = moved(text)
-    assert found.after.decode() == text and "not made once" in found.findings[0].what
+    assert found.after.decode() == text and "not created once" in found.findings[0].what
     assert "Config(epochs=2, global_batch=8))" in found.snippet and "trainer.fit(m, more, callbacks=[log])" in (
         found.snippet)
 
@@ -170,7 +170,7 @@ def test_several_strategies_leave_the_script_alone_with_a_trainer_for_each_fit()
     ("strategy.run(step, args=(x,))", "strategy.run"), ("d = strategy.experimental_distribute_dataset(t)",
                                                         "distribute"),
     ("r = strategy.cluster_resolver.task_id", "task_id"), ("train(strategy)", "train(strategy)"),
-    ("strategy = tf.distribute.get_strategy()", "not made once"),
+    ("strategy = tf.distribute.get_strategy()", "not created once"),
     ("t = tf.distribute.TPUStrategy(r)", "TPUStrategy"),
     ("w = json.loads(os.environ['TF_CONFIG'])['task']", "TF_CONFIG"), ("model.fit(x, y, steps_per_epoch=9)",
                                                                        "steps_per"),

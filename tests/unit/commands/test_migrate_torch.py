@@ -1,4 +1,4 @@
-"""PyTorch scripts (DDP, DataParallel, horovod.torch, Accelerate): what goes, what is to decide, the code that comes."""
+"""PyTorch scripts to Trainer (DDP, DataParallel, horovod.torch, Accelerate): removed lines, decisions, new code."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from hvdtrain.config import Config, DataConfig, ExchangeConfig, Named, ScheduleC
 
 def looked(text: str, kind: str, ranks: int = 1) -> Migration:
     compile(text, kind, "exec")
-    found = migrate(of_text(text), MigrateOptions("auto", ranks))
+    found = migrate(of_text(text), MigrateOptions("trainer", ranks))
     assert found.kind == kind and found.after.decode() == text
     compile(found.snippet, "snippet", "exec")
     return found
@@ -74,7 +74,7 @@ trainer = Trainer(Config(
     clip_norm=1.0,
 ))
 trainer.fit(model, (train, test))'''
-    assert "14 these go: dist.init_process_group (line 14), DistributedSampler (line 17), DDP (line 21)" in told(found)
+    assert "14 removed: dist.init_process_group (line 14), DistributedSampler (line 17), DDP (line 21)" in told(found)
     assert "dist.destroy_process_group (line 35)" in told(found) and "get_rank" not in told(found)
     assert "30 Trainer runs the training loop" in told(found) and "of one process" not in told(found)
 
@@ -275,7 +275,7 @@ def test_accelerate(new, parts, named):
     found = looked(ACCELERATE.replace('mixed_precision="bf16"', new), "accelerate", 4)
     assert all(part in found.snippet for part in parts) and named in told(found)
     assert ("the Accelerator has" in told(found)) == bool(named) and "the rate follows" in told(found)
-    assert "6 these go: Accelerator (line 6), accelerator.prepare (line 11)\n" in told(found)
+    assert "6 removed: Accelerator (line 6), accelerator.prepare (line 11)\n" in told(found)
     assert not [f for f in found.findings if "mixed_precision" in f.what and "accumulate" in f.do]
 
 

@@ -41,7 +41,7 @@ def test_given_depths_keep_the_ranks_that_are_left_of_each_copy() -> None:
     assert recut(config, four, (HostSlots("a", 2), HostSlots("b", 3)))[:2] == ((1, 1, 2, 1), (0, 1, 2, 3))
     more = recut(config, four, (HostSlots("a", 2), HostSlots("b", 6)))
     assert more.depths == (1, 1, 2, 2, 2), "none is deeper than it was"
-    assert "of pipeline.depths [1, 1, 2, 2] the ranks that are left make [2, 2]" == recut(
+    assert "of pipeline.depths [1, 1, 2, 2] the remaining ranks form [2, 2]" == recut(
         config, four, (HostSlots("b", 4),)).why
 
 

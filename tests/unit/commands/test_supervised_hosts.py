@@ -110,7 +110,11 @@ def test_the_folder_of_a_job(tmp_path, monkeypatch):
     second = job_of(["--model", "torch_models.mlp:build"], ("t",), "", ())
     assert [job.out.name for job in (first, second)] == ["torch_models.mlp-001", "torch_models.mlp-002"]
     (first.out / "log.jsonl").touch()
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already holds a run"):
         job_of(["train", "--out", str(first.out)], ("t",), "", ())
     again = job_of(["train", "--out", str(first.out), "--resume", "auto"], ("t",), "", ())
     assert again.out == first.out and again.resume == "auto"
+    words = ["train", "--output_dir", "there", "--micro_batch_size", "4"]
+    assert job_of(words, ("t", *words), "", ()).attempt(2, (), 2) == (
+        "t", "train", "--out=there", "--micro_batch=4", "--out", str(tmp_path / "there"), "--resume", "auto",
+        "--micro_batch", "2")

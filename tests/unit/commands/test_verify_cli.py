@@ -61,7 +61,7 @@ def test_the_runs_and_the_report(jobs, capsys):
     assert table(capsys.readouterr().out) == [
         ["1", "equal", "reference"], ["2", "equal", "same", "bits", "same", "bits"],
         ["3", "equal", "same", "bits", "same", "bits"], ["2", "1:2", "same", "bits", "same", "bits"],
-        ["3", "1:2:0", "4.8e-07", "w", "same", "curve"]]
+        ["3", "1:2:0", "4.8e-07", "w", "same", "results"]]
     assert len(jobs.commands) == 5
     for command in jobs.commands:
         text = " ".join(command)
@@ -79,6 +79,7 @@ def test_a_model_that_is_cut_over_ranks_is_compared_with_a_whole_one(jobs):
     assert "--shares [1, 2] --out" in " ".join(jobs.commands[3]), "of the two copies on four ranks"
     assert verify.cut(["--pipeline.depths", "[1, 2]"], 3) == ([], 2)
     assert verify.cut(["--pipeline.depths", "[1, 2]"], 2)[1] == 2
+    assert verify.cut(["--schedule", "ReduceLROnPlateau"], 2) == (["--schedule.name", "none"], 2), "nothing evaluates"
 
 
 def test_a_difference_beyond_the_tolerance_is_status_1(jobs, capsys):
@@ -97,8 +98,8 @@ def test_growth_that_one_process_shows_too_is_no_difference(jobs, capsys):
     jobs.weights.update({(2, False): 1 + 1.4e-5, "cut": 1 + 0.8e-5})
     assert verify.main(["--np", "1,2", "--no-uneven", "--accumulate", "3"]) == 0
     text = capsys.readouterr().out
-    assert table(text)[1] == ["2", "equal", "1.4e-05", "w", "same", "curve"]
-    assert "np 1 alone moves by 8.0e-06" in text and "up to 3.2e-05" in text
+    assert table(text)[1] == ["2", "equal", "1.4e-05", "w", "same", "results"]
+    assert "np 1 alone changes by 8.0e-06" in text and "up to 3.2e-05" in text
     assert [c[-6:-2] for c in jobs.commands[2:]] == [["--accumulate", n, "--micro_batch", "0"] for n in ("4", "5")]
     assert not any("-np" in c for c in jobs.commands[2:])
 
@@ -106,7 +107,7 @@ def test_growth_that_one_process_shows_too_is_no_difference(jobs, capsys):
 @pytest.mark.parametrize("apart, cut, said", [
     (2e-5, 1e-6, "up to 1.0e-05"),  # one process hardly moves: what ranks do is none of its rounding
     (9e-5, 2e-5, "up to 8.0e-05"),  # more than four times what one process moves by
-    (2e-4, 1.0, "magnifies rounding")])  # beyond the most that rounding may be, whatever one process does
+    (2e-4, 1.0, "amplifies rounding")])  # beyond the most that rounding may be, whatever one process does
 def test_more_than_growth_is_beyond(jobs, capsys, apart, cut, said):
     jobs.weights.update({(2, False): 1 + apart, "cut": 1 + cut})
     assert verify.main(["--np", "1,2", "--no-uneven"]) == 1

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from hvdtrain import Trainer
+from hvdtrain.commands.train import parse
 from hvdtrain.config import (
     CheckpointConfig,
     Config,
@@ -16,6 +19,7 @@ from hvdtrain.config import (
     ExchangeConfig,
     Named,
     ScheduleConfig,
+    assumed,
     schema,
 )
 from hvdtrain.core.errors import UserError
@@ -39,9 +43,9 @@ def test_the_defaults_are_possible():
     ({"global_batch": 32.0}, ["global_batch is 32.0", "a whole number"]),
     ({"global_batch": True}, ["global_batch is true", "a whole number"]),
     ({"deterministic": 1}, ["deterministic is 1", "true or false"]),
-    ({"shares": 3}, ["shares is 3", "a list of numbers"]),
+    ({"shares": True}, ["shares is true", "a list of numbers"]),
     ({"shares": [1, "2"]}, ["shares is [1, '2']", "a list of numbers"]),
-    ({"metrics": "accuracy"}, ["metrics is 'accuracy'", "a list of names"]),
+    ({"metrics": 5}, ["metrics is 5", "a list of names"]),
     ({"model_args": {1: 2}}, ["model_args is {1: 2}", "keyword arguments"]),
     ({"nan_guard": "none"}, ["nan_guard is 'none'", "one of stop, skip"]),
     ({"data": DataConfig(args=[1])}, ["data.args is [1]", "keyword arguments"]),
@@ -119,7 +123,7 @@ def test_impossible_values_are_refused_by_name(name, value):
     ids=str,
 )
 def test_unusual_values_are_possible(name, value):
-    assert getattr(Config(**{name: value}).check(), name) is value
+    assert repr(getattr(Config(**{name: value}).check(), name)) == repr(value)
 
 
 def test_a_bare_text_is_the_name_of_a_section():
@@ -242,4 +246,25 @@ def test_values_are_shown_on_one_short_line():
 def test_every_key_that_may_hold_numbers_of_ranks_is_declared_so():
     """The supervisor refits what is declared when ranks leave; any other list would end the run."""
     lists = {key.name for key in schema.keys(Config) if schema.lists_numbers(key.hint) or schema.by_name(key.hint)}
-    assert lists - set(schema.per_rank(Config())) == {"pipeline.depths"}, "of copies of the model, see launch/recut.py"
+    other = {"pipeline.depths", "freeze"}  # of replicas, see launch/recut.py; of layers
+    assert lists - set(schema.per_rank(Config())) == other
+
+
+@pytest.mark.parametrize("made, idle, line", [
+    (lambda: Config(), (), "assumed: Adam, lr 0.002, 12 epochs; set lr, epochs, optimizer"),
+    (lambda: Config(learning_rate=0.002, optimizer="SGD"), (), "assumed: 12 epochs; set epochs"),
+    (lambda: Config(optimizer="SGD", max_steps=3), (), "assumed: lr 0.002; set lr"),
+    (lambda: Config(epochs=12), ("lr", "optimizer.args"), ""),
+    (lambda: parse(["--seed", "1"], {"HVDTRAIN_EPOCHS": "12"}), (), "assumed: Adam, lr 0.002; set lr, optimizer"),
+    (lambda: parse(["--optimizer.name", "SGD", "--lr", "0.002", "--epochs", "1"], {}), (), ""),
+    (lambda: Trainer(Config(optimizer="SGD"), learning_rate=0.002).config, (), "assumed: 12 epochs; set epochs"),
+])
+def test_what_nobody_set_is_assumed_in_one_line(made, idle, line):
+    assert assumed(made(), idle) == line
+
+
+def test_the_line_is_printed_but_for_the_recipe(capsys):
+    run = SimpleNamespace(setup=SimpleNamespace(idle=frozenset()))
+    for config, given in ((Config(), None), (Config(progress="off"), "model"), (Config(), "model")):
+        Trainer(config)._tell_assumed(run, given, None)
+    assert capsys.readouterr().out == "assumed: Adam, lr 0.002, 12 epochs; set lr, epochs, optimizer\n"

@@ -43,7 +43,8 @@ def test_the_more_particular_name_counts():
 
 def test_two_names_of_one_kind_are_refused_where_they_differ():
     assert by_rank("shares", {"A100": 1, "SXM4": 1}, [A100]) == [1]
-    with pytest.raises(UserError, match="shares means rank 1 on node2 .* by 'A100' and by 'SXM4'.*one part of a dev"):
+    with pytest.raises(UserError, match="shares has different values for rank 1 on node2 .* by 'A100' and by "
+                                        "'SXM4'.*one part of a dev"):
         by_rank("shares", {"A100": 1, "SXM4": 2, "*": 1}, [OLD, A100])
 
 
@@ -150,5 +151,5 @@ def test_a_run_is_cut_by_names_and_keeps_them_in_its_records(tmp_path):
     assert [shares for shares, _, _ in seen] == [(2.0, 2.0, 2.0)] * 3 and sum(own for _, own, _ in seen) == 24
     kept = recipe.read(str(tmp_path / "run/config.yaml"))
     assert kept["shares"] == {"*": 2, "nobody": 9} == seen[0][2]
-    with pytest.raises(UserError, match="shares names nothing that rank 0 on"):
+    with pytest.raises(UserError, match="shares has no entry for rank 0 on"):
         lockstep(2, replace(settings, shares={"nobody": 1}), lambda rank: make_model("numpy"), samples(24), work)

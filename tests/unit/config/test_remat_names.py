@@ -25,7 +25,7 @@ def test_blocks_that_are_not_there_are_refused(text):
         wanted(text, NAMES)
 
 
-@pytest.mark.parametrize("text", ["every:0", "every:x", "every2", "", [], ["a", ""]])
+@pytest.mark.parametrize("text", ["every:0", "every:x", "every2", "true", ["a", ""]])
 def test_what_names_no_block_of_any_model_is_refused(text):
     with pytest.raises(UserError, match="remat is"):
         Config(remat=text).check()

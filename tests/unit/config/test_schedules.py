@@ -115,6 +115,15 @@ def test_a_length_that_nobody_knows_and_a_cycle_that_is_too_short_are_refused():
         filled(Config(schedule=ScheduleConfig("CosineDecay")), None)
     with pytest.raises(UserError, match="OneCycleLR of 5 steps in a run of 12"):
         filled(Config(epochs=4, schedule=ScheduleConfig("OneCycleLR", {"total_steps": 5})), 3)
+    for name, milestones, fits in (("SequentialLR", [5], 7), ("ChainedScheduler", [], 12)):
+        def of(steps):
+            cycle = {"name": "OneCycleLR", "args": {"max_lr": 1.0, "total_steps": steps}}
+            args = {"schedulers": ["ConstantLR", cycle], "milestones": milestones}
+            return Config(epochs=4, schedule=ScheduleConfig(name, args))
+
+        assert filled(of(fits), 3) == of(fits)
+        with pytest.raises(UserError, match=f"OneCycleLR of {fits - 1} steps in {name}, where it holds for {fits}"):
+            filled(of(fits - 1), 3)
 
 
 def test_what_is_set_for_a_longer_run_is_told():

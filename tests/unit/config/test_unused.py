@@ -32,7 +32,7 @@ IDLE = [
     ({"exchange": ExchangeConfig(**TOPK), "compression": "powersgd"}, [f"exchange.{name}" for name in TOPK]),
     ({"exchange": ExchangeConfig(powersgd_rank=2, auto_margin=0.1), "compression": "topk"},
      ["exchange.powersgd_rank", "exchange.auto_margin"]),
-    ({"exchange": ExchangeConfig(adasum=True, bucket_mb="auto")}, ["exchange.bucket_mb"]),
+    ({"exchange": ExchangeConfig(adasum=True, bucket_mb="sweep")}, ["exchange.bucket_mb"]),
     ({"max_skipped": 3}, ["max_skipped"]),
     ({"data_parallel": DataParallelConfig(stage=1, shards=[3, 1])}, ["data_parallel.stage", "data_parallel.shards"]),
     ({"loss_scale": 2.0, "precision": "bf16:fp32"}, ["loss_scale"]),
@@ -101,7 +101,7 @@ def test_facts_of_a_section_hold_for_its_keys():
     assert keys["trace.steps"].affects == "nothing" and keys["schedule.name"].affects == ""
     assert keys["optimizer.name"].unused == (FILE_OPTIMIZER,) and COMPILED in keys["optimizer.args"].unused
     assert {"trace", "trace.steps", "out", "data.workers"} <= schema.affecting(Config, "nothing")
-    assert schema.affecting(Config, "metrics") == {"eval_every", "metrics"}
+    assert schema.affecting(Config, "metrics") == {"eval", "eval_every", "eval_max_samples", "eval_steps", "metrics"}
     assert schema.affecting(Config, "split") == {"shares", "accumulate", "micro_batch", "remat", "split_micro_batches"}
 
 

@@ -58,7 +58,7 @@ def test_an_old_name_is_the_new_thing_with_one_warning_at_the_line(line, new, fr
     assert space["m"] is named(new)
     (one,) = [each for each in seen if "hvdtrain" in str(each.message)]
     assert one.category is DeprecationWarning and (one.filename, one.lineno) == ("script.py", 3)
-    old, there = re.match(r"(\S+) is now (\S+); the old name is dropped in release ", str(one.message)).groups()
+    old, there = re.match(r"(\S+) is now (\S+); the old name is removed in release ", str(one.message)).groups()
     assert old in line.replace(" import ", ".") and new.startswith(there)
 
 

@@ -1,14 +1,18 @@
 """The fusion plan: every parameter once, in backward's order, within the size, one dtype a bucket."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.core.units import MIB
+from hvdtrain.parallel.data_parallel.attach import buckets_of
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "float64", "float16", "bfloat16"])
@@ -77,3 +81,18 @@ def test_itemsize(dtype, size):
 
 def test_a_scalar_has_one_element():
     assert plan_buckets([ParamSpec("s", (), "float32")], 1.0)[0].n == 1 == np.prod(())
+
+
+@pytest.mark.parametrize("asked, compression, drives, mb, noted", [
+    ("auto", "none", True, 2, False), ("auto", "int8", True, 16, False), ("auto", "none", False, 16, False),
+    (16.0, "none", True, 16, True), (16.0, "int8", True, 16, False), (16.0, "none", False, 16, False),
+    (3.0, "none", True, 3, False)])
+def test_the_size_that_bucket_mb_means(asked, compression, drives, mb, noted):
+    """16 was the default, and meant 2 where auto means it; whoever has it in a file hears of it."""
+    collectives = SimpleNamespace(drives=drives, overlaps=drives, in_graph=True, host=False)
+    setup = SimpleNamespace(
+        config=Config(compression=compression, exchange=ExchangeConfig(bucket_mb=asked)), collectives=collectives,
+        parts=SimpleNamespace(params=SimpleNamespace(specs=[ParamSpec("p", (MIB // 8,), "float32")] * 40), replicas=()),
+        group=SimpleNamespace(name=lambda kind: kind), notes=[])
+    assert max(bucket.nbytes for bucket in buckets_of(setup)) == mb * MIB
+    assert bool(setup.notes) is noted

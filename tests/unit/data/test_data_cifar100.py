@@ -73,14 +73,14 @@ class Opens:
 
 
 @pytest.mark.parametrize("data, words", [
-    (pickle.dumps({"a": Opens()}, 2), "no plain data"), (pickle.dumps(Opens(), 4), "no plain data"),
+    (pickle.dumps({"a": Opens()}, 2), "not plain"), (pickle.dumps(Opens(), 4), "not plain"),
     (b"\x80\x02cos\nsystem\n(U\x04truetR.", "names os.system"), (b"\x80\x02cbuiltins\neval\nU\x011\x85R.", "eval"),
-    (b"cnumpy\nndarray\n)R.", "no plain data"), (b"cnumpy\ndtype\nU\x02O8\x85R.", "something else"),
-    (b"\x80\x02}q\x01U\x01aK\x01s", "EOFError"), (b"]K\x01u.", "no plain data"), (b".", "no plain data"),
-    (b"K\x01K\x02a.", "no plain data"), (b"}]K\x01s.", "no string"), (b"}(]K\x01u.", "no string"),
-    (b"T\xff\xff\xff\x7fab", "no plain data"), (b"]}U\x01aK\x01sb.", "no plain data"), (b"garbage", "KeyError"),
-    (b"", "EOFError"), (b"cnumpy\ndtype\n}U\x01aK\x01sb.", "no plain data"),
-    (b"(" * 40 + b"t" * 41 + b".", "no plain data"),
+    (b"cnumpy\nndarray\n)R.", "not plain"), (b"cnumpy\ndtype\nU\x02O8\x85R.", "something other"),
+    (b"\x80\x02}q\x01U\x01aK\x01s", "EOFError"), (b"]K\x01u.", "not plain"), (b".", "not plain"),
+    (b"K\x01K\x02a.", "not plain"), (b"}]K\x01s.", "not a string"), (b"}(]K\x01u.", "not a string"),
+    (b"T\xff\xff\xff\x7fab", "not plain"), (b"]}U\x01aK\x01sb.", "not plain"), (b"garbage", "KeyError"),
+    (b"", "EOFError"), (b"cnumpy\ndtype\n}U\x01aK\x01sb.", "not plain"),
+    (b"(" * 40 + b"t" * 41 + b".", "not plain"),
     (b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x02\x85]I00\nU\x02abtb.", "KeyError"),
     (b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x02\x85]\x89U\x02abtb.", "not of uint8"),
     (b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01J\xff\xff\xff\x7f\x85cnumpy\ndtype\nU\x02u1\x85R\x89U\x02abtb.",
@@ -106,7 +106,7 @@ def test_another_checksum_than_the_published_one_is_told(tmp_path):
     ({}, "needs the argument 'root'"), ({"root": ""}, "root is ''"),
     ({"root": "nowhere"}, "nowhere, which does not exist.*ownload one from https://www.cs.toronto.edu"),
     ({"root": "."}, "no CIFAR-100 archive in"), ({"root": ".", "labels": "all"}, "fine .100 classes. or coarse"),
-    ({"root": ".", "normalise": 3}, "normalise"), ({"root": "set.tar.gz"}, "either format"),
+    ({"root": ".", "normalise": 3}, "normalise"), ({"root": "set.tar.gz"}, "the format of"),
     ({"root": "set.tar.gz", "md5": "12"}, "32 hexadecimal"), ({"root": ".", "normalize": False}, "did you mean 'norm"),
 ])
 def test_wrong_arguments_are_named(tmp_path, monkeypatch, args, words):
@@ -141,8 +141,8 @@ RECORD = bytes(cifar100._RECORD)
     ("binary", {"train.bin": b"\x00\x64" + RECORD[2:], "test.bin": RECORD}, "fine label of 100, above 99"),
     ("binary", {"train.bin": b"\x14" + RECORD[1:], "test.bin": RECORD}, "coarse label of 20"),
     ("binary", {"train.bin": (tarfile.SYMTYPE, "/etc/passwd"), "test.bin": RECORD}, "lacks cifar-100-binary/train.bin"),
-    ("python", {"train": pickle.dumps({"data": Opens()}, 2), "test": pickled({})}, "no plain data"),
-    ("python", {"train": pickled({}), "test": pickled({})}, "without pictures"),
+    ("python", {"train": pickle.dumps({"data": Opens()}, 2), "test": pickled({})}, "not plain"),
+    ("python", {"train": pickled({}), "test": pickled({})}, "without images"),
     ("python", {"train": pickled({b"data": np.zeros((2, 3072), np.uint8), b"fine_labels": [1], b"coarse_labels": [1]}),
                 "test": pickled({})}, "one small number for each"),
 ])

@@ -3,105 +3,19 @@
 import contextlib
 import threading
 import time
-import warnings
-from collections import Counter
 
 import numpy as np
 import pytest
+from feed_ranks import SHARES, WAIT_S, NumberStream, by_step, fetch_threads, numbers, on_ranks, taken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.control import ReplicaControl, SoloControl
+from hvdtrain.cluster.control import SoloControl
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed, Shelf, prefetched
 from hvdtrain.data.sources import ArraySource
-from hvdtrain.data.stream import fingerprint, rebatch
 from hvdtrain.planning.batch.sampler import BatchShares, cut
-
-WAIT_S = 20
-SHARES = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any)
-
-
-class ThreadControl:
-    """Sums over ranks that are threads of one process; a rank that stays away breaks the others' wait."""
-
-    def __init__(self, rank, barrier, slots):
-        self.rank, self.size, self.barrier, self.slots, self.sums = rank, len(slots), barrier, slots, 0
-
-    def gather(self, obj):
-        self.slots[self.rank] = obj
-        self.barrier.wait(WAIT_S)
-        everything = list(self.slots)
-        self.barrier.wait(WAIT_S)
-        return everything
-
-    def sum(self, values_k):
-        assert values_k.dtype == np.float64 and threading.current_thread().name.startswith("rank")
-        self.sums += 1
-        return np.sum(self.gather(values_k), axis=0)
-
-
-def on_ranks(size, work):
-    """Run ``work(rank, control)`` on ``size`` threads; return the results by rank or raise an error."""
-    barrier, slots = threading.Barrier(size), [None] * size
-    results, errors = [None] * size, []
-
-    def one(rank):
-        try:
-            results[rank] = work(rank, ThreadControl(rank, barrier, slots))
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=one, args=(rank,), name=f"rank{rank}", daemon=True)
-               for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return results
-
-
-def numbers(n):
-    return ArraySource((np.arange(n), np.arange(n) * 10.0))
-
-
-class NumberStream:
-    """0 .. n-1 in chunks of the given sizes, over and over; notes that its iterator was closed."""
-
-    def __init__(self, n, sizes=(3, 1, 4), fail_at=None):
-        self.n, self.sizes, self.fail_at, self.closed = n, sizes, fail_at, 0
-
-    def chunks(self, epoch):
-        try:
-            start = turn = 0
-            while start < self.n:
-                if self.fail_at is not None and start >= self.fail_at:
-                    raise OSError("disk gone")
-                stop = min(start + self.sizes[turn % len(self.sizes)], self.n)
-                yield np.arange(start, stop) + 1000 * epoch, np.zeros(stop - start)
-                start, turn = stop, turn + 1
-        finally:
-            self.closed += 1
-
-
-def taken(steps):
-    """Sample numbers by step, of one rank."""
-    return [[int(i) for micro in step.micros for i in micro[0]] for step in steps]
-
-
-def by_step(ranks):
-    """Sample numbers of all ranks by step; the ranks must have made the same number of steps."""
-    assert len({len(steps) for steps in ranks}) == 1
-    return [sum(parts, []) for parts in zip(*map(taken, ranks))]
-
-
-def fetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "hvdtrain-fetch"]
 
 
 @pytest.fixture(autouse=True)
@@ -327,151 +241,6 @@ def test_a_row_that_a_rank_cannot_read_is_not_compared():
         return feed.compare(0), feed.unlike
 
     assert on_ranks(2, work) == [(7, "")] * 2
-
-
-# --- streams ---------------------------------------------------------------------------------------------
-
-@settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 40), global_batch=st.integers(1, 15), shares=SHARES,
-       sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3))
-def test_stream_gives_every_sample_once_in_order(n, global_batch, shares, sizes):
-    ranks = on_ranks(len(shares), lambda rank, control: list(
-        Feed(NumberStream(n, sizes), global_batch, rank=rank, size=len(shares), shares=shares,
-             control=control, prefetch=rank % 3).epoch(Cursor())))
-    assert by_step(ranks) == [list(range(n))[i:i + global_batch] for i in range(0, n, global_batch)]
-    assert ranks[0][-1].cursor_after.samples == n
-
-
-@settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(0, 25), min_size=2, max_size=4).filter(any),
-       global_batch=st.integers(1, 9))
-def test_streams_of_different_lengths_end_together(lengths, global_batch):
-    size = len(lengths)
-
-    def work(rank, control):
-        feed = Feed(NumberStream(lengths[rank]), global_batch, rank=rank, size=size, control=control,
-                    prefetch=1)
-        return list(feed.epoch(Cursor(samples=0, epoch=1)))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            ranks = on_ranks(size, work)
-        except UserError as error:  # no rank's cut of the first batch held a sample
-            assert "no samples" in str(error)
-            return
-    assert len({len(steps) for steps in ranks}) == 1
-    for steps in zip(*ranks):
-        assert len({(s.cursor_after, s.n_global, s.weight) for s in steps}) == 1
-        assert sum(s.n_local for s in steps) == steps[0].n_global > 0
-    for rank, steps in enumerate(ranks):
-        counts = Counter(sum(taken(steps), []))
-        assert set(counts.values()) <= {1} and set(counts) <= {1000 + i for i in range(lengths[rank])}
-
-
-@pytest.mark.parametrize("lengths, global_batch, at", [((20, 7), 6, 2), ((9, 1), 3, 1)])
-def test_uneven_streams_resume_at_the_position_of_the_longest(lengths, global_batch, at):
-    def work(rank, control, cursor):
-        feed = Feed(NumberStream(lengths[rank]), global_batch, rank=rank, size=2, control=control)
-        return list(feed.epoch(cursor))
-
-    with pytest.warns(UserWarning, match="differ in length"):
-        whole = on_ranks(2, lambda rank, control: work(rank, control, Cursor()))
-        rest = on_ranks(2, lambda rank, control: work(rank, control, whole[0][at - 1].cursor_after))
-    assert whole[0][at - 1].cursor_after.samples == at * global_batch
-    assert len(rest[0]) > 1 and by_step(rest) == by_step(whole)[at:]
-
-
-def test_ranks_that_read_different_streams_are_warned():
-    class Shifted(NumberStream):
-        def chunks(self, epoch):
-            for x, y in super().chunks(epoch):
-                yield x + self.shift, y
-
-    def work(rank, control):
-        data = Shifted(8)
-        data.shift = rank
-        return len(list(Feed(data, 4, rank=rank, size=2, control=control).epoch(Cursor())))
-
-    with pytest.warns(UserWarning, match="read different streams"):
-        assert on_ranks(2, work) == [2, 2]
-
-
-def test_ranks_of_one_partitioned_model_are_compared_too():
-    """Of which the first takes x, and the last y."""
-    def work(make):
-        def one(rank, control):
-            feed = Feed(make(rank), 4, control=ReplicaControl(control, [0], 0), prefetch=0)
-            feed.check_ranks_agree()
-            list(feed.epoch(Cursor()))
-            return feed.unlike
-        return on_ranks(2, one)
-
-    with pytest.raises(UserError, match="ranks hold different samples"):
-        work(lambda rank: ArraySource((np.roll(np.arange(9), rank),)))
-    with pytest.raises(UserError, match="ranks differ in"):
-        work(lambda rank: numbers(8 + rank))
-    with pytest.warns(UserWarning, match="read different streams"):
-        assert all(work(lambda rank: (NumberStream, Swapped)[rank](9)))
-    assert work(lambda rank: NumberStream(9)) == ["", ""]
-
-
-class Swapped(NumberStream):
-    def chunks(self, epoch):
-        yield from ((x[::-1], y) for x, y in super().chunks(epoch))
-
-
-def test_equal_streams_warn_of_nothing_and_use_one_sum_per_step():
-    def work(rank, control):
-        list(Feed(NumberStream(9), 4, rank=rank, size=3, control=control).epoch(Cursor()))
-        return control.sums
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert on_ranks(3, work) == [4, 4, 4]
-
-
-def test_an_empty_stream_is_named_on_every_rank():
-    def work(rank, control):
-        with pytest.raises(UserError, match="no samples in epoch 0"):
-            list(Feed(NumberStream(0), 4, rank=rank, size=2, control=control).epoch(Cursor()))
-        return "told"
-
-    assert on_ranks(2, work) == ["told", "told"]
-
-
-def test_stream_evaluates_every_sample():
-    ranks = on_ranks(2, lambda rank, control: list(
-        Feed(NumberStream(5), 3, rank=rank, size=2, control=control).eval_epoch()))
-    assert by_step(ranks) == [[0, 1, 2], [3, 4]]
-
-
-def test_rebatch_skips_and_joins_across_chunks():
-    chunks = [(np.arange(a, b),) for a, b in ((0, 3), (3, 3), (3, 10), (10, 11))]
-    assert [b[0].tolist() for b in rebatch(chunks, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
-    assert [b[0].tolist() for b in rebatch(chunks, 4, 5)] == [[5, 6, 7, 8], [9, 10]]
-    assert list(rebatch(chunks, 4, 11)) == list(rebatch(chunks, 4, 99)) == []
-
-
-@pytest.mark.parametrize("chunks, words", [
-    ([[np.zeros(2)]], "a list as a chunk"),
-    ([()], "tuple as a chunk"),
-    ([(np.float64(1),)], "tuple as a chunk"),
-    ([(np.zeros(2), np.zeros(3))], r"\[2, 3\] samples"),
-    ([(np.zeros((2, 3)),), (np.zeros((2, 4)),)], "first chunk"),
-    ([(np.zeros(2, int),), (np.zeros(2),)], "first chunk"),
-])
-def test_rebatch_names_chunks_that_do_not_fit(chunks, words):
-    with pytest.raises(UserError, match=words):
-        list(rebatch(chunks, 3))
-
-
-@pytest.mark.parametrize("rows, width", [(3, 2), (64, 4096)])
-def test_fingerprint_tells_samples_in_another_order_apart(rows, width):
-    batch = (np.random.default_rng(0).normal(size=(rows, width)).astype("f"), np.ones(rows))
-    order = [0, *range(2, rows), 1]
-    assert fingerprint(batch) == fingerprint((np.asfortranarray(batch[0]), batch[1].copy()))
-    assert fingerprint(batch) != fingerprint((batch[0][order], batch[1]))
 
 
 # --- the fetching thread ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pictures import write_folder
 
 from hvdtrain.commands.train import parse
 from hvdtrain.core.errors import UserError
+from hvdtrain.data.pictures import load_picture
 from hvdtrain.data.sources import Source, Unreadable, resolve, resolve_splits
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -156,11 +157,11 @@ def test_pictures_of_two_sizes_are_refused_with_the_way_out(tmp_path):
 @pytest.mark.parametrize("args, words", [
     ({}, "needs the argument 'root'"), ({"root": 3}, "root is 3"), ({"root": ""}, "root is ''"),
     ({"root": "nowhere"}, "does not exist"), ({"root": "file"}, "is a file"),
-    ({"root": "flat"}, "has no folder train.*where there are cat, dog"), ({"root": "loose"}, "pictures of no class"),
-    ({"root": "hollow"}, "hollow/train/none holds no picture"),
+    ({"root": "flat"}, "has no folder train.*where there are cat, dog"), ({"root": "loose"}, "images without a class"),
+    ({"root": "hollow"}, "hollow/train/none holds no image"),
     ({"root": "unlike"}, "test lacks the class folders dog"),
-    ({"root": "more"}, "train lacks the class folders fox"), ({"root": "untested"}, "test holds no picture"),
-    ({"root": "loop"}, "link to a folder that it is in"), ({"root": "good", "test": "val"}, "no folder val"),
+    ({"root": "more"}, "train lacks the class folders fox"), ({"root": "untested"}, "test holds no image"),
+    ({"root": "loop"}, "link to one of its parent folders"), ({"root": "good", "test": "val"}, "no folder val"),
     ({"root": "good", "layout": "NCHW"}, "channels_last"), ({"root": "good", "channels": 4}, "3 .colours. or 1"),
     ({"root": "good", "size": -1}, "size"), ({"root": "good", "size": [2, 2, 2]}, "size"),
     ({"root": "good", "mean": [0, 0]}, "mean"), ({"root": "good", "std": 0}, "above 0"),
@@ -206,3 +207,20 @@ def test_a_residual_network_trains_on_a_folder(tmp_path, framework):
                     str(tmp_path / "run"), "--progress", "off", "--checkpoint.at_end", "false"], {})
     result = Trainer(config).fit()
     assert result.steps == 3 and np.isfinite(result.loss) and ("accuracy" in result.metrics) == bool(tested)
+
+
+def test_a_served_picture_is_the_one_that_training_reads(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (150, 211, 3), np.uint8)
+    args = {"size": [20, 24], "mean": [0.1, 0.2, 0.3], "std": 0.5, "layout": "channels_first"}
+    one(tmp_path, Image.fromarray(pixels), "a.jpg", quality=90)
+    one(tmp_path, Image.fromarray(pixels), "b.png")
+    want = train(tmp_path, **args).fetch(np.arange(2))[0]
+    for row, name in enumerate(("a.jpg", "b.png")):
+        path = tmp_path / "train" / "it" / name
+        for file in (path, str(path), path.read_bytes(), path.open("rb")):
+            assert np.array_equal(load_picture(file, **args), want[row])
+    assert load_picture(path).shape == (150, 211, 3)
+    middle = Image.fromarray(pixels).resize((24, 20), Image.Resampling.BILINEAR, box=(15.5, 0, 195.5, 150))
+    assert np.array_equal(load_picture(path, [20, 24]), np.asarray(middle) / np.float32(255)), "the filter"
+    with pytest.raises(Unreadable, match="the given bytes"):
+        load_picture(b"no picture")

@@ -67,9 +67,9 @@ def test_a_file_that_changes_or_goes_is_named(files):
     data = (files / "whole/x.npy").read_bytes()
     (files / "whole/x.npy").write_bytes(data[:-8])
     for use in (lambda: source.fetch(np.array([0])), lambda: pickle.loads(sent)):
-        with pytest.raises(UserError, match="whole/x.npy has changed while it was used"):
+        with pytest.raises(UserError, match="whole/x.npy changed while it was in use"):
             use()
-    with pytest.raises(UserError, match="whole/x.npy cannot be read: it is cut off"):
+    with pytest.raises(UserError, match="whole/x.npy cannot be read: it is truncated"):
         resolve("npy", {"root": str(files / "whole")}, "train")
     (files / "whole/x.npy").unlink()
     with pytest.raises(UserError, match="whole/x.npy cannot be read: No such file"):

@@ -93,7 +93,7 @@ def test_synthetic_tokens_follow_a_rule_nine_times_in_ten():
 @pytest.mark.parametrize("args, words", [
     ({"samples": 0}, "samples"), ({"classes": 1}, "classes"), ({"shape": (0,)}, "shape"),
     ({"vocab": -1}, "vocab"), ({"samples": 9999999999}, r"9999999999 samples of shape \[8, 8\] .* GiB"),
-    ({"samples": 9999999999, "vocab": 5}, "GiB that this host has left"), ({"shape": [10**6, 10**7]}, "GiB"),
+    ({"samples": 9999999999, "vocab": 5}, "GiB free on this host"), ({"shape": [10**6, 10**7]}, "GiB"),
     ({"sampels": 3}, "did you mean 'samples'"), ({"split": "test"}, "'split'"), ({"seed": "x"}, "seed"),
 ])
 def test_wrong_arguments_of_a_built_in_set_are_named(args, words):

@@ -139,7 +139,7 @@ def test_ranks_of_a_host_make_the_tokens_once(english, theirs, monkeypatch):
     monkeypatch.setattr(tokens, "WAIT_S", 0.1)
     lock = os.open(kept_file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
     tokens.fcntl.flock(lock, tokens.fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another process has made tokens for more than .*npy|lock"):
+    with pytest.raises(UserError, match="another process has been tokenizing for more than .*npy|lock"):
         resolve("text_files", args, "train")
     os.close(lock)
     assert len(resolve("text_files", args, "train")) == len(found[0])
@@ -153,7 +153,7 @@ def test_the_cache_may_lie_elsewhere(english, tmp_path, monkeypatch):
     resolve("text_files", {"root": str(english)}, "train")
     assert [path.suffix for path in (tmp_path / "home/hvdtrain/tokens").iterdir()] == [".npy"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be kept in .*file"):
+    with pytest.raises(UserError, match="cannot be cached in .*file"):
         resolve("text_files", {"root": str(english), "cache": str(tmp_path / "file")}, "train")
     kept_file = next((tmp_path / "c/d").iterdir())
     kept_file.write_bytes(kept_file.read_bytes()[:-2])

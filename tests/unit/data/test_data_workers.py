@@ -307,7 +307,7 @@ def test_data_that_no_other_process_can_have():
         pass
 
     data, words = pooled(Local(), "auto")
-    assert isinstance(data, Local) and "data.workers: 0, the data is read in the rank itself" in words
+    assert isinstance(data, Local) and "data.workers: 0, the rank reads the data itself" in words
     with pytest.raises(UserError, match="cannot be pickled.*set data.workers: 0"):
         pooled(Local(), 2)
 

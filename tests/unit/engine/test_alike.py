@@ -35,7 +35,7 @@ def test_equal_models_go_on():
      "has parameter b float32[4] where rank 0 has parameter b float32[2]"),
     ([ONE[1], ONE[0], *ONE[2:]], "has parameter b float32[2] where rank 0 has parameter a float32[3]"),
     (ONE[:2] + ONE[3:], "has optimizer SGD where rank 0 has buffer c int64[]"),
-    (ONE[:3], "has nothing more where rank 0 has optimizer SGD"),
+    (ONE[:3], "has nothing else where rank 0 has optimizer SGD"),
 ])
 def test_the_first_difference_is_named_on_every_rank(other, words):
     told = said([ONE, other])
@@ -47,7 +47,7 @@ def test_the_ranks_that_stand_apart_are_the_fewer():
     assert "rank 0 has parameter z float32[3] where ranks 1-2 have parameter a" in said([other, ONE, ONE])[2]
     third = [*ONE[:3], "optimizer Adam"]
     told = said([ONE, other, ONE, third])[0]
-    assert "rank 1 has parameter z" in told and "(ranks 1,3 stand apart)" in told
+    assert "rank 1 has parameter z" in told and "(ranks 1,3 differ)" in told
 
 
 def test_ranks_that_hold_other_parameters_are_not_compared():

@@ -86,8 +86,8 @@ def test_it_takes_the_best_and_keeps_it(script, capsys):
     s.steps(900, 900, *[45] * WINDOW_STEPS)
     assert s.auto.settled and s.auto.choice == "powersgd" and s.used == ["powersgd"]
     assert s.run.notes == [
-        "compression auto: powersgd is predicted to take 42 ms a step against 100 ms uncompressed, 58% less, and is "
-        "used from here on; gradients are no longer exact (lossy: low rank)",
+        "compression auto: powersgd is predicted to take 42 ms a step against 100 ms uncompressed, 58% less, and "
+        "is used from now on; gradients are no longer exact (lossy: low rank)",
         "compression auto: powersgd stays: it took 45 ms a step, predicted were 42 ms, without compression 100 ms"]
     s.same(45, 50)
     assert len(s.run.notes) == 2 and s.sweeps == 1
@@ -195,7 +195,7 @@ def test_a_run_goes_on_with_its_choice(script):
     again.auto.load_state_dict(first.auto.state_dict())
     again.auto.restored(again.run)
     again.auto.on(Event.FIT_START, again.run)
-    assert again.used == ["powersgd"] and again.sweeps == 0 and "as it was decided before" in again.run.notes[0]
+    assert again.used == ["powersgd"] and again.sweeps == 0 and "as decided before" in again.run.notes[0]
     again.auto.load_state_dict(unsettled)
     again.auto.on(Event.FIT_START, again.run)
     assert again.used == ["powersgd", "none"] and again.sweeps == 1 and not again.auto.settled

@@ -128,7 +128,7 @@ def test_a_short_run_measures_nothing_and_says_so(script):
     s = script(max_steps=49)
     assert not s.sweeps and s.auto.settled
     assert s.run.notes == ["collectives auto: mpi, plain MPI from rank to rank (flat), by rule: no host has several; "
-                           "measuring is left out in a run of 49 updates"]
+                           "not measured in a run of 49 updates"]
     s.auto.on(Event.FIT_END, s.run)
     assert len(s.run.notes) == 1
 
@@ -147,12 +147,12 @@ def test_a_settled_choice_is_taken_up_in_the_same_world_only(script):
     state = s.auto.state_dict()
     again = script(state=state)
     assert again.run.collectives.name == "horovod" and not again.sweeps
-    assert again.run.notes == ["collectives auto: horovod, as it was decided before"]
+    assert again.run.notes == ["collectives auto: horovod, as decided before"]
     other = script(state={**state, "world": "another"})
     assert other.run.collectives.name == "mpi" and other.sweeps == 1
     gone = script(state=state, lacking={"horovod": "not built"})
     assert gone.run.collectives.name == "mpi" and gone.sweeps == 1
-    assert gone.run.notes[0].endswith("cannot be had: not built")
+    assert gone.run.notes[0].endswith("is not available: not built")
 
 
 def test_a_choice_by_rule_is_measured_by_a_run_that_goes_on_for_longer(script):

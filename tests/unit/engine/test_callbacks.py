@@ -5,23 +5,18 @@ import importlib
 import json
 import math
 import pkgutil
-from types import SimpleNamespace
 
 import pytest
 from fake_run import all_of, make_run, walk
 
 import hvdtrain.engine.callbacks
 from hvdtrain.checkpoint.adapters import state_key_of
-from hvdtrain.config import CheckpointConfig as CheckpointSettings
 from hvdtrain.config import EarlyStopConfig as EarlyStopSettings
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
-from hvdtrain.core.protocols.run import Outcome
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.core.timeline import StepTotals, active, blocked
-from hvdtrain.engine.callbacks import checkpoint as checkpoint_module
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.callbacks.checkpoint import Checkpoint
 from hvdtrain.engine.callbacks.early_stop import EarlyStop
 from hvdtrain.engine.callbacks.nan_guard import NanGuard
 from hvdtrain.engine.run_parts import RunState
@@ -52,8 +47,8 @@ def test_every_thins_out_steps_only(run, every, seen):
     assert seer.steps == seen and seer.evals == 2
 
 
-STATE_KEYS = {"AutoCompile", "AutoCompression", "AutoWire", "Balance", "EarlyStop", "History", "Ledger", "MemoryFit",
-              "NanGuard"}
+STATE_KEYS = {"AutoCompile", "AutoCompression", "AutoWire", "Balance", "EarlyStop", "EvalSteps", "History", "KeepBest",
+              "Ledger", "MemoryFit", "NanGuard"}
 """Names of states in the checkpoints of released versions. Beside them "Bridge", of Keras' callbacks."""
 
 
@@ -231,154 +226,14 @@ def test_early_stop_continues_after_a_resume(run):
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     second.on(Event.EVAL_END, run)
     assert run.state.wishes.stop and second.best == 1.0
+    other = EarlyStop(EarlyStopSettings("accuracy", patience=2))
+    other.load_state_dict(first.state_dict())
+    assert other.best is None and other.waited == 0, "of another metric"
 
 
 def test_early_stop_on_an_unknown_metric(run):
     with pytest.raises(UserError, match=r"early_stop.metric 'acuracy' is not evaluated; .*did you mean 'accuracy'"):
         watch(run, [1], metric="acuracy")
-
-
-# --- checkpoint ----------------------------------------------------------------------------------------------------
-
-@pytest.fixture
-def saved(monkeypatch):
-    """Return steps of written checkpoints; `error` is what writing answers, "disk full" at steps in `bad`."""
-    steps = SimpleNamespace(steps=[], error="", bad=(), saver=FakeSaver())
-
-    def save(run):
-        steps.steps.append(run.state.cursor.step)
-        return "disk full" if run.state.cursor.step in steps.bad else steps.error
-
-    def begin(run):
-        run.saver = steps.saver
-        run.saver.outcomes.append(Outcome(run.state.cursor.step, save(run)))
-
-    monkeypatch.setattr(checkpoint_module, "save", save)
-    monkeypatch.setattr(checkpoint_module, "begin", begin)
-    return steps
-
-
-class FakeSaver:
-    """Has written as soon as it was asked to; a save costs ``cost_s`` and takes twice as long."""
-
-    def __init__(self):
-        self.outcomes, self.cost_s, self.under_way = [], None, False
-        self.spent = SimpleNamespace(last_took_s=0.0)
-
-    def settled(self):
-        outcomes, self.outcomes = self.outcomes, []
-        return outcomes
-
-    def busy(self):
-        return self.under_way
-
-    def wait(self):
-        """Return at once: no write is under way."""
-
-    def end(self):
-        """There is nothing to give back."""
-
-
-def drive(run, callback):
-    """Act as the loop does with a due checkpoint and with ranks' reports, on the agreement's outcome."""
-    run.callbacks = [callback]
-    for _ in walk(run, callback):
-        if run.state.wishes.words:
-            run.hear()
-            run.emit_told()
-        due, run.state.save_due = run.state.save_due or run.state.wishes.save, False
-        run.state.wishes.save = False
-        if due:
-            callback.on(Event.CHECKPOINT, run)
-
-
-@pytest.mark.parametrize("settings, steps", [({}, [10]), ({"at_end": False}, []), ({"every_steps": 4}, [4, 8, 10]),
-                                             ({"every_steps": 3, "at_end": False}, [3, 6, 9])])
-def test_checkpoints_by_steps(run, saved, settings, steps):
-    drive(run, Checkpoint(CheckpointSettings(**settings)))
-    assert saved.steps == steps
-
-
-@pytest.mark.parametrize("rank, steps", [(0, [3, 6, 9]), (1, [])])
-def test_checkpoints_by_rank_0s_clock(tmp_path, saved, monkeypatch, rank, steps):
-    clock = [0.0]
-    monkeypatch.setattr("hvdtrain.engine.callbacks.checkpoint.time.monotonic", lambda: clock[0])
-    run = make_run(tmp_path, rank)
-    callback = Checkpoint(CheckpointSettings(every_s=2.5, at_end=False))
-    callback.fit_start(run)
-    for step in range(1, 11):  # one step a second
-        run.state.cursor = Cursor(step=step, epoch_step=step)
-        clock[0] += 1.0
-        callback.on(Event.STEP_END, run)
-        if run.state.wishes.save:
-            run.state.wishes.save = False
-            callback.on(Event.CHECKPOINT, run)
-    assert saved.steps == steps
-
-
-def test_a_checkpoint_that_fails_is_told_and_the_last_one_is_an_error(run, saved, capsys):
-    saved.error = "disk full"
-    callback = Checkpoint(CheckpointSettings(every_steps=4))
-    drive(run, callback)
-    unsaved = str(run.state.findings.unsaved)  # the trainer raises it
-    assert unsaved.startswith("the last checkpoint could not be written: disk full")
-    said = capsys.readouterr().out
-    assert "step 4: checkpoint not written (disk full)" in said and saved.steps == [4, 8, 10]
-    assert said.count("not written (") == 1 and "2 checkpoints could not be written, the last 2 in a row" in said
-
-
-def test_checkpoints_that_fail_are_said_once_and_counted(run, saved, capsys):
-    saved.bad = {1, 2, 3, 5, 8, 10}
-    drive(run, Checkpoint(CheckpointSettings(every_steps=1, at_end=False)))
-    assert len(saved.steps) == 10 and run.notes == [
-        "step 1: checkpoint not written (disk full); training goes on, earlier ones are kept, and further failures are "
-        "counted", "step 4: checkpoints are written again, after 3 that failed",
-        "6 checkpoints could not be written, the last 1 in a row"]
-
-
-def test_a_checkpoint_that_fails_ends_the_run_where_that_is_asked_for(run, saved):
-    saved.bad = {3}
-    with pytest.raises(UserError, match="the checkpoint of step 3 could not be written: disk full"):
-        drive(run, Checkpoint(CheckpointSettings(every_steps=1, on_failure="stop")))
-    assert run.state.cursor.step == 4 and run.notes == []  # told at the agreement after the one that asked for it
-
-
-def by_the_clock(run, monkeypatch, callback, saver, seconds, **cost):
-    """Save a run of one step a second for ``seconds``; returns when."""
-    clock, at = [0.0], []
-    monkeypatch.setattr("hvdtrain.engine.callbacks.checkpoint.time.monotonic", lambda: clock[0])
-    callback.fit_start(run)
-    for step in range(1, seconds + 1):
-        run.state.cursor = Cursor(step=step, epoch_step=step)
-        clock[0] += 1.0
-        callback.on(Event.STEP_END, run)
-        if run.state.wishes.save:
-            run.state.wishes.save = False
-            callback.on(Event.CHECKPOINT, run)
-            saver.cost_s, saver.spent.last_took_s = cost["cost_s"], cost["took_s"]
-            at.append(step)
-    return at
-
-
-@pytest.mark.parametrize("settings, cost, at", [
-    ({}, (0.01, 1.0), [60, 120, 180, 240, 300]), ({}, (3.0, 5.0), [60, 160, 260]), ({}, (0.1, 80.0), [60, 180, 300]),
-    ({"mtbf_s": 5000.0}, (1.0, 1.0), [60, 160, 260]), ({"mtbf_s": 450.0}, (1.0, 1.0), [*range(60, 301, 34)]),
-    ({"every": "off"}, (1.0, 1.0), []), ({"every_s": 150.0}, (9.0, 9.0), [150, 300]),
-    ({"every_steps": 1000}, (1.0, 1.0), [])])
-def test_without_further_keys_a_run_is_saved_as_often_as_it_costs_little(run, saved, monkeypatch, settings, cost, at):
-    callback = Checkpoint(CheckpointSettings(at_end=False, **settings))
-    assert by_the_clock(run, monkeypatch, callback, saved.saver, 300, cost_s=cost[0], took_s=cost[1]) == at
-
-
-def test_no_save_is_wished_for_while_one_is_under_way(run, saved, monkeypatch):
-    saved.saver.under_way = True
-    callback = Checkpoint(CheckpointSettings(at_end=False))
-    assert by_the_clock(run, monkeypatch, callback, saved.saver, 300, cost_s=0.01, took_s=1.0) == [60]
-
-
-def test_a_run_without_a_step_is_not_saved(run, saved):
-    Checkpoint(CheckpointSettings()).on(Event.FIT_END, run)
-    assert saved.steps == []
 
 
 # --- the state that callbacks see ----------------------------------------------------------------------------------
@@ -401,7 +256,8 @@ def test_phases_leave_the_first_step_out_of_the_speed():
 
 
 @pytest.mark.parametrize("event, refused", [
-    (event, event is not Event.STEP_END) for event in Event if event is not Event.TOLD])
+    (event, event not in (Event.STEP_END, Event.EVAL_END, Event.EPOCH_END)) for event in Event
+    if event is not Event.TOLD])
 def test_a_checkpoint_is_requested_where_that_of_the_step_follows(run, event, refused):
     class Saves(Callback):
         where = "all"

@@ -50,7 +50,7 @@ def test_nan_on_every_rank_is_no_divergence():
 @pytest.mark.parametrize("before, distributed, cause", [
     ([[1, 0], [2, 0]], True, "BroadcastGlobalVariablesCallback(0)"),
     ([[1, 0], [2, 0]], False, "BroadcastGlobalVariablesCallback(0)"),
-    ([[1, 0], [1, 0]], True, "something else than this optimizer's exchanged gradients"),
+    ([[1, 0], [1, 0]], True, "something other than this optimizer's exchanged gradients"),
     ([[1, 0], [1, 0]], False, "Likely the optimizer of model.compile is not hvd.DistributedOptimizer"),
 ])
 def test_the_likely_cause_follows_from_the_start(before, distributed, cause):

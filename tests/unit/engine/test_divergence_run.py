@@ -96,7 +96,7 @@ def test_another_rate_on_one_rank_is_found_early(framework, tmp_path):
             rate(run, 0.2)
 
     error = found(framework, 2, change=change, out=str(tmp_path / "run"))
-    assert "after update 2" in str(error) and error.ranks == (1,) and "unlike learning rates" in str(error)
+    assert "after update 2" in str(error) and error.ranks == (1,) and "different learning rates" in str(error)
 
 
 def rate(run, lr):

@@ -120,7 +120,7 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path, folder):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / folder).write_text("")
     callback = Keeps(1)
-    with pytest.raises(UserError, match=f"{folder} is not a folder|holds a run already"):
+    with pytest.raises(UserError, match=f"{folder} is not a folder|already holds a run"):
         Trainer(small(tmp_path, epochs=1)).fit(make_model("numpy"), samples(48), callbacks=[callback])
     assert callback.steps == 0
 

@@ -229,7 +229,7 @@ def test_mistakes_are_told(kwargs, words):
 def test_a_second_fit_takes_no_other_callbacks():
     trainer = Trainer(settings(1))
     trainer.fit(made(), (X, Y))
-    with pytest.raises(UserError, match="callbacks and class_weight in its first fit"):
+    with pytest.raises(UserError, match="callbacks, class_weight, eval and collate in its first fit"):
         trainer.fit(callbacks=[keras.callbacks.History()])
 
 
@@ -257,4 +257,4 @@ def test_what_a_run_does_by_itself_is_left_out(capsys):
             raise AssertionError("asked")
 
     ours(made(), MetricAverageCallback(), epochs=1)
-    assert "MetricAverageCallback is left out" in capsys.readouterr().out
+    assert "MetricAverageCallback is not used" in capsys.readouterr().out

@@ -122,7 +122,7 @@ def test_a_rank_with_room_recomputes_nothing_and_results_are_the_same_bits(fitti
     want = fitting(replace(SETTINGS, out=str(tmp_path / "off")), [100] * 3)
     assert {bits(run) for _, _, run in found} == {bits(run) for _, _, run in want}
     notes = found[0][2].notes
-    assert any("rank 0: recomputes nothing" in note for note in notes)
+    assert any("rank 0: no activation checkpointing" in note for note in notes)
     assert any("rank 2: recomputes 3 of 5 blocks (a, b, c)" in note for note in notes)
 
 

@@ -96,13 +96,13 @@ def test_auto_follows_a_copy_that_becomes_slow(monkeypatch: pytest.MonkeyPatch) 
     for taken, *_ in ranks:
         assert taken[-1] == 24
     assert ranks[0][0][0] > 30
-    assert any("the copies take" in note for note in ranks[0][3])
+    assert any("the replicas take" in note for note in ranks[0][3])
 
 
 def test_one_copy_takes_all_and_says_so() -> None:
     settings = config(global_batch=12, max_steps=1, pipeline=PipelineConfig(2), balance="auto")
     runs = lockstep(2, settings, model, samples(24), fitted)
-    assert any("one copy" in note for note in runs[0].notes)
+    assert any("one replica" in note for note in runs[0].notes)
 
 
 def test_probe_times_pipelines_and_leaves_the_model_as_it_was() -> None:
@@ -144,7 +144,7 @@ def test_probe_halves_the_micro_batches_of_a_copy_that_runs_out_of_memory() -> N
         found = lockstep(4, settings, model, samples(96), lambda run, room=room: work(run, room))
         assert all(speeds == found[0] for speeds in found)
         assert [(speed.sizes, speed.ceiling) for speed in found[0]] == [((2, 3, 6), 0), (sizes, ceiling)]
-    with pytest.raises(UserError, match="memory lacks for a micro-batch of 1 sample"):
+    with pytest.raises(UserError, match="out of memory with a micro-batch of 1 sample"):
         lockstep(4, settings, model, samples(96), lambda run: work(run, 0))
 
 
@@ -173,7 +173,7 @@ def test_limits_and_hosts_are_those_of_copies() -> None:
 def test_shares_by_name_are_of_copies_or_refused() -> None:
     mesh, given = Mesh.of([1, 2], 0), config(shares={"a": 2.0, "b": 1.0})
     assert per_rank.of_copies(given, config(shares=[2.0, 1.0, 1.0]), mesh).shares == [2.0, 1.0]
-    with pytest.raises(UserError, match="copy 1"):
+    with pytest.raises(UserError, match="replica 1"):
         per_rank.of_copies(given, config(shares=[2.0, 1.0, 2.0]), mesh)
     assert per_rank.of_copies(config(), config(shares=[2.0, 1.0]), mesh).shares == [2.0, 1.0]
 
@@ -190,7 +190,7 @@ def test_balance_of_copies_is_told_by_copy() -> None:
                       rebalance=RebalanceConfig(probe_s=0.01))
     runs = lockstep(4, settings, model, samples(48), fitted)
     record = runs[0].records.latest["balance"].values
-    assert record["columns"][0] == "copy" and len(record["rows"]) == 2
+    assert record["columns"][0] == "replica" and len(record["rows"]) == 2
     kept = next(c for c in runs[0].callbacks if isinstance(c, Balance)).state_dict()
     assert len(kept["plan"]["lines"]) == 2
 

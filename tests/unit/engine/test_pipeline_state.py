@@ -69,6 +69,7 @@ def apart(got: Any, want: Any) -> float:
         assert list(got.tensors[group]) == list(want.tensors[group])
         for name, array in want.tensors[group].items():
             assert got.tensors[group][name].shape == array.shape
+            assert np.isfinite(got.tensors[group][name]).all()
             worst = max(worst, float(np.abs(got.tensors[group][name] - array).max()))
     return worst
 
@@ -132,7 +133,7 @@ def test_run_keeps_the_cut_that_it_is_gone_on_with_and_says_where_it_cannot(tmp_
     assert auto.starts == ((0, 1),)
     other, notes = layout("other", resume=str(tmp_path / "again"), pipeline=PipelineConfig(2, cut=["layer3"]))
     assert other.starts == ((0, 3),)
-    assert any("on 2 in one pipeline with another cut: random generators start anew" in note for note in notes)
+    assert any("on 2 in one pipeline with another partition: random generators restart" in note for note in notes)
     whole, _ = layout("whole")
     assert whole.starts != first.starts, "else this test shows nothing"
     monkeypatch.setattr(numpy_backend, "device_facts", lambda: replace(cpu_facts(), name="another"))
@@ -255,9 +256,9 @@ def test_torch_weights_of_a_pipeline_load_into_the_whole_model_and_its_own_rank_
         trainer.export(run)
         with loop.joined(run):
             again = loop.measure(run, run.eval_feed)
-        with pytest.raises(UserError, match="of which this rank of a pipeline has some blocks only"):
+        with pytest.raises(UserError, match="of which this rank of a pipeline has only some blocks"):
             run.spec.model(torch.zeros(2, FEATURES))
-        assert any("model.pt is left out" in note for note in run.notes)
+        assert any("model.pt is not written" in note for note in run.notes)
         return run.state.metrics, again
 
     results = lockstep(3, settings(tmp_path / "run", pipeline=PipelineConfig(3, micro_batches=2), **BATCHES),
@@ -315,7 +316,7 @@ def test_keras_pipeline_goes_on_bit_by_bit_and_in_one_process(tmp_path: Path) ->
     cut = {**keys, "pipeline": PipelineConfig(2, micro_batches=1), "checkpoint": CheckpointConfig(every_steps=2)}
     at = tmp_path / "through" / "checkpoints" / "step-00000002"
     runs = lockstep(2, settings(tmp_path / "through", **cut), keras_model, EVEN[0], lambda run: exported(fitted(run)))
-    with pytest.raises(UserError, match="of which this rank of a pipeline has some blocks only"):
+    with pytest.raises(UserError, match="of which this rank of a pipeline has only some blocks"):
         runs[0].spec.model.call(EVEN[0][0])
     lockstep(2, settings(tmp_path / "again", **cut, resume=str(at)), keras_model, EVEN[0], fitted)
     assert apart(kept(tmp_path / "again", 4), kept(tmp_path / "through", 4)) == 0

@@ -84,7 +84,7 @@ def test_a_finished_run_with_nothing_left_says_so_and_stays(finished, framework,
     result = Trainer(settings(out, resume="auto", lr=5.0)).fit(make_model(framework), (DATA, DATA))
     assert tree(out) == before
     assert result.steps == 10 and result.out == out and set(result.metrics) == {"loss", "accuracy"}
-    assert f"nothing is left to train: {out} holds a run that is complete" in capsys.readouterr().out
+    assert f"nothing is left to train: {out} holds a complete run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -113,7 +113,7 @@ def test_a_finished_run_without_checkpoint_is_not_trained_over(tmp_path):
     quiet = settings(tmp_path / "run", checkpoint=CheckpointConfig(at_end=False))
     Trainer(quiet).fit(make_model("numpy"), DATA)
     before = tree(tmp_path)
-    with pytest.raises(UserError, match="complete and has no checkpoint to go on from.*[Ll]eave out --resume"):
+    with pytest.raises(UserError, match="complete and has no checkpoint to resume from.*[Ll]eave out --resume"):
         Trainer(replace(quiet, resume="auto")).fit(make_model("numpy"), DATA)
     assert tree(tmp_path) == before
 
@@ -153,13 +153,13 @@ def test_all_checkpoints_damaged_is_an_error_that_names_them(tmp_path, by_path):
 
     first, second = LockstepWorld(2).run(rank, timeout_s=30.0)
     assert first == second and "are damaged: step-00000004, step-00000008, step-00000010;" in first
-    assert "Leave out --resume to start anew" in first and tree(out) == before
+    assert "Leave out --resume to start from scratch" in first and tree(out) == before
 
 
 def test_no_checkpoint_yet_starts_anew(tmp_path, capsys):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert Trainer(settings(tmp_path / "run", resume="auto")).fit(make_model("numpy"), DATA).steps == 10
-    assert "no checkpoint yet, starting anew" in capsys.readouterr().out
+    assert "no checkpoint yet, starting from scratch" in capsys.readouterr().out
 
 
 class Counts(Callback):
@@ -206,7 +206,7 @@ def test_the_one_state_of_a_first_checkpoint_goes_to_the_last_of_a_class(tmp_pat
     own = [Counts(0), Counts(0)]
     Trainer(settings(tmp_path, resume="auto")).fit(make_model("numpy"), DATA, callbacks=own)
     assert [c.seen for c in own] == [None, 4]
-    assert "one state for 2 callbacks Counts: the last takes it" in capsys.readouterr().out
+    assert "one state for 2 callbacks Counts: the last one gets it" in capsys.readouterr().out
 
 
 def masked(framework):
@@ -242,7 +242,7 @@ def test_settings_that_are_newer_than_a_checkpoint_were_at_their_defaults(tmp_pa
     first_checkpoint.write(tmp_path, "numpy")
     same = settings(tmp_path, resume="auto", data=DataConfig(), optimizer=Named("SGD", {"momentum": 0.9}), audit=3,
                     check_every=7, time_limit="01:00:00")
-    told = [note for note in solo(same, make_model("numpy"), DATA).notes if "other settings" in note]
+    told = [note for note in solo(same, make_model("numpy"), DATA).notes if "changed settings" in note]
     assert told == []
     other = solo(replace(same, eval_every=1, clip_norm=3.0), make_model("numpy"), DATA)
-    assert "resumed with other settings than before: clip_norm 0.0 -> 3.0" in other.notes
+    assert "resumed with changed settings: clip_norm 0.0 -> 3.0" in other.notes

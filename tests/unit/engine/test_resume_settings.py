@@ -97,7 +97,7 @@ def test_what_the_user_did_not_change_is_the_checkpoints(framework, first, tmp_p
     first(framework, scheduled(framework, "none"), tmp_path / "run")
     run = solo(replace(scheduled(framework, "none"), out=str(tmp_path / "run"), resume="auto"), make_model(framework),
                DATA)
-    assert not [note for note in run.notes if "other settings" in note]
+    assert not [note for note in run.notes if "changed settings" in note]
     assert run.parts.optimizer.learning_rate() == pytest.approx(LR)
 
 
@@ -112,8 +112,8 @@ def test_pytorchs_groups_hold_the_change_and_what_the_schedule_moved(first, tmp_
     run = solo(again, make_model("torch"), DATA)
     group = run.parts.optimizer.optimizer.param_groups[0]
     assert group["momentum"] == momentum != 0.9 and group["weight_decay"] == 0.3
-    note, = [note for note in run.notes if "other settings" in note]
-    assert note.endswith("before: optimizer.args.weight_decay not set -> 0.3"), "OneCycleLR rules the momentum"
+    note, = [note for note in run.notes if "changed settings" in note]
+    assert note.endswith("settings: optimizer.args.weight_decay not set -> 0.3"), "OneCycleLR rules the momentum"
 
 
 @pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
@@ -156,8 +156,8 @@ def test_a_compiled_model_s_changes_are_told(backend, tmp_path):
 
     fit(keras.optimizers.SGD(0.1), epochs=1)
     run = fit(keras.optimizers.SGD(0.05, momentum=0.9), epochs=2, resume="auto", lr=7.0, eval_every=0, log_every=3)
-    note, = [note for note in run.notes if "other settings" in note]
-    assert note.endswith("before: momentum 0.0 -> 0.9, learning rate 0.1 -> 0.05"), "the key lr has no effect"
+    note, = [note for note in run.notes if "changed settings" in note]
+    assert note.endswith("settings: momentum 0.0 -> 0.9, learning rate 0.1 -> 0.05"), "the key lr has no effect"
     decay = keras.optimizers.schedules.CosineDecay
     run = fit(keras.optimizers.SGD(decay(0.5, 9)), epochs=3, resume="auto")
     assert run.parts.optimizer.learning_rate() == pytest.approx(0.0, abs=1e-7) and run.state.cursor.step == 9
@@ -165,7 +165,7 @@ def test_a_compiled_model_s_changes_are_told(backend, tmp_path):
         fit(keras.optimizers.SGD(decay(0.5, 9)), epochs=4, resume="auto")
     run = fit(keras.optimizers.SGD(decay(0.5, 12)), epochs=4, max_steps=10, resume="auto")
     assert run.parts.optimizer.learning_rate() == pytest.approx(cosine(0.5, 10, 12))
-    note, = [note for note in run.notes if "other settings" in note]
+    note, = [note for note in run.notes if "changed settings" in note]
     assert "'decay_steps': 9" in note and "'decay_steps': 12" in note
 
 
@@ -234,8 +234,8 @@ def test_only_keys_that_change_the_result_are_listed(tmp_path):
     for settings, words in ((more, "clip_norm 0.0 -> 1.0"),
                             (steered, "metrics ['accuracy'] -> [], clip_norm 0.0 -> 1.0, eval_every 0 -> 2, "
                                       "early_stop.metric  -> loss")):
-        note, = [note for note in solo(settings, make_model("numpy"), DATA).notes if "other settings" in note]
-        assert note == f"resumed with other settings than before: {words}"
+        note, = [note for note in solo(settings, make_model("numpy"), DATA).notes if "changed settings" in note]
+        assert note == f"resumed with changed settings: {words}"
 
 
 @pytest.mark.parametrize("framework", SLOW_TENSORFLOW)

@@ -120,7 +120,7 @@ def test_compiled_metrics_and_keras_logs_leave_it_out(tmp_path, monkeypatch, cap
 
     found = fitted_with(x, Y, nan_guard="skip", out="a", on_oom="stop")
     assert logs[0] == {} and all(math.isfinite(one["loss"]) for one in logs[1:]) and len(logs) == STEPS
-    note = "note: TerminateOnNaN with nan_guard: skip ends nothing"
+    note = "note: TerminateOnNaN with nan_guard: skip has no effect"
     assert note in capsys.readouterr().out
     wanted = fitted_with(X[BATCH:], Y[BATCH:], out="b")
     assert note not in capsys.readouterr().out

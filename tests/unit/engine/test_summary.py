@@ -72,7 +72,7 @@ def test_the_table_says_what_the_issue_asks_for(run, capsys):
     for words in (
         "framework torch, torch_models.cnn:build",
         "ranks 1 on 1 host: here",
-        "wire horovod",
+        "transport horovod",
         "global batch 64 samples",
         "optimizer SGD, lr 0.1",
         "warm-up linear over 5 steps",
@@ -102,4 +102,11 @@ def test_a_run_that_went_wrong_or_nowhere_has_a_table_too(run, capsys):
     json.dumps(record, allow_nan=False)
     summary.show(run)
     text = " ".join(capsys.readouterr().out.replace("|", " ").split())
-    assert "stopped: early stop: [bold]loss[/x] not better" in text and "too few steps to tell" in text
+    assert "stopped: early stop: [bold]loss[/x] not better" in text and "not known: too few steps" in text
+
+
+@pytest.mark.parametrize("of, shown", [("rank", "rank 0"), ("copy", "replica 0")])
+def test_a_row_of_the_meter_names_ranks_or_replicas(of, shown):
+    row = dict.fromkeys(("samples", "compute_s", "wait_s", "data_s", "update_s"), 0.1)
+    found = {"percent_of_solo": 90.0, "lost_percent": {}, "ranks": [row], "of": of, "advice": "none"}
+    assert summary._efficiency(found)[2][0] == shown

@@ -76,7 +76,7 @@ def test_adasum_looks_at_each_tensor_by_itself():
 
 
 @pytest.mark.parametrize("words, settings", [
-    ("topk_momentum 0.9 with an optimizer that has a memory",
+    ("topk_momentum 0.9 with an optimizer that has its own momentum",
      {"compression": "topk", "plain_sgd": False, "exchange": {"topk_momentum": 0.9}}),
     ("adasum with compression fp16", {"compression": "fp16", "exchange": {"adasum": True}}),
     (r"adasum with shares \[3, 1\]", {"shares": [3, 1], "exchange": {"adasum": True}}),

@@ -105,7 +105,7 @@ def test_a_size_that_is_reckoned_not_to_fit_is_refused_and_a_smaller_one_is_not(
     one, _ = guard(left=100)
     one.check(64)  # nobody knows
     one.estimated = lambda n: 900 + 10 * n
-    with pytest.raises(MemoryError, match="a micro-batch of 21 would take .* more than this process holds"):
+    with pytest.raises(MemoryError, match="a micro-batch of 21 would take .* more than this process uses"):
         one.check(21)
     one.check(20)
     two, _ = guard(left=100, local=2)

@@ -139,7 +139,7 @@ def test_what_cannot_be_repeated_ends_the_run_with_one_message_of_a_kind_that_a_
     ends = {
         "the update": said(2, lambda run: replaced(run, run.dp, "update")),
         "the exchange of gradients": said(2, lambda run: replaced(run, run.dp.reducer.wires[0], "arrived")),
-        "what ends a step that is to be repeated": said(2, lambda run: replaced(
+        "the end of a step that is repeated": said(2, lambda run: replaced(
             run, run.parts.stage, "run", lambda *_: setattr(run.dp, "put", raising) or raising())),
     }
     for what, (other, own) in ends.items():
@@ -252,8 +252,8 @@ def test_what_happened_is_in_notes_log_and_summary(tmp_path):
     told = [row for row in rows if row["event"] == "out_of_memory"]
     assert [(row["rank"], row["at_step"], row["size"], row["then"]) for row in told] == [(1, 2, 12, 12), (1, 2, 12, 6)]
     assert summary.record(run)["out_of_memory"]["times"] == 2 and run.recovery.ceilings == {1: 6}
-    assert ("out of memory", "2 times; rank 1 takes at most 6 in a micro-batch") in summary.rows(run)
-    assert "step 2: rank 1 ran out of memory in training with micro-batches of 12; it goes on with 6" in run.notes
+    assert ("out of memory", "2 times; rank 1 uses micro-batches of at most 6") in summary.rows(run)
+    assert "step 2: rank 1 ran out of memory in training with micro-batches of 12; it continues with 6" in run.notes
     assert run.ledger["samples"] == 96 and run.timeline.totals.samples == 6 * 24  # each sample counts once
 
 

@@ -177,7 +177,7 @@ def test_ranks_with_unlike_blocks_are_told_apart_by_block(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("words, more", [
     ("compression auto", {"compression": "auto"}),
-    ("bucket_mb auto", {"exchange": ExchangeConfig(bucket_mb="auto")}),
+    ("bucket_mb sweep", {"exchange": ExchangeConfig(bucket_mb="sweep")}),
     ("exchange.adasum", {"exchange": ExchangeConfig(adasum=True)}),
     ("exchange.autotune", {"exchange": ExchangeConfig(autotune=True)}),
     ("collectives horovod", {"collectives": "horovod"}),
@@ -190,7 +190,7 @@ def test_what_needs_a_whole_gradient_is_refused(words: str, more: Any) -> None:
 
 
 def test_a_group_without_an_owner_is_refused() -> None:
-    with pytest.raises(UserError, match="no part to any of the ranks 1, 3"):
+    with pytest.raises(UserError, match="no shard to any of the ranks 1, 3"):
         trained(4, replace(MOMENTUM, pipeline=PipelineConfig(2),
                            data_parallel=DataParallelConfig("zero", 1, [1, 0, 1, 0])))
 

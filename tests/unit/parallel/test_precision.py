@@ -44,7 +44,8 @@ def test_words():
     assert words(["bf16", "fp16", "bf16", "fp16", "fp16", "fp16"]) == "bf16 on ranks 0, 2, fp16 on ranks 1, 3-5"
     assert on([0]) == "rank 0" and on([0, 1]) == "ranks 0, 1" and on([0, 1, 2, 5]) == "ranks 0-2, 5"
     assert FP32.describe() == {} and Precision(("fp32", "fp32"), 1).describe() == {}
-    assert not FP32.caveats() and Precision(("bf16",)).caveats() == ["computing in bf16 rounds by how a batch is cut"]
+    assert not FP32.caveats() and Precision(("bf16",)).caveats() == ["computing in bf16 rounds depending on the "
+                                                                     "micro-batches"]
     assert Precision(("fp16", "fp32"), 1).describe() == {"compute": "fp16 on rank 0, fp32 on rank 1"}
 
 
@@ -98,7 +99,7 @@ def test_state_goes_through_json():
         scale.update(bad)
     other.load(json.loads(json.dumps({"optimizer": "SGD", **scale.state()})))
     assert other.state() == scale.state() and other.value == 512
-    assert other.describe() == {"loss scale": "512, 1 step left out as overflowed"}
+    assert other.describe() == {"loss scale": "512, 1 step skipped (overflow)"}
     scale.update([]), other.update([])
     assert other.value == scale.value == 1024, "the count of clean steps came along"
     other.load({"optimizer": "SGD"})  # of a job in which no rank scaled

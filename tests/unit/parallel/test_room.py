@@ -43,7 +43,7 @@ def test_a_run_divides_its_state_by_made_up_rooms_and_says_so(monkeypatch, tmp_p
     held = [sum(array.size for _, _, array in run.parts.optimizer.slots()) for run in runs]
     for own, part in zip(held, shards.by_room(rooms)):
         assert own == pytest.approx(part * sum(held), abs=16 * len(runs[0].dp.buckets))
-    alike = "alike " if len(set(rooms)) == 1 else ""
+    alike = "equally " if len(set(rooms)) == 1 else ""
     told = f"{alike}by free memory: {', '.join(f'{r / GIB:.3g}' for r in rooms)} GiB"
     assert sum("ranks own" in note and told in note for note in runs[0].notes) == 1
 
@@ -51,7 +51,7 @@ def test_a_run_divides_its_state_by_made_up_rooms_and_says_so(monkeypatch, tmp_p
 def test_parts_are_alike_where_the_free_memory_is_not_known(monkeypatch, tmp_path):
     monkeypatch.setattr(room.memory, "host_room_bytes", lambda local_size: None)
     runs = trained(replace(SETTINGS, data_parallel=DataParallelConfig("zero", 1)), tmp_path / "zero", 2)
-    assert any("alike: how much memory is free cannot be told" in note for note in runs[0].notes)
+    assert any("equally: free memory is not known" in note for note in runs[0].notes)
 
 
 def test_the_summary_tells_the_stage_and_how_long_parameters_took(tmp_path):

@@ -22,12 +22,12 @@ SETTINGS = config(global_batch=24, max_steps=1, optimizer=Named("SGD", {"momentu
     ([11.9, 20], 1, "zero stage 1: unsharded needs 15.2 GiB on rank 0, which has 11.9 GiB free; stage 1 needs "
      "9.00 GiB"),
     ([20, 7], 2, "zero stage 2: unsharded needs 15.2 GiB on rank 1, which has 7.00 GiB free; stage 2 needs 6.40 GiB"),
-    ([20, 16], 0, "data_parallel.stage auto divides nothing: unsharded needs 15.2 GiB on rank 1, which has 16.0 GiB "
+    ([20, 16], 0, "data_parallel.stage auto shards nothing: unsharded needs 15.2 GiB on rank 1, which has 16.0 GiB "
      "free"),
     ([5, 20], 2, "zero stage 2: unsharded needs 15.2 GiB on rank 0, which has 5.00 GiB free; stage 2 needs 6.40 GiB: "
-     "no stage fits, and this one comes nearest"),
-    ([None, None], 0, "data_parallel.stage auto divides nothing: unsharded needs 15.2 GiB on rank 0, whose room is "
-     "unknown"),
+     "no stage fits, and this one is closest"),
+    ([None, None], 0, "data_parallel.stage auto shards nothing: unsharded needs 15.2 GiB on rank 0, whose free "
+     "memory is unknown"),
 ])
 def test_the_least_stage_that_fits_is_taken(free, stage, words):
     assert least_stage([NEEDS] * 2, [None if f is None else int(f * GIB) for f in free]) == (stage, words)

@@ -59,7 +59,7 @@ def test_accumulated_gradients_keep_their_bits(tmp_path):
     want = bits(trained(2, settings, tmp_path / "whole")[0])
     runs = trained(2, replace(settings, data_parallel=DataParallelConfig("zero", 2)), tmp_path / "zero")
     assert {bits(run) for run in runs} == {want}
-    assert any("gradients stay whole" in note for note in runs[0].notes)
+    assert any("gradients are not sharded" in note for note in runs[0].notes)
 
 
 @pytest.mark.parametrize("stage, most", [(1, None), (2, 2)])
@@ -89,7 +89,7 @@ def test_stage_2_has_two_buckets_under_way_where_the_wire_works_beside_backward(
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-    with pytest.raises(UserError, match="parameters divided too.*model_parallel"):
+    with pytest.raises(UserError, match="parameters sharded, too.*model_parallel"):
         replace(MOMENTUM, data_parallel=DataParallelConfig("zero", 3)).check()
     for stage, given, many in ((2, [1, 1, 1], "3 entries"), ("auto", [1], "1 entry")):
         with pytest.raises(UserError, match=f"shards has {many} for 2 ranks"):

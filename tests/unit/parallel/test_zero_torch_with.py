@@ -101,7 +101,7 @@ def test_statistics_over_all_ranks(tmp_path):
     """Whose collectives run in backward: buckets are handed over after it."""
     settings = replace(ADAM, sync_batchnorm=True, shares=[2, 1, 0])
     runs = one_curve(tmp_path, settings, model=lambda rank: with_norms("torch"))
-    assert any("gradients stay whole" in note and "sync_batchnorm" in note for note in runs[0].notes)
+    assert any("gradients are not sharded" in note and "sync_batchnorm" in note for note in runs[0].notes)
 
 
 class Sometimes(torch.nn.Module):

@@ -1,13 +1,16 @@
 """The meter's arithmetic, its causes, and the sentence for each of them."""
 
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hvdtrain.engine.callbacks.meter import _row
-from hvdtrain.planning.batch.meter import CAUSES, AverageStep, read
+from hvdtrain.config import Config, ExchangeConfig
+from hvdtrain.engine.callbacks.meter import EARLY_S, Meter, _row
+from hvdtrain.planning.batch.meter import CAUSES, AverageStep, read, slow_rank
 
 TWO = ["rank 0 on host a", "rank 1 on host b"]
 
@@ -21,19 +24,53 @@ def test_equal_shares_on_unlike_ranks():
     got = read(rows, 0.24, TWO, "off", "none")
     assert got.percent == pytest.approx(100 * (64 / 0.24) / (32 / 0.1 + 32 / 0.24))  # 58.8 %
     assert got.lost == lost(slowest=100 * 0.14 / 0.48) and got.rows == tuple(rows) and got.step_s == 0.24
-    assert got.sentence == "rank 1 on host b is 2.4 times as slow as the others: --balance auto would win about 70 %"
+    assert got.sentence == "rank 1 on host b is 2.4 times as slow as the others: --balance auto would gain about 70 %"
+
+
+@pytest.mark.parametrize("slow, step_s, words", [
+    (AverageStep(32, 0.0, 0.25, 0.0, 0.0), 0.25, "rank 1 on host b is 2.5x slower; balance: auto would gain about 75 "),
+    (AverageStep(32, 0.0, 0.14, 0.0, 0.0), 0.14, ""),    # not by much
+    (AverageStep(32, 0.15, 0.1, 0.0, 0.0), 0.25, ""),    # waits for its input
+    (AverageStep(1, 0.0, 0.25, 0.0, 0.0), 0.25, ""),     # has no sample to give away
+    (AverageStep(32, 0.0, 0.25, 4.0, 0.0), 4.25, "")])   # the transport takes most of the time
+def test_a_rank_that_is_far_slower_is_named(slow, step_s, words):
+    row = AverageStep(32, 0.0, 0.1, step_s - 0.1, 0.0)
+    got = slow_rank(read([row, slow], step_s, TWO, "off", "none"), TWO)
+    assert got.startswith(words) if words else got == ""
+
+
+def test_a_slow_rank_is_named_once_and_only_early(capsys):
+    rows = [AverageStep(32, 0.0, 0.1, 0.14, 0.0), AverageStep(32, 0.0, 0.24, 0.0, 0.0)]
+    reading = read(rows, 0.24, TWO, "off", "none")
+    run = SimpleNamespace(mesh=SimpleNamespace(copies=((0,), (1,))), control=SimpleNamespace(size=2),
+                          topology=SimpleNamespace(host_of=lambda rank: SimpleNamespace(node="ab"[rank])))
+    meter = Meter(5)
+    meter._advises = True
+    meter._advise(run, reading)
+    assert not meter._advises and capsys.readouterr().out.startswith("rank 1 on b is 2.4x slower; balance: auto would")
+    even = read([AverageStep(32, 0.0, 0.1, 0.0, 0.0)] * 2, 0.1, TWO, "off", "none")
+    meter._begin_s = time.perf_counter()
+    meter._advise(run, even)
+    assert meter._advises
+    meter._begin_s -= EARLY_S
+    meter._advise(run, even)
+    assert not meter._advises and not capsys.readouterr().out
+    meter._mark = lambda run: None
+    for config, advises in ((Config(), True), (Config(exchange=ExchangeConfig(adasum=True)), False)):
+        meter.fit_start(SimpleNamespace(config=config))
+        assert meter._advises is advises, "adasum takes no balance"
 
 
 def test_the_predicted_win_keeps_the_wire():
     rows = [AverageStep(32, 0.0, 0.1, 0.2, 0.0), AverageStep(32, 0.0, 0.24, 0.06, 0.0)]
-    assert read(rows, 0.3, TWO, "off", "none").sentence.endswith("would win about 49 %")  # 0.3 / (0.24 / 1.7 + 0.06)
+    assert read(rows, 0.3, TWO, "off", "none").sentence.endswith("would gain about 49 %")  # 0.3 / (0.24 / 1.7 + 0.06)
 
 
 def test_ideal_balance_has_nothing_to_do():
     got = read([AverageStep(32, 0.0, 0.1, 0.002, 0.001), AverageStep(13, 0.0, 0.1, 0.002, 0.001)], 0.103, TWO, "auto",
                "none")
     assert got.percent == pytest.approx(100 * 0.101 / 0.103)
-    assert got.sentence == "nothing to do: the ranks reach 98 % of the sum of their solo speeds"
+    assert got.sentence == "nothing to do: scaling efficiency is 98 %"
 
 
 def test_stage_that_waits_for_the_input_of_the_one_before_counts_it_once():
@@ -43,14 +80,14 @@ def test_stage_that_waits_for_the_input_of_the_one_before_counts_it_once():
 
 @pytest.mark.parametrize("row, compression, cause, words", [
     (AverageStep(8, 0.0, 0.05, 0.05, 0.0), "none", "wire",
-     "50 % of the ranks' time goes to the exchange of gradients: try "
+     "50 % of the ranks' time is gradient exchange: try "
                                                    "--compression auto, a larger global_batch or fewer hosts"),
     (AverageStep(8, 0.0, 0.05, 0.05, 0.0), "int8", "wire", "try a larger global_batch or fewer hosts"),
-    (AverageStep(8, 0.04, 0.05, 0.01, 0.0), "none", "input", "40 % of the ranks' time goes to waiting for data: raise "
-                                                     "data.prefetch or give a faster source"),
+    (AverageStep(8, 0.04, 0.05, 0.01, 0.0), "none", "input", "40 % of the ranks' time is waiting for "
+                                                     "data: raise data.prefetch or use a faster source"),
     (AverageStep(8, 0.0, 0.05, 0.01, 0.04), "none", "update",
-     "40 % of the ranks' time goes to the optimizer's update: a "
-                                                      "larger global_batch needs fewer of them")])
+     "40 % of the ranks' time is the optimizer's "
+                                                      "update: a larger global_batch needs fewer updates")])
 def test_what_all_ranks_lose_alike(row, compression, cause, words):
     got = read([row, row], 0.1, TWO, "off", compression)
     assert max(got.lost, key=got.lost.get) == cause and words in got.sentence
@@ -58,8 +95,8 @@ def test_what_all_ranks_lose_alike(row, compression, cause, words):
 
 
 @pytest.mark.parametrize("stages_s, words", [
-    ((0.06, 0.02), "30 % of the ranks' time goes to stages that wait for each other: more pipeline.micro_batches"),
-    ((0.02, 0.06), "30 % of the ranks' time goes to messages between stages: fewer stages, or a pipeline.cut")])
+    ((0.06, 0.02), "30 % of the ranks' time is stages waiting for each other: use more pipeline.micro_batches"),
+    ((0.02, 0.06), "30 % of the ranks' time is messages between stages: use fewer stages, or a pipeline.cut")])
 def test_what_stages_of_one_copy_lose(stages_s, words):
     got = read([AverageStep(32, 0.0, 0.1, 0.0, 0.0)], 0.1, ["copy 0 (ranks 0, 1)"], "off", "none", stages_s=stages_s,
                ranks=2)
@@ -68,25 +105,25 @@ def test_what_stages_of_one_copy_lose(stages_s, words):
 
 @pytest.mark.parametrize("rows, balance, words", [
     ([AverageStep(32, 0.0, 0.1, 0.1, 0.0), AverageStep(32, 0.0, 0.2, 0.0, 0.0)], "static",
-     "rank 1 on host b is 2.0 times as slow as the others in spite of the plan: --balance auto would win about 50 %"),
+     "rank 1 on host b is 2.0 times as slow as the others in spite of the plan: --balance auto would gain about 50 %"),
     ([AverageStep(20, 0.0, 0.1, 0.1, 0.0), AverageStep(40, 0.0, 0.2, 0.0, 0.0)], "off",  # unequal shares, equal speeds
-     "25 % of the ranks' time goes to waiting for rank 1 on host b: --balance auto would win about 33 %"),
+     "25 % of the ranks' time is waiting for rank 1 on host b: --balance auto would gain about 33 %"),
     ([AverageStep(32, 0.0, 0.1, 0.1, 0.0), AverageStep(32, 0.1, 0.1, 0.0, 0.0)], "off",
      "waiting for rank 1 on host b, which waits for its data: raise data.prefetch or fix its source"),
     ([AverageStep(4, 0.0, 0.1, 0.06, 0.0), AverageStep(1, 0.0, 0.16, 0.0, 0.0)], "auto",
-     "waiting for rank 1 on host b, and one sample less is all it could give: a larger global_batch"),
+     "waiting for rank 1 on host b, which can give up only one sample: use a larger global_batch"),
     ([AverageStep(64, 0.0, 0.1, 0.1, 0.0), AverageStep(64, 0.0, 0.2, 0.0, 0.0)], "auto",
-     "waiting for rank 1 on host b although --balance auto follows its speed: it changes faster than that"),
+     "waiting for rank 1 on host b, although --balance auto follows its speed: the speed changes too fast"),
     ([AverageStep(0, 0.0, 0.0, 0.1, 0.0), AverageStep(64, 0.0, 0.1, 0.0, 0.0)], "auto",
-     "rank 1 on host b computes all samples and the other ranks wait: a larger global_batch, or leave them out"),
+     "rank 1 on host b computes all samples and the other ranks wait: use a larger global_batch, or fewer ranks"),
     ([AverageStep(64, 0.0, 0.0, 0.2, 0.0), AverageStep(64, 0.0, 0.2, 0.0, 0.0)], "off",  # a clock that showed nothing
-     "50 % of the ranks' time goes to waiting for rank 1 on host b: --balance auto would win about")])
+     "50 % of the ranks' time is waiting for rank 1 on host b: --balance auto would gain about")])
 def test_why_the_slowest_is_waited_for(rows, balance, words):
     assert words in read(rows, 0.2, TWO, balance, "none").sentence
 
 
 @pytest.mark.parametrize("idle, words", [
-    (1, "c would only hold the others up and got no samples"), (2, "2 ranks would only hold the others up")])
+    (1, "c would only be a straggler and got no samples"), (2, "2 ranks would be stragglers")])
 def test_ranks_without_samples(idle, words):
     rows = [AverageStep(32, 0.0, 0.1, 0.001, 0.0),
             AverageStep(33, 0.0, 0.101, 0.0, 0.0)] + [AverageStep(0, 0.0, 0.0, 0.101, 0.0)] * idle
@@ -99,7 +136,7 @@ def test_ranks_without_samples(idle, words):
 
 def test_one_rank_waits_for_nobody():
     got = read([AverageStep(32, 0.0, 0.1, 0.0, 0.002)], 0.102, ["rank 0 on host a"], "off", "none")
-    assert got.percent == pytest.approx(100.0) and got.sentence.startswith("nothing to do: the ranks reach 100 %")
+    assert got.percent == pytest.approx(100.0) and got.sentence.startswith("nothing to do: scaling efficiency is 100 %")
 
 
 @pytest.mark.parametrize("rows, step_s", [([], 0.0), ([], 1.0), ([AverageStep(0, 0, 0, 0, 0)] * 2, 0.0),
@@ -130,7 +167,7 @@ def test_the_awaited_rank_may_have_nothing_to_give():
     assert "got no samples" in idle.sentence
     for balance in ("off", "static", "auto"):
         single = read([AverageStep(1, 0, 0.01, 0.01, 0), AverageStep(1, 0, 0.02, 0, 0)], 0.02, labels, balance, "none")
-        assert "one sample less" in single.sentence
+        assert "only one sample" in single.sentence
 
 
 def test_advice_knows_the_hosts_and_the_cores():

@@ -261,7 +261,7 @@ def test_many_ranks_share_rows(size, ranks):
     assert [row[0] for row in got] == ranks and got[0][4] == "5" and got[-1][1:5] == ["b", "A100", "bf16", "4"]
 
 
-# --- the worked case of docs/mixed-hosts.md --------------------------------------------------------------------------
+# --- the worked case of docs/explanation/mixed-hosts.md----------------------------------------------------------------
 
 def test_an_a100_and_an_rtx_3090():
     lines = [LinearTime(0.0, 1 / 2300), LinearTime(0.0, 1 / 1900)]

@@ -44,5 +44,5 @@ def test_what_stays_as_it_was_is_told_and_ranks_without_samples_have_no_say():
     rows = [tried("cpu", (1.0,), (0.5,), left="norm (why)"), Tried("cpu")]
     found = verdicts(rows)
     assert found["cpu"].kept
-    assert words("compiled", rows, found)[0].endswith("; left as they are: norm (why)")
+    assert words("compiled", rows, found)[0].endswith("; not compiled: norm (why)")
     assert not verdict([Tried("cpu")]).kept

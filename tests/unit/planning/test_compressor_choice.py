@@ -73,13 +73,13 @@ def test_ties_go_to_the_gentlest():
 
 def test_nothing_to_choose_from():
     got = decide([row("none", 1.0)], 0.05)
-    assert got == CompressorChoice("none", 1.0, "none: there is no compressor to compare with")
+    assert got == CompressorChoice("none", 1.0, "none: there is no compressor to compare")
 
 
 @pytest.mark.parametrize("measured_s, keep, words", [
     (0.5, True, "powersgd stays: it took 500 ms a step, predicted were 480 ms, without compression 1000 ms"),
     (0.61, True, "; 27% longer than predicted, and still shorter than without"),
-    (1.0, False, "none from here on: powersgd took 1000 ms a step, predicted were 480 ms, without compression 1000"),
+    (1.0, False, "none from now on: powersgd took 1000 ms a step, predicted were 480 ms, without compression 1000"),
     (3.0, False, "the prediction was wrong")])
 def test_the_check_afterwards(measured_s, keep, words):
     got, reason = verdict(CompressorChoice("powersgd", 0.48, ""), Baseline(1.0, 0.6), measured_s)
@@ -109,7 +109,7 @@ def test_the_cheapest_bucket_size_and_its_tail():
     best, why = pick_bucket(totals_s, tails_s, overlaps=False)
     assert best == 16.0 and why == "1 MiB 100 ms, 4 MiB 80 ms, 16 MiB 70 ms"
     best, why = pick_bucket(totals_s, tails_s, overlaps=True)
-    assert best == 4.0 and why.startswith("1 MiB 110 ms, 4 MiB 100 ms, 16 MiB 120 ms (with the last bucket")
+    assert best == 4.0 and why.startswith("1 MiB 110 ms, 4 MiB 100 ms, 16 MiB 120 ms (plus the last bucket")
 
 
 def test_ties_go_to_the_larger_bucket():
@@ -130,7 +130,7 @@ def test_wire_and_compressor_are_chosen_from_one_table():
         ("none", "", 100), ("fp16", "", 70), ("none", "shared", 60), ("fp16", "shared", 190)]
     assert [(r.name, r.wire) for r in best_wires(rows)] == [("none", "shared"), ("fp16", "")]
     decision = decide(rows, 0.05)
-    assert decision.reason.endswith("; uncompressed, over shared from here on")
+    assert decision.reason.endswith("; uncompressed, over shared from now on")
     assert (decision.name, decision.wire) == ("none", "shared"), "sums over shared take less than fp16 over mpi"
     lines = table(rows, {}, "none", 2, "shared").splitlines()
     assert [line[0] for line in lines[3:]] == [" ", " ", ">", " "] and lines[5].endswith("shared")

@@ -101,7 +101,7 @@ def test_every_rank_cuts_by_the_slowest():
     both, other = agree_devices(one, TWO, Ranks(two)), agree_devices(two, TWO, Ranks(one))
     assert both == other and [b.cost_s for b in both.task.kinds[0].blocks] == [3, 1, 1, 4]
     assert slowest(profiles(blocks(1), (0, 5))).capacity_bytes == 5
-    with pytest.raises(UserError, match="rank 1 has other blocks than rank 0"):
+    with pytest.raises(UserError, match="rank 1 has blocks that differ from rank 0's"):
         agree_devices(profiles(blocks(1, 1)), TWO, Ranks(profiles(blocks(1, 1, 1))))
 
 

@@ -150,7 +150,7 @@ def test_a_plan_near_the_limit_says_what_to_type():
     half = Option("zero stage 2", "--data_parallel zero", "gathers 4 GB of parameters a step",
                   (Footprint(4 * 10**9),) * 2)
     plan = MemoryPlan((need, need), (13 * 10**9, 20 * 10**9), (half,))
-    assert plan.sentence() == ("memory: rank 0 will hold about 11.2 GiB of the 12.1 GiB that it may take; zero stage 2 "
+    assert plan.sentence() == ("memory: rank 0 will hold about 11.2 GiB of the 12.1 GiB available; zero stage 2 "
                                "would take 3.73 GiB (gathers 4 GB of parameters a step): add --data_parallel zero")
     assert MemoryPlan((need,), (16 * 10**9,)).sentence() == "" and MemoryPlan((need,), (None,)).sentence() == ""
     assert [row[-1] for row in MemoryPlan((need, need), (10**9, None)).rows()] == ["no", "unknown"]
@@ -175,7 +175,7 @@ def test_recomputing_is_offered_with_its_bytes_and_its_time():
         assert list(found) == names
         saved = need - forecast(found["remat auto"].apply(one)).total
         assert saved == pytest.approx(0 if free == need else 1.17 * 160e6)
-    assert found["remat auto"].cost == "computes 1 of 3 blocks once more: 8 ms a micro-batch"
+    assert found["remat auto"].cost == "computes 1 of 3 blocks again: 8 ms a micro-batch"
     most = [c for c in options.changes(whole, Config(), (), [1.0]) if c.name == "remat"][0]
     assert most.line == "--remat b0,b1" and need - forecast(most.apply(whole)).total == pytest.approx(1.17 * 320e6)
     assert not any("remat" in c.name for c in options.changes(whole, Config(remat="every:2"), (), [1.0]))

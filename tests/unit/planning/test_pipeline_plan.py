@@ -230,10 +230,10 @@ def test_samples_of_a_micro_batch_follow_the_shares_of_copies() -> None:
 
 
 @pytest.mark.parametrize(("pipeline", "said"), [
-    (PipelineConfig(5), "4 blocks .*Cut it over 4 ranks"),
-    (PipelineConfig(3, "interleaved", chunks=2), "Cut it over 2 ranks"),
+    (PipelineConfig(5), "4 blocks .*Partition it over 4 ranks"),
+    (PipelineConfig(3, "interleaved", chunks=2), "Partition it over 2 ranks"),
     (PipelineConfig(2, "interleaved", chunks=3), "Set fewer pipeline.chunks"),
-    (PipelineConfig(2, cut=["b9"]), "b9"), (PipelineConfig(2, cut=["b1", "b2"]), "2 blocks for a copy in 2 parts"),
+    (PipelineConfig(2, cut=["b9"]), "b9"), (PipelineConfig(2, cut=["b1", "b2"]), "2 blocks for a replica of 2 stages"),
     (PipelineConfig(3, cut=["b2", "b1"]), "order of the model"), (PipelineConfig(2, cut=["b0"]), "first"),
 ])
 def test_what_cannot_be_cut_is_refused(pipeline: PipelineConfig, said: str) -> None:
@@ -243,7 +243,7 @@ def test_what_cannot_be_cut_is_refused(pipeline: PipelineConfig, said: str) -> N
 
 
 def test_unlike_blocks_are_refused() -> None:
-    with pytest.raises(UserError, match="rank 1 has other blocks"):
+    with pytest.raises(UserError, match="rank 1 has blocks that differ"):
         planned([row([1.0] * 4), row([1.0] * 5)], config(pipeline=PipelineConfig(2)), Mesh.of([2], 0))
 
 
@@ -273,15 +273,17 @@ def test_too_many_parameters_have_no_remedy_but_a_smaller_model() -> None:
 
 
 def test_page_tells_the_mixed_host_as_it_is_planned() -> None:
-    """docs/pipeline.md: its tables and its refusal are what these functions give."""
-    page = (ROOT.parent / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    """docs/explanation/pipeline.md: its tables and its refusal are what these functions give."""
+    page = (ROOT.parent / "docs" / "explanation" / "pipeline.md").read_text(encoding="utf-8")
     with pytest.raises(UserError) as caught:
         mixed_host.cut([1] * 6)
     assert str(caught.value) in page
     equal = mixed_host.cut([1, 1, 1, 1, 2])
     made, balanced = mixed_host.balanced(equal)
-    for line in (*text(equal).splitlines(), *text(balanced).splitlines()):
+    for line in text(balanced).splitlines():
         assert f"    {line}\n" in page
+    took, idle = text(equal).splitlines()[-1].split(":")[1].strip().split(", ")
+    assert f"{took}, {idle}" in page
     assert f"{made.samples_P[4]} samples against {made.samples_P[0]}:" in page
     alone = planned(mixed_host.ranks()[:4], mixed_host.config([1] * 4), Mesh.of([1] * 4, 0))
     assert f"alone would take {1e3 * alone.step_s:.0f} ms" in page

@@ -101,7 +101,7 @@ def test_one_that_was_reckoned_about_as_good_is_tried_where_steps_wait(costs, ea
 
 def test_of_two_the_faster_one_stays():
     assert better("mpi", 0.2, "shared", 0.19) == (
-        "shared", "shared from here on: mpi took 200 ms a step, shared 190 ms")
+        "shared", "shared from now on: mpi took 200 ms a step, shared 190 ms")
     assert better("mpi", 0.2, "shared", 0.2)[0] == "mpi"
 
 

@@ -1,5 +1,6 @@
 """Commands shown in README.md and docs/ are ones that exist: options parse, targets and files are there."""
 
+import ast
 import re
 import shlex
 
@@ -14,8 +15,11 @@ from hvdtrain.core import ROOT
 
 TREE = ROOT.parent
 PAGES = [TREE / "README.md", TREE / "CONTRIBUTING.md", *sorted((TREE / "docs").rglob("*.md"))]
-OWN_FILES = ("mymodel.py:build",)
-"""Files that the pages tell the reader to write."""
+
+
+def written(page: str) -> set[str]:
+    """Return the names of the files that a page tells the reader to write."""
+    return set(re.findall(r"```python\n# (\w+\.py)", (TREE / page).read_text())) | {"script.py"}
 
 
 def commands() -> list[tuple[str, str]]:
@@ -28,7 +32,7 @@ def commands() -> list[tuple[str, str]]:
             spans += block.splitlines()
         ours = r"(make |(mpirun|horovodrun|python|\.venv/bin/python)\s.*(hvdtrain|benchmarks|\.py|tests/run))"
         where = page.relative_to(TREE).as_posix()
-        found += [(where, s.split(" #")[0].strip()) for s in spans if re.match(ours, s.strip())]
+        found += [(where, re.split(r" #| [|]{2} ", s)[0].strip()) for s in spans if re.match(ours, s.strip())]
     return found
 
 
@@ -52,7 +56,7 @@ def test_a_command_of_the_docs_exists(page, line):
     if "hvdtrain" not in words:
         scripts = [w.partition("::")[0] for w in words if ".py" in w or w == "tests/run"]
         beside = (TREE, (TREE / page).parent)
-        assert scripts and all(s == "script.py" or any((at / s).exists() for at in beside) for s in scripts), page
+        assert scripts and all(s in written(page) or any((at / s).exists() for at in beside) for s in scripts), page
         return
     rest = words[words.index("hvdtrain") + 1:]
     if rest in (["--help"], ["COMMAND", "--help"]):
@@ -71,3 +75,21 @@ def test_a_command_of_the_docs_exists(page, line):
             at = options.index("--config")
             del options[at:at + 2]
         assert train.parse([o for o in options if o != "..."], env={}) is not None, f"{page}: {line}"
+
+
+MPI_SAYS = ("MPI_Init failed", "There are not enough slots available in the system",
+            "mpirun has detected an attempt to run as root")
+"""Headings of docs/faq.md that are messages of an MPI."""
+
+
+def test_messages_of_the_faq_are_those_of_the_code():
+    """Each heading that begins with a message is in the code, names and numbers aside."""
+    texts = [node.value for path in ROOT.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    shown = re.findall(r"^### `([^`]+)`", (TREE / "docs" / "faq.md").read_text(), re.M)
+    messages = [message for message in shown if message not in MPI_SAYS]
+    assert len(messages) > 8
+    for message in messages:
+        for piece in re.split(r": |\.\.\.|\(|\)|[0-9]+|jinja2|mpirun|host a|--epoch|errno =", message):
+            piece = piece.strip(" ,:")
+            assert len(piece) < 5 or any(piece in text for text in texts), f"{message}: {piece!r}"

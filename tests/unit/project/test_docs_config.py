@@ -1,7 +1,8 @@
-"""docs/config.md is what docs/generate.py makes of the dataclasses, and its example works."""
+"""docs/reference/settings.md is what docs/generate.py makes of the dataclasses, and its example works."""
 
 import importlib.util
 import re
+import runpy
 
 import pytest
 
@@ -19,8 +20,15 @@ def generate():
 
 
 def test_the_page_is_up_to_date(generate):
-    page = (ROOT.parent / "docs" / "config.md").read_text(encoding="utf-8")
+    page = (ROOT.parent / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     assert page == generate.page(), "run python docs/generate.py"
+
+
+@pytest.mark.parametrize("name, path", [("layers", "layers.svg"), ("efficiency", "benchmarks/efficiency.svg")])
+def test_pictures_are_up_to_date(name, path):
+    docs = ROOT.parent / "docs"
+    assert runpy.run_path(str(docs / "picture.py"))[name]() + "\n" == (docs / path).read_text(encoding="utf-8"), (
+        f"run python docs/picture.py {name} > docs/{path}")
 
 
 def test_every_key_has_a_row_with_type_and_meaning(generate):

@@ -10,9 +10,10 @@ import pytest
 from hvdtrain.core import ROOT
 
 PLUG_INS = ("backends/", "comm/compressors/", "cluster/launchers/", "data/augment/", "reports/trackers/",
-            "reports/html/sections/", "tensorflow/compression.py")
-"""Folders whose files are alternatives of each other and may repeat names of classes. tensorflow/compression.py has
-Horovod's names."""
+            "reports/html/sections/", "comm/compression.py", "tensorflow/compression.py", "torch/compression.py",
+            "torch/sync_batch_norm.py")
+"""Folders whose files are alternatives of each other and may repeat names of classes. Those of tensorflow/ and
+torch/ have Horovod's names."""
 OPENINGS = re.compile(r"(What|Whether|Where|How|Nothing|One|Those|Who|Whom|Which|When|Whatever)\b")
 TREES = ("hvdtrain", "benchmarks", "tests")
 

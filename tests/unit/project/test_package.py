@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from hvdtrain import __version__, recipes
+from hvdtrain.checkpoint.object_store import ObjectStore
 from hvdtrain.commands import init, main, train
 from hvdtrain.commands.migrate import cli as migrate
 from hvdtrain.config import yaml_file
@@ -20,7 +21,7 @@ from hvdtrain.reports.html import page
 
 TREE = ROOT.parent
 EXTRAS = {"torch", "tensorflow", "tensorflow-cuda", "mpi", "horovod", "data", "migrate", "report", "trackers", "gpu",
-          "zoo", "bench", "dev"}
+          "parquet", "onnx", "remote", "zoo", "bench", "dev", "docs"}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,7 @@ def test_a_recipe_is_named_in_config():
 @pytest.mark.parametrize("package, extra, use", [
     ("sklearn", "data", digits.table),
     ("PIL", "data", pictures._pillow),
+    ("fsspec.core", "remote", lambda: ObjectStore.open("memory://run", "out")),
     ("libcst", "migrate", lambda: migrate.main(["script.py"])),
     ("jinja2", "report", page._environment.__wrapped__)])
 def test_a_package_that_is_missing_is_named_with_its_extra(package, extra, use, monkeypatch):

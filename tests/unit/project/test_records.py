@@ -1,4 +1,4 @@
-"""The schema of records: docs/records.md is made from it, and somebody makes every event and value that it has."""
+"""The schema of records: docs/reference/records.md is made from it, and code writes every event and value in it."""
 
 import ast
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def made():
 
 
 def test_the_page_of_records_is_up_to_date(generate):  # noqa: F811
-    page = (ROOT.parent / "docs" / "records.md").read_text(encoding="utf-8")
+    page = (ROOT.parent / "docs" / "reference" / "records.md").read_text(encoding="utf-8")
     assert page == generate.records(), "run python docs/generate.py"
 
 

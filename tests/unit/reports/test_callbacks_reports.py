@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,9 @@ import pytest
 from fake_run import all_of, make_run, reporting, walk
 from small_runs import FRAMEWORKS, config, make_model, samples
 
+from hvdtrain.commands import report
 from hvdtrain.config import Config
+from hvdtrain.core.errors import UserError
 from hvdtrain.core.events import Event
 from hvdtrain.core.terminal import say
 from hvdtrain.core.timeline import StepTotals
@@ -22,6 +25,7 @@ from hvdtrain.engine import summary
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.seconds import Throughput
 from hvdtrain.reports import progress
+from hvdtrain.reports.html import page, story
 from hvdtrain.reports.jsonl import Jsonl
 from hvdtrain.reports.progress.line import Line, OwnTerminal
 from hvdtrain.trainer import Trainer
@@ -307,3 +311,28 @@ def test_a_broken_stdout_ends_no_run(tmp_path, monkeypatch, made, stdout):
     summary.show(run)
     monkeypatch.setattr(sys, "stdout", STDOUTS[stdout])
     say("nothing")
+
+
+def test_commands_in_advice_are_code_and_all_else_is_escaped():
+    shown = page._environment().from_string("{{ said|commands }}").render(
+        said="<b>: see python -m hvdtrain doctor -H, or --balance auto")
+    assert shown == ('&lt;b&gt;: see <code tabindex="0">python -m hvdtrain doctor -H</code>, or '
+                     '<code tabindex="0">--balance auto</code>')
+    assert set(page.COMMAND.findall(Path(story.__file__).read_text(encoding="utf-8"))) == {
+        "--resume auto", "--restarts 3", "python -m hvdtrain plan", "python -m hvdtrain doctor -H"}
+
+
+@pytest.mark.parametrize("out", [".", "pipe"])
+def test_the_report_replaces_files_only(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(UserError, match="is not a file"):
+        report.main([str(tmp_path), "--out", out])
+
+
+def test_a_report_goes_through_a_link(tmp_path, monkeypatch, capsys):
+    (tmp_path / "link").symlink_to("page.html")
+    monkeypatch.setattr("hvdtrain.reports.html.write", lambda *runs, out: page.put(out, "page"))
+    report.main([str(tmp_path), "--out", str(tmp_path / "link")])
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "page.html").read_text() == "page"
+    assert capsys.readouterr().out == f"{tmp_path / 'link'}\n"

@@ -33,6 +33,9 @@ if (area) {
   const place = {bubbles: true, clientX: box.left + box.width / 2, clientY: box.top};
   area.dispatchEvent(new PointerEvent("pointermove", place));
   told.tip = document.getElementById("tip").textContent;
+  for (const [kind, part] of [["pointerdown", 0.25], ["pointermove", 0.5], ["pointerup", 0.75]])
+    area.dispatchEvent(new PointerEvent(kind, {...place, button: 0, clientX: box.left + part * box.width}));
+  told.zoomed = area.querySelector("svg").getAttribute("viewBox");
 }
 document.getElementById("theme").click();
 told.second = ground();
@@ -92,6 +95,7 @@ def test_a_page_has_no_error_and_no_request_in_both_themes(dark, width, tmp_path
     grounds = ["rgb(251, 250, 248)", "rgb(20, 23, 28)"]
     assert [told["first"], told["second"]] == (grounds[::-1] if dark else grounds)
     assert told["tip"].startswith("step ") and "train " in told["tip"]
+    assert [round(float(number)) for number in told["zoomed"].split()] == [250, 0, 500, 1000]
 
 
 def test_runs_side_by_side_have_no_error(tmp_path):

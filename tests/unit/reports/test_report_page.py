@@ -55,24 +55,20 @@ def chapters(path):
 
 
 def test_a_page_tells_the_story_at_its_top(throttled):
-    path = report.write(throttled)
-    told = Told(path.read_text(encoding="utf-8"))
+    told = Told((path := report.write(throttled)).read_text(encoding="utf-8"))
     assert path == throttled / "report.html" and told.loads == [] and path.stat().st_size < 300_000
     assert "could not be drawn" not in told.words
     said = chapters(throttled)
-    assert "all 400 steps are done, through 1 restart" in said["How it ended"]
-    assert "1 restart cost 30 steps computed again, 1.4 s between attempts" in said["What it cost"]
+    assert "all 400 steps, through 1 restart" in said["Result"]
+    assert "1 restart cost 30 steps repeated, 1.4 s between attempts" in said["Cost"]
     assert said["Stragglers"].startswith("Rank 3 on b is the straggler: 98 %")
     assert "rank 3, with the same global batch, the run would be 7 % faster than now" in said["Stragglers"]
-    assert "killed (SIGKILL)" in said["What went wrong"]
-    assert (
-        "At step 190 attempt 1 ended badly" in said["What went wrong"]
-        and "again, from step 160" in said["What went wrong"]
-    )
-    assert "look for other work on its host" in said["What to do"]
-    assert "Rank 2 on b was killed: look at that host's system log" in said["What to do"]
-    shares = re.findall(r"(\d+) %", said["What it cost"])
-    assert sum(map(int, shares)) == 100
+    assert "killed (SIGKILL)" in said["Failures"]
+    assert "At step 190 attempt 1 failed" in said["Failures"]
+    assert "restarted from step 160" in said["Failures"]
+    assert "look for other work on its host" in said["Recommendations"]
+    assert "Rank 2 on b was killed: look at that host's system log" in said["Recommendations"]
+    assert sum(map(int, re.findall(r"(\d+) %", said["Cost"]))) == 100
     for words in said.values():
         assert words.split(".")[0] in told.words
 
@@ -108,7 +104,7 @@ def test_the_critical_path_is_told_in_words_without_its_crumbs(tmp_path):
     log.record("trace", path="t.gz", steps=[4, 8], within_s=0.0, events=9, dropped=0, bytes=9, overlap_percent=[],
                critical=[[0, "forward", 0.01], [1, "exchange g0-3.grad.b0.r0", 0.0099], [1, "sum", 0.0001]])
     part = trace.make(facts.gather(tmp_path))
-    assert part.lead.startswith("Steps 4 to 8, early in the run") and part.lead.endswith("a mean step took 20 ms then.")
+    assert part.lead.startswith("Steps 4 to 8, early in the run") and part.lead.endswith("a mean step took 20 ms.")
     rows = part.blocks[-1].rows
     assert [row.label for row in rows] == ["1. forward", "2. exchange of gradients, bucket 0", "1 link under 1 %"]
 
@@ -125,9 +121,9 @@ def test_a_log_that_a_crash_has_torn_is_read_as_far_as_it_goes(tmp_path):
         file.write('{"event": "step", "step": 102, "lo')
     said = chapters(tmp_path)
     end = headline.verdict(facts.gather(tmp_path))
-    assert end.pill == "cut off" and end.headline.startswith("Cut off at step 100 of 400")
-    assert "1 line of the log could not be read" in said["What went wrong"]
-    assert "Go on with --resume auto" in said["What to do"] and "there is no checkpoint" in said["What to do"]
+    assert end.pill == "aborted" and end.headline.startswith("Aborted at step 100 of 400")
+    assert "1 line of the log could not be read" in said["Failures"]
+    assert re.search("Continue with --resume auto.*there is no checkpoint", said["Recommendations"])
 
 
 def test_a_text_that_is_no_unicode_ends_no_page(tmp_path):
@@ -139,16 +135,16 @@ def test_a_text_that_is_no_unicode_ends_no_page(tmp_path):
 
 
 @pytest.mark.parametrize("error, told", [
-    (SILENT, "It failed: rank 0 fell silent."), ("KeyboardInterrupt", "It failed: it was interrupted."),
-    ("ValueError: no such thing.", "It failed: an exception. rank 0: ValueError: no such thing."),
+    (SILENT, "The run failed: rank 0 ended without a message."), ("KeyboardInterrupt", "The run failed: interrupted."),
+    ("ValueError: no such thing.", "The run failed: an exception. rank 0: ValueError: no such thing."),
 ])
 def test_an_end_is_called_what_it_was(error, told, tmp_path):
     log = told_runs.Log(tmp_path)
     log.record("start", world_size=1, steps=400)
     log.record("failed", error=error, rank=0)
     said = chapters(tmp_path)
-    assert said["How it ended"].startswith(told) and ".." not in said["How it ended"]
-    assert ("Mend the error" in said["What to do"]) is error.startswith("ValueError")
+    assert said["Result"].startswith(told) and ".." not in said["Result"]
+    assert ("Fix the error" in said["Recommendations"]) is error.startswith("ValueError")
 
 
 def test_a_completed_run_whose_log_was_deleted_tells_its_steps(tmp_path):
@@ -165,8 +161,8 @@ def test_a_run_that_stopped_early_says_where_and_by_what(tmp_path):
     log = told_runs.Log(tmp_path)
     log.start(steps=900)
     log.train(52)
-    said = chapters(tmp_path)["How it ended"]
-    assert said.startswith("It stopped early at step 52 of 900, by early stop: loss 0.4 for 3 evaluations.")
+    said = chapters(tmp_path)["Result"]
+    assert said.startswith("The run stopped early at step 52 of 900, by early stop: loss 0.4 for 3 evaluations.")
 
 
 def test_time_in_a_queue_is_no_training(tmp_path):
@@ -188,9 +184,9 @@ def test_time_in_a_queue_is_no_training(tmp_path):
     assert [span.words for span in training] == ["attempt 1, 4 ranks: steps 0 to 50, 4.5 s",
                                                  "attempt 2, 4 ranks: steps 50 to 100, 4.5 s"]
     assert "Trained 100 steps in 9.9 s" in headline.verdict(found).headline
-    assert "1 restart cost 10 min 00 s between attempts" in chapters(tmp_path)["What it cost"]
+    assert "1 restart cost 10 min 00 s between attempts" in chapters(tmp_path)["Cost"]
     first.lost = 1
-    assert "1 restart cost 1 step computed again, 10 min" in " ".join(story._cost(found).points)
+    assert "1 restart cost 1 step repeated, 10 min" in " ".join(story._cost(found).points)
 
 
 def test_percentages_of_one_card_have_one_basis(throttled):
@@ -213,7 +209,7 @@ def test_a_run_that_goes_on_says_so(tmp_path, monkeypatch):
     found = facts.gather(tmp_path)
     found.looked_s = log.now + 1.0
     end = headline.verdict(found)
-    assert end.pill == "running" and "step 100 of 400" in end.headline and "to go at its pace" in end.words
+    assert end.pill == "running" and "step 100 of 400" in end.headline and "left" in end.words
 
 
 def test_only_the_process_that_holds_the_directory_is_a_running_run(tmp_path):
@@ -231,11 +227,11 @@ def test_stages_of_a_pipeline_are_named_on_the_page(tmp_path):
     log.record("start", world_size=4, hosts=told_runs.HOSTS, pipeline=cut, steps=400, config={})
     log.record("seconds", from_step=0, window_s=5.0, ranks=[{"compute": 4.0, "wait": 1.0}] * 4, waits=[])
     found = facts.gather(tmp_path)
-    assert [found.stage(rank) for rank in range(4)] == ["stage 1 of copy 0", "stage 0 of copy 0", "stage 0 of copy 1",
-                                                        "stage 1 of copy 1"]
+    assert [found.stage(rank) for rank in range(4)] == [
+        "stage 1 of replica 0", "stage 0 of replica 0", "stage 0 of replica 1", "stage 1 of replica 1"]
     told = Told(page.of_runs([tmp_path])).words
     assert "could not be drawn" not in told
-    for words in ("stage 0 of copy 1", "stem..b3", "4 ranks in 2 pipelines"):
+    for words in ("stage 0 of replica 1", "stem..b3", "4 ranks in 2 pipelines"):
         assert words in told, words
     for wrong in ({"copies": [[0, 1]]}, {"copies": [[0, "x"], 3]}, [], {"copies": cut["copies"], "blocks": 7}):
         log.record("start", world_size=4, pipeline=wrong, steps=400, config={})
@@ -251,7 +247,7 @@ def test_an_error_is_named_as_the_end(tmp_path):
     log.record("failed", error="ValueError: a bad shape", rank=1)
     end = headline.verdict(facts.gather(tmp_path))
     assert end.pill == "failed" and "rank 1 on a: ValueError: a bad shape" in end.words
-    assert "Mend the error" in chapters(tmp_path)["What to do"]
+    assert "Fix the error" in chapters(tmp_path)["Recommendations"]
 
 
 def test_a_log_of_the_first_version_gives_a_page_that_says_what_it_lacks(tmp_path):
@@ -262,14 +258,14 @@ def test_a_log_of_the_first_version_gives_a_page_that_says_what_it_lacks(tmp_pat
              {"event": "end", "time": 20.0, "step": 8, "epoch": 1, "stop": "", "metrics": {"loss": 0.3}}]
     (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     told = Told(page.of_runs([tmp_path])).words
-    assert "could not be drawn" not in told and "phases of rank 0's steps only" in told
+    assert "could not be drawn" not in told and "only the phases of rank 0's steps" in told
     assert "Stopped at step 8" in told
 
 
 def test_a_page_is_made_of_what_is_left_of_a_run(tmp_path):
-    with pytest.raises(facts.ReportError, match="holds no run"):
+    with pytest.raises(UserError, match="holds no run"):
         report.write(tmp_path)
-    with pytest.raises(facts.ReportError, match="no directory"):
+    with pytest.raises(UserError, match="no directory"):
         report.write(tmp_path / "gone")
     (tmp_path / "config.yaml").write_text("global_batch: 128\n")
     told = Told(report.write(tmp_path).read_text()).words
@@ -332,10 +328,10 @@ def test_runs_side_by_side_tell_what_was_set_otherwise(tmp_path, throttled):
     log = told_runs.Log(other)
     log.start(lr=0.5)
     log.train(100, step_s=0.045)
-    path = report.write_of([throttled, other], tmp_path / "both.html")
+    path = report.write(throttled, other, out=tmp_path / "both.html")
     told = Told(path.read_text())
     assert told.loads == [] and "times as fast as throttled" in " ".join(told.words.split())
-    assert "What was set otherwise" in told.words and "balance" in told.words
+    assert "Configuration differences" in told.words and "balance" in told.words
 
 
 def test_a_long_pause_is_drawn_short():

@@ -64,7 +64,7 @@ def test_a_phase_is_spoken_of_after_three_seconds_then_seldomer(told):
 def test_short_phases_are_spoken_of_when_together_they_are_silent_for_long(told):
     for phase in ("model", "data", "first sample", "exchange", "remat"):
         told.at(phase, 2.0)
-    assert told.lines == ["reading the data: 1 s so far", "preparing the exchange of gradients: 1 s so far"]
+    assert told.lines == ["reading the data: 1 s so far", "preparing the gradient exchange: 1 s so far"]
 
 
 def test_who_was_told_something_else_just_now_is_told_nothing(told):
@@ -131,8 +131,8 @@ def test_the_way_to_the_first_step_is_told_once(told):
     told.at("fit_start of Balance", 2.0, 0)
     told.steps(0, 1, 3.0)
     assert told.watch.first_step() == (
-        "first step ended 12.2 s after the start: Python and the script 1.2, loading the framework and making the "
-        "model 6.0, measuring each rank's speed 2.0, first step 3.0 s")
+        "first step ended 12.2 s after the start: Python and the script 1.2, loading the framework and building "
+        "the model 6.0, measuring each rank's speed 2.0, first step 3.0 s")
     told.steps(1, 3, 9.0)
     assert told.watch.first_step() == ""
 

@@ -292,7 +292,7 @@ def test_a_tracker_that_fails_is_said_once_and_closed(tmp_path, capsys):
         time.sleep(0.01)
     run.record("mine")
     run.records.close(run)
-    text = "tracker mine fails (ConnectionError: the server is gone); training goes on without it"
+    text = "tracker mine fails (ConnectionError: the server is gone); training continues without it"
     assert run.notes == [text] and capsys.readouterr().out.count("server is gone") == 1
     assert trouble.got == ["mine", "mine"]
 
@@ -301,14 +301,14 @@ def test_what_cannot_be_made_is_said_at_the_latest_at_the_end(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def make(run):\n    return 3\n")
     run = tracked(tmp_path, f"{path}:make")
-    assert len(run.notes) == 1 and "it gave a int, not what has write(record) and close()" in run.notes[0]
+    assert len(run.notes) == 1 and "its callable returned a int without write(record) and close()" in run.notes[0]
 
 
 def test_a_library_that_ends_the_program_ends_no_run(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("import sys\ndef make(run):\n    sys.exit(9)\n")
     run = tracked(tmp_path, f"{path}:make")
-    assert len(run.notes) == 1 and "fails (RuntimeError: SystemExit 9); training goes on without it" in run.notes[0]
+    assert len(run.notes) == 1 and "fails (RuntimeError: SystemExit 9); training continues without it" in run.notes[0]
 
 
 def test_a_slow_tracker_holds_nobody_up(tmp_path, monkeypatch):
@@ -319,7 +319,7 @@ def test_a_slow_tracker_holds_nobody_up(tmp_path, monkeypatch):
     for number in range(20):
         run.record("mine", number=number)
     run.records.close(run)
-    assert ["still writes 0.2 s after the end and is left behind" in note for note in run.notes] == [True]
+    assert ["still writes 0.2 s after the end and is abandoned" in note for note in run.notes] == [True]
     goes_on.set()
 
 

@@ -16,12 +16,12 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import hvdtrain.tensorflow as hvd  # noqa: E402
+from hvdtrain import job  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.config import ExchangeConfig  # noqa: E402
 from hvdtrain.core.buckets import plan_buckets  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.protocols import ParamSpec  # noqa: E402
-from hvdtrain.tensorflow import basics, capabilities  # noqa: E402
 from hvdtrain.tensorflow.gradients import DENSE, GradientItem, check_options, check_same_plan, fused, identity_of  # noqa: E402
 
 SOURCES = {"common/basics.py": "HorovodBasics", "tensorflow/__init__.py": None, "tensorflow/mpi_ops.py": None,
@@ -144,15 +144,15 @@ def test_importing_is_free():
 def alone(monkeypatch):
     """Return an initialized job of one process that leaves no control plane behind."""
     control = SoloControl()
-    monkeypatch.setattr(basics.boot, "current_control", lambda: control)
-    monkeypatch.setattr(basics, "_worlds", [])
+    monkeypatch.setattr(job.boot, "current_control", lambda: control)
+    monkeypatch.setattr(job, "_worlds", [])
     monkeypatch.setattr(hvd.global_process_set, "ranks", [])
     hvd.init()
     return control
 
 
 def test_before_init_there_is_no_rank(monkeypatch):
-    monkeypatch.setattr(basics, "_worlds", [])
+    monkeypatch.setattr(job, "_worlds", [])
     assert not hvd.is_initialized()
     for ask in (hvd.rank, hvd.size, hvd.local_rank, hvd.cross_size, hvd.is_homogeneous,
                 lambda: hvd.allreduce(tf.constant(1.0)), lambda: hvd.DistributedGradientTape(tf.GradientTape())):
@@ -357,7 +357,7 @@ def test_process_sets_before_they_are_registered(alone):
 
 
 def test_without_horovod_nothing_is_built(alone, monkeypatch):
-    monkeypatch.setattr(capabilities.horovod, "horovod_reason", lambda framework: "Horovod is not installed; build it")
+    monkeypatch.setattr(job.horovod, "horovod_reason", lambda framework: "Horovod is not installed; build it")
     assert not any((hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built(), hvd.cuda_built(), hvd.gloo_enabled()))
     with pytest.raises(ImportError, match="not installed; build it"):
         hvd.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__, "mpi_lib")

@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvdtrain.backends import in_order
 from hvdtrain.backends.keras import compiled
 from hvdtrain.backends.keras.facts import KerasFacts
+from hvdtrain.backends.keras.freezing import KerasFreezing
 from hvdtrain.backends.keras.metrics import Evaluation, zeros_like_one
 from hvdtrain.backends.keras.task import Phase, loss_name
 from hvdtrain.backends.misfit import told
@@ -95,6 +96,8 @@ class _Making:
         placement.keep_sums()
         with deferring():
             compiled.build(self._spec, sample)
+        if self._config.freeze:
+            KerasFreezing(self._spec.model, self._config.freeze)
         if not self._spec.model.trainable_variables:
             raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
         chain = chain_of(self._spec, "pipeline")
@@ -102,8 +105,8 @@ class _Making:
         self.task = Task(self._spec, self._config)
         self._opt = Optimization(self._config, self._spec, steps_per_epoch, whole=False)
         if self._opt.optimizer.built:
-            raise UserError("a pipeline over ranks with a compiled optimizer that has trained before, whose state is "
-                            "of the whole model", "a fresh one", f"compile the model again, or {UNDO}")
+            raise UserError("a pipeline over ranks with a compiled optimizer that has trained before, whose "
+                            "state is for the whole model", "a fresh one", f"compile the model again, or {UNDO}")
         self._names = Names(self._spec.model)
         return chain
 
@@ -192,8 +195,9 @@ def _input(chain: Chain, task: Any, batch: tuple[Any, ...]) -> Any:
     one, other = (input_of(task, First(chain.model), batch, True) for _ in range(2))
     for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other)):
         if not np.array_equal(a, b):
-            raise UserError("the task gives the model another x for the same batch, which the first and the last rank "
-                            "of a pipeline would draw apart", "a task whose x depends on the batch alone",
+            raise UserError("the task gives the model a different x for the same batch, and the first "
+                            "and last rank of a pipeline would draw different "
+                            "ones", "a task whose x depends on the batch alone",
                             f"draw random numbers in the data or in a block, or {UNDO}")
     return one
 
@@ -216,8 +220,8 @@ def _check_task(chain: Chain, task: Any, batch: tuple[Any, ...]) -> list[tf.Tens
         raise UserError("the task does not call the model", "a task that calls model(x)", "fix the model file's task")
     if found or tape.watched_variables():
         raise UserError("the task reads parameters of a partitioned model", "a loss of the outputs of "
-                        "model(x) and the batch alone: the rank that has it has only the last blocks",
-                        f"add what it takes from them by add_loss or a regularizer in their layers, or {UNDO}")
+                        "model(x) and the batch alone: the rank that computes it has only the last blocks",
+                        f"add such terms with add_loss or a regularizer in the layers, or {UNDO}")
     return [loss_sum, weight]
 
 

@@ -101,8 +101,8 @@ def _encoded(value: Any, tensors: list[tf.Tensor]) -> Any:
         return [type(value).__name__, *(_encoded(x, tensors) for x in value)]
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {key: _encoded(value[key], tensors) for key in sorted(value)}
-    raise UserError(f"a block hands on a {type(value).__name__} where the model is cut", "tensors of numbers, alone or "
-                    "in lists, tuples and dicts", "cut the model elsewhere, or have the block return tensors")
+    raise UserError(f"a block returns a {type(value).__name__} at a stage boundary", "tensors of numbers, alone or "
+                    "in lists, tuples and dicts", "partition the model elsewhere, or make the block return tensors")
 
 
 def _decoded(tree: Any, tensors: Sequence[tf.Tensor]) -> Any:
@@ -179,7 +179,7 @@ class Last(ModelPlaceholder):
         self.called, self._x = self.called + 1, leaves
         if self.called > self._most or not same:
             raise UserError("the task calls a partitioned model more than once for a batch", "a single call",
-                            f"put what it calls for into one forward pass, or {UNDO}")
+                            f"do all of its work in one forward pass, or {UNDO}")
         made = self._run(x, self._came, bool(training))
         self.losses = made.losses
         return made.value

@@ -155,7 +155,7 @@ class Part(keras.Model):
 
 
 def _refuse_call(*given: Any, **named: Any) -> None:
-    raise UserError("a call of a model of which this rank of a pipeline has some blocks only", "the whole model",
+    raise UserError("a call of a model of which this rank of a pipeline has only some blocks", "the whole model",
                     "build the model again and load the weights of the run's folder, or use Trainer.evaluate")
 
 
@@ -172,5 +172,5 @@ def release(variables: Iterable[keras.Variable]) -> None:
 def refuse_released(model: keras.Model) -> None:
     """Raise `UserError` for a model that an earlier run has partitioned over ranks: `release` has taken variables."""
     if any(v._value is not None and v._value.shape.rank is None for v in model.weights):
-        raise UserError("a model of which an earlier run with a pipeline has left some blocks only on this rank",
+        raise UserError("a model of which an earlier pipeline run left only some blocks on this rank",
                         "the whole model", "build the model again and load the weights of that run's folder")

@@ -273,7 +273,6 @@ class PartEvaluator(Evaluator):
         self._functions: dict[str, Any] = {}
 
     def add(self, batch: Batch) -> None:
-        """Add a batch if this rank has the whole model."""
         self.add_outputs(batch, [], "")
 
     def add_outputs(self, batch: Batch, came: Sequence[tf.Tensor], form: str) -> None:

@@ -5,7 +5,7 @@ Owns the names: a variable's place in the whole model's order and its path (`hvd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,9 +19,8 @@ from hvdtrain.backends.tensorflow.optim import Optimization, alike, instead
 from hvdtrain.backends.tensorflow.pipelined.deferred import Part
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols import Writable
 from hvdtrain.core.protocols.run import Head
-from hvdtrain.parallel.parts import ReplicaGroup
+from hvdtrain.parallel.parts import GroupBuffers, ReplicaGroup
 
 
 class PartState(state.ModelState):
@@ -43,6 +42,11 @@ class PartState(state.ModelState):
             state.assign(variable, array)
         if self._opt.slices is None:
             self._opt.resume(rest)
+
+    def load_weights(self, arrays: dict[str, np.ndarray]) -> None:
+        for variable, array in _matched("model", self._of_model, self._model.weights, arrays):
+            state.assign(variable, array)
+        self._restart()
 
     def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
         """Return this rank's needs of a checkpoint whose optimizer's state is that of the whole model."""
@@ -146,36 +150,37 @@ def _hollow(variable: Any, shape: tuple[int, ...] | None = None) -> keras.Variab
     return made
 
 
-class PartBuffers(Buffers):
+class PartBuffers(GroupBuffers, Buffers):
     """Implements `hvdtrain.core.protocols.Buffers` for ``part``: one `Buffers` for the blocks of each group of ranks.
 
     ``layers``: of the whole model. ``owners``: of each of the optimizer's variables the trainable variable that it
     belongs to, or None (the rate).
     """
 
+    groups: Sequence[Buffers]
+
     def __init__(self, part: Part, opt: Optimization, replicas: Sequence[ReplicaGroup], layers: Sequence[Any],
                  owners: Sequence[keras.Variable | None]) -> None:
         super().__init__(part, opt, Transport(replicas[0].wire, Ops()), part.whole)
         self._owners = list(owners)
-        self._groups = [Buffers(Part(part.whole, [layers[i] for i in each.blocks]), opt, Transport(each.wire, Ops()),
-                                part.whole) for each in replicas]
+        self.groups = [Buffers(Part(part.whole, [layers[i] for i in each.blocks]), opt, Transport(each.wire, Ops()),
+                               part.whole) for each in replicas]
 
     def begin(self) -> None:
         super().begin()
-        for group in self._groups:
+        for group in self.groups:
             group.begin()
 
     def saw(self, samples: int) -> None:
-        for group in self._groups:
+        for group in self.groups:
             group.saw(samples)
 
     def discard(self) -> None:
+        Buffers.discard(self)
         super().discard()
-        for group in self._groups:
-            group.discard()
 
     def restart(self) -> None:
-        for group in self._groups:
+        for group in self.groups:
             group.restart()
 
     def share(self) -> None:
@@ -183,7 +188,7 @@ class PartBuffers(Buffers):
         opt = self._opt
         opt.build()
         base_lr = tf.Variable(np.nan if opt.base_lr is None else opt.base_lr, trainable=False, dtype=tf.float64)
-        for group in self._groups:
+        for group in self.groups:
             if group._transport.size == 1:
                 continue
             mine = {id(v) for v in group._model.weights}
@@ -191,25 +196,3 @@ class PartBuffers(Buffers):
                      if place not in (opt.slices or ()) and (owner is None or id(owner) in mine)]
             group._from_root([*group._model.weights, *alike, base_lr], "initial")
         opt.base_lr = None if np.isnan(base_lr.numpy()) else float(base_lr.numpy())
-
-    def sync(self) -> list[str]:
-        return [name for group in self._groups for name in group.sync()]
-
-    def keep(self) -> None:
-        for group in self._groups:
-            group.keep()
-
-    def writable(self) -> dict[str, Writable]:
-        return {name: one for group in self._groups for name, one in group.writable().items()}
-
-    def noticed(self) -> list[str]:
-        return [name for group in self._groups for name in group.noticed()]
-
-    def track(self, names: Iterable[str]) -> None:
-        names = list(names)
-        for group in self._groups:
-            group.track(names)
-
-    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
-        for group in self._groups:
-            group.combine(reductions, samples, force)

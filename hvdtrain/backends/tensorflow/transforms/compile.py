@@ -31,13 +31,13 @@ class XlaCompile:
         """Do nothing: graphs are traced again for what `use` says."""
 
     def remove(self, model: Any) -> None:
-        """Do nothing: the model is unchanged."""
+        pass
 
     def refusal(self, option: str) -> str:
         if self._why:
             return self._why
         if self._remat is not None and self._remat.chosen:
-            return "XLA decides by itself what is recomputed: it does not go together with remat"
+            return "XLA decides itself what is recomputed, which excludes remat"
         return ""
 
     def use(self, options: Collection[str]) -> None:

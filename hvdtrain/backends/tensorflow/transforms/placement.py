@@ -1,4 +1,4 @@
-"""Calls of a model that is split over devices: each block computes on its own device, wherever it is called from."""
+"""Calls of a model that is partitioned over devices: each block computes on its own device."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Placement:
     def caveats(self) -> list[str]:
         model, found = self._split.chain.model, []
         if norms(model):
-            found.append("BatchNorm takes its statistics over each part of a micro-batch (split_micro_batches)")
+            found.append("BatchNorm computes its statistics over each part of a micro-batch (split_micro_batches)")
         if state.seed_states(model):
-            found.append("dropout draws differ with the parts of a micro-batch (split_micro_batches)")
+            found.append("dropout draws differ with split_micro_batches")
         return found
 
 

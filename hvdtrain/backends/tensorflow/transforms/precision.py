@@ -52,7 +52,7 @@ class MixedPrecision:
         return {**self._precision.describe(), **self._words, **self._scale.describe()}
 
     def caveats(self) -> list[str]:
-        found = ["layers compute in float16 and the loss is not scaled: small gradients may vanish"]
+        found = ["layers compute in float16 without loss scaling: small gradients may vanish"]
         return found * self._vanishing + self._precision.caveats()
 
 
@@ -66,8 +66,9 @@ def compute_in(model: keras.Model, own: str) -> None:
         return
     other = {str(keras.backend.standardize_dtype(v.dtype)) for v in model.trainable_variables} - {"float32"}
     if other:
-        raise UserError(f"precision {own} with variables of {min(other)}", "float32 variables, which are kept as they "
-                        "are", "build the model in float32, or set precision: fp32 for the model's own types")
+        raise UserError(f"precision {own} with variables of {min(other)}", "float32 variables, which "
+                        "keep their type", "build the model in float32, or set precision: fp32 for the model's own "
+                                           "types")
     policy = keras.DTypePolicy(f"mixed_{LONG[own]}")
     for layer in _followers(model):
         _given[layer] = layer.dtype_policy

@@ -24,7 +24,7 @@ SAMPLES = 2
 
 
 class Measures(Protocol):
-    """Measure the model's blocks: `hvdtrain.backends.tensorflow.recompute_costs.Costs`."""
+    """Measure the model's blocks: `hvdtrain.backends.tensorflow.create.Costs`."""
 
     def forward(self, batch: Batch) -> recompute.Recording:
         """Return which blocks a training forward pass of ``batch`` calls."""
@@ -57,9 +57,9 @@ class Remat:
         if self._forward is None:
             return ""
         if name in self._forward.inner:
-            return "it is called in a loop, in a condition or in a tf.function of the model's own"
+            return "it is called in a loop, a condition or a tf.function of the model"
         if name in self._fused:
-            return "it calls a tf.function of the model's own, within which TensorFlow may round otherwise"
+            return "it calls a tf.function of the model, inside which TensorFlow may round differently"
         called = {call.name for call in self._forward.calls} | self._forward.within
         return "" if name in called else "the model's forward pass in training does not call it"
 

@@ -57,13 +57,13 @@ class Across:
         if not self.active:
             return
         if not self._wire.in_graph:
-            raise UserError(f"sync_batchnorm with Keras over {self._wire.name}, which no graph can call",
-                            "collectives horovod", "set collectives: horovod (`python -m hvdtrain build` makes one), "
+            raise UserError(f"sync_batchnorm with Keras over {self._wire.name}, which graphs cannot call",
+                            "collectives horovod", "set collectives: horovod (see `python -m hvdtrain build`), "
                             "or sync_batchnorm: false")
         for layer in layers:
             plain = type(layer)
             if plain.call is not _PLAIN.call or plain._moments is not _PLAIN._moments:
-                raise UserError(f"sync_batchnorm with {plain.__name__} {layer.name!r}, which has a call of its own",
+                raise UserError(f"sync_batchnorm with {plain.__name__} {layer.name!r}, which overrides call",
                                 "keras.layers.BatchNormalization", "use it, or set sync_batchnorm: false")
         for i, layer in enumerate(layers):
             object.__setattr__(layer, "_moments", partial(self._moments, layer, f"bn.{i}"))
@@ -75,7 +75,8 @@ class Across:
         return {}
 
     def caveats(self) -> list[str]:
-        return ["BatchNorm takes its statistics over each micro-batch of all ranks"] * (self._several and self._trains)
+        return ["BatchNorm computes its statistics over each micro-batch of all "
+                "ranks"] * (self._several and self._trains)
 
     def begin(self, loss_scale: float, present: bool) -> None:
         """Open a micro-batch, whose loss is multiplied by ``loss_scale``; ``present``: it has samples."""
@@ -98,7 +99,7 @@ class Across:
         graph = tf.compat.v1.get_default_graph()
         if hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
             raise through_trace(UserError(
-                f"sync_batchnorm with {layer.name!r} in a loop, a condition or a tf.function of its own",
+                f"sync_batchnorm with {layer.name!r} in a loop, a condition or a separate tf.function",
                 "BatchNorm layers that each step calls a fixed number of times",
                 "call the layer outside of it, or set sync_batchnorm: false"))
         uses = self._uses.setdefault(graph, Counter())

@@ -20,6 +20,7 @@ import torch
 from hvdtrain.backends.keras import saving
 from hvdtrain.backends.keras.compiled import build, setup_of
 from hvdtrain.backends.keras.facts import KerasFacts
+from hvdtrain.backends.keras.freezing import KerasFreezing
 from hvdtrain.backends.keras.losses import check_stateful, generator_kept
 from hvdtrain.backends.keras.metrics import Evaluation
 from hvdtrain.backends.keras.saving import stable_names
@@ -56,14 +57,15 @@ class KerasMaker(Maker):
     def __init__(self, spec: Any, config: Config, rank: int, wire: Collectives, steps_per_epoch: int,
                  precision: Precision, sample: Callable[[int], Batch] | None = None) -> None:
         refuse_groups(spec, "a Keras model on PyTorch",
-                      "compile the model with the optimizer that it is to have, or set KERAS_BACKEND=tensorflow")
+                      "compile the model with its optimizer, or set KERAS_BACKEND=tensorflow")
         with torch.no_grad(), without_tensorflow():
             build(spec, sample)
             check_stateful(spec.model, config, "torch")
+        self._freezing = KerasFreezing(spec.model, config.freeze) if config.freeze else None
         self.keras_model: keras.Model = spec.model
         if config.sync_batchnorm and normalising(self.keras_model):
             raise UserError("sync_batchnorm with Keras' BatchNormalization on PyTorch",
-                            "layers that look at one sample at a time, or statistics of each rank's own samples",
+                            "layers that use one sample at a time, or statistics of each rank's own samples",
                             "use GroupNormalization, set sync_batchnorm: false, or KERAS_BACKEND=tensorflow")
         with without_tensorflow():
             task = Task(spec, config, widths.full)
@@ -71,7 +73,7 @@ class KerasMaker(Maker):
         inner = dataclasses.replace(
             spec, model=KerasModule(self.keras_model, task.of_layers), metrics=None, blocks=None,
             task=lambda module, batch: task(self.keras_model, batch, module.training))
-        super().__init__(inner, config, rank, wire, steps_per_epoch, precision)
+        super().__init__(inner, dataclasses.replace(config, freeze=[]), rank, wire, steps_per_epoch, precision)
         self.batch_weight = task.batch_weight
         self.generators = KerasGenerators(self.placement.devices, self.keras_model)
         self._adopted = compiled_optimizer(config, self.keras_model)
@@ -85,6 +87,8 @@ class KerasMaker(Maker):
     def parts(self) -> ModelParts:
         made = super().parts()
         facts = KerasFacts(self.keras_model, made.facts)
+        if self._freezing is not None:
+            facts.freeze(self._freezing)
         made.facts, made.state.facts = facts, facts.saved  # type: ignore[attr-defined]
         return made
 
@@ -112,8 +116,8 @@ class KerasMaker(Maker):
 
     def compile(self) -> TorchCompile:
         """Return a transform that compiles no block: Keras' layers are no modules to compile one by one."""
-        return TorchCompile(self.model, [], self.placement.home.type, why="Keras' layers on PyTorch are computed as "
-                            "they are; KERAS_BACKEND=tensorflow compiles them")
+        return TorchCompile(self.model, [], self.placement.home.type, why="Keras layers on PyTorch run "
+                            "uncompiled; KERAS_BACKEND=tensorflow compiles them")
 
     def evaluator(self) -> KerasEvaluator:
         return KerasEvaluator(self.model, self._evaluation, self.placement, self.precision)
@@ -124,7 +128,7 @@ class KerasMaker(Maker):
     def caveats(self) -> list[str]:
         found = super().caveats()
         if normalising(self.keras_model):
-            found.append("BatchNorm takes its statistics over each rank's own samples")
+            found.append("BatchNorm computes its statistics over each rank's own samples")
         if dropping(self.keras_model):
             found.append("dropout draws differ with the number of ranks")
         return found
@@ -149,6 +153,13 @@ class KerasEvaluator(TorchEvaluator):
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
         return dict(self._metrics.results(totals))
+
+    def outputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        with without_tensorflow():
+            return super().outputs(batch)
+
+    def computed(self, batch: Any) -> Any:
+        return self._metrics.outputs(batch)
 
 
 class KerasGenerators(Generators):
@@ -266,7 +277,7 @@ class KerasModule(torch.nn.Module):
             if moved.device.type != tensor.device.type:
                 raise UserError(f"Keras keeps its tensors on {tensor.device.type} and this rank computes on "
                                 f"{moved.device.type}", "one device for both",
-                                "unset KERAS_TORCH_DEVICE, and build the model in no keras.device(...)")
+                                "unset KERAS_TORCH_DEVICE, and build the model outside keras.device(...)")
             tensor.data = moved
         return self
 

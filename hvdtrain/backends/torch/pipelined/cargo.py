@@ -116,9 +116,9 @@ def _form(part: Any, tensors: list[torch.Tensor], where: str) -> Any:
         return {"dict": [[key, _form(child, tensors, where)] for key, child in part.items()]}
     if part is None or type(part) in (bool, int, float, str):
         return {"value": part}
-    raise UserError(f"{where} gives a {type(part).__name__} to the next", "a tensor, or tuples, lists and dicts (by "
+    raise UserError(f"{where} passes a {type(part).__name__} to the next", "a tensor, or tuples, lists and dicts (by "
                     "names) of tensors and plain numbers, which can be sent to another rank",
-                    "return one of these from the block")
+                    "return one of these types from the block")
 
 
 def _packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor], form: str = "") -> Cargo:

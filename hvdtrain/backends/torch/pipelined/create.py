@@ -6,7 +6,7 @@ Blocks are measured by `measuring` and `outline`; `stage` computes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +39,9 @@ from hvdtrain.config import Config
 from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout, Mesh
-from hvdtrain.core.protocols import Batch, Collectives, Control, Writable
+from hvdtrain.core.protocols import Batch, Collectives, Control
 from hvdtrain.core.terminal import say
-from hvdtrain.parallel.parts import ModelParts, ReplicaGroup, replicas_of
+from hvdtrain.parallel.parts import GroupBuffers, ModelParts, ReplicaGroup, replicas_of
 from hvdtrain.parallel.pipeline.partition import agree, measured_samples
 from hvdtrain.parallel.precision import Precision
 from hvdtrain.parallel.recovery import attempt_halving
@@ -105,8 +105,8 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     first = agreed(control, at_once, "measuring the model's blocks")
     if any(control.gather(isinstance(first, str))):
         if isinstance(first, str) and first and control.rank == 0 and config.progress != "off":
-            say(f"note: each rank builds the model whole in host memory before it keeps its part, one of a host at a "
-                f"time: it cannot be built in parts ({first})")
+            say("note: each rank builds the whole model in host memory before it keeps its stage, one rank of "
+                f"a host at a time: partial building is not possible ({first})")
         first = in_turn(control, whole, "measuring the model's blocks")
     assert not isinstance(first, str)
     found, came, source = first
@@ -217,7 +217,7 @@ class PartMaker(Maker):
         """Keep the blocks that ``layout`` gives to this rank, on its device; ``came``: what each block may get."""
         mesh, chunks = layout.mesh, layout.chunks()
         parts = ((number % mesh.depth, [self.named[i] for i in chunk]) for number, chunk in enumerate(chunks))
-        refuse_shared(parts, "ranks of a pipeline", f"set pipeline.cut so that they are on one, or {UNDO}")
+        refuse_shared(parts, "ranks of a pipeline", f"set pipeline.cut so that they are on one rank, or {UNDO}")
         self.layout = layout
         self.chunks = [[self.named[i][1] for i in chunk] for chunk in layout.mine]
         self._came = [came[chunk.start] for chunk in layout.mine]
@@ -265,58 +265,27 @@ class PartMaker(Maker):
 Named = Sequence[tuple[str, torch.nn.Module]]
 
 
-class PartBuffers(Buffers):
+class PartBuffers(GroupBuffers, Buffers):
     """Implements `hvdtrain.core.protocols.Buffers`: one `Buffers` for the blocks that each group of ranks shares."""
+
+    groups: Sequence[Buffers]
 
     def __init__(self, model: torch.nn.Module, blocks: Named, replicas: Sequence[ReplicaGroup]) -> None:
         paths = {id(module): name for name, module in model.named_modules()}
-        self._parts = [Buffers(torch.nn.ModuleList([blocks[i][1] for i in each.blocks]), Transport(each.wire, Ops()),
+        self.groups = [Buffers(torch.nn.ModuleList([blocks[i][1] for i in each.blocks]), Transport(each.wire, Ops()),
                                paths) for each in replicas]
 
     def saw(self, samples: int) -> None:
-        for part in self._parts:
-            part.saw(samples)
+        for group in self.groups:
+            group.saw(samples)
 
     def loaded(self) -> None:
-        for part in self._parts:
-            part.loaded()
-
-    def keep(self) -> None:
-        for part in self._parts:
-            part.keep()
-
-    def discard(self) -> None:
-        for part in self._parts:
-            part.discard()
-
-    def share(self) -> None:
-        for part in self._parts:
-            part.share()
-
-    def sync(self) -> list[str]:
-        return [name for part in self._parts for name in part.sync()]
+        for group in self.groups:
+            group.loaded()
 
     def appeared(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._parts[0].appeared(buffers)
-
-    def writable(self) -> dict[str, Writable]:
-        return {name: one for part in self._parts for name, one in part.writable().items()}
-
-    def statistics(self) -> list[str]:
-        return [name for part in self._parts for name in part.statistics()]
+        self.groups[0].appeared(buffers)
 
     def aliases(self) -> dict[str, str]:
         """Return {}: PyTorch's names are those of the whole model."""
         return {}
-
-    def noticed(self) -> list[str]:
-        return [name for part in self._parts for name in part.noticed()]
-
-    def track(self, names: Iterable[str]) -> None:
-        names = list(names)
-        for part in self._parts:
-            part.track(names)
-
-    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
-        for part in self._parts:
-            part.combine(reductions, samples, force)

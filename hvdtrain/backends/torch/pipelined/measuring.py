@@ -60,9 +60,9 @@ def _hooked(module: torch.nn.Module) -> bool:
 
 
 def _without_blocks(model: torch.nn.Module) -> UserError:
-    return UserError(f"pipeline with {type(model).__name__}, which has no named blocks, and whose children one after "
-                     "the other are not the model", "an nn.Sequential, or blocks(model) -> [(name, module)] in the "
-                     "model file", f"define blocks, or {UNDO}")
+    return UserError(f"pipeline with {type(model).__name__}, which has no named blocks, and whose "
+                     "children in sequence are not the model", "an nn.Sequential, or blocks(model) -> [(name, module)] "
+                     "in the model file", f"define blocks, or {UNDO}")
 
 
 def check(spec: Any, named: Named, task: Task, one: Tensors, other: Tensors) -> None:
@@ -84,8 +84,8 @@ def input_of(model: torch.nn.Module, task: Task, batch: Tensors) -> Any:
     x = blocks.model_input(model, task, batch, UNDO)
     if not blocks.equal(before, placement.random_arrays()):
         placement.load_random(before)
-        raise UserError("task draws random numbers before it calls the model, which the first and the last rank of a "
-                        "pipeline would draw apart", "a task whose x depends on the batch alone",
+        raise UserError("task draws random numbers before it calls the model, and the first and last "
+                        "rank of a pipeline would draw different ones", "a task whose x depends on the batch alone",
                         f"draw them in the data's source or in a block, or {UNDO}")
     return x
 
@@ -113,7 +113,7 @@ def _check_task(model: torch.nn.Module, task: Task, one: Tensors, other: Tensors
                 second = loss_of(model, task, one, outputs)
         except UserError:
             raise
-        except Exception:  # noqa: BLE001 a user's code, which may need the device that the model is not on yet
+        except Exception:  # a user's code, which may need the device that the model is not on yet
             return
         finally:
             if factor != 1.0:
@@ -125,13 +125,12 @@ def _check_task(model: torch.nn.Module, task: Task, one: Tensors, other: Tensors
     if reads or all(map(math.isfinite, found)) and found[0] != found[1]:
         raise UserError(f"task gives the loss {found[0]:.6g} and, with other parameters and the same outputs, "
                         f"{found[1]:.6g}" if not reads else "task reads parameters of the model",
-                        "a loss of the outputs of model(x) and the batch alone: the rank that has "
-                        "it has only the last blocks", "return what task reads from the model (a penalty on weights, "
-                        f"an auxiliary loss) as an output of the model, use weight_decay, or {UNDO}")
+                        "a loss of the outputs of model(x) and the batch alone: the rank that "
+                        "computes it has only the last blocks", "return values that task reads from the model (a "
+                        f"penalty on weights, an auxiliary loss) as outputs of the model, use weight_decay, or {UNDO}")
 
 
 def loss_of(model: torch.nn.Module, task: Task, batch: Tensors, outputs: Any) -> torch.Tensor:
-    """Return the loss of ``task`` where the model gives ``outputs``."""
     calls = 0
 
     def forward(*args: Any, **named: Any) -> Any:
@@ -197,8 +196,8 @@ class ByBlock:
         found = _print(block)
         if self._prints.setdefault(name, found) != found:
             raise UserError(f"build_block gives block {name!r} other weights when random generators are at another "
-                            "place", "weights that depend on the block alone, as build() gives them too",
-                            "begin build_block with a seed made of the block's name")
+                            "place", "weights that depend only on the block, equal to those of build()",
+                            "start build_block with a seed from the block's name")
         return block
 
     def outline(self) -> Blocks:

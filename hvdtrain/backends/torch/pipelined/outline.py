@@ -38,11 +38,11 @@ def outline(make: Callable[[], Any], names: Callable[[], Any] | None = None,
         with tape.recording():
             model = make()
         if not isinstance(model, torch.nn.Module) or keras.is_keras(model):
-            raise Inexact("a model that is none of PyTorch's own")
+            raise Inexact("a model that is not PyTorch's")
         if sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if not t.is_meta) > MOST_VALUES_BYTES:
-            raise Inexact("many values that come from elsewhere")
+            raise Inexact("many values from outside the model")
         _SOURCES[model] = tape
-    except Exception as error:  # noqa: BLE001 a user's code, which may look at values
+    except Exception as error:  # a user's code, which may look at values
         if names is not None and build_block is not None:
             by_block = ByBlock(names, build_block)
             model = by_block.outline()
@@ -96,10 +96,10 @@ def check_outline(model: torch.nn.Module, named: Named, task: measuring.Task, ba
         loss_sum = measuring.loss_of(model, task, batch, like(outputs, some))
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 a user's code that looks at values
+    except Exception as error:  # a user's code that looks at values
         raise Inexact(str(error)) from None
     if loss_sum.is_meta:
-        raise Inexact("a task that reads parameters, or where they are")
+        raise Inexact("a task that reads parameters or their device")
     return x
 
 
@@ -135,13 +135,13 @@ def _passed(model: torch.nn.Module, named: Named, x: Any) -> Any:
             one.remove()
     value = x
     if [module for module, _, _ in heard] != [block for _, block in named]:
-        raise Inexact("blocks that are not called once each in their order")
+        raise Inexact("blocks that are not called exactly once in order")
     for _, (args, kwargs), output in heard:
         if len(args) != 1 or args[0] is not value or kwargs:
-            raise Inexact("a forward pass that does something between blocks")
+            raise Inexact("a forward pass with operations between blocks")
         value = output
     if outputs is not value:
-        raise Inexact("a forward pass that does something after its last block")
+        raise Inexact("a forward pass with operations after its last block")
     return outputs
 
 

@@ -73,8 +73,6 @@ class PipelineStage(TorchStage):
         self._kept: dict[tuple[int, int], _InFlight] = {}
         self.held = self.most_held = 0
 
-    # --- a step ------------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         self.drop()
         super().begin()
@@ -129,8 +127,6 @@ class PipelineStage(TorchStage):
                 self._evaluator.measure(tensors)
         return None
 
-    # --- on the side -------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def once(self, batch: Batch, factor: float = 1.0) -> Iterator[None]:
         """Compute the gradients of this rank's chunks for made-up inputs, available within the body; restore all.
@@ -160,7 +156,7 @@ class PipelineStage(TorchStage):
 
     def alone(self, batch: Batch) -> list[torch.Tensor]:
         """Raise `UserError`: a rank's blocks have no gradient of their own."""
-        raise UserError("audit with a pipeline over ranks", "a model that each rank has whole", "leave audit out")
+        raise UserError("audit with a pipeline over ranks", "an unpartitioned model", "leave audit out")
 
     def _made_up(self, chunk: int, samples: int) -> Cargo:
         """Return a possible input of a chunk for so many samples."""
@@ -171,8 +167,6 @@ class PipelineStage(TorchStage):
         rows = torch.arange(samples) % was
         made = [t[rows] if t.dim() and t.shape[0] == was else t.clone() for t in tensors]
         return cargos.pack(like(tree, made), "a block")
-
-    # --- parts of it -------------------------------------------------------------------------------------------------
 
     def _keep(self, chunk: int, micro: int, batch: Batch) -> _InFlight:
         if chunk == 0:
@@ -233,7 +227,7 @@ class _Outputs:
             self._found = tensors, self._compute(x)
         same = len(tensors) == len(self._found[0]) and all(map(torch.equal, tensors, self._found[0]))
         if not same:
-            raise UserError("metrics give a partitioned model another x than task does", "one x",
+            raise UserError("metrics give a partitioned model an x that differs from task's", "one x",
                             "fix metrics, or leave pipeline out")
         return self._found[1]
 
@@ -269,8 +263,8 @@ class RemoteBlock(torch.nn.Module):
 
     def _told(self, what: str) -> NotHere:
         return NotHere(f"block {self.__dict__['block']} of the model is on another rank of the pipeline, and {what} "
-                       "here", "a task that uses nothing of the model but model(x)",
-                       "return what task needs from the block as an output of the model, or leave pipeline out")
+                       "here", "a task that uses only model(x)",
+                       "return values that task needs from the block as outputs of the model, or leave pipeline out")
 
 
 def take_out(model: torch.nn.Module, blocks: Named, own: Collection[int]) -> None:
@@ -306,7 +300,7 @@ def is_cut(model: torch.nn.Module) -> bool:
 def refuse_cut(model: torch.nn.Module) -> None:
     """Raise `UserError` for a model that an earlier run has partitioned over ranks."""
     if is_cut(model):
-        raise UserError("a model of which an earlier run with a pipeline has left some blocks only on this rank",
+        raise UserError("a model of which an earlier pipeline run left only some blocks on this rank",
                         "the whole model", "build the model again and load the weights of that run's folder")
 
 
@@ -323,8 +317,9 @@ class Cut:
         if self._give is None and self._own is not None:
             return self._own(*args, **named)
         if self._give is None:
-            raise UserError(f"a call of {type(self._model).__name__}, of which this rank of a pipeline has some blocks "
-                            "only", "the whole model", "build the model again and load the weights of the run's folder")
+            raise UserError(f"a call of {type(self._model).__name__}, of which this rank of a pipeline "
+                            "has only some blocks", "the whole model", "build the model again and load the weights of "
+                                                                       "the run's folder")
         if len(args) != 1 or named:
             raise called_with(args, named, UNDO)
         return self._give(args[0])

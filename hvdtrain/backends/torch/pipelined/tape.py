@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hvdtrain.backends.torch.placement import cpu_random, set_cpu_random
+
 MOST_VALUES_BYTES = 1 << 26
 """Most bytes of tensors with values (arrays of numpy, a file of weights) that a tape holds."""
 
@@ -27,7 +29,7 @@ _WITH_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_file, t
 """Makers of tensors from a caller's values, which they keep."""
 
 
-OWN_RANDOM = "random numbers from generators or seeds of a builder's own"
+OWN_RANDOM = "random numbers from a builder's own generators or seeds"
 
 TRUNCATED = "_no_grad_trunc_normal_"
 """What `torch.nn.init.trunc_normal_` calls: it draws until the numbers are within bounds."""
@@ -109,7 +111,7 @@ class Tape(TorchDispatchMode):
         self._held: list[Any] = []
         self._nbytes: dict[int, int] = {}
         self._value_bytes = 0
-        self._before: torch.Tensor = torch.get_rng_state()
+        self._before: torch.Tensor = cpu_random()
         self._mark: torch.Tensor = self._before
         self._why = ""
         self._covered: set[int] = set()
@@ -117,15 +119,15 @@ class Tape(TorchDispatchMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the body's operations. Errors: `Inexact`, or whatever a builder raises that needs values."""
-        self._before = torch.get_rng_state()
+        self._before = cpu_random()
         torch.manual_seed(0x5EED_07A9E)  # nothing draws from it; whoever seeds or draws is noticed
-        self._mark = torch.get_rng_state()
+        self._mark = cpu_random()
         try:
             with _standing_in(list(self._stand_ins())), _ToMeta(), self:
                 yield
             self._check_generator()
         finally:
-            torch.set_rng_state(self._before)
+            set_cpu_random(self._before)
         if self._why:
             raise Inexact(self._why)
 
@@ -183,7 +185,7 @@ class Tape(TorchDispatchMode):
             self._nbytes[Ref.of(tensor).key] = tensor.untyped_storage().nbytes()
         made = tuple(None if not t.is_meta or Ref.of(t).key in reads else Ref.of(t) for t in returned)
         if any(not t.is_meta for t in returned):
-            self._refuse("an operation that looks at values")
+            self._refuse("an operation that reads values")
         written = {Ref.of(t).key for t in _written(func, args, kwargs) if t.is_meta}
         if any(not t.is_meta for t in _written(func, args, kwargs)):
             self._refuse("an operation that writes to a tensor with values")
@@ -209,7 +211,7 @@ class Tape(TorchDispatchMode):
             return Ref.of(value)
         self._value_bytes += value.untyped_storage().nbytes()
         if self._value_bytes > MOST_VALUES_BYTES:
-            self._refuse("many values that come from elsewhere")
+            self._refuse("many values from outside the model")
         return value.detach().clone()
 
     def _check_generator(self) -> None:
@@ -237,8 +239,8 @@ class Tape(TorchDispatchMode):
                 needed |= operation.reads
         random = any(self.operations[i].draws for i in does)  # tables and statistics need no numbers drawn
         memory: dict[int, torch.UntypedStorage] = {}
-        now = torch.get_rng_state()
-        torch.set_rng_state(self._before)
+        now = cpu_random()
+        set_cpu_random(self._before)
         try:
             with torch.no_grad():
                 for i, operation in enumerate(self.operations):
@@ -247,7 +249,7 @@ class Tape(TorchDispatchMode):
                     elif operation.draws and random:
                         self._do(operation, {})
         finally:
-            torch.set_rng_state(now)
+            set_cpu_random(now)
         empty = torch.UntypedStorage(0)
         return there | {id(t): _window(memory.get(Ref.of(t).key, empty), Ref.of(t)) for t in wanted}
 
@@ -266,7 +268,7 @@ class Tape(TorchDispatchMode):
         for ref, tensor in zip(operation.made, [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]):
             if ref is not None:
                 if Ref.of(tensor)[1:] != ref[1:]:
-                    raise Inexact("memory that is laid out otherwise without values")
+                    raise Inexact("memory with a different layout without values")
                 memory[ref.key] = tensor.untyped_storage()
 
 

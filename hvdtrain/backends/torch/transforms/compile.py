@@ -97,7 +97,6 @@ class TorchCompile:
         return {"compile": " and ".join(self.chosen) or "nothing"}
 
     def caveats(self) -> list[str]:
-        """Return []: sums round as on another device, and channels_last's masks depend on no batch's division."""
         return []
 
     def _hook(self, on: bool) -> None:
@@ -145,7 +144,7 @@ def refusal(block: torch.nn.Module, waits: bool) -> str:
         if isinstance(module, torch.jit.ScriptModule):
             return "a script of TorchScript"
         if _users_own(module):
-            return "compiled by its user already"
+            return "already compiled by the user"
         if waits and isinstance(module, _BatchNorm):
             return "its BatchNorm waits for other ranks (sync_batchnorm)"
     return ""
@@ -231,6 +230,7 @@ class Forward:
         self.plain: Callable[..., Any] = self.own or types.MethodType(type(block).forward, block)
         self.left = ""
         self._compiled: Callable[..., Any] | None = None
+        self._made: Callable[..., Any] | None = None
         self._placed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,11 +240,9 @@ class Forward:
             return self.plain(*args, **kwargs)
         if switch.until is not None:
             return self._tried(switch.until, *args, **kwargs)
-        if self._compiled is None:
+        if self._made is None:
             return self.plain(*args, **kwargs)
-        # Nothing is compiled while ranks train: other shapes are computed as the user wrote them.
-        with torch.compiler.set_stance("eager_on_recompile"):
-            return self._compiled(*args, **kwargs)
+        return self._made(*args, **kwargs)
 
     def put(self) -> None:
         """Replace the block's forward pass, once: recomputing may have replaced this one since."""
@@ -269,14 +267,18 @@ class Forward:
             return self.plain(*args, **kwargs)
         try:
             self._compiled = self._compiled or compiled(self.plain)
-            return self._compiled(*args, **kwargs)
+            found = self._compiled(*args, **kwargs)
+            # Nothing is compiled while ranks train: other shapes are computed as the user wrote them. Not by
+            # torch.compiler.set_stance, which holds for the process: ranks on threads left it set for later runs.
+            self._made = torch._dynamo.run(self._compiled)
+            return found
         except OutOfTime:
             self.left = NO_TIME
         except Exception as error:
             if out_of_memory(error):
                 raise
             self.left = shortened(error)
-        self._compiled = None
+        self._compiled = self._made = None
         return self.plain(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -51,11 +51,9 @@ class Placement:
         if whole or not any(p.is_meta for p in spec.model.parameters()):  # else an outline, whose blocks come later
             spec.model.to(self.home if len(self.devices) == 1 and whole else "cpu")
         if len(self.devices) > 1 and config.sync_batchnorm and split_micros(config) > 1:
-            raise UserError("sync_batchnorm with a model whose micro-batches are computed in parts on several devices, "
-                            "which would not meet in one order on all ranks", "one of the two",
+            raise UserError("sync_batchnorm with a model whose micro-batches are computed in parts on "
+                            "several devices, in an order that differs between ranks", "one of the two",
                             "set split_micro_batches: 1, or leave sync_batchnorm out")
-
-    # --- making it ---------------------------------------------------------------------------------------------
 
     def measure(self, task: Callable[..., Any], sample: Callable[[int], Batch] | None, control: Control,
                 precision: MixedPrecision, spec: OptimizerSpec | None = None) -> list[DeviceProfile]:
@@ -113,8 +111,6 @@ class Placement:
         if self._split:
             self._split.leave(model)
 
-    # --- what is where -----------------------------------------------------------------------------------------
-
     def of_batch(self, index: int) -> torch.device:
         """Return the device of array ``index`` of a batch: x on the first, targets on the last, where the loss is.
 
@@ -138,8 +134,6 @@ class Placement:
     def ops(self) -> list[Ops]:
         return [Ops(device) for device in self.devices] if self._split else []
 
-    # --- in words ----------------------------------------------------------------------------------------------
-
     def describe(self) -> dict[str, str]:
         words = {"device": ", ".join(str(d) for d in self.devices)}
         if self._split is None or self._plan is None:
@@ -153,12 +147,12 @@ class Placement:
         if self._split is None or self._split.micros == 1:
             return []
         norms = _normalised(self._spec.model)
-        found = ["BatchNorm takes its statistics over each part of a micro-batch"] if norms else []
+        found = ["BatchNorm computes its statistics over each part of a micro-batch"] if norms else []
         if self._changing:
             more = ", ..." if len(self._changing) > 3 else ""
             found.append(f"buffers of {', '.join(self._changing[:3])}{more} change with each part of a micro-batch")
         draws = any(modules.drops(m) for m in self._spec.model.modules())
-        return found + (["dropout draws differ with the parts of a micro-batch"] if draws else [])
+        return found + (["dropout draws differ with split_micro_batches"] if draws else [])
 
 
 def _normalised(module: torch.nn.Module) -> bool:

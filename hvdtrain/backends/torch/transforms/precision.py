@@ -64,7 +64,7 @@ def check(dtype: torch.dtype | None, own: str) -> None:
     """Raise `UserError` unless parameters of ``dtype`` (None: of several) can be computed with in ``own``."""
     if own != "fp32" and dtype != torch.float32:
         found = "several types" if dtype is None else str(dtype).removeprefix("torch.")
-        raise UserError(f"precision {own} with parameters of {found}", "float32 parameters, which are kept as they are",
+        raise UserError(f"precision {own} with parameters of {found}", "float32 parameters, which keep their type",
                         "build the model in float32, or set precision: fp32 for the model's own types")
 
 

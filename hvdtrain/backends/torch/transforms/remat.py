@@ -196,21 +196,21 @@ TRIED = 2
 def refusals(model: torch.nn.Module, named: Mapping[str, Any]) -> dict[str, str]:
     """Return why blocks of ``model`` cannot be recomputed, as far as their modules show it, by name."""
     if _compiled(model):
-        return dict.fromkeys(named, "the model was given to torch.compile, which computes blocks its own way "
+        return dict.fromkeys(named, "the model was given to torch.compile, which computes blocks in its own way "
                                     "(hvdtrain compiles with compile: auto)")
     return {name: why for name, block in named.items() if (why := _why(block))}
 
 
 def _why(block: Any) -> str:
     if not isinstance(block, torch.nn.Module):
-        return f"it is a {type(block).__name__} and no module"
+        return f"it is a {type(block).__name__}, not a module"
     if _compiled(block):
         return "it was given to torch.compile (hvdtrain compiles with compile: auto)"
     for name, module in block.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return f"{name or 'it'} is compiled by torch.jit"
         if name and (hook := _hook(module)):
-            return f"module {name} in it has a forward hook {hook}, which would be called once more"
+            return f"module {name} in it has a forward hook {hook}, which would be called twice"
     return ""
 
 
@@ -298,9 +298,9 @@ class Trial:
         wrong = [words for words in one.differs(plain) if words not in noise]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            return f"with it other values come out: {', '.join(wrong[:3])}{more}"
+            return f"recomputation changes values: {', '.join(wrong[:3])}{more}"
         if name in one.check.differ:
-            return "it saves other values for backward when it is computed again"
+            return "it saves different values for backward when recomputed"
         return ""
 
     def _pass(self, names: Sequence[str]) -> PassResult:
@@ -312,10 +312,10 @@ class Trial:
             if not names:
                 raise
             found.error = str(error)
-        except Exception as error:  # noqa: BLE001 a user's code, which ran without remat
+        except Exception as error:  # a user's code, which ran without remat
             if not names:
                 raise
-            found.error = f"computing it again raises {type(error).__name__}: {error}"
+            found.error = f"recomputing it raises {type(error).__name__}: {error}"
         return found
 
     def _left(self) -> dict[str, dict[str, Any]]:

@@ -37,7 +37,7 @@ class SyncBatchNorm:
     """Implements `hvdtrain.core.protocols.Transform`; shared by the layers of one model.
 
     ``waited_s``: seconds that they waited for other ranks since `begin`. ``local``: statistics over own samples only,
-    without a wire. ``factor``: of this rank's loss (a loss scale): ranks sum the gradient of the loss as it is.
+    without a transport. ``factor``: of this rank's loss (a loss scale): ranks sum the gradient of the loss as it is.
     ``present``: this rank has samples; else its values count for nothing (`hvdtrain.data.weighting`). ``in_parts``: a
     rank may divide its samples of a step into several micro-batches. ``tapes``: records of statistics for blocks that
     are computed again (`hvdtrain.backends.torch.recompute`).
@@ -73,7 +73,7 @@ class SyncBatchNorm:
 
     def caveats(self) -> list[str]:
         cut = self._in_parts and any(isinstance(m, _BatchNorm) and m.training for m in self._model.modules())
-        return ["BatchNorm takes its statistics over each micro-batch of all ranks"] if cut else []
+        return ["BatchNorm computes its statistics over each micro-batch of all ranks"] if cut else []
 
     def begin(self, factor: float, present: bool) -> None:
         """Open a micro-batch."""
@@ -132,7 +132,7 @@ def layers(model: torch.nn.Module) -> list[tuple[str, _BatchNorm]]:
         if not isinstance(module, _BatchNorm):
             continue
         if type(module).forward not in _PLAIN:
-            raise UserError(f"sync_batchnorm with {type(module).__name__} {name!r}, which has a forward of its own",
+            raise UserError(f"sync_batchnorm with {type(module).__name__} {name!r}, which overrides forward",
                             "torch.nn.BatchNorm1d, 2d or 3d", "use one of them, or set sync_batchnorm: false")
         found.append((name, module))
     return found
@@ -170,7 +170,7 @@ class Synchronised(_BatchNorm):
         n = _sum_rows(n_P1)
         if own <= 1 and float(n) <= 1:  # seldom looked at: reading a number waits for the device
             raise UserError(f"BatchNorm {self.wire_name[3:]!r} with {int(n)} value per channel over all ranks",
-                            "more than one, which its statistics are taken over",
+                            "more than one, for its statistics",
                             "change global_batch, accumulate or micro_batch, or use GroupNorm")
         mean_C = _sum_rows(n_P1 * mean_PC) / n
         apart_PC = mean_PC - mean_C

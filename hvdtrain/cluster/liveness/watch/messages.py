@@ -49,7 +49,7 @@ class Message:
     @classmethod
     def of(cls, data: bytes) -> Message:
         if len(data) != SIZE:
-            raise ValueError(f"{len(data)} bytes are no message")
+            raise ValueError(f"{len(data)} bytes are not a message")
         kind, a, b, c, d, value, blob, text = _FORMAT.unpack(data)
         return cls(kind, (a, b, c, d), value, blob, text.rstrip(b"\0").decode(errors="replace"))
 

@@ -151,8 +151,6 @@ class Watcher:
     def _over(self, now: float) -> bool:
         return self.came or now - self.began > EMPTY_S
 
-    # --- what comes in --------------------------------------------------------------------------------------------
-
     def _hear(self, ready: list[int]) -> None:
         """Take in what has come: ranks, messages, and the ends of processes."""
         for fd in ready:
@@ -238,8 +236,6 @@ class Watcher:
                 self.poll.register(fd, select.POLLIN)
         self._bound(message.value)
 
-    # --- what is seen ---------------------------------------------------------------------------------------------
-
     def _scan(self, now: float) -> None:
         """Find ranks of this host that have not come yet: what stops them may have come early."""
         if len(self.ranks) >= self.local_size or now - self.scanned < SCAN_S:
@@ -277,7 +273,7 @@ class Watcher:
         if silent and not counts.leaving == counts.ranks:
             who = ", ".join(host.name for host in silent)
             text = (f"host {who}: unreachable from host {self.node} for {silent[0].silent_s:.0f} s "
-                    f"(heartbeat_timeout_s {self.bound_s:g}). The job is ended.")
+                    f"(heartbeat_timeout_s {self.bound_s:g}). The job is stopped.")
             say(text, [rank.stderr for rank in self.ranks.values()])
             for host in silent:
                 leave_cause("unreachable", text, host.rank, -1, host.name)
@@ -297,15 +293,13 @@ class Watcher:
                 end([rank.pid])
         self.ends_at = time.monotonic() + GRACE_S
 
-    # --- the end --------------------------------------------------------------------------------------------------
-
     def _orphaned(self, now: float, alive: list[WatchedRank]) -> bool:
         """After the launcher's end: kill the ranks; those that leave in order have a moment for it."""
         assert self.orphaned_at is not None
         leaving = any(rank.page and rank.page.pace().leaving for rank in alive)
         if not alive or leaving and now - self.orphaned_at < GRACE_S:
             return False
-        say(f"host {self.node}: the launcher of this job is gone; its ranks here are ended",
+        say(f"host {self.node}: the launcher of this job has ended; its ranks on this host are stopped",
             [rank.stderr for rank in alive])
         self.ends_at = now
         return True

@@ -119,7 +119,7 @@ MOST_STACKS, MOST_BYTES = 2, 20_000
 def report(verdict: WatchdogVerdict, accused: Sequence[Any], ranks: Sequence[Any], bound_s: float) -> None:
     """Report the verdict and the stacks that can be had, in one message, on the stderr of one of ``ranks``."""
     who = "; ".join(rank.was for rank in accused)
-    lines = [f"{who}: {why(verdict, bound_s)} The job is ended."]
+    lines = [f"{who}: {why(verdict, bound_s)} The job is stopped."]
     # One that is stopped could write its stacks only if it were let go on, and might end the run as if all were well.
     able = [rank for rank in ranks if rank.page and not rank.gone and not (verdict.stopped and rank in accused)]
     for rank in sorted(able, key=lambda r: (r not in accused, r.rank))[:MOST_STACKS]:
@@ -132,7 +132,7 @@ def report(verdict: WatchdogVerdict, accused: Sequence[Any], ranks: Sequence[Any
 def why(verdict: WatchdogVerdict, bound_s: float) -> str:
     """Return what a rank is accused of, as a sentence."""
     if verdict.kind == "lost":
-        return "its process has ended without a word."
+        return "its process has ended without a message."
     how = "frozen" if verdict.stopped else "hangs: every other rank has waited for it"
     return f"{how} for {verdict.seconds:.0f} s (heartbeat_timeout_s {bound_s:g})."
 

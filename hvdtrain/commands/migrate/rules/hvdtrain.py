@@ -7,7 +7,7 @@ from hvdtrain.commands.migrate.rules import keras2
 from hvdtrain.commands.migrate.scan import Scan
 
 TITLE = "a script of hvdtrain already"
-TARGETS = ("hvdtrain.keras", "trainer")
+TARGETS = ("hvdtrain.keras", "hvdtrain.torch", "trainer")
 
 
 def recognise(scan: Scan) -> bool:

@@ -40,14 +40,14 @@ def _by_call(scan: Scan) -> Iterator[OldCall]:
             yield from _optimizer(scan, call)
         elif last == "variables" and isinstance(call.func, cst.Attribute) and not call.args and (
                 sure := is_optimizer(scan, call.func.value)) is not None:
-            yield OldCall(call, f"{scan.short(call)} calls what is a list in Keras 3",
+            yield OldCall(call, f"{scan.short(call)} calls an attribute that is a list in Keras 3",
                           f"write {scan.short(call.func)} without ()", _uncalled(call) if sure else None)
         elif isinstance(call.func, cst.Attribute) and last in ("fit", "evaluate", "predict", "compile"):
             gone = ("experimental_run_tf_function",) if last == "compile" else QUEUES
             given = [word for word in gone if argument(call, word)]
             if given:
-                yield OldCall(call, f"{last} gets {', '.join(given)}, which Keras 3 does not know",
-                              "take it out" + ("" if last == "compile" else "; a PyDataset takes workers itself"),
+                yield OldCall(call, f"{last} gets {', '.join(given)}, which Keras 3 does not have",
+                              "remove it" + ("" if last == "compile" else "; a PyDataset takes workers itself"),
                               _without(call, given))
         else:
             yield from keras_files.replacements(scan, call, last)
@@ -59,12 +59,12 @@ def _optimizer(scan: Scan, call: cst.Call) -> Iterator[OldCall]:
     if argument(call, "decay") is not None:
         yield OldCall(call, "Keras 3 ignores decay= of an optimizer",
                       "give learning_rate a keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)",
-                      why="it warns once and trains on with a constant rate")
+                      why="it warns once and trains with a constant rate")
     if lr is not None and lr.keyword is not None and argument(call, "learning_rate") is None:
         yield OldCall(lr, "lr= of an optimizer is not in Keras 3", "write learning_rate=", _renamed(lr.keyword))
     if ".optimizers.legacy." in scan.dotted(call.func):
         yield OldCall(call, f"{scan.short(call.func)} is not in Keras 3",
-                      "take the optimizer of that name without legacy")
+                      "use the optimizer of that name without legacy")
 
 
 def _values(scan: Scan, call: cst.Call, last: str) -> Iterator[OldCall]:
@@ -73,12 +73,12 @@ def _values(scan: Scan, call: cst.Call, last: str) -> Iterator[OldCall]:
         yield OldCall(call, f"{scan.short(call.func)} is not in Keras 3",
                       "use keras.ops.convert_to_numpy(x), float(x), or x.assign(...)")
     elif dotted == "tensorflow.keras.backend.set_value":
-        yield OldCall(call, f"{scan.short(call.func)} does not take a variable of Keras 3", "use x.assign(...)")
+        yield OldCall(call, f"{scan.short(call.func)} does not accept a variable of Keras 3", "use x.assign(...)")
     elif last in ("get_weights", "set_weights") and isinstance(call.func, cst.Attribute) and is_optimizer(
             scan, call.func.value) is not None:
         what, why = f"{scan.short(call.func)} is not in Keras 3", OldCall.why
         if last == "set_weights":
-            what = f"{scan.short(call.func)} takes other values in Keras 3"
+            what = f"{scan.short(call.func)} takes different values in Keras 3"
             why = "its list begins with iteration and learning_rate, and an optimizer without variables refuses it"
         yield OldCall(call, what, "use its variables: [v.numpy() for v in optimizer.variables], and v.assign(value) "
                       "for each", None, why)
@@ -101,9 +101,6 @@ def _made(scan: Scan, binder: cst.CSTNode) -> cst.BaseExpression | None:
     return assign.value if isinstance(assign, cst.Assign) else None
 
 
-# --- generators ------------------------------------------------------------------------------------------------
-
-
 def _generators(scan: Scan) -> Iterator[OldCall]:
     for call in scan.methods(*GENERATORS):
         assert isinstance(call.func, cst.Attribute)
@@ -111,7 +108,7 @@ def _generators(scan: Scan) -> Iterator[OldCall]:
         order, plain = GENERATORS[name], name.partition("_")[0]
         unnamed = [a for a in call.args if a.keyword is None]
         sure = not starred(call) and len(unnamed) <= len(order)
-        yield OldCall(call, f"{name} is not in Keras 3", f"call {plain}, which takes generators, too"
+        yield OldCall(call, f"{name} is not in Keras 3", f"call {plain}, which also accepts generators"
                       + ("" if sure else ", with its arguments by name"),
                       _plain(scan, call, plain, order) if sure else None)
     for call in scan.methods("fit", "fit_generator"):
@@ -120,10 +117,10 @@ def _generators(scan: Scan) -> Iterator[OldCall]:
                  for word in ("steps_per_epoch", "validation_steps")}
         steps = [word for word, arg in given.items() if arg is not None and scan.code(arg.value) != "None"]
         if steps and (old or _flows(scan, call)):
-            yield OldCall(call, f"fit of a generator gets {' and '.join(steps)}", "leave that out where the generator "
-                          "has a length (flow, flow_from_directory, a PyDataset), and give each rank its own part of "
-                          "the data", None, "Keras 2 restarted such a generator in mid-epoch; in Keras 3 the epoch "
-                          "ends there, however few its steps")
+            yield OldCall(call, f"fit of a generator gets {' and '.join(steps)}", "remove it if the generator "
+                          "has a length (flow, flow_from_directory, a PyDataset), and give each rank "
+                          "its own shard of the data", None, "Keras 2 restarted such a generator in mid-epoch; in "
+                          "Keras 3 the epoch ends there, even after few steps")
 
 
 def _flows(scan: Scan, call: cst.Call) -> bool:
@@ -165,9 +162,6 @@ def _closer(given: cst.Arg, width: int, by: int) -> cst.Arg:
     return given.with_deep_changes(space.last_line, value=" " * (width - by))
 
 
-# --- images ----------------------------------------------------------------------------------------------------
-
-
 def _iterators(scan: Scan) -> Iterator[OldCall]:
     what, do = "ImageDataGenerator is not in Keras 3's own name space", f"take it from tensorflow.{LEGACY}"
     for node in scan.all(cst.ImportFrom):
@@ -185,9 +179,6 @@ def _iterators(scan: Scan) -> Iterator[OldCall]:
         if text == scan.dotted(used) and text in [f"{LEGACY}.{word}" for word in ITERATORS]:
             tf = next((name for name, means in scan.imports.items() if means == "tensorflow"), "")
             yield OldCall(used, what, do, _swapped(used, f"{tf}.{text}") if tf else None)
-
-
-# --- edits -----------------------------------------------------------------------------------------------------
 
 
 def _renamed(keyword: cst.Name) -> Callable[[Edits], None]:
@@ -213,7 +204,7 @@ def _swapped(node: cst.Attribute, text: str) -> Callable[[Edits], None]:
 
 OF_SESSIONS = ("ConfigProto", "set_session", "Session", "get_session", "enable_eager_execution")
 PIN_DO = "use tf.config.set_visible_devices and tf.config.experimental.set_memory_growth"
-IDLE = "TensorFlow 2 has it under compat.v1 alone, and Keras 3 computes in no session"
+IDLE = "TensorFlow 2 has it only under compat.v1, and Keras 3 uses no sessions"
 TENSORFLOWS = ("tensorflow", "tensorflow.compat.v1")
 
 
@@ -229,7 +220,7 @@ def sessions(scan: Scan) -> Iterator[OldCall]:
         dotted, last = scan.dotted(call.func), (name_of(call.func) or "").rpartition(".")[2]
         if last in OF_SESSIONS and ("tensorflow" in dotted or "keras" in dotted) and call not in seen:
             idle = "compat.v1" in dotted and ".keras." not in dotted
-            yield OldCall(call, f"{scan.short(call.func)} is of TensorFlow 1", PIN_DO, None,
+            yield OldCall(call, f"{scan.short(call.func)} belongs to TensorFlow 1", PIN_DO, None,
                           IDLE if idle else OldCall.why)
 
 

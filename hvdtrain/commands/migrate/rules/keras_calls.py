@@ -20,9 +20,9 @@ FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_spl
 COMPILE = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics", "run_eagerly", "steps_per_execution",
            "jit_compile", "auto_scale_loss")
 DATASET = ("a tf.data.Dataset that is more than from_tensor_slices, shuffle, batch, cache and prefetch",
-           "every rank has to get its own share of each global batch, in as many steps as the others, and what "
-           "maps and filters do to that cannot be read here",
-           "hand arrays to hvd.shard(x, y, global_batch=...) for hvdtrain.keras; Trainer takes the dataset as it is "
+           "every rank needs its own share of each global batch, in the same number of steps, and the "
+           "effect of maps and filters cannot be derived from the code",
+           "pass arrays to hvd.shard(x, y, global_batch=...) for hvdtrain.keras; Trainer takes the dataset as it is "
            "(its shuffle needs a seed)")
 
 
@@ -78,7 +78,8 @@ def argument_indices(scan: Scan, call: cst.Call, order: tuple[str, ...]) -> dict
     """Return the index of each given argument by its parameter's name; `Refused` for ``*args`` and ``**kwargs``."""
     if starred(call):
         raise Refused(scan.line(call), f"{scan.short(call.func)} gets *args or **kwargs",
-                      "what is in them cannot be read here", "write the arguments out, then run migrate again")
+                      "their contents cannot be derived from the code", "write the arguments explicitly, then run "
+                                                                        "migrate again")
     return {arg.keyword.value if arg.keyword is not None else order[index]: index
             for index, arg in enumerate(call.args)}
 
@@ -128,11 +129,11 @@ def sole(scan: Scan, node: cst.CSTNode) -> cst.SimpleStatementLine:
     line = scan.statement(node)
     if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
         raise Refused(scan.line(node), f"{scan.short(node)} shares its line with other statements",
-                      "one of them cannot be moved alone", "put it on a line of its own, then run migrate again")
+                      "one statement cannot be moved separately", "put it on a separate line, then run migrate again")
     return line
 
 
-UNDISTRIBUTED = "a model that is trained without the distributed optimizer becomes another on every rank"
+UNDISTRIBUTED = "a model that is trained without the distributed optimizer differs between ranks"
 
 
 def check(scan: Scan) -> None:
@@ -144,17 +145,17 @@ def check(scan: Scan) -> None:
         owner = scan.code(up.targets[0].target) if isinstance(up, cst.Assign) else ""
         if owner in fitted and not _compiled_behind(scan, owner, load):
             raise Refused(scan.line(load), f"{owner} can come from a file: {scan.short(load)}",
-                          "it brings the plain optimizer that it was saved with; " + UNDISTRIBUTED,
-                          f"load it by hvd.load_model of hvdtrain.keras, or compile {owner} again right behind")
+                          "it has the plain optimizer with which it was saved; " + UNDISTRIBUTED,
+                          f"load it by hvd.load_model of hvdtrain.keras, or compile {owner} again directly after")
     for node in scan.all(cst.Attribute):
         word, owner, up = node.attr.value, scan.code(node.value), scan.parent[node]
         called = isinstance(up, cst.Call) and up.func is node
         if owner in known and word in ("train_on_batch", "fit_generator", "train_step") or (
                 owner in known and word == "fit" and not called):
             raise Refused(scan.line(node), f"{scan.short(scan.statement(node))} trains outside of fit",
-                          "which part of the data is whose cannot be read there", "call fit itself there")
+                          "the division of the data cannot be derived from the code", "call fit there directly")
         if word == "fit" and called and owner not in known and _unknown(scan, node.value):
-            raise Refused(scan.line(node), f"{scan.short(node)} is called, of something that no compile is seen of",
+            raise Refused(scan.line(node), f"{scan.short(node)} is called on an object without a visible compile",
                           "if it is a model of Keras: " + UNDISTRIBUTED,
                           "write model.compile(...) and model.fit(...) of one name, then run migrate again")
 
@@ -213,7 +214,7 @@ def _weigh(scan: Scan, made: Rewrite, step: cst.FunctionDef) -> None:
     losses = [call for call in takers if not (name_of(call.func) or "").endswith("_metrics")]
     own = {node.value for node in scan.all(cst.Name, step)}
     if len(pairs) != 1 or not losses or WEIGHT in own or any(starred(call) for call in takers):
-        raise Refused(scan.line(step), f"{name} of a model of your own takes no sample weights", WEIGHTS, DO)
+        raise Refused(scan.line(step), f"{name} of a custom model takes no sample weights", WEIGHTS, DO)
     made.edits.swap(pairs[0].value, f"{_keras(scan, made)}.utils.{UNPACK}({data})")
     made.edits.put(pairs[0].targets[0].target, lambda new: new.with_changes(
         elements=in_a_row([*new.elements, cst.Element(cst.Name(WEIGHT))])))
@@ -222,7 +223,7 @@ def _weigh(scan: Scan, made: Rewrite, step: cst.FunctionDef) -> None:
         if argument(call, WEIGHT, TAKERS[call.func.attr.value]) is None:
             made.edits.put(call, lambda new: with_args(new, [*new.args, arg(WEIGHT, WEIGHT)]))
     made.tell(scan.line(pairs[0]), "changed", f"{name} takes the sample weights and gives them to the loss", WEIGHTS,
-              "look at the diff: what else the step computes as a mean over the batch needs the weights, too")
+              "check the diff: other means over the batch in this step also need the weights")
 
 
 def _keras(scan: Scan, made: Rewrite) -> str:

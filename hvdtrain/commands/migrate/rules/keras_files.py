@@ -42,13 +42,13 @@ def replacements(scan: Scan, call: cst.Call, last: str) -> Iterator[OldCall]:
         ends = WEIGHTS if weights else MODELS[:2]
         yield from _renamed(scan, call, 0, ends, ends[0], "ModelCheckpoint to", "")
         if argument(call, "period") is not None:
-            yield OldCall(call, "ModelCheckpoint gets period, which Keras 3 does not know",
+            yield OldCall(call, "ModelCheckpoint gets period, which Keras 3 does not have",
                           "write save_freq, a number of batches (or leave it out: once each epoch)")
     if last in ("save", "save_model", "save_weights") and _is_keras(scan, call, last) and any(
             argument(call, word) for word in GONE):
         gone = ", ".join(word for word in GONE if argument(call, word))
-        yield OldCall(call, f"{last} gets {gone}, which Keras 3 does not know",
-                      "take it out: the ending of the name is the format", _without_format(call))
+        yield OldCall(call, f"{last} gets {gone}, which Keras 3 does not have",
+                      "remove it: the suffix of the name sets the format", _without_format(call))
 
 
 def _renamed(scan: Scan, call: cst.Call, at: int, ends: tuple[str, ...], new: str, what: str,
@@ -127,9 +127,6 @@ def _with_ending(literal: Literal, new: str) -> Literal:
     text = literal.value.removesuffix(end)
     old = next((ending for ending in OLD if text.endswith(ending)), "")
     return literal.with_changes(value=text.removesuffix(old) + new + end)
-
-
-# --- whose call it is ------------------------------------------------------------------------------------------
 
 
 def _of_model(scan: Scan, call: cst.Call, last: str) -> int | None:

@@ -49,7 +49,7 @@ def rewrite(scan: Scan, made: Rewrite) -> list[str]:
     Return the statements that begin the script's distributed part: ``hvd.init()``, and this rank's GPU.
     """
     if "hvd" in scan.bound:
-        raise Refused(1, "the name hvd is used for something else", "hvdtrain.keras would be imported by that name",
+        raise Refused(1, "the name hvd has another use", "hvdtrain.keras would be imported under that name",
                       "rename it, then run migrate again")
     keras_calls.check(scan)
     made.edits.imports.append(IMPORT)
@@ -80,16 +80,14 @@ def _device(scan: Scan, made: Rewrite) -> list[str]:
             f'{tf}.config.set_visible_devices({gpus}[hvd.local_rank():][:1] or {gpus}[:1], "GPU")']
 
 
-# --- compile ---------------------------------------------------------------------------------------------------
-
-
 def _compile(scan: Scan, made: Rewrite, call: cst.Call) -> None:
     """Plan ``optimizer=hvd.DistributedOptimizer(x)`` for ``optimizer=x``, and ``jit_compile=False`` for True."""
     where = argument_indices(scan, call, COMPILE)
     unknown = sorted(set(where) - set(COMPILE))
     if unknown and any(True for _ in keras_calls.methods(scan, "compile")):
-        raise Refused(scan.line(call), f"compile of a model of your own gets {', '.join(unknown)}",
-                      "which of them are optimizers cannot be read here, and each has to be distributed",
+        raise Refused(scan.line(call), f"compile of a custom model gets {', '.join(unknown)}",
+                      "which of them are optimizers cannot be derived from the code, and each optimizer must be "
+                      "distributed",
                       "wrap each optimizer by hvd.DistributedOptimizer of hvdtrain.keras where it is made")
     index = where.get("optimizer")
     if index is None:  # Keras' default
@@ -111,7 +109,7 @@ def _optimizer(scan: Scan, given_as: cst.Arg) -> cst.BaseExpression:
     value = given_as.value
     if isinstance(value, cst.Attribute) and value.attr.value == "optimizer":
         raise Refused(scan.line(value), f"{scan.short(value)} is compiled a second time",
-                      "it is a distributed optimizer already, or will be",
+                      "it is already a distributed optimizer, or will be one",
                       "make a new optimizer, then run migrate again")
     others = [use for use in scan.uses(value.value) if use is not value] if isinstance(value, cst.Name) else []
     if not others:
@@ -120,8 +118,8 @@ def _optimizer(scan: Scan, given_as: cst.Arg) -> cst.BaseExpression:
     wrapped = {one for call in compiles(scan) for one in call.args}
     if isinstance(made, cst.Call) and not any(scan.parent[use] in wrapped for use in others):
         return made
-    raise Refused(scan.line(value), f"{scan.code(value)} is the optimizer of compile and is used elsewhere, too",
-                  "the distributed optimizer is a copy, and what is done to the plain one would have no effect",
+    raise Refused(scan.line(value), f"{scan.code(value)} is the optimizer of compile and has other uses",
+                  "the distributed optimizer is a copy, and changes of the plain one would have no effect",
                   "wrap it by hvd.DistributedOptimizer where it is made")
 
 
@@ -132,9 +130,6 @@ def _around(form: str, inner: cst.BaseExpression) -> Any:
     return whole.deep_replace(target, inner)
 
 
-# --- fit -------------------------------------------------------------------------------------------------------
-
-
 def _fit(scan: Scan, made: Rewrite, call: cst.Call, datasets: set[str]) -> None:
     where = argument_indices(scan, call, FIT)
     line = scan.line(call)
@@ -142,33 +137,33 @@ def _fit(scan: Scan, made: Rewrite, call: cst.Call, datasets: set[str]) -> None:
         raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "fix the script first")
     for name in ("validation_split", "steps_per_epoch"):
         if name in where:
-            raise Refused(line, f"fit gets {name}", "hvd.shard cuts whole epochs of what it is given",
+            raise Refused(line, f"fit gets {name}", "hvd.shard divides whole epochs of its data",
                           "split the arrays first and give validation_data" if name == "validation_split" else
-                          f"leave {name} out where the data come to an end by themselves; where they do not (a "
-                          "generator, a dataset that repeats), make arrays of them, or hand each rank batches of its "
-                          "own by hvdtrain.keras")
+                          f"remove {name} if the data are finite; otherwise (a "
+                          "generator, a dataset that repeats) convert them to arrays, or give each rank its "
+                          "own batches with hvdtrain.keras")
     x = call.args[where["x"]].value
     if "y" not in where:
         if is_generator(scan, x):
             raise Refused(line, f"fit gets a generator: {scan.short(x)}",
-                          "which of its batches are whose, and how many there are, cannot be read here",
-                          "make arrays of it for hvd.shard(x, y, global_batch=...)")
+                          "the division and number of its batches cannot be derived from the code",
+                          "convert it to arrays for hvd.shard(x, y, global_batch=...)")
         if not isinstance(x, cst.Name) or chain(scan, scan.value(x)) is None:
             raise Refused(line, f"fit gets {DATASET[0]}: {scan.short(x)}", *DATASET[1:], elsewhere=True)
         datasets.add(x.value)
     elif isinstance(x, (cst.List, cst.Dict, cst.Tuple)):
         raise Refused(line, f"fit gets several inputs: {scan.short(x)}", "hvd.shard takes one array x and one y",
-                      "put them into one array, or use Trainer with a dataset of your own")
+                      "put them into one array, or use Trainer with a custom dataset")
     made.edits.put(call, lambda new: _new_fit(new, where, scan.width(call)))
     if "y" in where:
         said = comments([call.args[where[name]] for name in where if name in INTO_SHARD])
         if said and isinstance(scan.statement(call), cst.SimpleStatementLine):
             made.edits.put(scan.statement(call),
                            lambda new: new.with_changes(leading_lines=[*new.leading_lines, *said]))
-    made.tell(line, "changed", "fit: batch_size is the batch of all ranks together"
-              if "y" in where else "fit: the dataset's batch is the batch of all ranks together",
-              "so the results stay those of one process with this batch, whatever the number of ranks",
-              "nothing, unless each rank shall take this batch: then multiply it by hvd.size(), and look at the rate")
+    made.tell(line, "changed", "fit: batch_size is the batch over all ranks"
+              if "y" in where else "fit: the dataset's batch is the batch over all ranks",
+              "so the results are those of one process with this batch, for any number of ranks",
+              "nothing, unless this is the batch per rank: then multiply it by hvd.size(), and check the rate")
 
 
 def _new_fit(new: cst.Call, where: dict[str, int], width: int) -> cst.Call:
@@ -246,8 +241,8 @@ def _dataset(scan: Scan, made: Rewrite, name: str) -> None:
             raise Refused(scan.line(use), f"{name} is used for more than fit", *DATASET[1:], elsewhere=True)
     made.edits.put(assign.value, lambda new: _sharded(new, found))
     if found.drops:
-        made.tell(scan.line(assign), "changed", f"{name}: drop_remainder=True is gone",
-                  "hvd.shard weighs a short last batch by its samples, so that none has to be dropped", "nothing")
+        made.tell(scan.line(assign), "changed", f"{name}: drop_remainder=True is removed",
+                  "hvd.shard weights a short last batch by its samples, so no sample has to be dropped", "nothing")
 
 
 def _sharded(new: cst.Call, found: Chain) -> cst.BaseExpression:
@@ -275,9 +270,6 @@ def _sharded(new: cst.Call, found: Chain) -> cst.BaseExpression:
     if seed is not None:
         args.append(keyword("seed", seed))
     return cst.Call(expression("hvd.shard"), in_a_row(args))
-
-
-# --- files -----------------------------------------------------------------------------------------------------
 
 
 def _writers(scan: Scan, made: Rewrite) -> None:
@@ -311,7 +303,7 @@ def _writer(scan: Scan, made: Rewrite, call: cst.Call) -> None:
                 made.edits.put(element, _on_root)
             return
     raise Refused(scan.line(call), f"{scan.short(call.func)} would write from every rank",
-                  "ranks that write one file at the same time leave a broken one",
+                  "ranks that write one file at the same time corrupt it",
                   "put it into the list of callbacks, then run migrate again")
 
 
@@ -326,8 +318,8 @@ def _saves(scan: Scan, made: Rewrite) -> None:
     for call in saves(scan):
         line = sole(scan, call)
         if not isinstance(line.body[0], cst.Expr):
-            raise Refused(scan.line(call), f"the result of {scan.short(call)} is used", "it is to run on rank 0 only",
-                          "put it on a line of its own, then run migrate again")
+            raise Refused(scan.line(call), f"the result of {scan.short(call)} is used", "it must run on rank 0 only",
+                          "put it on a separate line, then run migrate again")
         made.edits.put(line, lambda new: guarded(new, ROOT))
 
 
@@ -348,8 +340,8 @@ def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
     found = fits(scan)
     if not found:
         tape = next(scan.calls("GradientTape"))
-        made.tell(scan.line(tape), "by hand", "the model is trained by a loop of its own, with a GradientTape",
-                  "where its batches come from and what its loss is divided by cannot be read here",
+        made.tell(scan.line(tape), "by hand", "the model is trained by a custom loop with a GradientTape",
+                  "the source of its batches and the divisor of its loss cannot be derived from the code",
                   "import hvdtrain.tensorflow as hvd; hvd.init(); tape = hvd.DistributedGradientTape(tape); "
                   "hvd.broadcast_variables(model.variables, root_rank=0) after the first step; "
                   "x[hvd.rank()::hvd.size()]")

@@ -33,7 +33,7 @@ def rewrite(scan: Scan, made: Rewrite) -> None:
     _result(scan, call, line.body[0])
     batch = _batch(scan, call, where)
     if not batch:
-        raise Refused(scan.line(call), f"the batch size of {scan.short(call.args[where['x']].value)} is not to be seen",
+        raise Refused(scan.line(call), f"the batch size of {scan.short(call.args[where['x']].value)} is not visible",
                       "Config needs it as global_batch", "write it into the code below")
     if "y" not in where:
         _endless(scan, made, call.args[where["x"]].value)
@@ -42,8 +42,8 @@ def rewrite(scan: Scan, made: Rewrite) -> None:
     made.edits.put(call, lambda new: _fit(new, where, names.trainer))
     made.edits.put(line, lambda new: _with_trainer(new, config, comments(call.args)))
     _saves(scan, made, call, f"{names.trainer}.run.control.rank == 0")
-    made.tell(scan.line(call), "changed", "fit runs in Trainer, with the model as it is compiled",
-              "the batch is that of all ranks together; logs, checkpoints and the final model go to a folder under "
+    made.tell(scan.line(call), "changed", "fit runs in Trainer, with the model as compiled",
+              "the batch is the batch over all ranks; logs, checkpoints and the final model go to a folder under "
               "runs/",
               "start it with horovodrun -np N python script.py (or mpirun)")
 
@@ -78,13 +78,13 @@ def _result(scan: Scan, call: cst.Call, small: cst.BaseSmallStatement) -> None:
 def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
     line = scan.line(call)
     for step in keras_calls.methods(scan, "train_step", "compute_loss"):
-        raise Refused(scan.line(step), f"a model of your own has {step.name.value}", "Trainer does not call it",
+        raise Refused(scan.line(step), f"a custom model has {step.name.value}", "Trainer does not call it",
                       "give the model's file a task(model, batch) -> (loss_sum, weight), or run migrate with --to "
                       "hvdtrain.keras, whose fit calls it")
     for name in NEITHER:
         if name in where:
             raise Refused(line, f"fit gets {name}", "Trainer has it in another form, or not at all",
-                          "see docs/config.md (early_stop, checkpoint, schedule), and take it out of fit" + (
+                          "see early_stop, checkpoint, schedule in docs/reference/settings.md; remove it from fit" + (
                               "; or run migrate with --to hvdtrain.keras" if name in KEPT_BY_KERAS else ""))
     if "x" not in where:
         raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "fix the script first")
@@ -93,7 +93,7 @@ def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
 
 
 def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> str:
-    """Return the code of the batch size, of ``fit`` or of the dataset's own ``batch``; "" where it is not to be seen.
+    """Return the code of the batch size, of ``fit`` or of the dataset's own ``batch``; "" where it is not visible.
     """
     size = call.args[where["batch_size"]].value if "batch_size" in where else None
     if size is not None and not (isinstance(size, cst.Name) and size.value == "None"):
@@ -119,7 +119,7 @@ def _endless(scan: Scan, made: Rewrite, data: cst.BaseExpression) -> None:
     for name, link in _links(scan, data):
         if name == "repeat" and not link.args:
             raise Refused(scan.line(link), f"the dataset has no end: {scan.short(link)}",
-                          "Trainer repeats it itself, and counts epochs", "take .repeat() out, then run migrate again")
+                          "Trainer repeats the dataset and counts epochs", "remove .repeat(), then run migrate again")
         if name == "shuffle" and argument(link, "seed", 1) is None:
             made.edits.put(link, lambda new: with_args(new, [*new.args, arg("0", "seed")]))
             made.tell(scan.line(link), "changed", f"{scan.short(link, 40)} gets a seed",
@@ -202,6 +202,6 @@ def _saves(scan: Scan, made: Rewrite, fit: cst.Call, root: str) -> None:
     """Plan ``model.save(...)`` behind the fit, on rank 0."""
     for call in saves(scan):
         if scan.scope(call) is not scan.scope(fit) or scan.line(call) < scan.line(fit):
-            raise Refused(scan.line(call), f"{scan.short(call)} is not right behind fit",
-                          "only there is it known which rank this is", "move it behind fit, then run migrate again")
+            raise Refused(scan.line(call), f"{scan.short(call)} is not directly after fit",
+                          "only there is the rank known", "move it after fit, then run migrate again")
         made.edits.put(sole(scan, call), lambda new: guarded(new, root))

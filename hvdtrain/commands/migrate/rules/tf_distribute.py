@@ -20,10 +20,10 @@ STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy")
 OTHERS = ("TPUStrategy", "ParameterServerStrategy", "CentralStorageStrategy", "OneDeviceStrategy")
 FACTS = "launch_facts(os.environ)"
 FACTS_IMPORTS = ["import os", "from hvdtrain.core.launcher import launch_facts"]
-LOOP = ("the loss's divisor, the datasets and the reductions of a loop of your own cannot be moved one by one",
+LOOP = ("the loss's divisor, the datasets and the reductions of a custom loop cannot be converted one by one",
         "hvdtrain.tensorflow has Horovod's tape: hvd.init(); tape = hvd.DistributedGradientTape(tape); call "
         "the step itself in place of strategy.run; hvd.broadcast_variables after the first step; shard the "
-        "dataset by hand; or hand model and data to Trainer")
+        "dataset by hand; or pass model and data to Trainer")
 
 
 snippet = keras_trainer.snippet
@@ -55,8 +55,8 @@ def plan(scan: Scan, options: MigrateOptions) -> Rewrite:
         [old.with_changes(body=cst.ensure_type(statement(texts[0]), cst.SimpleStatementLine).body),
          *(statement(text) for text in texts[1:])]))
     made.tell(scan.line(assign), "changed",
-              "the strategy is gone: ranks are processes, one for each GPU, each runs the whole script",
-              "one process of tf.distribute had several replicas, which Horovod's API does not know",
+              "the strategy is removed: ranks are processes, one per GPU, and each runs the whole script",
+              "one process of tf.distribute had several replicas, which Horovod's API does not have",
               keras_fit.START)
     return made
 
@@ -67,15 +67,15 @@ def _strategy(scan: Scan) -> cst.Assign:
     for call in calls:
         if scan.means(call.func, *OTHERS):
             raise Refused(scan.line(call), f"{scan.short(call.func)} is used",
-                          "hvdtrain's ranks hold whole models and add their gradients; that is another thing",
-                          "use MirroredStrategy's way of training, or stay")
+                          "hvdtrain's ranks hold whole models and sum their gradients, which differs",
+                          "use data parallelism as in MirroredStrategy, or do not migrate")
     up = scan.parent[calls[0]]
     if len(calls) > 1 or not (isinstance(up, cst.Assign) and len(up.targets) == 1
                               and isinstance(up.targets[0].target, cst.Name)
                               and scan.bindings(up.targets[0].target.value) == 1):
-        raise Refused(scan.line(calls[-1]), "the strategy is not made once and kept by one name",
-                      "which one is used where cannot be read here",
-                      "keep one, then run migrate again; or take all of them out, and a Trainer for each fit")
+        raise Refused(scan.line(calls[-1]), "the strategy is not created once under one name",
+                      "the strategy of each use cannot be derived from the code",
+                      "keep one, then run migrate again; or remove all of them, and use a Trainer for each fit")
     sole(scan, up)
     return up
 
@@ -98,9 +98,6 @@ def _use(scan: Scan, made: Rewrite, use: cst.Name, to_trainer: bool) -> None:
         raise Refused(scan.line(use), what, *LOOP)
     raise Refused(scan.line(use), what, "only its scope and num_replicas_in_sync have a counterpart",
                   "rewrite this line by hand (hvd.rank(), hvd.size(), hvd.rank() == 0), then run migrate again")
-
-
-# --- TF_CONFIG -------------------------------------------------------------------------------------------------
 
 
 def _tf_config(scan: Scan, made: Rewrite, to_trainer: bool) -> None:
@@ -150,5 +147,5 @@ def _read(scan: Scan, made: Rewrite, node: cst.Assign) -> None:
         made.edits.swap(call, "hvd.size()")
         made.tell(scan.line(call), "changed", "the number of workers is hvd.size(), the number of ranks",
                   "a worker of tf.distribute may have held several GPUs; a rank has one",
-                  "look at the batch and the rate where workers held several GPUs")
+                  "check the batch and the rate if workers had several GPUs")
     made.edits.remove(sole(scan, node))

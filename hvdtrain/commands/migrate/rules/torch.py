@@ -1,7 +1,7 @@
 """Rules of PyTorch scripts with a loop of their own: horovod.torch, Accelerate, DDP and DataParallel.
 
-Lists the calls to remove and drafts a Config from the making of loader, optimizer and loss. Reads no loop and rewrites
-nothing.
+For ``--to trainer`` lists the calls to remove and drafts a Config from the making of loader, optimizer and loss; this
+rewrites nothing. The diffs to ``hvdtrain.torch`` are of ``horovod_imports`` and ``ddp``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import libcst as cst
 from hvdtrain.commands.migrate.edit import HOMES, Names
 from hvdtrain.commands.migrate.finding import MigrateOptions, Rewrite
 from hvdtrain.commands.migrate.ranks import sized
+from hvdtrain.commands.migrate.rules import ddp, horovod_imports
 from hvdtrain.commands.migrate.scan import Scan, argument, is_true, name_of, starred, text_of
 
 RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "NAdam": "0.002", "RAdam": "0.001", "Adamax": "0.002",
@@ -39,7 +40,7 @@ SPLITS = ("FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer", 
 ASKED = ("rank", "get_rank", "size", "get_world_size", "local_rank", "local_size")
 """Calls that stay: code that reads them is the user's to change."""
 SAMPLERS = ("torch.utils.data.distributed", "torch.utils.data.DistributedSampler", "torch.cuda.set_device")
-NO_KEY = "Config has no key for it, or the value cannot be read here"
+NO_KEY = "Config has no key for it, or the value cannot be derived from the code"
 SCHEDULE = 'schedule=ScheduleConfig("CosineAnnealingLR", {"T_max": 100}, warmup_steps=10), for example'
 
 
@@ -73,6 +74,7 @@ class TorchRule:
 
     ``uses``: recognises a script. ``gone``: prefixes of the dotted names whose calls go. ``per_rank``: a loader's batch
     is that of one process. ``more``: adds keys of its own. ``handle``: makes the object whose methods go, too.
+    ``diff``: plans the rewrite to ``hvdtrain.torch``, the default target where there is one.
     """
 
     TITLE: str
@@ -81,25 +83,33 @@ class TorchRule:
     per_rank: bool = True
     more: Callable[[TorchDraft], None] = lambda draft: None
     handle: str = ""
-    TARGETS: tuple[str, ...] = ("trainer",)
+    diff: Callable[[Scan, Rewrite], None] | None = None
+
+    @property
+    def TARGETS(self) -> tuple[str, ...]:
+        return ("trainer",) if self.diff is None else ("hvdtrain.torch", "trainer")
 
     def recognise(self, scan: Scan) -> bool:
         return self.uses(scan)
 
     def plan(self, scan: Scan, options: MigrateOptions) -> Rewrite:
         made = Rewrite()
+        if self.diff is not None and options.target == "hvdtrain.torch":
+            self.diff(scan, made)
+            return made
         draft = TorchDraft(scan, made, self.per_rank)
         at = scan.line(next(scan.methods("backward"), scan.module))
-        made.tell(at, "by hand", "Trainer runs the training loop", "a loop can do anything: accumulation over "
-                  "several passes, changes of the rate and a choice of samples by rank are not read",
-                  "put the code below in its place; what else the loop does goes into the data's test part, a "
-                  "callback, or a task(model, batch) -> (loss_sum, weight) in the model's file")
+        made.tell(at, "by hand", "Trainer runs the training loop", "a loop can do anything: accumulation "
+                  "over several passes, rate changes and selection of samples by rank are not analysed",
+                  "replace it with the code below; move other work of the loop into the "
+                  "test data, a callback, or a task(model, batch) -> (loss_sum, weight) in the model's file")
         if gone := self._calls_to_remove(scan):
-            made.tell(gone[0][0], "by hand", "these go: " + ", ".join(f"{text} (line {line})" for line, text in gone),
-                      "Trainer starts the exchange, cuts each global batch, and puts the bare model on this rank's "
-                      "device",
-                      "take them out, with .module and the like around the model; strip module. from names in saved "
-                      "files; where a rank is read, take launch_facts(os.environ).rank of hvdtrain.core.launcher")
+            made.tell(gone[0][0], "by hand", "removed: " + ", ".join(f"{text} (line {line})" for line, text in gone),
+                      "Trainer starts the exchange, divides each global batch, and moves the plain "
+                      "model to this rank's device",
+                      "remove them, with .module and similar wrappers of the model; strip module. "
+                      "from names in saved files; to read the rank, use launch_facts(os.environ).rank of "
+                      "hvdtrain.core.launcher")
         draft.keys["epochs"] = _epochs(draft)
         self.more(draft)
         _loader(draft, options.ranks)
@@ -138,9 +148,6 @@ def _named(name: str, args: dict[str, str]) -> str:
     return f'Named("{name}", {{{inner}}})' if args else f'Named("{name}")'
 
 
-# --- data, optimizer, loss -------------------------------------------------------------------------------------
-
-
 def _epochs(draft: TorchDraft) -> str:
     """Return ``n`` where backward stands in a loop inside ``for ... in range(n)``, else "..."."""
     call = next(draft.scan.methods("backward"), draft.scan.module)
@@ -173,7 +180,7 @@ def _loader(draft: TorchDraft, ranks: int) -> None:
     if draft.per_rank and ranks == 1:
         draft.decide(train, "global_batch is that of one process in the code below", "run migrate with --ranks N, the "
                      "number of processes of the old job",
-                     "Trainer's is that of all ranks together, however many they are")
+                     "Trainer's batch is over all ranks, for any number of ranks")
     parts = [argument(call, "dataset", 0) for call in (train, *tests[:1])]
     texts = [draft.code(part.value) if part is not None else "dataset" for part in parts]
     draft.data = f"({', '.join(texts)})" if len(texts) > 1 else texts[0]
@@ -183,8 +190,9 @@ def _loader(draft: TorchDraft, ranks: int) -> None:
         known = value is None or scan.code(value) == "None" or (
             isinstance(value, cst.Call) and scan.means(value.func, "DistributedSampler"))
         if given is not None and not known:
-            draft.decide(given, f"the loader has {scan.short(given)}", f"give fit the loader itself: it keeps {word}, "
-                         "and global_batch rules the batch size", "Trainer makes its own batches of a dataset")
+            draft.decide(given, f"the loader has {scan.short(given)}", "pass the loader itself to fit: it "
+                         f"keeps {word}, and global_batch sets the batch "
+                         "size", "Trainer makes its own batches of a dataset")
     shuffle = argument(train, "shuffle", 2)
     ordered = shuffle is None or scan.code(shuffle.value) == "False"
     if ordered and not starred(train) and argument(train, "sampler", 3) is None:
@@ -201,8 +209,8 @@ def _optimizer(draft: TorchDraft) -> None:
     made = [call for call in scan.all(cst.Call) if scan.dotted(call.func).startswith("torch.optim.")
             and call not in schedules]
     if len(made) > 1:
-        draft.decide(made[1], f"{len(made)} optimizers are made", "choose one in the code below; for several, keep the "
-                     "loop and use Horovod as it is", "Trainer has one for all parameters of the model")
+        draft.decide(made[1], f"{len(made)} optimizers are made", "choose one in the code below; for several, "
+                     "keep the loop and use Horovod directly", "Trainer has one for all parameters of the model")
     if len(made) != 1:
         return
     call, of, rate = made[0], argument(made[0], "params", 0), argument(made[0], "lr", 1)
@@ -212,13 +220,14 @@ def _optimizer(draft: TorchDraft) -> None:
     if whole:
         draft.model = owner.removesuffix(".module") if owner != "self" else "model"
     elif of is not None:
-        draft.decide(of, f"the optimizer is of {scan.short(of)}", "set requires_grad = False on what is not to train",
+        draft.decide(of, f"the optimizer is of {scan.short(of)}", "set requires_grad = False on parameters that must "
+                                                                  "not train",
                      "Trainer makes one for all parameters of the model; groups of parameters have no key")
     if rate is not None and not sized(scan, scan.value(rate.value)):
         draft.keys["lr"] = draft.code(rate.value)
     elif rate is not None:
         draft.decide(rate, f"the rate is {scan.short(rate.value)}, which depends on the number of processes",
-                     "write the number you mean", "Trainer's rate and batch are those of all ranks together")
+                     "write the number explicitly", "Trainer's rate and batch are for all ranks together")
     elif whole and not starred(call):  # groups may have rates of their own
         draft.keys["lr"] = RATES.get(name, "...")
     for arg in (arg for at, arg in enumerate(call.args) if arg.star or arg.keyword is None and at > 1):
@@ -247,7 +256,7 @@ def _loss(draft: TorchDraft) -> None:
     if odd:
         draft.decide(call, f"the loss is {scan.short(call)}", "give the model's file a task(model, batch) -> "
                      "(loss_sum, weight)",
-                     f"Trainer takes losses by name whose mean is that over samples, without {', '.join(odd)}")
+                     f"Trainer takes losses by name that are means over samples, without {', '.join(odd)}")
     draft.keys["loss"] = _named(name, {key: text for key, text in args.items() if key in LOSS_ARGS})
     if name not in OF_CLASSES:
         draft.keys["metrics"] = "[]"
@@ -267,18 +276,15 @@ def _step(draft: TorchDraft) -> None:
     if casts:
         draft.keys["precision"] = "..."
         draft.decide(casts[0], f"{scan.short(casts[0])} sets the compute type",
-                     'write precision="fp32", "bf16" or "fp16"', "the code below leaves it open")
+                     'write precision="fp32", "bf16" or "fp16"', "the code below does not set it")
     for call in scan.methods("no_sync"):
-        draft.decide(call, f"{scan.short(call)} holds gradients back over several passes",
+        draft.decide(call, f"{scan.short(call)} delays gradients over several passes",
                      "set accumulate to their number, and global_batch to the samples of all of them")
     for call in scan.calls(*SPLITS):
         if scan.dotted(call.func).startswith(("torch.", "accelerate.")):
-            draft.decide(call, f"{scan.short(call.func)} shards the model or its state over the ranks", "stay, where "
-                         "one device cannot hold it; model_parallel splits over the devices of a rank",
-                         "hvdtrain's ranks hold whole models and add their gradients")
-
-
-# --- each kind's own -------------------------------------------------------------------------------------------
+            draft.decide(call, f"{scan.short(call.func)} shards the model or its state over the ranks", "do not "
+                         "migrate if one device cannot hold it; model_parallel partitions over the devices of a rank",
+                         "hvdtrain's ranks hold whole models and sum their gradients")
 
 
 def _of_horovod(draft: TorchDraft) -> None:
@@ -301,6 +307,13 @@ def _of_horovod(draft: TorchDraft) -> None:
                 draft.keys[key] = value
 
 
+def _new_import(scan: Scan, made: Rewrite) -> None:
+    if line := horovod_imports.move(scan, made):
+        made.tell(line, "changed", "trains through hvdtrain, with Horovod's names and arguments",
+                  "gradients of ranks on one host travel through shared memory, and errors name the rank that failed",
+                  "start it as before (horovodrun or mpirun); run migrate --to trainer to replace the loop by Trainer")
+
+
 def _of_accelerate(draft: TorchDraft) -> None:
     scan = draft.scan
     for arg in (arg for call in scan.calls("accelerate.Accelerator") for arg in call.args):
@@ -312,7 +325,7 @@ def _of_accelerate(draft: TorchDraft) -> None:
         elif word not in IDLE or word == "mixed_precision" or (
                 word == "gradient_accumulation_steps" and scan.code(arg.value) != "1"):
             draft.decide(arg, f"the Accelerator has {scan.short(arg)}",
-                         ACCELERATOR_DO.get(word, "look for it in docs/config.md"))
+                         ACCELERATOR_DO.get(word, "see docs/reference/settings.md"))
 
 
 def _calls(*names: str) -> Callable[[Scan], bool]:
@@ -321,12 +334,13 @@ def _calls(*names: str) -> Callable[[Scan], bool]:
 
 TORCH_RULES = {
     "horovod_torch": TorchRule("a script of horovod.torch", lambda scan: scan.imports_any("horovod.torch"),
-                               ("horovod", *SAMPLERS), more=_of_horovod),
+                               ("horovod", *SAMPLERS), more=_of_horovod, diff=_new_import),
     "accelerate": TorchRule("a script of Accelerate", _calls("accelerate.Accelerator"), ("accelerate.Accelerator",),
                             more=_of_accelerate, handle="accelerate.Accelerator"),
     "ddp": TorchRule("a script of DistributedDataParallel",
                      _calls("DistributedDataParallel", "torch.distributed.init_process_group"),
-                     ("torch.distributed", "torch.nn.parallel", "torch.multiprocessing", *SAMPLERS)),
+                     ("torch.distributed", "torch.nn.parallel", "torch.multiprocessing", *SAMPLERS),
+                     diff=ddp.rewrite),
     "data_parallel": TorchRule("a script of DataParallel", _calls("DataParallel", "data_parallel"),
                                ("torch.nn.DataParallel", "torch.nn.parallel"),
                                per_rank=False),  # one process: its batch is the global one already

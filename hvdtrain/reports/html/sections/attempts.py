@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.reports.html.blocks import Section, Table
 from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.shapes import Section, Table
 from hvdtrain.reports.html.words import count, duration, moment, number, size, whole
 
 MOST = 40
@@ -22,9 +22,9 @@ def make(facts: RunFacts) -> Section | None:
     if not blocks:
         return None
     there = [step for step, _, _ in facts.checkpoints]
-    lead = "No checkpoint is in the run's directory."
+    lead = "The run's directory has no checkpoint."
     if there:
-        lead = f"{count(len(there), 'checkpoint')} in the run's directory now, the newest of step {max(there):,}."
+        lead = f"{count(len(there), 'checkpoint')} in the run's directory, the newest from step {max(there):,}."
     return Section("attempts", "Checkpoints and restarts", lead, blocks)
 
 
@@ -39,7 +39,7 @@ def _attempts(facts: RunFacts) -> Table:
             else f"rank {one.rank} on {one.host}" if one.rank >= 0 else ""
         )
         who = "" if one.ended_well or f"rank {one.rank}" in one.words else who
-        why = "goes on" if going else one.fault or "without a message"
+        why = "running" if going else one.fault or "without a message"
         rows.append([str(one.number), moment(one.begin_s), duration(one.end_s - one.begin_s), str(one.ranks or ""),
                      f"{max(0, one.step_begin):,} \N{EN DASH} {one.step_end:,}" if one.step_end >= 0 else "none",
                      f"{one.lost:,}", why + (f", {who}" if who else ""), one.words])
@@ -48,7 +48,7 @@ def _attempts(facts: RunFacts) -> Table:
     left = len(facts.attempts) - len(shown)
     return Table(
         "Attempts",
-        ["", "began", "lasted", "ranks", "steps", "computed again", "ended by", "what is known"],
+        ["", "began", "lasted", "ranks", "steps", "repeated", "ended by", "details"],
         rows,
         marked=frozenset(marked),
         words=frozenset({6, 7}),
@@ -75,10 +75,10 @@ def _saves(facts: RunFacts) -> Table | None:
             marked.add(i)
     left = len(events) - len(rows)
     blocked = sum(max(0.0, number(e.values.get("blocked_s"))) for e in events if number(e.values.get("blocked_s")) >= 0)
-    note = f"Saves held training up for {duration(blocked)} in all." + (
+    note = f"Saves blocked training for {duration(blocked)} in total." + (
         f" {left} earlier ones are not listed." if left else ""
     )
-    heads = ["step", "took", "held training up", "size", "on disk now", "error"]
+    heads = ["step", "took", "blocked training", "size", "on disk", "error"]
     used = heads if marked else heads[:-1]
     return Table("Saves", used, [row[:len(used)] for row in rows], folded=len(rows) > 8, marked=frozenset(marked),
                  words=frozenset({5}), note=note)

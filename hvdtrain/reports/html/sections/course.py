@@ -7,20 +7,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.reports.html.blocks import Lanes, Section
 from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.log import RunAttempt
-from hvdtrain.reports.html.shapes import Lane, TimeAxis, TimelineSpan, near_joined
+from hvdtrain.reports.html.shapes import Lane, Lanes, Section, TimeAxis, TimelineSpan, near_joined
 from hvdtrain.reports.html.words import count, cut, duration, listed, metric, number, size
 
-LEGEND = (("starting", "starting"), ("training", "training"), ("ending", "ending"), ("failed", "ended badly"),
-          ("again", "lost, computed again later"))
+LEGEND = (("starting", "starting"), ("training", "training"), ("ending", "ending"), ("failed", "failed"),
+          ("again", "lost and repeated later"))
 QUIET = 12.0
 """A pause between two records of this many usual ones, and of `LEAST_QUIET_S`, is drawn as quiet."""
 
 LEAST_QUIET_S = 5.0
-TROUBLE = {"non_finite": "no update: not finite", "out_of_memory": "out of memory", "failed": "failed"}
-DECIDED = {"balance": "shares", "wire": "wire", "compression": "compression", "compile": "compile",
+TROUBLE = {"non_finite": "step skipped: not finite", "out_of_memory": "out of memory", "failed": "failed"}
+DECIDED = {"balance": "shares", "wire": "transport", "compression": "compression", "compile": "compile",
            "memory_fit": "micro-batch"}
 
 
@@ -37,9 +36,9 @@ def make(facts: RunFacts) -> Section | None:
     lanes = [_attempts(facts, axis), _trouble(facts, axis), _evaluations(facts, axis), _checkpoints(facts, axis),
              _decisions(facts, axis)]
     many = count(len(facts.attempts), "attempt")
-    lead = f"{many}, from left to right as the clock went. Point at anything to read it."
+    lead = f"{many}. Hover over a mark to read it."
     block = Lanes([lane for lane in lanes if lane.spans or lane.ticks], axis.breaks(), axis.ticks(), _legend(lanes))
-    return Section("course", "The course of it", lead, [block])
+    return Section("course", "Timeline", lead, [block])
 
 
 def _attempts(facts: RunFacts, axis: TimeAxis) -> Lane:
@@ -56,7 +55,7 @@ def _attempts(facts: RunFacts, axis: TimeAxis) -> Lane:
         stop_s = _stop(one, end_s, going)
         _span(lane, axis, trained_s, stop_s, "training", f"{which}: {steps}, {duration(stop_s - trained_s)}", label)
         _span(lane, axis, max(trained_s, stop_s), end_s, "ending",
-              f"{which}: after its last step, until its processes had ended, {duration(end_s - stop_s)}")
+              f"{which}: shutdown after the last step, {duration(end_s - stop_s)}")
         again_s = _time_at(facts, one.order, one.step_end - one.lost) if one.lost else math.nan
         if math.isfinite(again_s):
             _span(
@@ -65,8 +64,8 @@ def _attempts(facts: RunFacts, axis: TimeAxis) -> Lane:
                 again_s,
                 stop_s,
                 "again",
-                f"{count(one.lost, 'step')} of attempt {one.number} that were not "
-                "in a checkpoint and were computed again",
+                f"{count(one.lost, 'step')} of attempt {one.number} that were "
+                "in no checkpoint and were repeated",
             )
         if not one.ended_well and not going:
             words = f"{one.fault}: {one.words}" if one.cause else "ended without a message"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.core.mesh import spans
-from hvdtrain.reports.html.blocks import Section, Table
 from hvdtrain.reports.html.facts import RunFacts, environment
+from hvdtrain.reports.html.shapes import Section, Table
 from hvdtrain.reports.html.words import cut, duration, number, size
 
 MOST = 32
@@ -62,7 +62,7 @@ def _pipeline(facts: RunFacts) -> Table | None:
         for stage, rank in enumerate(ranks):
             own = blocks[stage] if isinstance(blocks, list) and stage < len(blocks) else ""
             rows.append([str(copy), str(stage), facts.who(rank), cut(own, 120)])
-    return Table("The model over the ranks", ["copy", "stage", "", "blocks"], rows[:MOST], words=frozenset({3})
+    return Table("Partition of the model", ["replica", "stage", "", "blocks"], rows[:MOST], words=frozenset({3})
                  ) if rows else None
 
 
@@ -80,7 +80,7 @@ def _per_rank(facts: RunFacts, devices: list[Any], clocks: list[Any]) -> Table |
                "" if not clock else duration(number(clock.get("within_s"))))
         groups.setdefault(key, []).append(rank)
     rows = [[_ranks(ranks), *key] for key, ranks in list(groups.items())[:MOST]]
-    heads = ["ranks", "device", "clock ahead of rank 0's", "give or take"]
+    heads = ["ranks", "device", "clock ahead of rank 0's", "error at most"]
     used = [0, *(i for i in (1, 2, 3) if any(row[i] for row in rows))]
     if len(used) < 2:
         return None

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.reports.html.blocks import Prose, Section, Table
 from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.shapes import Prose, Section, Table
 from hvdtrain.reports.html.words import cut, duration, number, short, size
 
-WIRES = {"null": "nothing: there was one rank", "shared": "memory that the ranks of a host share",
+WIRES = {"null": "nothing: there was one rank", "shared": "shared memory",
          "mpi": "plain MPI", "horovod": "Horovod"}
-_STAGES = {"rule": "taken by rule", "decided": "decided", "tried": "tried", "checked": "checked",
-           "changed": "given up, to decide anew"}
+_STAGES = {"rule": "chosen by rule", "decided": "decided", "tried": "tried", "checked": "checked",
+           "changed": "given up, to decide again"}
 
 
 def make(facts: RunFacts) -> Section | None:
     lines, blocks = [], []
     wire = str(facts.start.get("wire") or "")
     if wire:
-        lines.append(f"Gradients went over {WIRES.get(wire, wire)}{f' (wire {wire})' if wire in WIRES else ''}.")
-    chosen = facts.log.all("wire")
-    for event in chosen:
-        v = event.values
-        lines.append(f"Step {event.step:,}: wire {v.get('choice')} was {_STAGES.get(str(v.get('stage')), 'decided')}: "
-                     f"{cut(v.get('reason') or '', 300)}.")
-    measured = next((e.values for e in reversed(chosen) if e.values.get("rows")), None)
-    if measured is not None:
-        blocks += _tables(measured, "Wires as reckoned", "wire")
-    compressions = facts.log.all("compression")
-    for event in compressions:
-        v = event.values
-        lines.append(f"Step {event.step:,}: compression {v.get('choice')} was {v.get('stage', 'decided')}: "
-                     f"{cut(v.get('reason') or '', 300)}.")
-    decided = next((e.values for e in reversed(compressions) if e.values.get("rows")), None)
-    if decided is not None:
-        blocks += _tables(decided, "Compressors as reckoned", "compressor")
+        lines.append("Gradients went over "
+                     f"{WIRES.get(wire, wire)}{f' (`collectives: {wire}`)' if wire in WIRES else ''}.")
+    for name, title, what in (("wire", "Estimated transports", "transport"),
+                              ("compression", "Estimated compressors", "compressor")):
+        events = facts.log.all(name)
+        for event in events:
+            v = event.values
+            stage = _STAGES.get(str(v.get("stage")), "decided") if name == "wire" else v.get("stage", "decided")
+            lines.append(f"Step {event.step:,}: {name} {v.get('choice')} was {stage}: "
+                         f"{cut(v.get('reason') or '', 300)}.")
+        decided = next((e.values for e in reversed(events) if e.values.get("rows")), None)
+        if decided is not None:
+            blocks += _tables(decided, title, what)
     for event in facts.log.all("compile"):
         lines.append(f"Step {event.step:,}: compile {event.values.get('option')}: {_kinds(event.values.get('kinds'))}.")
     if not lines and not blocks:
@@ -52,7 +48,7 @@ def _tables(decided: dict[str, Any], title: str, what: str) -> list[Table]:
     if rows:
         tables.append(Table(title, [_head(h) for h in heads],
                             [[_cell(h, row.get(h)) for h in heads] for row in rows], marked=marked,
-                            note=f"Measuring took {duration(number(decided.get('sweep_s')))}."))
+                            note=f"The measurement took {duration(number(decided.get('sweep_s')))}."))
     refused = decided.get("refused")
     if isinstance(refused, dict) and refused:
         tables.append(
@@ -69,7 +65,7 @@ def _tables(decided: dict[str, Any], title: str, what: str) -> list[Table]:
         names = list(dict.fromkeys(key for one in links.values() for key in one))
         tables.append(
             Table(
-                "Links as measured",
+                "Measured links",
                 ["collective", *(_head(n) for n in names)],
                 [[str(kind), *(_cell(n, one.get(n)) for n in names)] for kind, one in links.items()],
                 folded=True,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvdtrain.reports.html.blocks import Charts, Section
 from hvdtrain.reports.html.curves import Chart, Series, along, chart, steps_in_short
 from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.shapes import Charts, Section
 from hvdtrain.reports.html.words import metric, number, short
 
 MOST_FAINT = 12
@@ -28,10 +28,11 @@ def make(facts: RunFacts) -> Section | None:
     charts = [chart("Loss", "", both, marks=restarts, x_axis=axis, last=_latest(train[1]))]
     for i, (name, points) in enumerate(tests.items()):
         if name != "loss":
-            charts.append(chart(f"Test {name}", "", [Series(name, *points, f"k{i % 4 + 1}", dots=True)], marks=restarts,
+            title = name if "/" in name else f"Test {name}"
+            charts.append(chart(title, "", [Series(name, *points, f"k{i % 4 + 1}", dots=True)], marks=restarts,
                                 x_axis=axis, last=_latest(points[1])))
     for name, title, unit, zero in (("samples_per_s", "Speed", "samples/s", True),
-                                    ("percent_of_solo", "Of the sum of solo speeds", "%", True),
+                                    ("percent_of_solo", "Scaling efficiency", "%", True),
                                     ("grad_norm", "Gradient norm", "L2", False),
                                     ("lr", "Learning rate", "", True)):
         x, y = standing(facts, name)
@@ -41,11 +42,11 @@ def make(facts: RunFacts) -> Section | None:
     drawn: list[Chart] = [one for one in charts if one is not None]
     if not drawn:
         return None
-    lead = "Over the steps that stand."
+    lead = "Over the steps of the final training trajectory."
     if facts.restarts:
-        lead += " Upright lines are restarts; faint lines are steps that were computed again."
+        lead += " Vertical lines are restarts; faint lines are repeated steps."
     if len(facts.log.steps["step"]) > 240:
-        lead += " Where a line stands for many steps it is their mean, and the band their least and greatest."
+        lead += " Lines show the mean of several steps, bands their minimum and maximum."
     return Section("learning", "Learning", lead, [Charts(drawn)])
 
 
@@ -82,7 +83,7 @@ def _parts(facts: RunFacts) -> list[tuple[np.ndarray, float]]:
 
 def marks(facts: RunFacts) -> list[tuple[float, str]]:
     """Return the steps at which an attempt went on."""
-    found = {one.step_begin: f"attempt {one.number} went on from step {one.step_begin:,}"
+    found = {one.step_begin: f"attempt {one.number} resumed at step {one.step_begin:,}"
              for one in facts.attempts[1:] if one.order and one.step_begin > 0}
     return [(float(step), words) for step, words in sorted(found.items())][-40:]
 

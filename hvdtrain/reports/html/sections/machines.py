@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.reports.html.blocks import Charts, Section, Table
 from hvdtrain.reports.html.curves import Axis, Chart, Series, along, chart, clock_words
 from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.sections.course import axis_of
+from hvdtrain.reports.html.shapes import Charts, Section, Table
 from hvdtrain.reports.html.words import cut, number, percent, short, size
 
 MOST = 8
@@ -36,7 +36,7 @@ def make(facts: RunFacts) -> Section | None:
     if not charts and utilised is None:
         return None
     more = max((len(e.values["ranks"]) for e in events), default=0) - MOST
-    lead = "Over the time since the run began, a line for each rank, with a gap where the run was started again." + (
+    lead = "Over the time since the start of the run, one line per rank, with a gap at each restart." + (
         f" The first {MOST} ranks are drawn, {more} more are not." if more > 0 else "")
     return Section("machines", "Processes and devices", lead if charts else "",
                    [*([Charts(charts)] if charts else []), *([utilised] if utilised else [])])
@@ -87,7 +87,7 @@ def _mfu(facts: RunFacts) -> Table | None:
         known = number(value) == number(value)
         rows.append([facts.who(rank), percent(100 * number(value), 1) if known else "not known", _short(flops),
                      _short(peak), cut(why, 120)])
-    return Table("Model FLOPs utilisation", ["", "MFU", "FLOPs of a sample", "peak FLOP/s", "by"], rows,
+    return Table("Model FLOPs utilisation", ["", "MFU", "FLOPs per sample", "peak FLOP/s", "by"], rows,
                  words=frozenset({4}))
 
 

@@ -1,13 +1,12 @@
-"""Memory by kind and rank: what was estimated beside what was measured."""
+"""Memory by kind and rank: estimate and measurement."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hvdtrain.core.units import KINDS
-from hvdtrain.reports.html.blocks import Bars, Section, Table
 from hvdtrain.reports.html.facts import RunFacts
-from hvdtrain.reports.html.shapes import StackedBar, bar
+from hvdtrain.reports.html.shapes import Bars, Section, StackedBar, Table, bar
 from hvdtrain.reports.html.words import number, percent, size
 
 MOST = 16
@@ -43,9 +42,9 @@ def _lead(memory: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     rss = [number(row.get("rss_bytes")) for row in rows]
     if not any(p == p for p in peaks) or not any(one == one for one in rss):
         return ""
-    return ("Reckoned is the model's own state; the peak adds the workspace of steps and is counted from after the "
-            "imports on a processor, by the allocator on a GPU; the process (RSS) also holds interpreter and "
-            "libraries.")
+    return ("The estimate covers the model's state. The peak adds the workspace of steps; on a CPU "
+            "it is counted after the imports, on a GPU by the allocator. The process (RSS) also holds "
+            "interpreter and libraries.")
 
 
 def _at(values: Any, rank: int) -> float:
@@ -71,7 +70,7 @@ def _by_kind(facts: RunFacts, reckoned: list[dict[str, float]], measured: list[d
     full = max([sum(row.values()) for row in found] + [p for p in peaks if p == p] + [1.0])
     rows: list[StackedBar] = []
     for rank in range(min(ranks, MOST)):
-        for kinds, what in ((reckoned, "reckoned"), (measured, "measured")):
+        for kinds, what in ((reckoned, "estimated"), (measured, "measured")):
             row = kinds[rank] if rank < len(kinds) else {}
             if row:
                 label = f"rank {rank}, {what}" if any(reckoned) and any(measured) else facts.who(rank)
@@ -80,8 +79,8 @@ def _by_kind(facts: RunFacts, reckoned: list[dict[str, float]], measured: list[d
                 rows.append(bar(label, {colors[k]: row[k] for k in names if k in row}, full, words,
                                 size(sum(row.values())), mark=mark))
     legend = [(colors[name], NAMES.get(name, name), size(max(row.get(name, 0.0) for row in found))) for name in names]
-    note = "Amounts beside the names: the most that a rank holds." + (
-        " The upright line is the measured peak." if any(p == p for p in peaks) else "") + (
+    note = "Amounts next to the names: maximum over ranks." + (
+        " The vertical line is the measured peak." if any(p == p for p in peaks) else "") + (
         f" {ranks - MOST} more ranks are not drawn." if ranks > MOST else "")
     return Bars("By kind", rows, legend, note)
 
@@ -89,7 +88,7 @@ def _by_kind(facts: RunFacts, reckoned: list[dict[str, float]], measured: list[d
 def _planned(facts: RunFacts, memory: dict[str, Any], rows: list[dict[str, Any]]) -> Table | None:
     """State as estimated, the peak as measured, what was free, and what allocators hold in vain."""
     ranks = max([len(v) for v in memory.values() if isinstance(v, list)] + [len(rows)], default=0)
-    heads = ["", "reckoned: parameters, gradients, optimizer", "measured: peak", "free at the start", "process (RSS)",
+    heads = ["", "estimated: parameters, gradients, optimizer", "measured: peak", "free at the start", "process (RSS)",
              "allocated", "reserved", "fragmentation"]
     table = []
     for rank in range(min(ranks, MOST)):
@@ -116,5 +115,5 @@ def _fit(facts: RunFacts) -> Table | None:
                          str(len(names)) if isinstance(names, list) else ""])
     if not rows:
         return None
-    return Table("Micro-batches chosen by memory", ["", "samples at a time", "times a step", "needs", "free",
-                                                    "blocks recomputed"], rows)
+    return Table("Micro-batches chosen by memory", ["", "samples", "per step", "needs", "free",
+                                                    "checkpointed blocks"], rows)

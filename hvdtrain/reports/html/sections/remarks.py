@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdtrain.reports.html.blocks import Section, Table
 from hvdtrain.reports.html.facts import RunFacts
+from hvdtrain.reports.html.shapes import Section, Table
 from hvdtrain.reports.html.words import clock, count, cut
 
 MOST = 60
@@ -29,12 +29,12 @@ def make(facts: RunFacts) -> Section | None:
     left = len(rows) - MOST
     return Section(
         "remarks",
-        "Remarks and warnings",
-        f"{count(len(rows), 'remark')}, as printed while the run went on.",
+        "Notes and warnings",
+        f"{count(len(rows), 'note')}, as printed during the run.",
         [
             Table(
                 "",
-                ["at", "", "remark"],
+                ["at", "", "note"],
                 rows[:MOST],
                 words=frozenset({2}),
                 note=f"{left} more are in log.jsonl." if left > 0 else "",

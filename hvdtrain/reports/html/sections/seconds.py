@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from hvdtrain.core.timeline import CAUSES
-from hvdtrain.reports.html.blocks import Bars, Section, Stacked
 from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.log import UNRECORDED, USEFUL
 from hvdtrain.reports.html.sections.course import axis_of
-from hvdtrain.reports.html.shapes import Areas, StackedBar, areas, bar, gather
+from hvdtrain.reports.html.shapes import Bars, Section, Stacked, StackedBar, areas, bar, gather
 from hvdtrain.reports.html.words import duration, percent
 
 MOST = 24
@@ -18,18 +17,19 @@ MOST = 24
 WINDOWS = 120
 
 MEANING = {
-    "compute": "forward and backward", "update": "the optimizer", "wait": "for ranks that came later",
-    "idle": "for another stage of the pipeline", "channel": "cargo on its way between stages",
-    "wire": "the exchange itself", "input": "waiting for data", "start": "process, imports, model, probe, restore",
-    "checkpoint": "saving", "evaluation": "test data", "other": "callbacks and what has no other name",
+    "compute": "forward and backward", "update": "the optimizer", "wait": "for stragglers",
+    "idle": "for another stage of the pipeline", "channel": "messages between stages",
+    "wire": "gradient exchange without waiting", "input": "waiting for data",
+    "start": "process, imports, model, probe, restore", "checkpoint": "saving",
+    "evaluation": "test data", "other": "callbacks and everything else",
 }
 DRAWN = (*USEFUL, *(cause for cause in CAUSES if cause not in USEFUL))
 """The causes from left to right: what trains comes first."""
 
 BASES = {
-    "meter": "This log has mean steps only (it is of an older version): waiting and wire are one, and start, saving "
-             "and evaluation are not in it.",
-    "phases": "This log has the phases of rank 0's steps only (it is of an older version).",
+    "meter": "This log is from an older version and has mean steps only: waiting includes the transfer, and "
+             "start, saving and evaluation are missing.",
+    "phases": "This log is from an older version and has only the phases of rank 0's steps.",
 }
 
 
@@ -42,15 +42,15 @@ def make(facts: RunFacts) -> Section | None:
         blocks.append(_over_time(facts))
     lead = BASES.get(spent.basis, "")
     if not lead:
-        lead = (f"Each recorded second of each rank has one cause, by measurement; none is found by "
-                f"subtraction, and {percent(spent.part('other'), 1)} is other work than the causes named here.")
+        lead = ("Each recorded second of each rank has one "
+                f"measured cause; {percent(spent.part('other'), 1)} is other work.")
         missing = facts.rank_s - spent.all_s
         if facts.rank_s > 0 and missing > 0.02 * facts.rank_s:
             lead += (
-                f" Not recorded, and not in these figures, are {duration(missing)} of the ranks' "
+                f" Not recorded, and not in these figures: {duration(missing)} of the ranks' "
                 f"{duration(facts.rank_s)} ({percent(100 * missing / facts.rank_s)}): {UNRECORDED}."
             )
-    return Section("seconds", "Where the time went", lead, blocks)
+    return Section("seconds", "Time breakdown", lead, blocks)
 
 
 def _bars(facts: RunFacts) -> Bars:
@@ -75,7 +75,7 @@ def _bars(facts: RunFacts) -> Bars:
         for cause in DRAWN
         if total.get(cause, 0.0) > 0
     ]
-    title = "A mean step of each rank" if spent.basis == "meter" else "Seconds of each rank by cause"
+    title = "Mean step of each rank" if spent.basis == "meter" else "Seconds of each rank by cause"
     return Bars(title, rows, legend)
 
 
@@ -106,6 +106,6 @@ def _over_time(facts: RunFacts) -> Stacked:
         if whole > 0 and right > left:
             edges.append((max(left, edges[-1][1]) if edges else left, right))
             parts.append({cause: 100.0 * total.get(cause, 0.0) / whole for cause in DRAWN})
-    drawn = Areas([(f"c-{name}", d) for name, d in areas(edges, parts, DRAWN, 100.0)], axis.ticks(),
-                  [(0.0, "0"), (50.0, "50 %"), (100.0, "100 %")])
-    return Stacked("All ranks' time as the clock went", drawn, note="Colours as above; empty where no record is.")
+    layers = [(f"c-{name}", d) for name, d in areas(edges, parts, DRAWN, 100.0)]
+    return Stacked("Time of all ranks over the run", layers, axis.ticks(),
+                   note="Colours as above; empty where nothing is recorded.")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.reports.html.blocks import Bars, Section, Stacked, Table
 from hvdtrain.reports.html.curves import along, steps_in_short
 from hvdtrain.reports.html.facts import RunFacts
-from hvdtrain.reports.html.shapes import Areas, areas, bar
+from hvdtrain.reports.html.shapes import Bars, Section, Stacked, Table, areas, bar
 from hvdtrain.reports.html.words import count, duration, number, percent, short, times
 
 MOST = 24
@@ -32,7 +31,7 @@ def make(facts: RunFacts) -> Section | None:
         if planned is not None:
             lead.append(_gain(planned))
             rows = [[str(cell) for cell in row] for row in planned["rows"] if isinstance(row, list)]
-            blocks.append(Table("What the probe found", [str(c) for c in planned.get("columns") or ()], rows))
+            blocks.append(Table("Probe results", [str(c) for c in planned.get("columns") or ()], rows))
     without = _without(facts)
     if without is not None:
         blocks.append(without)
@@ -51,8 +50,8 @@ def _gain(planned: dict[str, Any]) -> str:
     if not (equal > 0 and plan > 0):
         return ""
     if plan > 0.995 * equal:
-        return f"Equal parts are as good as any: a step takes {duration(plan)} as reckoned."
-    return (f"A step takes {duration(plan)} with these parts as reckoned, and {duration(equal)} with equal ones "
+        return f"Equal shares are optimal: the estimated step takes {duration(plan)}."
+    return (f"The estimated step takes {duration(plan)} with these shares and {duration(equal)} with equal shares "
             f"({percent(100 * (1 - plan / equal))} less).")
 
 
@@ -72,8 +71,7 @@ def _over_steps(facts: RunFacts, plans: list[tuple[Any, list[float]]]) -> Stacke
     names = list(dict.fromkeys(name for row in parts for name in row))
     layers = [(f"k{int(name[1:]) % COLORS}", d) for name, d in areas(edges, parts, names, 100.0)]
     legend = [(f"k{int(name[1:]) % COLORS}", f"rank {name[1:]}") for name in names[:COLORS]]
-    return Stacked("Part of a step's samples, over steps", Areas(layers, axis.ticks, [(0.0, "0"), (50.0, "50 %"),
-                                                                                      (100.0, "100 %")]), legend)
+    return Stacked("Shares of a step's samples, over steps", layers, axis.ticks, legend)
 
 
 def _latest(facts: RunFacts, samples: list[float]) -> Bars:
@@ -86,9 +84,9 @@ def _latest(facts: RunFacts, samples: list[float]) -> Bars:
                 f"{short(samples[r])} samples", percent(100 * samples[r] / total)) for r in order]
     hidden = len(samples) - len(rows)
     return Bars(
-        "Samples of a step, in the latest plan",
+        "Samples of a step in the latest plan",
         rows,
-        note=f"{count(hidden, 'rank')} with fewer are not drawn." if hidden > 0 else "",
+        note=f"{count(hidden, 'rank')} with fewer samples are not drawn." if hidden > 0 else "",
     )
 
 
@@ -106,13 +104,13 @@ def _without(facts: RunFacts) -> Table | None:
     for r in order[:MOST]:
         gain = number(gains[r])
         then = number(without[r]) if isinstance(without, list) and r < len(without) else float("nan")
-        said = "cannot be told" if gain != gain else f"{gain:+.0f} %"
+        said = "unknown" if gain != gain else f"{gain:+.0f} %"
         rows.append([f"without {facts.who(r)}", said, duration(then), duration(step_s)])
     marked = frozenset(i for i, r in enumerate(order[:MOST]) if number(gains[r]) >= 1.0)
     return Table(
-        "The run without one of its ranks, as reckoned",
-        ["", "speed of the rest", "a step then", "a step now"],
+        "Estimated run without one of its ranks",
+        ["", "speed of the rest", "step without the rank", "step now"],
         rows,
         marked=marked,
-        note="A positive number: with the same global batch the others alone would be faster than the run is now.",
+        note="A positive number: with the same global batch the run would be faster without the rank.",
     )

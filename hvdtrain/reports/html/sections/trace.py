@@ -6,18 +6,17 @@ import math
 import re
 from typing import Any
 
-from hvdtrain.reports.html.blocks import Bars, Prose, Section
 from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.log import LogRecord
-from hvdtrain.reports.html.shapes import Segment, StackedBar, bar
+from hvdtrain.reports.html.shapes import Bars, Prose, Section, Segment, StackedBar, bar
 from hvdtrain.reports.html.words import count, duration, number, percent, size
 
 MOST = 24
 LEAST = 0.01
 """Part of a step below which links of the critical path are one row."""
 
-WORDS = {"data": "waiting for data", "sum": "exchange of the vote", "exchange sum": "exchange of the vote",
-         "vote": "the vote on a step", "other": "other work", "gradients": "gradients, beside the passes"}
+WORDS = {"data": "waiting for data", "sum": "exchange of the agreement", "exchange sum": "exchange of the agreement",
+         "vote": "agreement on a step", "other": "other work", "gradients": "gradients, overlapped with backward"}
 
 
 def make(facts: RunFacts) -> Section | None:
@@ -29,16 +28,16 @@ def make(facts: RunFacts) -> Section | None:
     lines = [f"{found.get('path')}: {count(int(max(0, number(found.get('events')) or 0)), 'event')}, "
              f"{size(number(found.get('bytes')))}. Open it at ui.perfetto.dev or in chrome://tracing.",
              "The ranks share one clock." if number(found.get("within_s")) == 0 else
-             f"The ranks' clocks in it agree within {duration(number(found.get('within_s')))}."]
+             f"The clocks of the ranks agree within {duration(number(found.get('within_s')))}."]
     if dropped:
-        lines.append(f"{count(dropped, 'event')} did not fit its size and are missing.")
+        lines.append(f"{count(dropped, 'event')} exceeded the size limit and are missing.")
     blocks: list[Any] = [Prose(lines)]
     overlap = found.get("overlap_percent")
     if isinstance(overlap, list) and any(number(one) == number(one) for one in overlap):
         rows = [bar(facts.who(r), {"c-wire": max(0.0, number(v))}, 100.0,
-                    {"c-wire": f"{percent(number(v))} of the exchange ran beside backward"}, percent(number(v)))
+                    {"c-wire": f"{percent(number(v))} of the exchange overlapped with backward"}, percent(number(v)))
                 for r, v in list(enumerate(overlap))[:MOST] if number(v) == number(v)]
-        blocks.append(Bars("Exchange that ran beside backward", rows))
+        blocks.append(Bars("Overlap of the exchange with backward", rows))
     blocks += _critical(facts, found.get("critical"))
     return Section("trace", "Trace", _lead(facts, events[-1]), blocks)
 
@@ -54,9 +53,9 @@ def _lead(facts: RunFacts, event: LogRecord) -> str:
         said = "Some steps"
     part = ", early in the run" if at < 0.2 else ", late in the run" if at > 0.8 else ""
     known = event.time_s >= facts.begin_s
-    said += f"{part} ({duration(event.time_s - facts.begin_s)} after its begin)" if known else part
+    said += f"{part} ({duration(event.time_s - facts.begin_s)} after the start)" if known else part
     step_s = math.fsum(seconds for _, _, seconds in _chain(found.get("critical")))
-    return said + (f"; a mean step took {duration(step_s)} then." if step_s > 0 else ".")
+    return said + (f"; a mean step took {duration(step_s)}." if step_s > 0 else ".")
 
 
 def _chain(found: Any) -> list[tuple[int, str, float]]:
@@ -97,13 +96,13 @@ def _critical(facts: RunFacts, found: Any) -> list[Bars]:
     if len(big) < len(chain):
         all_small = len(big) == sum(seconds >= LEAST * full for _, _, seconds in chain)
         rows.append(StackedBar(count(len(chain) - len(big),
-                                     "link") + (" under 1 %" if all_small else ", not drawn singly"),
+                                     "link") + (" under 1 %" if all_small else ", not drawn individually"),
                         (Segment("c-other", at, 100.0 * small_s / full, "the other links together"),),
                         duration(small_s), percent(100.0 * small_s / full)))
     legend = [(f"k{rank % 8}", facts.who(rank),
                percent(100.0 * math.fsum(s for r, _, s in chain if r == rank) / full))
               for rank in sorted({rank for rank, _, _ in chain})]
-    note = ("Colours are ranks: the chain changes its rank where one waits for another in an exchange. "
-            "Numbers give the order in which the links first come; each bar begins where the one "
-            "above it ends. A step is as long as this chain; only what is on it makes steps shorter.")
+    note = ("Colours are ranks: the path changes its rank where one rank waits for "
+            "another. Numbers give the order of the links; each bar begins where the previous one "
+            "ends. A step takes as long as this path, so only work on the path shortens steps.")
     return [Bars("Critical path of a mean step", rows, legend, note)]

@@ -1,0 +1,81 @@
+"""A ``datasets.Dataset`` as a source: rows by index, columns by name, memory-mapped as they are on disk.
+
+Knows the package by the names of its classes. `hvdtrain.data.collate` has rows of different lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core.errors import UserError
+from hvdtrain.data.collate import Collated
+from hvdtrain.data.rows import ColumnNames
+from hvdtrain.data.stream import Arrays
+
+OWN_FORMAT = "custom"
+"""Format of a dataset with a transform of the user's, which makes the columns when they are read."""
+
+
+def adapted(obj: Any, seed: int, rows: ColumnNames,
+            to_array: Callable[[Any], np.ndarray]) -> DatasetRows | Collated | None:
+    """Return a dataset as a source, collated where ``rows`` has a collator; None for anything else."""
+    if not any((c.__module__, c.__name__) == ("datasets.arrow_dataset", "Dataset") for c in type(obj).__mro__):
+        return None
+    return DatasetRows(obj, rows, to_array) if rows.collate is None else Collated(obj, rows, seed, to_array)
+
+
+class DatasetRows:
+    """Columns of numbers of a ``datasets.Dataset``; those of text, and those that the model does not take, are left
+    out. A pickle of it names the Arrow files, which each process maps. ``of_user``: a function of the user's makes
+    the columns, which may draw random numbers.
+    """
+
+    def __init__(self, dataset: Any, rows: ColumnNames, to_array: Callable[[Any], np.ndarray]) -> None:
+        self.rows, self._to_array = rows.for_source(), to_array
+        shown = dataset.format["columns"]
+        taken = [name for name in shown if not _is_text(dataset.features[name])
+                 and (not rows.columns or name in rows.columns)]
+        self.of_user = own = dataset.format["type"] == OWN_FORMAT
+        if not taken and not own:
+            raise UserError(f"the dataset has the columns {', '.join(shown)}, of which the model takes none",
+                            "columns of numbers" + (" that the model takes, such as input_ids" if rows.columns else ""),
+                            "tokenize texts first: dataset.map(lambda rows: tokenizer(rows['text'], truncation=True), "
+                            "batched=True)")
+        self._left_out = [] if own else [name for name in shown if name not in taken]
+        self._dataset = dataset if own else dataset.with_format("numpy", columns=taken)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def layout(self) -> Any:
+        """Structure of nested inputs of a Keras model."""
+        return self.rows.layout
+
+    def fetch(self, indices_n: np.ndarray) -> Arrays:
+        batch = self._dataset[indices_n.tolist()]
+        found = self.rows.arrays({name: self._column(name, values) for name, values in batch.items()}, self._to_array)
+        if self._left_out and "left out" not in self.rows.note:
+            self.rows.note += f"{'; ' if self.rows.note else 'data: '}left out: {', '.join(self._left_out)}"
+        return found
+
+    @staticmethod
+    def _column(name: str, values: Any) -> Any:
+        ragged = isinstance(values, np.ndarray) and values.dtype.hasobject
+        if ragged or isinstance(values, list) and len({np.shape(value) for value in values}) > 1:
+            raise UserError(f"rows of the column {name!r} have different lengths",
+                            "rows of one length, or a data collator",
+                            "give fit(collate=...) or data.collate such as transformers.DataCollatorWithPadding("
+                            "tokenizer), or pad in dataset.map")
+        return np.stack(values) if isinstance(values, list) and isinstance(values[0], np.ndarray) else (
+            np.asarray(values) if isinstance(values, list) and np.isscalar(values[0]) else values)
+
+
+def _is_text(feature: Any) -> bool:
+    """Return whether a column holds strings, or lists of strings."""
+    while (inner := getattr(feature, "feature", None)) is not None:
+        feature = inner
+    return getattr(feature, "dtype", "") in ("string", "large_string")

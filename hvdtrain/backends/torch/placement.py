@@ -121,9 +121,10 @@ def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-_CPU_RANDOM = threading.Lock()
-"""Held around `torch.get_rng_state`, which keeps the generator's mutex while it makes a Python object. If a garbage
-collection hands the interpreter to another thread in that moment, which asks for the state as well, neither goes on.
+_CPU_RANDOM = threading.RLock()
+"""Held while a builder draws from generators that this process seeds for it, since all threads share them; and around
+`torch.get_rng_state`, which keeps the generator's mutex while it makes a Python object. If a garbage collection hands
+the interpreter to another thread in that moment, which asks for the state as well, neither goes on.
 """
 
 
@@ -144,6 +145,20 @@ def seed(seed: int, rank: int) -> None:
     with _CPU_RANDOM:
         torch.manual_seed(seed + 1_000_003 * rank)
     forget_keras_generator()
+
+
+@contextlib.contextmanager
+def seeded_apart(seed: int | None) -> Iterator[None]:
+    """Run the body with all generators at ``seed``, or as they are, and restore them; one thread at a time."""
+    with _CPU_RANDOM:
+        random = random_arrays()
+        if seed is not None:
+            rng.seed(seed, 0)
+            torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            load_random(random)
 
 
 class DeviceClock:

@@ -36,7 +36,6 @@ from hvdtrain.cluster.control import agreed, in_turn
 from hvdtrain.cluster.machine import memory as heap
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
-from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control
@@ -122,22 +121,14 @@ def built(spec: Any) -> torch.nn.Module:
     """Return the whole model of ``spec`` in host memory, built again if it is an outline; restores generators."""
     if spec.again is None:
         return spec.model  # type: ignore[no-any-return]
-    random = placement.random_arrays()
-    try:
+    with placement.seeded_apart(None):
         return spec.again()  # type: ignore[no-any-return]
-    finally:
-        placement.load_random(random)
 
 
 def build_lazy_as_alone(model: torch.nn.Module, spec: Any, seed: int, sample: Sample | None) -> None:
     """Do `build_lazy` with the random numbers of one process, whatever this rank's are; restores generators."""
-    random = placement.random_arrays()
-    rng.seed(seed, 0)
-    torch.manual_seed(seed)
-    try:
+    with placement.seeded_apart(seed):
         build_lazy(model, spec, sample)
-    finally:
-        placement.load_random(random)
 
 
 def refuse(spec: Any, config: Config) -> None:

@@ -18,7 +18,6 @@ from hvdtrain.backends.torch.buffers import remember
 from hvdtrain.backends.torch.modules import flat_bytes, like, tensors_of
 from hvdtrain.backends.torch.pipelined.stage import UNDO
 from hvdtrain.backends.torch.snapshot import Modules, attributes_kept
-from hvdtrain.core import rng
 from hvdtrain.core.errors import UserError
 from hvdtrain.planning.pipeline.blocks import Block
 
@@ -182,14 +181,9 @@ class ByBlock:
 
         The generators are in another state each time.
         """
-        random = placement.random_arrays()
         self._built += 1
-        rng.seed(self._built, 0)
-        torch.manual_seed(self._built)
-        try:
+        with placement.seeded_apart(self._built):
             block = self._build(name)
-        finally:
-            placement.load_random(random)
         if not isinstance(block, torch.nn.Module):
             raise UserError(f"build_block gives a {type(block).__name__} for {name!r}", "a torch.nn.Module",
                             "fix build_block in the model file")

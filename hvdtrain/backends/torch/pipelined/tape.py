@@ -215,7 +215,7 @@ class Tape(TorchDispatchMode):
         return value.detach().clone()
 
     def _check_generator(self) -> None:
-        if not torch.equal(torch.default_generator.get_state(), self._mark):
+        if not torch.equal(cpu_random(), self._mark):
             self._refuse(OWN_RANDOM)
 
     def _refuse(self, why: str) -> NoReturn:

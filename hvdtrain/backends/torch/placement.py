@@ -131,7 +131,7 @@ the interpreter to another thread in that moment, which asks for the state as we
 def cpu_random() -> torch.Tensor:
     """Return the state of PyTorch's generator of the CPU, uint8 [n]; for several threads."""
     with _CPU_RANDOM:
-        return torch.get_rng_state()
+        return torch.default_generator.get_state()  # torch.get_rng_state is another while a builder is recorded
 
 
 def set_cpu_random(state: torch.Tensor) -> None:

@@ -6,8 +6,9 @@ Owns how a slice is updated in the middle of its variable. Exchanges are `hvdtra
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from hvdtrain.backends.keras.facts import apply_gradients
 from hvdtrain.backends.tensorflow import ops, state
 from hvdtrain.backends.tensorflow.buffers import take_over
 from hvdtrain.backends.tensorflow.graphs import PLAIN
+from hvdtrain.backends.tensorflow.nodes import host_node
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
 from hvdtrain.backends.tensorflow.optim import Optimization, Slice, alike, instead, share
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, check_elementwise, fused
@@ -42,6 +44,7 @@ class Params:
                  split: Split | None = None) -> None:
         self._model, self._opt, self._scale, self._split = model, opt, scale, split
         self.variables = list(model.trainable_variables)
+        self._memory: dict[Bucket, Memory] = {}
         owner: dict[int, int] = {}
         for number, layer in enumerate(blocks):
             for variable in layer.variables:
@@ -84,19 +87,30 @@ class Params:
         return tf.identity(Ops().pack(pieces)) if pieces else tf.zeros([0], bucket.dtype)
 
     def write(self, bucket: Bucket, flat_N: tf.Tensor, known: tuple[int, int] = (0, 0)) -> None:
-        """Undo `flat`, except for variables that lie within ``known``: to write a whole one is faster than a shard of
-        it.
+        """Undo `flat`, except for the elements ``known``, which the variables have.
 
         Values in host memory are copied into the variables, else they would keep that memory.
         """
-        for i, begin, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
+        in_place = isinstance(flat_N, np.ndarray) and bucket.dtype in VIEWED
+        memory = self._memory_of(bucket)() if in_place else []
+        for k, (i, begin, shape) in enumerate(zip(bucket.params, bucket.offsets, bucket.shapes)):
             end = begin + self.specs[i].n
             if known[0] <= begin and end <= known[1]:
                 continue
-            if isinstance(flat_N, np.ndarray):
+            if memory:
+                for a, b in ((begin, min(end, known[0])), (max(begin, known[1]), end)):
+                    if a < b:
+                        memory[k][a - begin:b - begin] = flat_N[a:b]
+            elif isinstance(flat_N, np.ndarray):
                 _overwrite(self.variables[i].value, flat_N[begin:end].reshape(shape))
             else:
                 self.variables[i].assign(tf.reshape(flat_N[begin:end], shape))
+
+    def _memory_of(self, bucket: Bucket) -> Memory:
+        """Return the memory of a bucket's variables, in its order."""
+        if bucket not in self._memory:
+            self._memory[bucket] = memory_of([self.variables[i].value for i in bucket.params])
+        return self._memory[bucket]
 
     def optimizer(self, vectors: Sequence[tf.Variable]) -> Optimizer:
         """Return an optimizer of the run's kind over ``vectors``, variables (n,), with state of its own.
@@ -117,6 +131,42 @@ class Params:
             raise UserError("data_parallel zero with model_parallel and Keras on TensorFlow", "one of the two",
                             "set model_parallel: 1, or data_parallel: replicate")
         return Sliced(self._opt, self.variables, self._scale, spans)
+
+
+Memory = Callable[[], list[np.ndarray]]
+"""Returns the host memory of variables, to write to at once."""
+
+
+def memory_of(variables: Sequence[tf.Variable]) -> Memory:
+    """Return a function for the memory of ``variables`` on the CPU, of types `VIEWED`, as one vector (n,) for each.
+
+    A variable whose memory a tensor reads gets memory of its own first, so that a write changes the variable only. The
+    vectors are valid until a variable is assigned to. Nothing of them keeps the memory.
+    """
+    def own() -> list[tf.Tensor]:
+        for v in variables:
+            begin = [0] * v.shape.rank
+            if begin:  # an assignment of no elements makes the memory the variable's own, after which each read copies
+                tf.raw_ops.ResourceStridedSliceAssign(ref=v.handle, begin=begin, end=begin, strides=[1] * len(begin),
+                                                      value=tf.zeros(begin, v.dtype))
+                tf.raw_ops.DisableCopyOnRead(resource=v.handle)
+            else:
+                v.assign(v.read_value() + 0)
+        return [v.read_value() for v in variables]
+
+    graph = tf.function(own, input_signature=[], **PLAIN)
+
+    def memory() -> list[np.ndarray]:
+        return [_writable(tensor) for tensor in graph()]
+
+    return memory
+
+
+def _writable(tensor: tf.Tensor) -> np.ndarray:
+    """Return the memory of a tensor on the CPU as a vector (n,), which does not keep the memory."""
+    numbers = np.asarray(memoryview(tensor))
+    raw = (ctypes.c_byte * numbers.nbytes).from_address(numbers.ctypes.data)
+    return np.frombuffer(raw, numbers.dtype)
 
 
 def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
@@ -158,6 +208,9 @@ class Sliced(Optimizer):
         _replace(opt, self.whole, slices, self.spans)
         super().__init__(opt, slices, scale)
         self.traced = None
+        self._hosted = [i for i, v in enumerate(self.whole) if spans[i][0] < spans[i][1] and in_host(v)]
+        self._memory = memory_of([self.whole[i].value for i in self._hosted])
+        self._vectors_of: dict[int, np.ndarray] = {}
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
@@ -170,7 +223,9 @@ class Sliced(Optimizer):
         if unused not in self._functions:
             self._functions[unused] = tf.function(
                 lambda *xs: self._apply(xs, unused), **PLAIN).get_concrete_function(*tensors)
+        self._vectors_of = dict(zip(self._hosted, self._memory()))
         self._functions[unused](*tensors)
+        self._vectors_of = {}
         return True, math.nan
 
     def describe(self) -> dict[str, str]:
@@ -184,27 +239,50 @@ class Sliced(Optimizer):
         own, done = self.own, [tf.no_op()]
         number = {v.value._unique_id: i for i, v in enumerate(self._variables)}
         with fused(own):
-            plain, decay = own.update_step, own._apply_weight_decay
+            plain, decay, subtract = own.update_step, own._apply_weight_decay, own.assign_sub
 
             def update_step(grad: tf.Tensor, variable: tf.Variable, rate: Any) -> None:
                 i = number[variable._unique_id]
                 begin, end = self.spans[i]
                 if begin == end:
                     return
-                target = self.whole[i].value
                 with tf.control_dependencies(done):
-                    flat_N = tf.reshape(target.read_value(), [-1])
+                    flat_N = tf.reshape(self.whole[i].value.read_value(), [-1])
                     variable.assign(tf.slice(flat_N, [begin], [end - begin]), read_value=False)
                 decay([self._variables[i]])
                 plain(grad, variable, rate)
-                written = write(target, begin, end, tf.ensure_shape(variable.read_value(), [end - begin]))
+                written = self._written(i, tf.ensure_shape(variable.read_value(), [end - begin]))
                 # The next one waits for both, else what was made for several would be there at once.
                 done[:] = [*written, variable.assign(tf.zeros([0], variable.dtype), read_value=False)]
 
+            def assign_sub(variable: Any, value: tf.Tensor) -> None:
+                if getattr(variable, "_unique_id", None) in number:  # reads the model's memory: no update in place
+                    variable.assign(variable.read_value() - tf.cast(value, variable.dtype), read_value=False)
+                else:
+                    subtract(variable, value)
+
             with instead(own, "update_step", update_step), instead(own, "_apply_weight_decay", lambda vs: None), \
+                    instead(own, "assign_sub", assign_sub), \
                     instead(own, "_all_reduce_sum_gradients", lambda pairs: pairs):
                 apply_gradients(own, [None if i in unused else x for i, x in enumerate(grads)], self._variables)
         return tf.constant(True)
+
+    def _written(self, i: int, values_N: tf.Tensor) -> list[Any]:
+        """Return the operations that replace the slice of variable ``i``."""
+        begin, end = self.spans[i]
+        if i not in self._hosted:
+            return write(self.whole[i].value, begin, end, values_N)
+
+        def store(values_N: np.ndarray) -> np.bool_:
+            self._vectors_of[i][begin:end] = values_N
+            return np.True_
+
+        return [host_node(store, [values_N], tf.bool, f"update of {self.whole[i].path}", stateful=True)]
+
+
+def in_host(variable: keras.Variable) -> bool:
+    """Return whether numpy can read a variable's memory."""
+    return "CPU" in variable.value.device and keras.backend.standardize_dtype(variable.dtype) in VIEWED
 
 
 def blocks(shape: Sequence[int], begin: int, end: int) -> list[Block]:

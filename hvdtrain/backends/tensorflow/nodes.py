@@ -153,7 +153,7 @@ class HostNodes(WithoutMemory):
             return flight_N
 
         return self._node(lambda x: self._wire.reducescatterv(x, sizes_P, name), flat_N, name, [sizes_P[self.rank]],
-                          in_flight)
+                          in_flight, new=True)
 
     def allgatherv(self, part_K: tf.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
         return self._node(lambda x: self._wire.allgatherv(x, sizes_P, name), part_K, name, [sum(sizes_P)])
@@ -169,15 +169,20 @@ class HostNodes(WithoutMemory):
         return np.float64(sum(max(0.0, min(end, float(ready_s)) - begin) for begin, end in spans) if alone else 0.0)
 
     def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any,
-              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> ReadyHandle:
+              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x, new: bool = False) -> ReadyHandle:
+        """Add a node for ``call(prepare(x))``. ``new``: where ``prepare`` copies, nothing else has the result's memory.
+        """
         node = _Node(lambda x: call(prepare(x)).wait(), x.shape, x.dtype)
 
         def run(x: np.ndarray) -> np.ndarray:
             begin = time.time()
             try:
-                x = prepare(x)
+                sent = prepare(x)
                 node.runs += 1
-                return np.array(_whole(call, x), x.dtype)  # the next node overwrites the transport's memory
+                result = _whole(call, sent)
+                if new and sent is not x:
+                    return result
+                return np.array(result, x.dtype)  # the next node overwrites the transport's memory
             finally:
                 self._spans.append((begin, time.time()))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.buckets import ALIGNMENT
 from hvdtrain.core.mesh import Group
 from hvdtrain.core.protocols import Array, Collectives, Exchange, Handle
 
@@ -44,6 +45,14 @@ def windows(sizes_P: Sequence[int], most: int) -> Iterator[tuple[int, list[int]]
     for begin in range(0, n, max(1, width)):
         end = min(n, begin + width)
         yield begin, [max(0, min(end, at + k) - max(begin, at)) for at, k in zip(first, sizes_P)]
+
+
+def aligned(n: int, dtype: str) -> np.ndarray:
+    """Return new memory (n,) at a multiple of `ALIGNMENT`, where frameworks read it in place."""
+    itemsize = np.dtype(dtype).itemsize
+    raw = np.empty(n * itemsize + ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % ALIGNMENT
+    return raw[begin:begin + n * itemsize].view(dtype)
 
 
 def add_rows(rows: Sequence[np.ndarray], out_K: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.messages.progress import Operation
 from hvdtrain.cluster.messages.shared_memory import SegmentLayout, SharedUnavailable, map_of
-from hvdtrain.comm.collectives.base import TILE, add_rows, begins, windows
+from hvdtrain.comm.collectives.base import TILE, add_rows, aligned, begins, windows
 from hvdtrain.comm.collectives.mpi import (
     LONGEST_SLEEP_S,
     MpiCollectives,
@@ -179,7 +179,7 @@ class SharedCollectives(MpiCollectives):
         """Sum to the bits of `allreduce` on one host: each owner adds its part from all ranks' vectors, in their order.
 
         Without a copy for the vector of `flight`, and for one of `buffer`, of which the result then is a part; another
-        one is copied to the vector in flight.
+        one is copied to the vector in flight. The result of the vector of `flight` is new memory (`aligned`).
         """
         if flat_N.dtype.name not in SUMMED or flat_N.size == 0:
             return super().reducescatterv(flat_N, sizes_P, name)
@@ -197,7 +197,8 @@ class SharedCollectives(MpiCollectives):
             if not own and not flies:
                 self._meet()  # every rank's vector is there, which the check has seen otherwise
             first = sum(sizes_P[:self.rank])
-            total_K = rows[mine][first:first + sizes_P[self.rank]] if own else np.empty(sizes_P[self.rank], key[1])
+            k = sizes_P[self.rank]
+            total_K = rows[mine][first:first + k] if own else aligned(k, key[1])
             at = 0
             for begin, pieces_P in windows(sizes_P, self.chunk):
                 k, end = pieces_P[self.rank], begin + sum(pieces_P)

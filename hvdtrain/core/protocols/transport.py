@@ -95,7 +95,7 @@ class Collectives(Protocol):
         """(n,) of the one vector in flight that `reducescatterv` sums without a copy, or None without such memory.
 
         The same memory in every call: to be asked for again once the handle of the vector before is done. What it holds
-        is left open. Collective where it has to grow.
+        is left open. Collective where it has to grow. Its sum is in new memory.
         """
         ...
 

@@ -242,7 +242,9 @@ class Zero(Reducing):
         for inside, x in zip(self._inside_B, grads):
             at = 0
             for i, (begin, end) in inside:
-                slices[i], at = x[at:at + end - begin], at + end - begin
+                n = end - begin
+                slices[i] = x if n == x.shape[0] else x[at:at + n]  # TensorFlow would copy a whole slice too
+                at += n
         finite, _ = self._parts.optimizer.step([slices[i] for i in sorted(slices)], [], 0.0, False,
                                                unused=unused)
         assert finite, "an owner left out an update that all ranks have agreed on"

@@ -56,7 +56,8 @@ def share(x):
 def backward(model, step, own=True):
     x, y = X[step], Y[step]
     dtype = next(model.parameters()).dtype
-    mse_loss(model(share(x).to(dtype)), share(y).to(dtype)).backward() if own else mse_loss(model(x), y).backward()
+    x, y = (share(x), share(y)) if own else (x, y)
+    mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
 
 
 def trained(name, wrap, passes=1, clip=False, dtype=torch.float64, steps=4):
@@ -318,6 +319,21 @@ def test_scaled_gradients_with_an_overflow_update_no_rank(control):
         scaler.update()
         equal_on_ranks(model, control)
         assert torch.equal(before, weights(model)) == overflow
+
+
+def test_a_model_that_is_converted_after_a_step_is_summed_in_its_new_type(control):
+    one, every = mlp(torch.float32), mlp(torch.float32)
+    mine = hvd.DistributedOptimizer(torch.optim.SGD(every.parameters(), 0.1))
+    theirs = torch.optim.SGD(one.parameters(), 0.1)
+    for step in range(3):
+        if step == 1:
+            one.double(), every.double()
+            one.load_state_dict(every.state_dict())  # equal from here on
+        mine.zero_grad(), theirs.zero_grad()
+        backward(every, step), backward(one, step, own=False)
+        mine.step(), theirs.step()
+    assert (weights(every) - weights(one)).abs().max() < 1e-12
+    equal_on_ranks(every, control)
 
 
 @pytest.mark.skipif(horovod.horovod_reason("torch") is not None, reason="Horovod is not built")

@@ -56,8 +56,7 @@ def share(x):
 def backward(model, step, own=True):
     x, y = X[step], Y[step]
     dtype = next(model.parameters()).dtype
-    x, y = (share(x), share(y)) if own else (x, y)
-    mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
+    mse_loss(model(share(x).to(dtype)), share(y).to(dtype)).backward() if own else mse_loss(model(x), y).backward()
 
 
 def trained(name, wrap, passes=1, clip=False, dtype=torch.float64, steps=4):
@@ -321,11 +320,10 @@ def test_scaled_gradients_with_an_overflow_update_no_rank(control):
         assert torch.equal(before, weights(model)) == overflow
 
 
-def test_a_parameter_that_is_converted_after_a_step_is_summed_in_its_new_type():
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], 1.0))
+def test_a_converted_parameter_is_summed_in_its_new_type():
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param := torch.nn.Parameter(torch.zeros(2))], 1.0))
     for param.data in (param.data, param.data.double()):
-        optimizer.zero_grad()
+        param.grad = None
         (param * (1 / 3 + hvd.rank())).sum().backward()
         optimizer.step()
     assert param.grad.tolist() == pytest.approx([1 / 3 + (hvd.size() - 1) / 2] * 2, abs=1e-12)

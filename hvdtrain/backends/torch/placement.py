@@ -139,9 +139,9 @@ def defer_compiler() -> None:
         if wrapper.__code__.co_name == "inner" and method is not None:  # torch._compile._disable_dynamo
             setattr(torch.optim.Optimizer, name, _until_compiling(wrapper, method))
     for kind in [one for one in vars(torch.optim).values() if isinstance(one, type)]:
-        step = vars(kind).get("step")
+        step: Any = vars(kind).get("step")
         if getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad":
-            kind.step = _until_compiling(step, _with_gradients_of(step.__wrapped__))
+            setattr(kind, "step", _until_compiling(step, _with_gradients_of(step.__wrapped__)))
 
 
 def _compiler_imported() -> bool:

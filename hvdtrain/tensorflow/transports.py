@@ -150,7 +150,7 @@ class PlainMpi(HostNodes):
         return self._own(run, x_N, name, x_N.shape)
 
     def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any,
-              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> ReadyHandle:
+              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x, new: bool = False) -> ReadyHandle:
         # A copy: results of MPI may lie in memory that its next call overwrites.
         return self._own(lambda x: np.array(call(prepare(x)).wait(), x.dtype), x, name, shape)
 

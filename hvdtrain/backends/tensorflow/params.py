@@ -166,7 +166,7 @@ def _writable(tensor: tf.Tensor) -> np.ndarray:
     """Return the memory of a tensor on the CPU as a vector (n,), which does not keep the memory."""
     numbers = np.asarray(memoryview(tensor))
     raw = (ctypes.c_byte * numbers.nbytes).from_address(numbers.ctypes.data)
-    return np.frombuffer(raw, numbers.dtype)
+    return np.ctypeslib.as_array(raw).view(numbers.dtype)
 
 
 def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:

@@ -116,8 +116,9 @@ class _Making:
         divided = self._config.data_parallel.name == "zero" and self._wire.size > 1 and self._config.model_parallel == 1
         self.opt = Optimization(self._config, self._spec, self._steps, whole=not divided)
         if divided and not placement.on_gpu(model) and state.nbytes(model.trainable_variables) >= heap.LARGE_BYTES:
-            # Gradients come and go among what stays: of a large model their gaps would be much.
-            heap.map_large(settles=True)
+            # Gradients come and go among what stays: of a large model their gaps would be much. For good: to keep what
+            # steps free takes about a byte a parameter more.
+            heap.map_large()
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)
 

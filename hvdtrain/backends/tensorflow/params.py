@@ -151,7 +151,7 @@ def memory_of(variables: Sequence[tf.Variable]) -> Memory:
                                                       value=tf.zeros(begin, v.dtype))
                 tf.raw_ops.DisableCopyOnRead(resource=v.handle)
             else:
-                v.assign(v.read_value() + 0)
+                v.assign(tf.raw_ops.DeepCopy(x=v.read_value()))
         return [v.read_value() for v in variables]
 
     graph = tf.function(own, input_signature=[], **PLAIN)

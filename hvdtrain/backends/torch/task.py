@@ -140,9 +140,9 @@ def _broadcast(per_sample: torch.Tensor, outputs: torch.Tensor, targets: torch.T
     """Return whether a loss of single elements broadcast shapes that differ, such as (B, 1) and (B,) to (B, B)."""
     if outputs.shape == targets.shape:
         return False
-    try:
-        return per_sample.shape == torch.broadcast_shapes(outputs.shape, targets.shape)
-    except RuntimeError:  # a loss over classes, whose shapes cannot be spread
+    try:  # NumPy's rule is PyTorch's, whose function imports SymPy
+        return tuple(per_sample.shape) == np.broadcast_shapes(outputs.shape, targets.shape)
+    except ValueError:  # a loss over classes, whose shapes cannot be spread
         return False
 
 

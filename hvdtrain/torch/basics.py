@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvdtrain import job
+from hvdtrain.backends.torch.placement import defer_compiler
 from hvdtrain.cluster import horovod
 from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.mpi import MpiCollectives
@@ -80,6 +81,7 @@ class _PyTorch:
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Start the job for PyTorch: `hvdtrain.job.init`. Collective."""
+    defer_compiler()
     job.init(_PyTorch(), comm, process_sets)
     shared_wire(global_process_set)  # here, as later one rank alone may make an optimizer, or join
 

@@ -251,7 +251,8 @@ class ShardedLoader:
         if not batch.used:
             raise UserError("optimizer.step() on a batch of hvd.shard without batches.scale in the backward pass",
                             "batches.scale(loss).backward(): ranks have different numbers of samples",
-                            "scale the loss; read batches that are not trained on with hvd.shard(..., train=False)")
+                            "scale the loss; call batches.skip() for a batch that is left out on every rank, also by "
+                            "break; read batches that are not trained on with hvd.shard(..., train=False)")
         if not average or ranks != self._plan.size:
             got = f"over {count(ranks, 'rank')}" if average else "with an op other than hvd.Average"
             raise UserError(f"DistributedOptimizer {got} for batches of hvd.shard",

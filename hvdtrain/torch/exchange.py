@@ -67,7 +67,7 @@ class ParameterExchange:
         self._dense: list[torch.Tensor] = []
         self._sparse: list[torch.Tensor] = []
         self._densified: list[bool] = []
-        self._planned: list[tuple[torch.Tensor, bool]] = []
+        self._planned: list[tuple[torch.Tensor, bool, torch.dtype]] = []
         _made[next(_order)] = self
 
     @torch.no_grad()
@@ -107,10 +107,11 @@ class ParameterExchange:
         return grads
 
     def _changed(self) -> bool:
-        """Return whether parameters were added, replaced, frozen or released since the plan was made."""
+        """Return whether parameters were added, replaced, frozen, released or converted since the plan was made."""
         params = self.params()
-        return len(params) != len(self._planned) or any(p is not planned or _trains(p) != trained
-                                                        for p, (planned, trained) in zip(params, self._planned))
+        return len(params) != len(self._planned) or any(
+            p is not planned or p.dtype != dtype or _trains(p) != trained
+            for p, (planned, trained, dtype) in zip(params, self._planned))
 
     def _take(self, sums: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
         """Write the sums over the gradients, where autograd has put them."""
@@ -160,7 +161,7 @@ class ParameterExchange:
         self._dense = [by_name[n] for n in plan.dense]
         self._sparse = [by_name[n] for n in plan.sparse]
         self._densified = [n in plan.densified for n in plan.dense]
-        self._planned = [(p, _trains(p)) for p in params]
+        self._planned = [(p, _trains(p), p.dtype) for p in params]
         for p in (*self._dense, *self._sparse):
             self.hook(p)
 
@@ -192,6 +193,10 @@ def make_plan(exchange: ParameterExchange | None) -> ParameterPlan:
         if any(f.trains for f in every):
             items[name] = ParamFacts(facts.shape, facts.dtype, True, any(f.sparse for f in every))
     own = exchange or _unstepped(serial, present[0])
+    found = "" if exchange else differences([present[0], own.row()])
+    if found:
+        raise UserError(f"hvd.join() on a rank whose optimizer others have changed: {found}",
+                        "the same parameters on every rank", "add parameters, or convert them, before hvd.join()")
     plan = _plans[number] = ParameterPlan(number, items, own.settings, own.params()[0].device)
     own.adopt(plan, serial)
     return plan

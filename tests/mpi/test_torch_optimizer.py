@@ -320,6 +320,15 @@ def test_scaled_gradients_with_an_overflow_update_no_rank(control):
         assert torch.equal(before, weights(model)) == overflow
 
 
+def test_a_converted_parameter_is_summed_in_its_new_type():
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param := torch.nn.Parameter(torch.zeros(2))], 1.0))
+    for param.data in (param.data, param.data.double()):
+        param.grad = None
+        (param * (1 / 3 + hvd.rank())).sum().backward()
+        optimizer.step()
+    assert param.grad.tolist() == pytest.approx([1 / 3 + (hvd.size() - 1) / 2] * 2, abs=1e-12)
+
+
 @pytest.mark.skipif(horovod.horovod_reason("torch") is not None, reason="Horovod is not built")
 def test_join_counts_as_zeros(control):
     for late in range(hvd.size()):

@@ -37,6 +37,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     ``sample``: n samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras model
     that has no variables yet, or lazy layers of PyTorch.
     """
+    placement.defer_compiler()
     if placement.device().type == "cpu":
         # Under ZeRO gradients come and go among those that stay: of a large model their gaps would be much.
         short = config.data_parallel.name == "zero" and _nbytes(spec.model) >= memory.LARGE_BYTES

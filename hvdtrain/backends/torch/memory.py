@@ -97,24 +97,26 @@ def state_now(parts: ModelParts) -> int:
 def slots_of(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> list[Slots]:
     """Return the state that ``optimizer``, or one of its kind, keeps of each of ``tensors``.
 
-    Found by one update of tensors of the same shapes without memory (PyTorch's meta device). A compiled Keras model's
-    optimizer has made its own.
+    Found by one update: of one element of each type where each element is updated alone, else of tensors of the same
+    shapes without memory (PyTorch's meta device). A compiled Keras model's optimizer has made its own.
     """
     if optimizer.adopted is not None:
         return [_slots(t, optimizer.optimizer.state.get(t, {})) for t in optimizer.tensors]
-    if optimizer.elementwise:  # one element of each type tells of all
+    if optimizer.elementwise:
         tensors = [torch.empty(1, dtype=t.dtype) for t in tensors]
-    standing, state = _updated(optimizer, tensors)
+    # An update on the meta device imports PyTorch's compiler, which takes over 1 s.
+    standing, state = _updated(optimizer, tensors, ("cpu",) if optimizer.elementwise else ("meta", "cpu"))
     slots = {id(t): _slots(t, state.get(t, {})) for t in standing}
     return [slots[id(t)] for t in standing]
 
 
-def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
-    """Return placeholders for ``tensors`` and their state after one update: on the meta device, else small ones.
+def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor],
+             devices: Sequence[str]) -> tuple[Sequence[torch.Tensor], Any]:
+    """Return placeholders for ``tensors`` and their state after one update on the first of ``devices`` that can.
 
-    An optimizer that fails on both counts as one without state.
+    On the CPU placeholders are small. An optimizer that fails on every device counts as one without state.
     """
-    for where in ("meta", "cpu"):
+    for where in devices:
         try:
             alike = {(tuple(t.shape), t.dtype): torch.nn.Parameter(torch.zeros(
                 t.shape if where == "meta" else (2,) * t.dim(), dtype=t.dtype, device=where)) for t in tensors}

@@ -1,4 +1,4 @@
-"""Devices of a rank's PyTorch model, compute threads, seeds and random generators.
+"""Devices of a rank's PyTorch model, compute threads, start of PyTorch's compiler, seeds and random generators.
 
 Blocks of a split model are placed by `hvdtrain.backends.torch.transforms.placement`.
 """
@@ -6,6 +6,7 @@ Blocks of a split model are placed by `hvdtrain.backends.torch.transforms.placem
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -115,10 +116,54 @@ def device_facts() -> DeviceFacts:
 def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
     """Set the compute threads of this process and, if asked, deterministic kernels; ``devices`` is not needed."""
     torch.set_num_threads(threads)
+    defer_compiler()
     if deterministic:
         # Without it PyTorch refuses every matrix product on a GPU then; read when the first one is made.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def defer_compiler() -> None:
+    """Let optimizers import `torch._dynamo` only where something is compiled.
+
+    PyTorch imports it in each process that makes an optimizer, to exclude the optimizer's methods from compilation.
+    Without a compiled function that excludes nothing, and takes 1.5 s of each process. Optimizers of other libraries,
+    and of PyTorch versions that are written differently, import it as before.
+    """
+    if _compiler_imported() or hasattr(torch.optim.Optimizer, "_compiler_deferred"):
+        return
+    torch.optim.Optimizer._compiler_deferred = True  # type: ignore[attr-defined]
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        wrapper = getattr(torch.optim.Optimizer, name)
+        method = getattr(wrapper, "__wrapped__", None)
+        if wrapper.__code__.co_name == "inner" and method is not None:  # torch._compile._disable_dynamo
+            setattr(torch.optim.Optimizer, name, _until_compiling(wrapper, method))
+    for kind in [one for one in vars(torch.optim).values() if isinstance(one, type)]:
+        step: Any = vars(kind).get("step")
+        if getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad":
+            setattr(kind, "step", _until_compiling(step, _with_gradients_of(step.__wrapped__)))
+
+
+def _compiler_imported() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def _until_compiling(wrapper: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls ``method``, and once `torch._dynamo` is imported PyTorch's ``wrapper`` of it."""
+    @functools.wraps(wrapper)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (wrapper if _compiler_imported() else method)(*args, **kwargs)
+
+    return call
+
+
+def _with_gradients_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``step`` with gradients recorded only for a differentiable optimizer, as PyTorch calls it."""
+    def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return step(optimizer, *args, **kwargs)
+
+    return call
 
 
 _CPU_RANDOM = threading.RLock()

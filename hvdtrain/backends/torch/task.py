@@ -139,10 +139,10 @@ def _kind(tensor: torch.Tensor) -> str:
 def _broadcast(per_sample: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> bool:
     """Return whether a loss of single elements broadcast shapes that differ, such as (B, 1) and (B,) to (B, B)."""
     if outputs.shape == targets.shape or per_sample.dim() != max(outputs.dim(), targets.dim()):
-        return False  # of a loss over classes the latter: `torch.broadcast_shapes` takes 30 us to refuse it
-    try:
-        return per_sample.shape == torch.broadcast_shapes(outputs.shape, targets.shape)
-    except RuntimeError:  # a loss over classes of targets (B, 1), whose shapes cannot be spread
+        return False  # a loss over classes among others
+    try:  # NumPy's rule is PyTorch's, whose function imports SymPy
+        return tuple(per_sample.shape) == np.broadcast_shapes(outputs.shape, targets.shape)
+    except ValueError:  # a loss over classes of targets (B, 1), whose shapes cannot be spread
         return False
 
 

@@ -1,6 +1,7 @@
 """``sys.exit()`` in a callable of the user's: one message that names it, status 1; elsewhere it keeps its meaning."""
 
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -163,3 +164,28 @@ def test_a_message_that_nobody_reads_changes_no_status(monkeypatch):
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=lambda: None))
     assert end(ExitCalled("x ended the program"), SOLO) == 1
+
+
+LAST = """
+import atexit, gc, os
+from hvdtrain.cluster import boot
+from hvdtrain.core.launcher import launch_facts
+
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))
+boot.start_control(launch_facts(os.environ), 10.0)
+
+
+class Cycle:
+    def __init__(self):
+        self.own, self.file = self, open("rows.csv", "w")
+        self.file.write("1,2")
+
+
+cycle = Cycle()
+"""
+
+
+def test_a_process_ends_without_collections_and_loses_no_data(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LAST], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "True\n", done.stderr
+    assert (tmp_path / "rows.csv").read_text() == "1,2", "only the garbage collector closes a file in a cycle"

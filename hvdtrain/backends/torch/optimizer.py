@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 from hvdtrain.backends.torch import optim, placement, resuming, schedules
 from hvdtrain.backends.torch.optim import OptimizerSpec
@@ -190,7 +189,7 @@ class TorchOptimizer:
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates):
             group["lr"] = rate * factor
-        _step(self.optimizer)
+        schedules.update(self.optimizer)
         if self.slices is not None:
             self.slices.written()
         for group, rate in zip(groups, rates):
@@ -321,25 +320,6 @@ def _clip(grads: Sequence[torch.Tensor], clip_norm: float, norm: float) -> None:
     """Scale ``grads`` of the global ``norm`` down to ``clip_norm``."""
     if 0 < clip_norm < norm and grads:
         torch._foreach_mul_(list(grads), clip_norm / norm)
-
-
-_PROFILED = torch.optim.Optimizer.profile_hook_step(print).__code__
-"""Of the range that PyTorch opens around each ``step`` for profilers, with the calls of hooks."""
-
-
-def _step(optimizer: Any) -> None:
-    """Call ``optimizer.step()``, without the profiler's range around it where no profiler records and no hook waits.
-
-    PyTorch opens that range in any case, which takes longer than a fused update of a small model.
-    """
-    step: Any = getattr(type(optimizer), "step", None)  # an instance has its own under a scheduler
-    if getattr(step, "__code__", None) is _PROFILED and "step" not in vars(optimizer) and not (
-            torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-            or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-            or torch.autograd._profiler_enabled()):
-        step.__wrapped__(optimizer)
-    else:
-        optimizer.step()
 
 
 def begin_momenta(optimizer: Any) -> None:

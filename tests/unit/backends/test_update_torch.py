@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hvdtrain.backends.torch import losses, task
-from hvdtrain.backends.torch.optimizer import _step
+from hvdtrain.backends.torch.schedules import update
 from hvdtrain.config import Named
 
 
@@ -31,27 +31,27 @@ def made(cls=torch.optim.SGD):
 @pytest.mark.parametrize("cls", [torch.optim.SGD, Sgd, torch.optim.AdamW])
 def test_a_step_is_that_of_the_optimizer(cls):
     (own, optimizer), (other, reference) = made(cls), made(cls)
-    _step(optimizer)
+    update(optimizer)
     reference.step()
     assert torch.equal(own, other) and not torch.equal(own, torch.ones(3)) and torch.is_grad_enabled()
     assert getattr(optimizer, "calls", 1) == 1
 
 
-def test_hooks_profilers_and_schedules_see_each_step():
+def test_hooks_profilers_and_schedules_see_eachupdate():
     _, optimizer = made()
     seen = []
     for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook,
                      register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
         handle = register(lambda *_: seen.append(1))
-        _step(optimizer)
+        update(optimizer)
         handle.remove()
-        _step(optimizer)
+        update(optimizer)
     assert len(seen) == 4
     with torch.profiler.profile() as profiled:
-        _step(optimizer)
+        update(optimizer)
     assert any("SGD.step" in event.key for event in profiled.key_averages())
     StepLR(optimizer, 1)
-    _step(optimizer)
+    update(optimizer)
     assert optimizer._opt_called
 
 
@@ -64,7 +64,7 @@ def test_a_step_that_was_replaced_is_called(monkeypatch):
         return step(*args)
 
     monkeypatch.setattr(torch.optim.SGD, "step", counted)
-    _step(made()[1])
+    update(made()[1])
     assert seen == [1]
 
 

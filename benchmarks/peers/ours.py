@@ -130,11 +130,13 @@ def _whatif(run: Run) -> dict[str, Any]:
 
 
 def _fetched(run: Run, setup: Setup) -> Iterator[Any]:
-    """Return the batches of one epoch, over and over, fetched beforehand as every peer's are."""
+    """Yield the batches of one epoch, over and over, fetched beforehand as every peer's are; steps count on."""
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as fetched:
         batches = list(fetched)
     assert len(batches) == len(setup.batches), "the feed cut another number of batches"
-    return itertools.cycle(batches)
+    for batch in itertools.cycle(batches):
+        at = run.state.cursor  # a step whose number comes again would compare the ranks' weights again
+        yield replace(batch, cursor_before=at, cursor_after=replace(batch.cursor_after, step=at.step + 1))
 
 
 def _live(run: Run) -> Iterator[Any]:

@@ -1,7 +1,6 @@
 """Encode and decode ``manifest.json``: a checkpoint's files, sizes and hashes, and the run's small state, as JSON.
 
-Pure functions over bytes. Decoding encodes again and compares bytes, so that no changed byte passes; the last key holds
-the SHA-256 of the others.
+Pure functions over bytes. The last key holds the SHA-256 of the bytes before it, so that no changed byte passes.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ VERSION, SHARDED = 1, 2
 
 MAX_MANIFEST_BYTES = 64 * 2**20  # above this size a manifest is neither written nor read
 _SEAL = "manifest_sha256"
+_END = b"\n}\n"
+_leaf = json.JSONEncoder().encode
 _KEYS = {VERSION: ("format", "version", "step", "files", "dtypes", "meta", _SEAL),
          SHARDED: ("format", "version", "step", "files", "shards", "dtypes", "meta", _SEAL)}
 _GROUP = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
@@ -72,9 +73,18 @@ def group_name(file: str) -> str | None:
     return match.group(1) if match else None
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Encode a manifest as the bytes of ``manifest.json``; CheckpointError where ``meta`` would change."""
-    _check_plain(manifest.meta, "meta")
+def encode_meta(meta: dict[str, Any]) -> bytes:
+    """Encode ``meta`` as it stands in a manifest; CheckpointError where JSON would change it."""
+    _check_plain(meta, "meta")
+    return _spell(meta, "\n ").encode("ascii")
+
+
+def encode(manifest: Manifest, meta: bytes = b"") -> bytes:
+    """Encode a manifest as the bytes of ``manifest.json``; CheckpointError where ``meta`` would change.
+
+    ``meta``: `encode_meta` of the manifest's, where a caller has it.
+    """
+    meta = meta or encode_meta(manifest.meta)
     document = {
         "format": FORMAT,
         "version": SHARDED if manifest.shards else VERSION,
@@ -85,9 +95,9 @@ def encode(manifest: Manifest) -> bytes:
         },
         **({"shards": manifest.shards} if manifest.shards else {}),
         "dtypes": {},  # unused, and part of the format
-        "meta": manifest.meta,
+        "meta": {},
     }
-    text = _spell(document)
+    text = _text(document).removesuffix(b"{}" + _END) + meta + _END
     data = _sealed(text, hashlib.sha256(text).hexdigest())
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"a manifest of {len(data)} bytes",
@@ -109,11 +119,10 @@ def decode(data: bytes, where: str) -> Manifest:
     if tuple(document) != keys:
         raise damaged(f"{where} has the keys {_short(list(document))}", f"the keys {list(keys)}")
     seal = document.pop(_SEAL)
-    text = _spell(document)
-    digest = hashlib.sha256(text).hexdigest()
-    if seal != digest:
-        raise damaged(f"{where} was changed: it hashes to {digest}", f"{_short(seal)} as noted in it")
-    if _sealed(text, digest) != data:
+    if not _intact(data):
+        digest = hashlib.sha256(_text(document)).hexdigest()
+        if seal != digest:
+            raise damaged(f"{where} was changed: it hashes to {digest}", f"{_short(seal)} as noted in it")
         raise damaged(f"{where} was reformatted", "the bytes that hvdtrain wrote")
     _check_shape(document, where)
     files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
@@ -190,16 +199,33 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _spell(document: dict[str, Any]) -> bytes:
+def _text(document: dict[str, Any]) -> bytes:
     """Encode in the one valid way: ASCII, keys in the order given; NaN and infinities as Python's json writes them."""
-    return json.dumps(document, ensure_ascii=True, indent=1).encode("ascii") + b"\n"
+    return _spell(document, "\n").encode("ascii") + b"\n"
+
+
+def _spell(value: Any, line: str) -> str:
+    """Return what ``json.dumps(value, indent=1)`` does, in a third of its time; ``line``: the line end and indent."""
+    if isinstance(value, dict) and value:
+        items = (f"{line} {_leaf(key)}: {_spell(item, line + ' ')}" for key, item in value.items())
+        return f"{{{','.join(items)}{line}}}"
+    if isinstance(value, (list, tuple)) and value:
+        items = (f"{line} {_spell(item, line + ' ')}" for item in value)
+        return f"[{','.join(items)}{line}]"
+    return _leaf(value)
 
 
 def _sealed(text: bytes, digest: str) -> bytes:
     """Append the seal as the last key, without encoding the document again."""
-    end = b"\n}\n"
-    assert text.endswith(end)
-    return text[:-len(end)] + f',\n "{_SEAL}": "{digest}"'.encode("ascii") + end
+    assert text.endswith(_END)
+    return text[:-len(_END)] + f',\n "{_SEAL}": "{digest}"'.encode("ascii") + _END
+
+
+def _intact(data: bytes) -> bool:
+    """Return whether the seal at the end is that of the bytes before it."""
+    end = _sealed(_END, "0" * 64)
+    text = data[:-len(end)] + _END
+    return data == _sealed(text, hashlib.sha256(text).hexdigest())
 
 
 def _short(value: Any) -> str:

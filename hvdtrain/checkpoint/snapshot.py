@@ -29,6 +29,7 @@ from hvdtrain.checkpoint.manifest import (
     damaged,
     decode,
     encode,
+    encode_meta,
     file_name,
     group_name,
 )
@@ -76,12 +77,13 @@ def write_snapshot(directory: Path, content: Content, *, step: int = 0,
     layouts = {group: layout(specs, group) for group, specs in content.specs().items()}
     # Placeholders of full length: meta is checked, and the manifest's size known, before anything is written.
     planned = {file_name(group): FileEntry(plan.size_bytes, "0" * 64) for group, plan in layouts.items()}
-    manifest_bytes = len(encode(Manifest(step, planned, dict(content.meta))))
+    meta = encode_meta(dict(content.meta))
+    manifest_bytes = len(encode(Manifest(step, planned), meta))
     sizes = [manifest_bytes, *(entry.size_bytes for entry in planned.values())]
     shared = frozen.shared_bytes({name: entry.size_bytes for name, entry in planned.items()}, earlier)
     temp = open_new(directory, sum(size + BLOCK_BYTES for size in sizes) - shared, make_room)
     try:
-        _fill(temp, content, step, layouts, earlier)
+        _fill(temp, content, step, layouts, meta, earlier)
         files.publish(temp, directory)
     except BaseException:
         files.remove_quietly(temp)
@@ -155,12 +157,13 @@ def check_listing(directory: Path, manifest: Manifest) -> None:
             raise damaged(f"{directory / name} is {state}: {status.st_size} bytes", f"{size_bytes}")
 
 
-def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, FileLayout], earlier: Path | None) -> None:
+def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, FileLayout], meta: bytes,
+          earlier: Path | None) -> None:
     entries = {}
     for group, plan in layouts.items():
         name = file_name(group)
         entries[name] = frozen.writer(group, earlier)(temp / name, plan.pieces(content.blocks(group, plan.names)))
-    data = encode(Manifest(step, entries, dict(content.meta)))
+    data = encode(Manifest(step, entries), meta)
     files.write_durably(temp / MANIFEST_NAME, [memoryview(data)])
     files.fsync_directory(temp)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,18 +35,31 @@ def head(shard: Shard) -> Head:
 
 def in_order(shards: Iterable[Shard]) -> list[Shard]:
     """Return shards in the order of the files, their values little-endian. `CheckpointError`: no file can hold one."""
-    ready = [replace(one, values=portable(one.name, one.values, one.group).reshape(-1)) for one in shards]
-    return sorted(ready, key=lambda shard: _place(head(shard)))
+    ready = [Shard(one.group, one.name, one.shape, one.begin, portable(one.name, one.values, one.group).reshape(-1))
+             for one in shards]
+    return sorted(ready, key=lambda one: _place(one.group, one.values.itemsize, one.name, one.begin, one.values.size))
+
+
+@cache
+def _dtype(text: str) -> np.dtype:
+    return np.dtype(text)
 
 
 def n_bytes(one: Head) -> int:
-    return one.n * np.dtype(one.dtype).itemsize
+    return one.n * _dtype(one.dtype).itemsize
 
 
 def pieces_of(size: int, unit: int = 1) -> list[tuple[int, int]]:
     """Return the pieces [low, high) of ``size`` bytes: at least one, each of at most `PIECE_BYTES`, in whole units."""
     most = max(1, PIECE_BYTES // unit) * unit
-    return [(low, min(size, low + most)) for low in range(0, max(1, size), most)]
+    if size <= most:
+        return [(0, size)]
+    return [(low, min(size, low + most)) for low in range(0, size, most)]
+
+
+def n_pieces(size: int) -> int:
+    """Return how many pieces `pieces_of` gives."""
+    return max(1, -(-size // PIECE_BYTES))
 
 
 def messages(heads: Sequence[Head]) -> Iterator[list[Piece]]:
@@ -91,7 +105,8 @@ def local_pieces(shards: Sequence[Shard]) -> Iterator[np.ndarray]:
     """Yield the pieces of shards in this rank's memory, without a copy."""
     for shard in shards:
         data = _bytes(shard.values)
-        yield from (data[low:high] for low, high in pieces_of(data.size))
+        for low, high in pieces_of(data.size):
+            yield data[low:high]
 
 
 class LocatedShard(NamedTuple):
@@ -117,7 +132,7 @@ def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]
     faults = []
     for part in sorted(parts, key=lambda part: (part.head.group, part.head.name, part.head.begin, part.head.n)):
         one, named = part.head, tensors.setdefault(part.head.group, {})
-        tensor = named.setdefault(one.name, Tensor(Spec(np.dtype(one.dtype), tuple(one.shape)), []))
+        tensor = named.setdefault(one.name, Tensor(Spec(_dtype(one.dtype), tuple(one.shape)), []))
         fault = _fault(tensor.spec, one, ends.get((one.group, one.name), 0))
         if fault:
             faults.append(f"{one.name!r} of group {one.group!r}: {fault}")
@@ -132,10 +147,11 @@ def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]
     if faults:
         raise CheckpointError(f"the ranks' shards do not form complete tensors; {'; '.join(faults[:3])}",
                               "every element from exactly one rank", "fix the code that returned these shards")
-    order = {_place(part.head._replace(begin=0, n=0)): part.head for part in parts}
+    order = [_place(group, tensor.spec.dtype.itemsize, name, 0, 0) for group, named in tensors.items()
+             for name, tensor in named.items()]
     found: dict[str, dict[str, Tensor]] = {}
-    for _, one in sorted(order.items()):
-        found.setdefault(one.group, {})[one.name] = tensors[one.group][one.name]
+    for _, group, _, name, _, _ in sorted(order):
+        found.setdefault(group, {})[name] = tensors[group][name]
     return found
 
 
@@ -159,7 +175,7 @@ class StreamedContent:
         """Yield the values of a group; groups must be requested in the order of `specs`."""
         assert list(names) == list(self._tensors[group]), "the order of files differs from the stream's"
         parts = [part for tensor in self._tensors[group].values() for part in tensor.parts]
-        for _ in range(sum(len(pieces_of(n_bytes(part.head))) for part in parts)):
+        for _ in range(sum(n_pieces(n_bytes(part.head)) for part in parts)):
             yield next(self._left).data
 
     def drain(self) -> None:
@@ -171,20 +187,20 @@ class StreamedContent:
         for named in self._tensors.values():
             for tensor in named.values():
                 for source, one in tensor.parts:
-                    for _ in pieces_of(n_bytes(one)):
+                    for _ in range(n_pieces(n_bytes(one))):
                         yield next(pieces_P[source])
 
 
-def _place(one: Head) -> tuple[int, str, int, str, int, int]:
+def _place(group: str, itemsize: int, name: str, begin: int, n: int) -> tuple[int, str, int, str, int, int]:
     """Return a shard's sort key in a checkpoint: by group, then as `hvdtrain.checkpoint.tensors.layout` orders a file.
     """
-    first = FIRST.index(one.group) if one.group in FIRST else len(FIRST)
-    return first, one.group, -np.dtype(one.dtype).itemsize, one.name, one.begin, one.n
+    first = FIRST.index(group) if group in FIRST else len(FIRST)
+    return first, group, -itemsize, name, begin, n
 
 
 def _fault(spec: Spec, one: Head, end: int) -> str:
     """Describe why a shard does not continue a tensor that is there up to ``end``, or return ""."""
-    n, dtype = math.prod(spec.shape), np.dtype(one.dtype)
+    n, dtype = math.prod(spec.shape), _dtype(one.dtype)
     if (tuple(one.shape), dtype) != (spec.shape, spec.dtype):
         return f"it was sent as {spec.dtype}{list(spec.shape)} and as {dtype}{list(one.shape)}"
     if not 0 <= one.begin <= one.begin + one.n <= n:

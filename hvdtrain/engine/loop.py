@@ -273,13 +273,13 @@ def _vote(run: Run, batch: StepBatch, done: StepGradients) -> list[int]:
     unfrozen = "" if parts.facts is None else parts.facts.late()
     mine = [0.0 if bad else loss_sum, weight, bad, *wishes, changed, bool(unfrozen), squares]
     sums = services.control.sum(np.array(mine, dtype=np.float64))
-    loss, total, n_bad, n_stop, n_save, n_words, n_changed, n_late, squares = sums
+    loss, total, n_bad, n_stop, n_save, n_words, n_changed, n_late, squares = sums.tolist()
     pulse.heard(state.cursor.step)
     if not asynchronous and not n_bad:
-        check_weight(float(total), batch.weight)
+        check_weight(total, batch.weight)
     # A late loss may be of a step that was skipped.
     counts = not n_bad and (outcome.pending_read or not asynchronous)
-    state.loss = float(loss / total) if total and counts else math.nan
+    state.loss = loss / total if total and counts else math.nan
     if n_save:
         state.save_due = True
     wants.save = False

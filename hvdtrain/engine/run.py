@@ -5,6 +5,7 @@ Its state is left to `hvdtrain.engine.run_parts`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +35,9 @@ from hvdtrain.engine.written_state import WrittenState
 from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
 from hvdtrain.parallel.parts import ModelParts
 from hvdtrain.parallel.recovery import Recovery
+
+_Listener = tuple[Callable[["Run"], None], str, str]
+"""What an event calls, its name in the heartbeat ("": none), and its name where rank 0 calls it alone, else ""."""
 
 
 def _of(path: str) -> Any:
@@ -85,28 +89,28 @@ class Run:
     def __init__(self, setup: RunSetup, services: Services, state: RunState | None = None) -> None:
         self.setup, self.services, self.state = setup, services, RunState() if state is None else state
         self.callbacks: list[RunCallback[Run]] = []
-        self._heard: dict[Event, tuple[list[RunCallback[Run]], list[tuple[RunCallback[Run], str, bool]]]] = {}
+        self._heard: dict[Event, tuple[list[RunCallback[Run]], list[_Listener]]] = {}
         self._joined = False
         services.phases = RunPhases(services.timeline, self.state, setup.config.control_timeout_s)
 
     def emit(self, event: Event) -> None:
         """Call every callback, those with ``where`` "root" on rank 0 only; the contracts are in `hvdtrain.core.events`.
         """
-        state, timeline, several = self.state, self.services.timeline, self.services.control.size > 1
-        watched, outer, outer_alone = timeline.watched, state._event, timeline.alone
-        state._event, root_alone = event, state._alone
+        listeners, state, timeline = self._listeners(event), self.state, self.services.timeline
+        if not listeners:
+            return
+        outer, root_alone, outer_alone = state._event, state._alone, timeline.alone
+        state._event, watched, step = event, timeline.watched, state.cursor.step
         try:
-            for callback, name, everywhere in self._listeners(event):
+            for call, name, alone in listeners:
+                state._alone, timeline.alone = bool(alone), alone
                 if name:
-                    pulse.at(name, state.cursor.step)
-                if several:
-                    state._alone = not everywhere
-                    timeline.alone = "" if everywhere else name or type(callback).__name__
+                    pulse.at(name, step)
                 if name and watched:  # else nobody would see it, and there are twenty a step
                     with span(name):
-                        callback.on(event, self)
+                        call(self)
                 else:
-                    callback.on(event, self)
+                    call(self)
         finally:
             state._event, state._alone, timeline.alone = outer, root_alone, outer_alone
 
@@ -125,18 +129,24 @@ class Run:
             finally:
                 timeline.alone = outer
 
-    def _listeners(self, event: Event) -> list[tuple[RunCallback[Run], str, bool]]:
-        """Return the callbacks that see ``event`` here, what the heartbeat shows, and whether all ranks call each.
+    def _listeners(self, event: Event) -> list[_Listener]:
+        """Return what to call at ``event`` here.
 
         Kept until the list of callbacks changes: most of two dozen callbacks see one or two events.
         """
         known = self._heard.get(event)
         if known is not None and len(known[0]) == len(self.callbacks) and all(map(is_, known[0], self.callbacks)):
             return known[1]
-        method, on_root = event.value, self.services.control.rank == 0
-        found = [(one, f"{method} of {type(one).__name__}" if hasattr(one, method) else "", one.where == "all")
-                 for one in self.callbacks if (one.where == "all" or on_root) and one.hears(event)]
-        pulse.doing.update({name: one.doing for one, name, _ in found if name and one.doing})
+        method, control, found = event.value, self.services.control, list[_Listener]()
+        for one in self.callbacks:
+            everywhere = one.where == "all"
+            if not (everywhere or control.rank == 0) or not one.hears(event):
+                continue
+            name = f"{method} of {type(one).__name__}" if hasattr(one, method) else ""
+            alone = "" if everywhere or control.size == 1 else name or type(one).__name__
+            found.append((one.listener(event), name, alone))
+            if name and one.doing:
+                pulse.doing[name] = one.doing
         self._heard[event] = (list(self.callbacks), found)
         return found
 

@@ -111,7 +111,8 @@ class WrittenState:
 
     def hear(self, run: BufferedRun) -> None:
         """Take note of what ranks have reported in this step's agreement."""
-        self._learn(run, [name for word in run.state.told if word.topic == TOPIC for name in json.loads(word.text)])
+        if run.state.told:
+            self._learn(run, [name for word in run.state.told if word.topic == TOPIC for name in json.loads(word.text)])
 
     def combine(self, run: BufferedRun, meets: bool) -> None:
         """Reduce what the step has written; collective where the replicas synchronize in it and a buffer is known."""

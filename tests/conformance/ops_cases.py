@@ -269,6 +269,15 @@ def check_sum_squares(ops):
     assert np.isnan(float(ops.to_host(ops.sum_squares(give(ops, [1.0, float("nan")])))))
 
 
+def check_total(ops):
+    """In float64 and in order: 2**53 takes no 1, and a narrower sum would lose the 1 beside 2**25."""
+    scalars = [ops.sum_squares(give(ops, [x])) for x in (2.0**12.5, 1.0)]
+    assert float(ops.total(scalars)) == float(scalars[0]) + 1.0
+    wide = [ops.cast(give(ops, 2.0**53), "float64"), *[ops.cast(give(ops, 1.0), "float64")] * 2]
+    assert float(ops.total(wide)) == 2.0**53 and float(ops.total(wide[::-1])) == 2.0**53 + 2
+    assert float(ops.total([])) == 0.0 and np.isnan(float(ops.total([wide[1], ops.sum_squares(give(ops, [np.nan]))])))
+
+
 def check_abs_max(ops):
     got = ops.to_host(ops.abs_max(give(ops, [1.0, -7.5, 3.0])))
     assert got.shape == () and float(got) == 7.5

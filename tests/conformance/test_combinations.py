@@ -1,14 +1,11 @@
 """Settings together train as one rank alone does, or are refused with their message: `combinations`.
 
-Keras' backend is fixed when it is imported: a child process runs this file for Keras on PyTorch.
+Keras' backend is fixed when it is imported: `test_step_keras_torch` runs this file in a process of Keras on PyTorch.
 """
 
 import ast
 import functools
-import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import combinations
@@ -75,13 +72,3 @@ def test_the_tests_that_are_named_exist():
         body = ast.parse((TESTS / file).read_text(encoding="utf-8")).body
         assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in body), name
     assert all(name in KEYS and GROUP[name] for tests in TESTED.values() for run in tests for name in words(run))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(KERAS_ON_TORCH, reason="is that process")
-def test_in_a_process_whose_keras_computes_with_torch():
-    if not all(importlib.util.find_spec(name) for name in ("torch", "keras")):
-        pytest.skip("Keras or PyTorch is not installed")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
-                          env={**os.environ, "KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

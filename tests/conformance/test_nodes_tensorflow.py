@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-from hvdtrain.backends.tensorflow import nodes  # noqa: E402
+from hvdtrain.backends.tensorflow import graphs, nodes  # noqa: E402
 from hvdtrain.backends.tensorflow.collectives import peer_failures  # noqa: E402
 from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402
 from hvdtrain.comm.collectives.base import NullCollectives, ReadyHandle  # noqa: E402
@@ -107,3 +107,42 @@ def test_all_collectives_of_ranks_as_threads():
         np.testing.assert_array_equal(own[3], [x[3 * r:3 * r + 3], 2 * x[3 * r:3 * r + 3]])
         np.testing.assert_array_equal(own[4], 3 * x[3 * r:3 * r + 3])
         np.testing.assert_array_equal(own[5], [*x[:2], *2 * x[:4]])
+
+
+def test_a_call_takes_the_graph_of_its_arrays():
+    calls = graphs.Calls()
+
+    def call(x, kind="twice", factor=2.0):
+        return calls.call(kind, lambda scale, x: x * tf.cast(scale, x.dtype), [x], factor)
+
+    for x in (np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), np.ones((2, 3), np.float64),
+              np.ones((2, 3), np.float32), tf.ones([2, 3])):
+        got = call(x)
+        assert got.dtype == x.dtype and tuple(got.shape) == tuple(x.shape) and np.all(got.numpy() == 2)
+    assert np.all(call(np.ones((2, 3), np.float32), factor=3.0).numpy() == 3)
+    before = calls.latest
+    calls.drop()
+    call(np.ones((2, 3), np.float32))
+    assert calls.latest is not before
+
+
+def test_direct_calls_see_variables_and_deferred_captures():
+    variable, factor = tf.Variable(1.0), [2.0]
+
+    def captured():
+        return tf.constant(factor[0])
+
+    def graph(x, y):
+        deferred = tf.compat.v1.get_default_graph().capture_call_time_value(captured, tf.TensorSpec([], tf.float32))
+        return (x - y) * variable, [x * deferred, None]
+
+    specs = [tf.TensorSpec([], tf.float32)] * 2
+    plain = graphs.direct(tf.function(lambda x, y: ((x - y) * variable, [x, None]), input_signature=specs)
+                          .get_concrete_function())
+    deferred = graphs.direct(tf.function(graph, input_signature=specs, autograph=False).get_concrete_function())
+    three, one = tf.constant(3.0), tf.constant(1.0)
+    assert float(plain(three, one)[0]) == 2 and plain(three, one)[1][1] is None
+    assert float(deferred(three, one)[1][0]) == 6
+    variable.assign(5.0)
+    factor[0] = 4.0
+    assert float(plain(three, one)[0]) == 10 and float(deferred(three, one)[1][0]) == 12

@@ -1,6 +1,7 @@
 """The step of a Keras model on PyTorch passes the cases of every backend's step, and resumes a kept checkpoint.
 
-Keras' backend is fixed when it is imported, and this process may have it on TensorFlow: a child runs this file.
+Keras' backend is fixed when it is imported, and this process may have it on TensorFlow: a child runs this file, and
+`test_combinations` for the same backend.
 """
 
 import contextlib
@@ -287,12 +288,15 @@ if HERE:
         with pytest.raises(UserError, match="a callback changed the model while it trains.*was removed"):
             lockstep(1, plain_settings(tmp_path), lambda rank: normed(), both(), work)
 else:
+    @pytest.mark.slow
+    @pytest.mark.timeout(240)
     def test_the_cases_pass_in_a_process_whose_keras_computes_with_torch():
         for name in ("torch", "keras"):
             if importlib.util.find_spec(name) is None:
                 pytest.skip(f"{name} is not installed")
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(Path(__file__))]
+        files = [str(Path(__file__)), str(Path(__file__).with_name("test_combinations.py"))]
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files]
         done = subprocess.run(command, env={**os.environ, "KERAS_BACKEND": "torch"}, capture_output=True, text=True,
-                              timeout=100)
+                              timeout=220)
         print(done.stdout)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

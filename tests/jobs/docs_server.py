@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import keras
 import sklearn.datasets
-import torch._dynamo
+import torch
 
 import hvdtrain.backends.tensorflow.create
 import hvdtrain.backends.torch.create

@@ -127,6 +127,9 @@ class Ops:
         with np.errstate(over="ignore"):
             return np.asarray((wide * wide).sum())
 
+    def total(self, scalars: Sequence[np.ndarray]) -> np.ndarray:
+        return np.asarray(sum((np.float64(one) for one in scalars), np.float64(0.0)))
+
     def abs_max(self, x: np.ndarray) -> np.ndarray:
         return np.asarray(np.abs(x).max(initial=0)).astype(x.dtype)
 

@@ -126,6 +126,12 @@ class Ops:
         # l2_loss halves them; it reads x once, where square and reduce_sum write the squares to memory in between.
         return 2 * tf.nn.l2_loss(tf.cast(x, tf.float32) if x.dtype in (tf.float16, tf.bfloat16) else x)
 
+    def total(self, scalars: Sequence[Array]) -> Array:
+        total = tf.zeros([], tf.float64)
+        for one in scalars:
+            total += tf.cast(one, tf.float64)
+        return total
+
     def abs_max(self, x: Array) -> Array:
         return tf.reduce_max(tf.abs(x)) if x.shape.num_elements() else tf.zeros([], x.dtype)
 

@@ -58,6 +58,7 @@ class Optimizer:
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         if buckets and all(isinstance(x, np.ndarray) for x in grads):
             grads, buckets = self._read_in_place(grads, buckets), ()
+        grads = [x if tf.is_tensor(x) else tf.convert_to_tensor(x) for x in grads]
         scaled = norm is not None and 0 < clip_norm < norm
         checks = norm is None and (look or clip_norm > 0 or self._scale.on)
         limit = clip_norm / norm if norm is not None and scaled else clip_norm
@@ -73,7 +74,8 @@ class Optimizer:
                 return (self._checked(grads, limit if clip_norm > 0 else None, unused) if checks
                         else self._apply(grads, unused))
 
-            self._functions[key] = tf.function(graph, **PLAIN).get_concrete_function(self._limit[1], *grads)
+            function = tf.function(graph, **PLAIN).get_concrete_function(self._limit[1], *grads)
+            self._functions[key] = graphs.direct(function)
         out = self._functions[key](self._limit[1], *grads)
         if not checks:
             return True, math.nan if norm is None else norm

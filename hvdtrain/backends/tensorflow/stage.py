@@ -68,7 +68,7 @@ class Stage:
         self._leaving: Leaving | None = None
         self._several = False
         self.unused, self._names = gradients.numbers, list(state.named(model.trainable_variables))
-        self._random: dict[str, np.ndarray] = {}
+        self._redraw = rng.mark()
         self._drawn = VariableCopies(state.seed_states(model).values())
         self._kept = (buffers.kept, self._drawn)
         self._trial: Trial | None = None
@@ -90,7 +90,7 @@ class Stage:
         self._connected = False
 
     def begin(self) -> None:
-        self._random = rng.capture()
+        self._redraw = rng.mark()
         self._gradients.rescale(self._loss_scale())
         self._several, self.waited_s = False, 0.0
         self.unused, self.calls.failed = self._gradients.numbers, None
@@ -98,7 +98,7 @@ class Stage:
         self._drawn.forget()
 
     def rewind(self) -> None:
-        rng.restore(self._random)
+        self._redraw()
         self._drawn.put_back()
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
@@ -241,8 +241,7 @@ class Stage:
 
     def _run(self, kind: Any, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any],
              exact: bool = True) -> Any:
-        leaves = [x if tf.is_tensor(x) else tf.convert_to_tensor(x) for x in tf.nest.flatten(batch)]
-        split = self._gradients.split
+        leaves, split = tf.nest.flatten(batch), self._gradients.split
         n_parts = split.parts(int(leaves[0].shape[0])) if split else 1
 
         def trace(scale: tf.Tensor, *parts: tf.Tensor) -> Any:

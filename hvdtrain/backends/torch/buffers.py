@@ -311,7 +311,7 @@ class Buffers:
         Those outside the state_dict count only if their shapes are the same everywhere: a cache may differ.
         """
         every = {n: b for n, b in self._model.named_buffers() if b.numel()}
-        saved = self._model.state_dict().keys()
+        saved = self._model.state_dict().keys() if every else ()
         lasting = {n: b for n, b in every.items() if n in saved}
         own_3 = torch.tensor([self._seen, _print(every), _print(lasting)])
         all_P3 = self._transport.allgather(own_3, "buffers").cpu().numpy()

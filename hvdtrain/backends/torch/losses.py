@@ -19,6 +19,8 @@ from hvdtrain.data.weighting import LabelWeight
 
 IGNORED = -100
 """Default of torch's ``ignore_index``."""
+FEW = 256
+"""Labels that Python counts faster than three operations of torch."""
 TENSORS = ("weight", "pos_weight")
 """Arguments that torch takes as tensors only."""
 _TASK = "give the model file a task(model, batch) -> (loss_sum, weight)"
@@ -53,11 +55,13 @@ class Loss:
             found, targets = self._by_type(outputs, targets)
         return self._ready(found, outputs)(outputs, targets)  # type: ignore[no-any-return]
 
-    def weight(self, targets: torch.Tensor) -> int | torch.Tensor:
+    def weight(self, targets: torch.Tensor) -> float | torch.Tensor:
         """Return what torch's mean divides by, over the elements of a sample: all samples, where all labels count."""
         n = targets.shape[0]
         if self.ignored is None or targets.is_floating_point() or not targets.numel():
             return n
+        if targets.is_cpu and targets.numel() <= FEW and self._class_weights is None and type(targets) is torch.Tensor:
+            return (targets.numel() - targets.flatten().tolist().count(self.ignored)) / (targets.numel() // n)
         labels = targets.long()  # torch compares uint8 with -100 modulo 256
         counts = labels != self.ignored
         total = counts.sum()

@@ -33,9 +33,10 @@ class PlainNames:
     def __init__(self, model: torch.nn.Module) -> None:
         loaded = [(sys.modules[home], name, held) for home, name, held in WRAPPERS if home in sys.modules]
         kinds = [(kind, held) for home, name, held in loaded if (kind := getattr(home, name, None)) is not None]
+        types = tuple(kind for kind, _ in kinds)
+        wrappers = [one for one in model.named_modules(remove_duplicate=False) if isinstance(one[1], types)]
         self._inner = {f"{path}.{held}" if path else held
-                       for path, module in model.named_modules(remove_duplicate=False)
-                       for kind, held in kinds if isinstance(module, kind)}
+                       for path, module in wrappers for kind, held in kinds if isinstance(module, kind)}
         self._inner |= {path.replace("_checkpoint_wrapped_module.", "") for path in self._inner}  # as state_dict has it
 
     def __call__(self, name: str) -> str:

@@ -101,10 +101,22 @@ class Ops:
         return q * (torch.where(kept_R.abs() <= DEPENDENT * length_R, 0.0, kept_R.sign()) + length_R * 0.0)
 
     def sum_squares(self, x: Array) -> Array:
-        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and x.is_contiguous():
-            return torch.dot(x.view(-1), x.view(-1))  # half the CPU time of a norm over large vectors on two threads
+        if x.is_cpu and x.dtype in (torch.float32, torch.float64) and x.is_contiguous():
+            flat_N = x.view(-1)
+            return torch.dot(flat_N, flat_N)  # half the CPU time of a norm over large vectors on two threads
         narrow = x.dtype in (torch.float16, torch.bfloat16)  # whose squares overflow or vanish
         return torch.linalg.vector_norm(x, dtype=torch.float32 if narrow else None).square()
+
+    def total(self, scalars: Sequence[Array]) -> Array | float:
+        if self.device.type == "cpu":  # on a GPU each number would be waited for
+            number = 0.0
+            for one in scalars:  # `sum` compensates for rounding from Python 3.12 on
+                number += one.item()
+            return number
+        total = self.zeros(1, "float64")[0]
+        for one in scalars:
+            total = total + one.to(torch.float64)
+        return total
 
     def abs_max(self, x: Array) -> Array:
         return x.abs().amax() if x.numel() else x.new_zeros(())

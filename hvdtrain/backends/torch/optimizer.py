@@ -189,7 +189,7 @@ class TorchOptimizer:
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates):
             group["lr"] = rate * factor
-        self.optimizer.step()
+        schedules.update(self.optimizer)
         if self.slices is not None:
             self.slices.written()
         for group, rate in zip(groups, rates):

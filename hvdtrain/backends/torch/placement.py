@@ -266,6 +266,7 @@ class Generators:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
+        self._gpus = [d for d in dict.fromkeys(self._devices) if d.type == "cuda"]
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the state of each by name."""
@@ -279,13 +280,12 @@ class Generators:
     def mark(self) -> Callable[[], None]:
         """Note all states; the function returned restores them. Cheaper than `state`, for every step."""
         back, cpu = rng.mark(), cpu_random()
-        gpus = [d for d in dict.fromkeys(self._devices) if d.type == "cuda"]
-        states = [torch.cuda.get_rng_state(d) for d in gpus]
+        states = [torch.cuda.get_rng_state(d) for d in self._gpus]
 
         def put_back() -> None:
             back()
             set_cpu_random(cpu)
-            for gpu, found in zip(gpus, states):
+            for gpu, found in zip(self._gpus, states):
                 torch.cuda.set_rng_state(found, gpu)
         return put_back
 

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate for PyTorch's optimizers: made by name, moved, and their states.
+"""Schedules of the learning rate for PyTorch's optimizers: made by name, moved, their states; and the call of a step.
 
 When a schedule moves, and what a resumed run takes over, is left to `hvdtrain.backends.torch.optimizer` and `resuming`.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from hvdtrain.backends.pairs import metric_of
 from hvdtrain.config import Config
@@ -107,3 +108,22 @@ def plain(value: dict[str, Any]) -> dict[str, Any]:
 
     inner = {k: [plain(one) for one in v] for k, v in value.items() if k == "_schedulers"}
     return {k: v for k, v in value.items() if ok(v)} | inner
+
+
+_PROFILED = torch.optim.Optimizer.profile_hook_step(print).__code__
+"""Of the range that PyTorch opens around each ``step`` for profilers, with the calls of hooks."""
+
+
+def update(optimizer: Any) -> None:
+    """Call ``optimizer.step()``, without the profiler's range around it where no profiler records and no hook waits.
+
+    PyTorch opens that range in any case, which takes longer than a fused update of a small model.
+    """
+    step: Any = getattr(type(optimizer), "step", None)  # an instance has its own under a scheduler
+    if getattr(step, "__code__", None) is _PROFILED and "step" not in vars(optimizer) and not (
+            torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+            or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+            or torch.autograd._profiler_enabled()):
+        step.__wrapped__(optimizer)
+    else:
+        optimizer.step()

@@ -101,8 +101,9 @@ class TorchStage:
     def loss_of(self, batch: Batch) -> Pair:
         """Return the task's (loss_sum, weight); `UserError` for a loss that is none, or too few samples for BatchNorm.
         """
+        tensors = self._placement.tensors(batch)
         with few_samples(self._rank), self._precision.computing():
-            loss_sum, weight = self._task(self._model, self._placement.tensors(batch))
+            loss_sum, weight = self._task(self._model, tensors)
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
             shape = tuple(getattr(loss_sum, "shape", ()))
             raise UserError(

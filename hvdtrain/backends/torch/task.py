@@ -138,11 +138,11 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _broadcast(per_sample: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> bool:
     """Return whether a loss of single elements broadcast shapes that differ, such as (B, 1) and (B,) to (B, B)."""
-    if outputs.shape == targets.shape:
-        return False
+    if outputs.shape == targets.shape or per_sample.dim() != max(outputs.dim(), targets.dim()):
+        return False  # a loss over classes among others
     try:  # NumPy's rule is PyTorch's, whose function imports SymPy
         return tuple(per_sample.shape) == np.broadcast_shapes(outputs.shape, targets.shape)
-    except ValueError:  # a loss over classes, whose shapes cannot be spread
+    except ValueError:  # a loss over classes of targets (B, 1), whose shapes cannot be spread
         return False
 
 

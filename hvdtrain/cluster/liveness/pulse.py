@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _TOKEN = 16
 _NUMBERS = struct.Struct("<4q")
 """Step, when its phase began, when its wait began (0: does not wait), process."""
 _PHASE, _WAIT, _SIZE = slice(64, 192), slice(192, 384), mmap.PAGESIZE
+_PHASE_SIZE, _WAIT_SIZE = 128, 192
 _LEAVING = 48
 """Place of the mark that the rank ends, or ends the job, and reports why itself."""
 _PACE = struct.Struct("<3q")
@@ -149,7 +151,7 @@ class Pulse:
     def at(self, phase: str, step: int | None = None) -> None:
         memory, now = self.own.memory, time.monotonic_ns()
         if phase != self._last:
-            memory[_PHASE] = _bytes(phase, _PHASE)
+            memory[_PHASE] = _bytes(phase, _PHASE_SIZE)
             if phase == COMPUTING[0]:
                 self._began = now
             elif self._last in COMPUTING and phase not in COMPUTING:
@@ -171,7 +173,7 @@ class Pulse:
             yield
             return
         memory = self.own.memory
-        memory[_WAIT] = _bytes(what, _WAIT)
+        memory[_WAIT] = _bytes(what, _WAIT_SIZE)
         struct.pack_into("<q", memory, _TOKEN + 16, time.monotonic_ns())
         try:
             yield
@@ -285,7 +287,7 @@ def waiting(what: str) -> contextlib.AbstractContextManager[None]:
 def role(text: str) -> None:
     """Publish this rank's shard of the model, "" for all of it."""
     if _own is not None:
-        _own.own.memory[_ROLE] = _bytes(text, _ROLE)
+        _own.own.memory[_ROLE] = _bytes(text, _ROLE.stop - _ROLE.start)
 
 
 def own_role() -> str:
@@ -365,8 +367,9 @@ def _state(pid: int) -> str:
     return STATES.get(letter, "")
 
 
-def _bytes(text: str, where: slice) -> bytes:
-    return text.encode(errors="replace")[:where.stop - where.start].ljust(where.stop - where.start, b"\0")
+@lru_cache(256)  # the phases of a step are the same in each
+def _bytes(text: str, size: int) -> bytes:
+    return text.encode(errors="replace")[:size].ljust(size, b"\0")
 
 
 def _text(data: bytes) -> str:

@@ -202,15 +202,12 @@ def own_part(n: int, rank: int, size: int) -> slice:
     return slice(edge(rank), edge(rank + 1))
 
 
-def sum_squares(ops: Ops, tensors: Sequence[Array]) -> Array:
+def sum_squares(ops: Ops, tensors: Sequence[Array]) -> Array | float:
     """Return the float64 sum of the squares of all elements of ``tensors``, of any shapes.
 
     One number gives the norm and whether any element is not finite; a square that overflows counts as not finite.
     """
-    total = ops.zeros(1, "float64")[0]
-    for x in tensors:
-        total = total + ops.cast(ops.sum_squares(x), "float64")
-    return total
+    return ops.total([ops.sum_squares(x) for x in tensors])
 
 
 def own_parts(tensors: Sequence[Array], buckets: Sequence[Bucket], rank: int, size: int) -> Iterator[Array]:

@@ -121,6 +121,10 @@ class RunCallback(Protocol[RunT]):
         """Return whether `on` does anything at ``event``."""
         ...
 
+    def listener(self, event: Event) -> Callable[[RunT], None]:
+        """Return what is called at ``event``: does what `on` does."""
+        ...
+
     def on(self, event: Event, run: RunT) -> None:
         """Handle ``event``."""
         ...

@@ -105,6 +105,11 @@ class Ops(Protocol):
         """Scalar sum of the squares of all elements, in float32 at least."""
         ...
 
+    def total(self, scalars: Sequence[Array]) -> Array | float:
+        """Float64 sum of ``scalars``, added one after the other in their order; 0 without any. A float where they are
+        in host memory, outside of a graph."""
+        ...
+
     def abs_max(self, x: Array) -> Array:
         """Scalar largest magnitude; 0 of nothing."""
         ...

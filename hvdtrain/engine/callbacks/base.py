@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from hvdtrain.core.events import Event
@@ -61,6 +62,11 @@ class Callback:
         """
         own = not type(self).__module__.startswith("hvdtrain.")
         return own or type(self).on is not Callback.on or hasattr(self, event.value)
+
+    def listener(self, event: Event) -> Callable[[Run], None]:
+        """Return what an ``event`` that this callback hears calls: `on`, or its method where each time is its turn."""
+        each = type(self).__module__.startswith("hvdtrain.") and not (event is Event.STEP_END and self.every)
+        return getattr(self, event.value) if each and type(self).on is Callback.on else partial(self.on, event)
 
     def on(self, event: Event, run: Run) -> None:
         """Call the method of this event, if there is one and it is its turn."""

@@ -57,16 +57,19 @@ class Ledger(Callback):
             self._doubt(run, self._unknown)
 
     def step_end(self, run: Run) -> None:
-        batch = run.batch
+        batch, feed = run.state.batch, run.setup.feed
         assert batch is not None
         cursor = batch.cursor_after
         self._at = (cursor.epoch, cursor.samples)
-        self._skipped += 0 if run.updated else batch.n_global
+        if not run.state.outcome.updated:
+            self._skipped += batch.n_global
         if batch.numbers is not None:
-            self._book.add(batch.numbers[:sum(len(micro[0]) for micro in batch.micros)])  # those it computed on
-            self._left_out(run, batch)
-        if run.feed.unlike:
-            self._doubt(run, run.feed.unlike)
+            computed = sum([len(micro[0]) for micro in batch.micros])
+            self._book.add(batch.numbers if computed == len(batch.numbers) else batch.numbers[:computed])
+            if batch.unread:
+                self._left_out(run, batch)
+        if unlike := feed.unlike:
+            self._doubt(run, unlike)
 
     def _doubt(self, run: Run, reason: str) -> None:
         """Take the epoch under way as not verified, for a ``reason`` that all ranks have."""

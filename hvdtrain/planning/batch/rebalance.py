@@ -29,8 +29,9 @@ from hvdtrain.core.errors import count
 from hvdtrain.planning.batch.plan import BatchPlan, Ceilings, Parts, RankShare, of_shares, plan, predicted
 from hvdtrain.planning.linear import LinearTime
 
-TRUST = 4
-"""Windows that the probe's line is worth."""
+TRUST = 0.5
+"""Windows that the probe's line is worth. Under a quota, or while other jobs start, a probe is wrong by up to a sixth;
+windows of training differ by a few per cent."""
 
 MEMORY = 20
 """A level is the mean of about the last so many windows."""
@@ -77,7 +78,7 @@ class Rebalancer:
         self.margin, self.lasting, self.least_parts, self.same_parts = margin, lasting, least_parts, same_parts
         size = len(lines_P)
         self._level_P = [1.0] * size                    # factors
-        self._weight_P = [TRUST] * size                 # windows in each level
+        self._weight_P: list[float] = [TRUST] * size    # windows in each level
         self._idle_P = [0] * size                       # windows without samples
         self._recent_P: list[deque[float]] = [deque(maxlen=lasting) for _ in lines_P]
         self._jumps: deque[list[float]] = deque(maxlen=NOISE_WINDOWS)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.checkpoint import CheckpointError, Snapshot, inspect, read_snapshot, write_snapshot
-from hvdtrain.checkpoint.manifest import decode
+from hvdtrain.checkpoint.manifest import FileEntry, Manifest, decode, encode
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -83,6 +83,16 @@ def test_any_flipped_bit_is_found(whole, data):
     content[bit // 8] ^= 1 << bit % 8
     with holding(path, bytes(content)):
         refusal(whole)
+
+
+@settings(max_examples=100, deadline=None)
+@given(meta=st.dictionaries(st.text(max_size=3), st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda some: st.lists(some, max_size=3) | st.dictionaries(st.text(max_size=3), some, max_size=3), max_leaves=10)))
+def test_a_manifest_is_spelled_as_json_does(meta):
+    data = encode(Manifest(7, {"model.safetensors": FileEntry(5, "0" * 64)}, meta))
+    assert data == json.dumps(json.loads(data), indent=1).encode() + b"\n"
+    assert repr(decode(data, "manifest.json").meta) == repr(meta)
 
 
 def test_every_flipped_bit_of_the_manifest_is_found(whole):

@@ -57,6 +57,16 @@ def test_a_mark_leads_back_to_where_it_was_made(between):
         between()
 
 
+@pytest.mark.parametrize("between", [random.random, lambda: random.gauss(0, 1), lambda: random.seed(5),
+                                     lambda: random.setstate(random.getstate())])
+def test_the_state_of_python_is_read_again_once_it_has_changed(between):
+    random.seed(3)
+    for _ in range(3):
+        assert rng._pythons() == random.getstate()
+        assert rng._pythons() is rng._pythons()  # else each step makes a tuple of 625 numbers
+        between()
+
+
 def test_streams_depend_on_seed_and_rank():
     seen = []
     for seed, rank in ((0, 0), (0, 1), (1, 0), (2**32 - 1, 0), (2**32 - 1, 4000)):

@@ -243,15 +243,19 @@ class MpiCollectives(WithoutMemory):
         return self._issued - 1
 
     def _later(self, kind: str, name: str, x: np.ndarray, run: Callable[[], np.ndarray],
-               sizes_P: Sequence[int] = ()) -> Pending:
-        """Put the check and the bound around ``run``; ``sizes_P`` are compared in place of the shape."""
-        if self.size == 1:
-            return Pending(run)
+               sizes_P: Sequence[int] = (), first: Callable[[], None] | None = None) -> Pending:
+        """Put the check, in which all ranks meet, and the bound around ``run``; ``first`` comes before the check.
+
+        ``sizes_P`` are compared in place of the shape.
+        """
         what = _entered(kind, name, x, sizes_P)
 
         def bounded() -> np.ndarray:
             with deadline(self.timeout_s, what), pulse.waiting(what), blocked(name):
-                self._compare(what)
+                if first is not None:
+                    first()
+                if self.size > 1:
+                    self._compare(what)
                 return run()
 
         return Pending(bounded)

@@ -128,15 +128,17 @@ class SharedCollectives(MpiCollectives):
             return OpenCollective(summed, self, what, name, look)
 
         def run() -> np.ndarray:
-            if own:
-                self._squares += self._sum(*own, divisor)
+            if own:  # every rank's vector is there, which the check has seen
+                self._squares += self._sum(own[0], own[1], divisor)
                 self._n_looked += flat_N.size
                 return flat_N
             raw, layout, slot = self._copied(flat_N, name)
-            self._sum(raw, layout, slot, divisor)
+            self._choose(raw, layout, slot)
+            self._meet()
+            self._sum(raw, layout, divisor)
             return layout.rows_LSN(raw)[self._host.Get_rank(), 0].copy()
 
-        return self._later(kind, name, flat_N, run)
+        return self._later(kind, name, flat_N, run, first=partial(self._choose, *own) if own else None)
 
     def _copied(self, flat_N: np.ndarray, name: str) -> tuple[np.ndarray, SegmentLayout, int]:
         """Copy a vector to the memory that is kept for sums of this name; collective the first time."""
@@ -151,7 +153,7 @@ class SharedCollectives(MpiCollectives):
                  value: np.ndarray) -> Striped:
         """Return the sum over hosts of the vectors that the ranks choose in one memory, this one that of ``slot``."""
         mine, chosen_L = self._host.Get_rank(), layout.chosen_L(raw)
-        chosen_L[mine] = slot
+        self._choose(raw, layout, slot)
         near = [q for q in self._ranks_L if q != self.rank]
 
         def rows() -> list[np.ndarray]:
@@ -280,15 +282,17 @@ class SharedCollectives(MpiCollectives):
         kind = _element(part_K.dtype.itemsize)
         self._comm.Alltoallv([part_K, (sent_P, [0] * self.size), kind], [all_N, (taken_P, begins(sizes_P)), kind])
 
-    def _sum(self, raw: np.ndarray, layout: SegmentLayout, slot: int, divisor: int) -> float:
-        """Replace the row that each rank of the one host chose, this one ``slot``, by the sum of all those.
+    def _choose(self, raw: np.ndarray, layout: SegmentLayout, slot: int) -> None:
+        """Note which of its vectors this rank brings to a sum, before it meets the others."""
+        layout.chosen_L(raw)[self._host.Get_rank()] = slot
 
-        ``divisor``: of the sums. Returns the squares of this rank's stripe.
+    def _sum(self, raw: np.ndarray, layout: SegmentLayout, divisor: int) -> float:
+        """Replace the row that each rank of the one host chose by the sum of all over ``divisor``, once all have met.
+
+        Returns the squares of this rank's stripe.
         """
-        mine, n, chosen_L = self._host.Get_rank(), layout.n, layout.chosen_L(raw)
-        chosen_L[mine] = slot
-        self._meet()  # every rank's vector is there
-        rows = [row_SN[s] for row_SN, s in zip(layout.rows_LSN(raw), chosen_L.tolist())]
+        mine, n = self._host.Get_rank(), layout.n
+        rows = [row_SN[s] for row_SN, s in zip(layout.rows_LSN(raw), layout.chosen_L(raw).tolist())]
         stripe = slice(n * mine // self._stripes, n * (mine + 1) // self._stripes)
         tile = self._tiles.setdefault(layout.dtype, np.empty(TILE, layout.dtype))
         squares = _add(rows, stripe, divisor, tile, self.looks)

@@ -301,7 +301,8 @@ class Uploads:
         return self._lanes[device]
 
     def _send(self, batch: Batch) -> list[tuple[torch.Tensor, Any]]:
-        return [self._sent(i, torch.from_numpy(x if x.flags.carray else np.require(x, requirements=["C", "W"])))
+        return [self._sent(i, torch.from_numpy(x if type(x) is np.ndarray and x.flags.carray
+                                               else np.require(x, requirements=["C", "W"])))
                 for i, x in enumerate(batch)]
 
     def _sent(self, i: int, host: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -133,3 +133,13 @@ def test_a_step_tells_what_the_next_begins_with_once_that_is_fetched():
     last = next(steps)
     assert np.array_equal(last.micros[0][0], kept) and np.shares_memory(last.micros[0][0], coming[0])
     assert last.coming() == () and next(steps, None) is None
+
+
+def test_an_array_of_another_library_is_sent():
+    class Array:
+        """As jax.Array: without the ``flags`` of numpy's."""
+
+        def __array__(self, dtype=None, copy=None):
+            return np.arange(3)
+
+    assert uploads([]).take((Array(),))[0].tolist() == [0, 1, 2]

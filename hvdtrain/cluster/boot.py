@@ -5,12 +5,7 @@ Nothing runs at import; Horovod comes after (`hvdtrain.cluster.horovod`).
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import gc
-import io
 import os
-import stat
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -67,7 +62,6 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, dev
 def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
     causes.mark("start")
     causes.leave_done_at_exit()
-    atexit.register(_skip_last_collections)
     notes: list[str] = []
     if facts.kind == "solo":
         if torchrun_size(os.environ) > 1:
@@ -86,35 +80,6 @@ def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
         set_owner(f"rank {control.rank} on host {control.node}", control.abort)
         pulse.start(control)
         watch.meet(control)
-
-
-_LARGE = {"torch", "tensorflow"}
-"""Packages whose objects take long to look through."""
-_ENDED_BY_PROCESS = {*_LARGE, "_io", "_socket", "asyncio", "builtins", "joblib", "keras", "multiprocessing", "socket",
-                     "subprocess"}
-"""Packages whose objects with ``__del__`` hold nothing that is lost when the process ends; files are flushed."""
-
-
-def _skip_last_collections() -> None:
-    """Collect garbage and flush open files, then leave all objects out of the interpreter's last garbage collections.
-
-    Those look several times through all that a framework has made: 0.3 s of a process with PyTorch. One collection
-    remains, for garbage that writes in ``__del__``. Where other objects have a ``__del__`` (shelves, zip files, those
-    of a user's class), the interpreter ends as usual: it clears modules that those need, unless it collects them.
-    """
-    if not _LARGE & sys.modules.keys():
-        return
-    gc.collect()
-    objects = gc.get_objects()
-    ends = [kind for kind in set(map(type, objects)) if any("__del__" in vars(base) for base in kind.__mro__)]
-    if not _ENDED_BY_PROCESS.issuperset(str(kind.__module__).partition(".")[0] for kind in ends):
-        return
-    for one in objects:
-        if issubclass(type(one), io.IOBase.__mro__[1]):  # isinstance would call what a user's object overrides
-            with contextlib.suppress(Exception):
-                if stat.S_ISREG(os.fstat(one.fileno()).st_mode):  # a daemon thread may hold the lock of a full pipe
-                    one.flush()
-    gc.freeze()
 
 
 @dataclass

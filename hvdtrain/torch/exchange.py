@@ -178,7 +178,8 @@ def _summed(dtype: torch.dtype) -> str:
 def make_plan(exchange: ParameterExchange | None) -> ParameterPlan:
     """Compare the ranks' parameters, and plan their exchange; collective over all ranks, None for one in `joined`.
 
-    A parameter is exchanged where it is trained on any rank. Errors: `UserError`, the same on every rank.
+    A parameter is exchanged where it is trained on any rank. Errors: `UserError`, the same on every rank; on one in
+    `joined` alone, where its optimizer is not the others'.
     """
     rows: list[Row | None] = basics.world().control.gather(None if exchange is None else exchange.row())
     found = differences(rows)

@@ -66,7 +66,10 @@ class Callback:
     def listener(self, event: Event) -> Callable[[Run], None]:
         """Return what an ``event`` that this callback hears calls: `on`, or its method where each time is its turn."""
         each = type(self).__module__.startswith("hvdtrain.") and not (event is Event.STEP_END and self.every)
-        return getattr(self, event.value) if each and type(self).on is Callback.on else partial(self.on, event)
+        if not each or type(self).on is not Callback.on:
+            return partial(self.on, event)
+        name = event.value
+        return lambda run: getattr(self, name)(run)  # looked up in each call: users may wrap the method
 
     def on(self, event: Event, run: Run) -> None:
         """Call the method of this event, if there is one and it is its turn."""

@@ -1,8 +1,6 @@
 """``sys.exit()`` in a callable of the user's: one message that names it, status 1; elsewhere it keeps its meaning."""
 
-import shelve
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -165,52 +163,3 @@ def test_a_message_that_nobody_reads_changes_no_status(monkeypatch):
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=lambda: None))
     assert end(ExitCalled("x ended the program"), SOLO) == 1
-
-
-LAST = """
-import atexit, gc, os, shelve, sys, threading, time
-import torch
-from hvdtrain.cluster import boot
-from hvdtrain.core.launcher import launch_facts
-
-atexit.register(lambda: print(gc.get_freeze_count() > 1000))
-boot.start_control(launch_facts(os.environ), 10.0)
-
-
-class Cycle:
-    def __init__(self, file):
-        self.own, self.file = self, file
-
-
-def garbage():
-    rows = shelve.open("garbage", writeback=True)
-    rows["a"] = []
-    rows["a"].append(1)
-    Cycle(rows)
-
-
-garbage()
-cycle = Cycle(open("rows.csv", "w"))
-cycle.file.write("1,2")
-pipe = os.fdopen(os.pipe()[1], "wb")
-threading.Thread(target=pipe.write, args=(bytes(10**7),), daemon=True).start()
-time.sleep(0.2)
-if "shelf" in sys.argv:
-    rows = shelve.open("shelf", writeback=True)
-    rows["a"] = []
-    rows["a"].append(1)
-"""
-
-
-@pytest.mark.parametrize("shelf", [False, True])
-def test_a_process_ends_without_collections_and_loses_no_data(shelf, tmp_path):
-    """A shelf in a cycle is written when it is collected, one of a module while its own module is whole."""
-    pytest.importorskip("torch")
-    done = subprocess.run([sys.executable, "-c", LAST, *["shelf"][:shelf]], capture_output=True, text=True, timeout=60,
-                          cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.strip() == str(not shelf), done.stderr
-    assert "Exception ignored" not in done.stderr
-    for name in ["garbage", "shelf"][:1 + shelf]:
-        with shelve.open(str(tmp_path / name), "r") as rows:
-            assert rows["a"] == [1]
-    assert (tmp_path / "rows.csv").read_text() == "1,2" or shelf, "only the garbage collector closes a file in a cycle"

@@ -15,6 +15,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl, agreed
@@ -87,17 +88,32 @@ def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
         watch.meet(control)
 
 
+_FREEING = {"hvdtrain", "joblib", "keras", "multiprocessing", "numpy", "subprocess", "tensorflow", "torch"}
+"""Packages whose ``__del__`` frees what the end of the process frees too."""
+
+
 def _skip_last_collections() -> None:
     """Flush open files, and leave all objects out of the garbage collections with which the interpreter ends.
 
     Those look several times through all that a framework has made: 0.4 s of a process with PyTorch, 0.9 s with
-    TensorFlow. What they free the end of the process frees, too. Only a file in a cycle of objects would lose data.
+    TensorFlow. What they free the end of the process frees, too. They stay where they may complete something: with a
+    `zipfile.ZipFile`, or a user's class that has a ``__del__``.
     """
-    for one in gc.get_objects():
+    objects = gc.get_objects()
+    for one in objects:
         if issubclass(type(one), io.IOBase.__mro__[1]):  # isinstance would call what a user's object overrides
             with contextlib.suppress(Exception):
                 one.flush()
-    gc.freeze()
+    kinds = {id(kind): kind for kind in map(type, objects)}  # a metaclass may leave out __hash__
+    if not any(map(_completes, kinds.values())):
+        gc.freeze()
+
+
+def _completes(kind: type) -> bool:
+    """Return whether the end of an object of this type may do more than free memory."""
+    found = (vars(base).get("__del__") for base in kind.__mro__)
+    return any(isinstance(each, FunctionType) and str(each.__module__).partition(".")[0] not in _FREEING
+               for each in found)
 
 
 @dataclass

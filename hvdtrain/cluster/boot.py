@@ -93,20 +93,28 @@ _FREEING = {"hvdtrain", "joblib", "keras", "multiprocessing", "numpy", "subproce
 
 
 def _skip_last_collections() -> None:
-    """Flush open files, and leave all objects out of the garbage collections with which the interpreter ends.
+    """Leave all objects out of the garbage collections with which the interpreter ends.
 
     Those look several times through all that a framework has made: 0.4 s of a process with PyTorch, 0.9 s with
     TensorFlow. What they free the end of the process frees, too. They stay where they may complete something: with a
-    `zipfile.ZipFile`, or a user's class that has a ``__del__``.
+    file open for writing, a `zipfile.ZipFile`, or a user's class that has a ``__del__``.
     """
     objects = gc.get_objects()
-    for one in objects:
-        if issubclass(type(one), io.IOBase.__mro__[1]):  # isinstance would call what a user's object overrides
-            with contextlib.suppress(Exception):
-                one.flush()
+    if any(map(_written_to, objects)):  # a flush here might wait for a thread that is blocked in a write
+        return
     kinds = {id(kind): kind for kind in map(type, objects)}  # a metaclass may leave out __hash__
     if not any(map(_completes, kinds.values())):
         gc.freeze()
+
+
+def _written_to(one: Any) -> bool:
+    """Return whether this is a buffered file open for writing, other than the standard streams."""
+    kind = type(one)  # isinstance would call what a user's object overrides
+    if not issubclass(kind, io.IOBase.__mro__[1]) or kind in (io.FileIO, io.BytesIO, io.StringIO):
+        return False
+    with contextlib.suppress(Exception):
+        return not one.closed and bool(one.writable()) and one.fileno() > 2
+    return True  # such as a file of a remote store, which has no number
 
 
 def _completes(kind: type) -> bool:

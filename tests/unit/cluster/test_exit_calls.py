@@ -167,14 +167,14 @@ def test_a_message_that_nobody_reads_changes_no_status(monkeypatch):
 
 
 LAST = """
-import atexit, gc, os
+import atexit, gc, os, threading, time
 from hvdtrain.cluster import boot
 from hvdtrain.core.launcher import launch_facts
 
 atexit.register(lambda: print(gc.get_freeze_count() > 1000))
 boot.start_control(launch_facts(os.environ), 10.0)
-
-
+"""
+FILE = """
 class Cycle:
     def __init__(self):
         self.own, self.file = self, open("rows.csv", "w")
@@ -183,9 +183,17 @@ class Cycle:
 
 cycle = Cycle()
 """
+BLOCKED = """
+pipe = open(os.pipe()[1], "wb")
+threading.Thread(target=lambda: pipe.write(bytes(1 << 20)), daemon=True).start()
+time.sleep(0.2)
+"""
 
 
-def test_a_process_ends_without_collections_and_loses_no_data(tmp_path):
-    done = subprocess.run([sys.executable, "-c", LAST], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout == "True\n", done.stderr
-    assert (tmp_path / "rows.csv").read_text() == "1,2", "only the garbage collector closes a file in a cycle"
+@pytest.mark.parametrize("more, skips", [("", True), (FILE, False), (BLOCKED, False)], ids=("none", "file", "blocked"))
+def test_a_process_ends_without_collections_and_loses_no_data(more, skips, tmp_path):
+    """Nor waits for a thread that is blocked in a write."""
+    done = subprocess.run([sys.executable, "-c", LAST + more], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == f"{skips}\n", done.stderr
+    if more == FILE:
+        assert (tmp_path / "rows.csv").read_text() == "1,2", "only the garbage collector closes a file in a cycle"

@@ -50,6 +50,8 @@ def mark() -> Callable[[], None]:
     own, numpys = _pythons(), _numpys()
 
     def back() -> None:
+        global _latest
+        _latest = None  # a normal number that is in store again leaves no trace in the words
         random.setstate(own)
         np.random.set_state(numpys)
     return back

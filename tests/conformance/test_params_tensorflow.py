@@ -220,3 +220,17 @@ def test_memory_that_is_written_from_is_not_kept_and_what_others_hold_stays():
     for v in params.variables:  # as before a write, a read makes no copy
         first, second = (np.asarray(memoryview(v.value.read_value())) for _ in range(2))
         assert first.ctypes.data == second.ctypes.data, v.path
+
+
+def test_values_reach_variables_whose_memory_numpy_cannot_see(monkeypatch):
+    """As on a GPU: what Python reads there is a copy."""
+    from hvdtrain.backends.tensorflow import params as module
+
+    seen = module._writable
+    monkeypatch.setattr(module, "_writable", lambda tensor: seen(tensor).copy())
+    monkeypatch.setattr(module, "in_host", lambda variable: False)
+    params = attached(mlp()).parts.params
+    for bucket in plan_buckets(params.specs, 0.0005):
+        want = np.random.default_rng(bucket.index).standard_normal(bucket.n).astype(np.float32)
+        params.write(bucket, Ops().buffer(bucket.n, bucket.dtype, want.copy()), (3, 10))
+        np.testing.assert_array_equal(params.flat(bucket).numpy(), want)

@@ -91,8 +91,7 @@ class Params:
 
         Values in host memory are copied into the variables, else they would keep that memory.
         """
-        in_place = isinstance(flat_N, np.ndarray) and bucket.dtype in VIEWED
-        memory = self._memory_of(bucket)() if in_place else []
+        memory = self._memory_of(bucket)() if isinstance(flat_N, np.ndarray) else []
         for k, (i, begin, shape) in enumerate(zip(bucket.params, bucket.offsets, bucket.shapes)):
             end = begin + self.specs[i].n
             if known[0] <= begin and end <= known[1]:
@@ -107,9 +106,11 @@ class Params:
                 self.variables[i].assign(tf.reshape(flat_N[begin:end], shape))
 
     def _memory_of(self, bucket: Bucket) -> Memory:
-        """Return the memory of a bucket's variables, in its order."""
+        """Return the memory of a bucket's variables, in its order; of none unless all are in host memory."""
         if bucket not in self._memory:
-            self._memory[bucket] = memory_of([self.variables[i].value for i in bucket.params])
+            own = [self.variables[i] for i in bucket.params]
+            # Of a variable on a GPU numpy gets a copy, to which a write would be lost.
+            self._memory[bucket] = memory_of([v.value for v in own]) if all(map(in_host, own)) else list
         return self._memory[bucket]
 
     def optimizer(self, vectors: Sequence[tf.Variable]) -> Optimizer:

@@ -95,6 +95,13 @@ def test_a_manifest_is_spelled_as_json_does(meta):
     assert repr(decode(data, "manifest.json").meta) == repr(meta)
 
 
+def test_meta_is_nested_as_deeply_as_json_can_write_it():
+    meta = {}
+    for _ in range(600):
+        meta = {"a": meta}
+    assert decode(encode(Manifest(7, {}, meta)), "manifest.json").meta == meta
+
+
 def test_every_flipped_bit_of_the_manifest_is_found(whole):
     content = (whole / "manifest.json").read_bytes()
     for bit in range(8 * len(content)):

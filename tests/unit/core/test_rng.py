@@ -57,6 +57,20 @@ def test_a_mark_leads_back_to_where_it_was_made(between):
         between()
 
 
+def test_a_mark_after_a_return_knows_the_stored_number():
+    """Its words are those of the mark in between, which had none in store."""
+    rng.seed(5, 0)
+    np.random.randn()
+    back = rng.mark()
+    np.random.randn()
+    rng.mark()
+    back()
+    again = rng.mark()
+    after = draw()
+    again()
+    assert draw() == after
+
+
 @pytest.mark.parametrize("between", [random.random, lambda: random.gauss(0, 1), lambda: random.seed(5),
                                      lambda: random.setstate(random.getstate())])
 def test_the_state_of_python_is_read_again_once_it_has_changed(between):

@@ -133,12 +133,12 @@ class SharedCollectives(MpiCollectives):
                 self._n_looked += flat_N.size
                 return flat_N
             raw, layout, slot = self._copied(flat_N, name)
-            _choose(raw, layout, slot, self._host.Get_rank())
+            _choose(self._host, raw, layout, slot)
             self._meet()
             self._sum(raw, layout, divisor)
             return layout.rows_LSN(raw)[self._host.Get_rank(), 0].copy()
 
-        return self._later(kind, name, flat_N, run, first=partial(_choose, *own, self._host.Get_rank()) if own else None)
+        return self._later(kind, name, flat_N, run, first=partial(_choose, self._host, *own) if own else None)
 
     def _copied(self, flat_N: np.ndarray, name: str) -> tuple[np.ndarray, SegmentLayout, int]:
         """Copy a vector to the memory that is kept for sums of this name; collective the first time."""
@@ -153,7 +153,7 @@ class SharedCollectives(MpiCollectives):
                  value: np.ndarray) -> Striped:
         """Return the sum over hosts of the vectors that the ranks choose in one memory, this one that of ``slot``."""
         mine, chosen_L = self._host.Get_rank(), layout.chosen_L(raw)
-        _choose(raw, layout, slot, mine)
+        _choose(self._host, raw, layout, slot)
         near = [q for q in self._ranks_L if q != self.rank]
 
         def rows() -> list[np.ndarray]:
@@ -369,9 +369,9 @@ def _add(rows: list[np.ndarray], stripe: slice, divisor: int, tile: np.ndarray, 
     return squares
 
 
-def _choose(raw: np.ndarray, layout: SegmentLayout, slot: int, mine: int) -> None:
-    """Note which of its vectors rank ``mine`` of the host brings to a sum, before it meets the others."""
-    layout.chosen_L(raw)[mine] = slot
+def _choose(host: Any, raw: np.ndarray, layout: SegmentLayout, slot: int) -> None:
+    """Note which vector this rank of ``host`` brings to a sum, before it meets the others."""
+    layout.chosen_L(raw)[host.Get_rank()] = slot
 
 
 def _row(raw: np.ndarray, layout: SegmentLayout, i: int) -> np.ndarray:

@@ -1,10 +1,8 @@
 """Starting without MPI, and the pure parts of starting with it."""
 
-import io
 import os
 import subprocess
 import sys
-import zipfile
 
 import pytest
 
@@ -246,27 +244,3 @@ def test_a_script_alone_says_its_mistake_without_traceback(tmp_path):
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60,
                           env=os.environ | {"PYTHONPATH": str(ROOT.parent)})
     assert (done.returncode, done.stderr) == (2, "hvdtrain: x is 1; expected 2. Set x.\n")
-
-
-ZIPS = """
-import atexit, sys, zipfile
-from hvdtrain.cluster import boot
-
-class Cycle:
-    pass
-
-atexit.register(boot._skip_last_collections)
-one = Cycle()
-one.own, one.zip = one, zipfile.ZipFile(sys.argv[1], "w")
-one.zip.writestr("name", "text")
-"""
-
-
-def test_an_archive_in_a_cycle_is_completed_when_the_process_ends(tmp_path):
-    path = tmp_path / "own.zip"
-    subprocess.run([sys.executable, "-c", ZIPS, str(path)], check=True, cwd=ROOT)
-    assert zipfile.ZipFile(path).read("name") == b"text"
-
-
-def test_types_that_only_free_memory_stay_out_of_the_last_collections():
-    assert not any(map(boot._completes, (object, dict, io.TextIOWrapper, subprocess.Popen)))

@@ -6,7 +6,6 @@ Owns the format of the file. The catalogue of devices and every estimate are lef
 from __future__ import annotations
 
 import fnmatch
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,9 @@ from hvdtrain.core.errors import UserError, nearest
 _DEVICES = re.compile(r"(?:(\d{1,5})\s*[x*]\s*)?(\S.*\S|\S)")
 MOST_RANKS = 65_536
 """Devices of an inventory, all hosts together: plans of more ranks were never tried."""
+
+MOST_NUMBER = 1e30
+"""Bound of every number: a float holds it, and products of a few."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,11 @@ _AT_LEAST_0: tuple[Callable[[float], bool], str] = (lambda value: value >= 0, "a
 
 def _amount(given: Mapping[str, Any], key: str, where: str, bound: tuple[Callable[[float], bool], str]) -> float | None:
     """Return the number ``key``, None where it lacks; `UserError` for anything else."""
-    value = given.get(key)
-    if value is None and key not in given:
+    if key not in given:
         return None
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
-    if not number or not math.isfinite(value) or not bound[0](value):
+    value: Any = given[key]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and abs(value) < MOST_NUMBER and bound[0](value)):  # NaN is not, either
         raise _refusal(where, key, value, bound[1])
     return float(value)
 

@@ -92,6 +92,8 @@ class SourceWalk:
         self._skip = skip and not isinstance(data, ArraySource)  # whose samples have all been read
         self._empty: Arrays = ()
         self._read: Arrays = ()
+        self.decodes = 0
+        """Samples that this rank and its workers have fetched for batches; comparisons of ranks are not counted."""
         self._first = np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64))
         self._comparison, self.head = Comparison(data, self.samples, seed), None
 
@@ -127,6 +129,7 @@ class SourceWalk:
         begun: deque[tuple[np.ndarray, np.ndarray, Any]] = deque()
         try:
             for indices, own in wanted:
+                self.decodes += len(own)
                 begun.append((indices, own, data.begin(own, epoch) if self.begins and len(own) else None))
                 if len(begun) > self.begins:
                     yield begun.popleft()
@@ -151,6 +154,7 @@ class SourceWalk:
                     raise
                 unread.append((error.number, error.place, error.reason))
                 indices_n, begun = indices_n[indices_n != error.number], None
+                self.decodes += len(indices_n)  # fetched again without it
         return indices_n, (), tuple(unread)
 
     def totalled(self, batches: Iterator[LocalBatch], cursor: Cursor,
@@ -234,6 +238,7 @@ class StreamWalk:
         self._data, self._global_batch, self._even, self._most = data, global_batch, even, most
         self._rank, self._control, self._everyone = rank, control, every_rank(control)
         self._empty: Arrays = ()
+        self.decodes = 0
         self._warned: set[str] = set()
         self.unlike = ""
         self.head: tuple[int, int] | None = None
@@ -244,6 +249,7 @@ class StreamWalk:
         with contextlib.closing(self._continued(cursor)) as batches:
             for step, batch in enumerate(batches, cursor.step):
                 at = cursor.samples + (step - cursor.step) * self._global_batch
+                self.decodes += len(batch[0])
                 if self._most:
                     batch = tuple(array[:max(0, self._most - at)] for array in batch)
                     if not len(batch[0]):

@@ -87,6 +87,11 @@ class Feed:
         return self._walk.head
 
     @property
+    def decodes(self) -> int:
+        """Return the samples that this rank and its workers have decoded for batches."""
+        return self._walk.decodes
+
+    @property
     def ahead(self) -> int:
         """Return how many steps after the next one may be fetched already, and so keep their cut."""
         return (self.prefetch + 1 if self.prefetch else 0) + self._walk.begins

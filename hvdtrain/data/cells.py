@@ -53,7 +53,7 @@ def _within(name: str, names: Sequence[str]) -> bool:
 
 
 class Cells:
-    """Convert values to arrays as `hvdtrain.data.formats.Options` say; x first, then y.
+    """Convert values to arrays as `hvdtrain.data.formats.FileOptions` say; x first, then y.
 
     The first sample sets type and shape of each column (`learn`); others must have the same.
     """

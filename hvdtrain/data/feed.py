@@ -162,12 +162,12 @@ class Feed:
     def epoch(self, cursor: Cursor) -> Generator[StepBatch, None, None]:
         """Yield the steps from ``cursor`` on, as many on every rank. Close the iterator to stop early."""
         self.unread = 0
-        return self._steps(cursor, self._walk.batches(cursor, self.shuffle, self._bounds))
+        return self._steps(cursor, self._walk.batches(cursor, self.shuffle, partial(_bounds, self)))
 
     def eval_epoch(self) -> Generator[StepBatch, None, None]:
         """Yield every sample once, in order; a rank without samples of a step gets no micro-batches."""
         self.unread = 0
-        return self._steps(Cursor(), self._walk.batches(Cursor(), False, self._bounds))
+        return self._steps(Cursor(), self._walk.batches(Cursor(), False, partial(_bounds, self)))
 
     def left_out(self, whose: str = "") -> list[str]:
         """Report each unreadable sample once; the same on every rank. ``whose``: of which data."""
@@ -178,10 +178,6 @@ class Feed:
                 words.append(f"sample {number} {whose}cannot be read and is skipped: {place}: {reason}")
         self._unnamed = []
         return words
-
-    def _bounds(self, step: int, n: int) -> tuple[int, int]:
-        low, high = self.cut_at(step).offsets(n)[self.rank:self.rank + 2].tolist()
-        return low, high
 
     def _steps(self, cursor: Cursor, batches: Generator[LocalBatch, None, None]) -> Generator[StepBatch, None, None]:
         shelf: Shelf[LocalBatch] = Shelf(self.prefetch)
@@ -202,6 +198,12 @@ class Feed:
             counts_P = np.diff(cut.offsets(batch.n)).tolist() if batch.counts_P is None else batch.counts_P
             bounds = padded(bounds, cut.rounds(counts_P))
         return [tuple(array[start:stop] for array in batch.arrays) for start, stop in bounds]
+
+
+def _bounds(feed: Feed, step: int, n: int) -> tuple[int, int]:
+    """Return this rank's share, [low, high), of the ``n`` samples of a step."""
+    low, high = feed.cut_at(step).offsets(n)[feed.rank:feed.rank + 2].tolist()
+    return low, high
 
 
 def _coming(feed: Feed, shelf: Shelf[LocalBatch], step: int) -> Arrays:

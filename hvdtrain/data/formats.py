@@ -1,4 +1,4 @@
-"""Read samples by number from the shards of a format: `Options` of ``data.args``, files, splits, damage, changes.
+"""Read samples by number from the shards of a format: `FileOptions` of ``data.args``, files, splits, damage, changes.
 
 Owns what tars, TFRecords, JSON lines, Parquet and `datasets` have in common. `hvdtrain.data.cells` makes arrays of
 values; the formats are in `hvdtrain.data.sets`.
@@ -34,7 +34,7 @@ _MOST_OPEN = 64  # files that a process keeps open
 
 
 @dataclass(frozen=True)
-class Options:
+class FileOptions:
     """Hold ``data.args`` of the formats that read files by ``files``.
 
     ``files``: a path or pattern (``DIR/*.tar``, ``{000..099}``), or a list of them; ``test``: the same for testing,
@@ -60,7 +60,7 @@ class Options:
     dtype: str = ""
 
     @classmethod
-    def of(cls, kind: str, args: Mapping[str, Any]) -> Options:
+    def of(cls, kind: str, args: Mapping[str, Any]) -> FileOptions:
         """Return ``args`` of the set ``kind``; `UserError` for an unknown one and without ``files``."""
         known = [each.name for each in fields(cls)]
         for arg in args:
@@ -88,7 +88,7 @@ class Options:
         return (self.test, "test") if split == "test" and self.test else (self.files, "files")
 
 
-def listed(files: Any, key: str, endings: str, options: Options) -> list[str]:
+def listed(files: Any, key: str, endings: str, options: FileOptions) -> list[str]:
     """Return the files that ``data.args.files`` (or another ``key``) means, sorted; ``endings`` in words.
 
     Errors: `UserError` where a pattern means none.
@@ -125,15 +125,15 @@ def braces(pattern: str) -> list[str]:
     return ["".join(each) for each in itertools.product(*parts)]
 
 
-class Samples:
-    """Samples of a format by number. ``of``: the text of a file that is named in messages about types.
+class FormatSource:
+    """Read samples of a format by number.
 
     A subclass reads rows in `_values` and names their place in `_place`; each process that unpickles it calls `_open`.
     """
 
     fixed = True
 
-    def __init__(self, options: Options, split: str, n: int, names: Sequence[str]) -> None:
+    def __init__(self, options: FileOptions, split: str, n: int, names: Sequence[str]) -> None:
         if n == 0:
             raise UserError(f"data.args.files is {options.files!r}, which holds no sample", "at least one",
                             "correct data.args.files")
@@ -210,7 +210,7 @@ def _readable(values: Sequence[Any] | Damage) -> Sequence[Any]:
     return values
 
 
-class Reader:
+class ShardFormat:
     """A format of shards. ``kind``: its name; ``endings``: what files it reads, in words. A pickle holds no state.
 
     A place is int64 (k,): the byte where the sample begins, -1 or what else the format needs, and more; -1 second:
@@ -245,39 +245,40 @@ class Reader:
         return True
 
 
-def source_of(reader: Reader, split: str, args: Mapping[str, Any]) -> Source | None:
+def source_of(form: ShardFormat, split: str, args: Mapping[str, Any]) -> Source | None:
     """Return the samples of ``split`` in the files of ``data.args``; None where there is no such split."""
-    options = Options.of(reader.kind, args)
+    options = FileOptions.of(form.kind, args)
     part = options.part(split)
     if part is None:
         return None
-    paths = listed(*part, reader.endings, options)
-    first = paths if part[1] == "files" else listed(options.files, "files", reader.endings, options)
-    return Shards(reader, paths, options, split, _names(reader, first, options))
+    paths = listed(*part, form.endings, options)
+    first = paths if part[1] == "files" else listed(options.files, "files", form.endings, options)
+    return ShardSource(form, paths, options, split, _names(form, first, options))
 
 
-def _names(reader: Reader, paths: Sequence[str], options: Options) -> tuple[str, ...]:
+def _names(form: ShardFormat, paths: Sequence[str], options: FileOptions) -> tuple[str, ...]:
     why = "no sample"
     for path in paths:
         try:
-            if found := reader.names(path):
+            if found := form.names(path):
                 return columns_of(found, options.x, options.y, path)
         except Damage as damage:
             why = f"no readable sample: {damage}"
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}", "a file that can be",
                             "correct data.args.files") from None
-    raise UserError(f"{paths[0]} holds {why}", reader.endings, "correct data.args.files")
+    raise UserError(f"{paths[0]} holds {why}", form.endings, "correct data.args.files")
 
 
-class Shards(Samples):
-    """Samples of files that `hvdtrain.data.index` has indexed. Errors: `UserError` for a file that has changed."""
+class ShardSource(FormatSource):
+    """Read samples of files that `hvdtrain.data.index` has indexed. Errors: `UserError` for a file that has changed."""
 
-    def __init__(self, reader: Reader, paths: list[str], options: Options, split: str, names: tuple[str, ...]) -> None:
-        self._reader, self._paths, self._names = reader, paths, names
+    def __init__(self, form: ShardFormat, paths: list[str], options: FileOptions, split: str,
+                 names: tuple[str, ...]) -> None:
+        self._form, self._paths, self._names = form, paths, names
         self._stamps = [Stamp.of(path) for path in paths]
-        found, self._targets = indexes(paths, self._stamps, reader.identity(names), options.cache,
-                                       lambda path, target: reader.scan(path, names, target), reader.fits)
+        found, self._targets = indexes(paths, self._stamps, form.identity(names), options.cache,
+                                       lambda path, target: form.scan(path, names, target), form.fits)
         self._damaged = {shard: index.damaged for shard, index in enumerate(found) if index.damaged}
         self._ends = np.cumsum([len(index.places_nk) for index in found])
         self._places = np.concatenate([index.places_nk for index in found])
@@ -298,7 +299,7 @@ class Shards(Samples):
         if place_k[1] < 0:
             return Damage(self._damaged[shard][int(place_k[0])])
         try:
-            return self._reader.values(file, place_k, self._names)
+            return self._form.values(file, place_k, self._names)
         except Damage as damage:
             return damage
         except OSError as error:
@@ -310,7 +311,7 @@ class Shards(Samples):
         if file is None:
             self._check_shard(shard)
             try:
-                file = self._files[shard] = self._reader.open(self._paths[shard], self._targets[shard])
+                file = self._files[shard] = self._form.open(self._paths[shard], self._targets[shard])
             except OSError as error:
                 raise UserError(f"{self._paths[shard]} cannot be read: {error.strerror or error}",
                                 "the file as it was at the start of the run", "put it back") from None

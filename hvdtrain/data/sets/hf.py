@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.resolve import absolute, not_installed
 from hvdtrain.data.cells import Damage, columns_of
-from hvdtrain.data.formats import Options, Samples, listed
+from hvdtrain.data.formats import FileOptions, FormatSource, listed
 from hvdtrain.data.index import Stamp, changed
 from hvdtrain.data.sets.parquet import value_of
 from hvdtrain.data.sources import ALL, Source
@@ -29,7 +29,7 @@ def make(split: str, **args: Any) -> Source | None:
 
     A folder of a ``DatasetDict`` has its own test split: "validation", else "test". ``cache``: that of ``datasets``.
     """
-    options = Options.of("hf", args)
+    options = FileOptions.of("hf", args)
     part = options.part(split)
     found = _loaded(options.files, "files", options)
     own = None
@@ -39,15 +39,15 @@ def make(split: str, **args: Any) -> Source | None:
         found, own = found["train"], found.get("validation", found.get("test"))
     names = columns_of(found.column_names, options.x, options.y, str(options.files))
     if split == "test" and own is not None and part is None:
-        return Rows(own, options, ALL, names)
+        return ArrowRows(own, options, ALL, names)
     if part is None or split == ALL and own is not None:
         return None
     if part[1] == "test":
         found = _loaded(options.test, "test", options)
-    return Rows(found, options, split, names)
+    return ArrowRows(found, options, split, names)
 
 
-def _loaded(files: Any, key: str, options: Options) -> Any:
+def _loaded(files: Any, key: str, options: FileOptions) -> Any:
     try:
         datasets = importlib.import_module("datasets")
     except ModuleNotFoundError:
@@ -82,10 +82,10 @@ def _without_bars(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-class Rows(Samples):
+class ArrowRows(FormatSource):
     """Rows of a `datasets.Dataset`, whose Arrow files each process maps."""
 
-    def __init__(self, dataset: Any, options: Options, split: str, names: Sequence[str]) -> None:
+    def __init__(self, dataset: Any, options: FileOptions, split: str, names: Sequence[str]) -> None:
         self._dataset = dataset.select_columns(list(names)).with_format("arrow")
         self._names = tuple(names)
         self._paths = [str(each["filename"]) for each in dataset.cache_files]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.cells import Damage
-from hvdtrain.data.formats import Reader, read_at, refuse_packed, source_of
+from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
 from hvdtrain.data.index import Index
 from hvdtrain.data.sources import Source
 
@@ -19,11 +19,11 @@ _BLANK = 2  # longest line that is looked at for being blank: a carriage return 
 
 
 def make(split: str, **args: Any) -> Source | None:
-    """Return the samples of JSON lines: x and y are numbers or lists of numbers; `hvdtrain.data.formats.Options`."""
-    return source_of(JsonLines(), split, args)
+    """Return the samples of JSON lines: x and y are numbers or lists; `hvdtrain.data.formats.FileOptions`."""
+    return source_of(JsonlFormat(), split, args)
 
 
-class JsonLines(Reader):
+class JsonlFormat(ShardFormat):
     """Lines of JSON objects. A place: the byte where the line begins, its length."""
 
     kind, endings = "jsonl", "JSON lines, such as 'DIR/*.jsonl'"

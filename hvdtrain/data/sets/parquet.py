@@ -15,15 +15,15 @@ import numpy as np
 from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import not_installed
-from hvdtrain.data.formats import Reader, source_of
+from hvdtrain.data.formats import ShardFormat, source_of
 from hvdtrain.data.index import Index, Stamp
 from hvdtrain.data.sources import Source
 
 
 def make(split: str, **args: Any) -> Source | None:
-    """Return the rows of Parquet files; x and y are columns; `hvdtrain.data.formats.Options`."""
+    """Return the rows of Parquet files; x and y are columns; `hvdtrain.data.formats.FileOptions`."""
     pyarrow("parquet")
-    return source_of(Parquet(), split, args)
+    return source_of(ParquetFormat(), split, args)
 
 
 def pyarrow(kind: str) -> Any:
@@ -34,7 +34,7 @@ def pyarrow(kind: str) -> Any:
         raise not_installed(f"data.name {kind}", "pyarrow", "parquet") from None
 
 
-class Parquet(Reader):
+class ParquetFormat(ShardFormat):
     """Rows of Parquet files. A place: the byte where the row group begins, the Arrow file's batch, the row in it."""
 
     kind, endings = "parquet", "Parquet files, such as 'DIR/*.parquet'"
@@ -80,14 +80,14 @@ class Parquet(Reader):
             return False
 
     def open(self, path: str, target: Path) -> Any:
-        return Mapped(_unpacked(target))
+        return MappedArrow(_unpacked(target))
 
     def values(self, file: Any, place_k: np.ndarray, names: tuple[str, ...]) -> Sequence[Any]:
         _, batch, row = place_k.tolist()
         return [value_of(column[row]) for column in file.columns(batch)]
 
 
-class Mapped:
+class MappedArrow:
     """Columns of an Arrow file that is mapped into memory."""
 
     def __init__(self, path: Path) -> None:

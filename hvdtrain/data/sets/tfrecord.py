@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain.data.cells import Damage
 from hvdtrain.data.crc32c import masked
-from hvdtrain.data.formats import Reader, read_at, refuse_packed, source_of
+from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
 from hvdtrain.data.index import Index
 from hvdtrain.data.sources import Source
 
@@ -24,11 +24,11 @@ _HEAD, _CRC = struct.Struct("<QI"), struct.Struct("<I")
 
 
 def make(split: str, **args: Any) -> Source | None:
-    """Return the samples of TFRecord files; x and y are features of tf.Example; `hvdtrain.data.formats.Options`."""
-    return source_of(TfRecords(), split, args)
+    """Return the samples of TFRecord files; x and y are features of tf.Example; `hvdtrain.data.formats.FileOptions`."""
+    return source_of(TfrecordFormat(), split, args)
 
 
-class TfRecords(Reader):
+class TfrecordFormat(ShardFormat):
     """Records of tf.Example. A place: the byte where the record begins, the length of its data."""
 
     kind, endings = "tfrecord", "TFRecord files, such as 'DIR/*.tfrecord'"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.cells import Damage
-from hvdtrain.data.formats import Reader, read_at, refuse_packed, source_of
+from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
 from hvdtrain.data.index import Index
 from hvdtrain.data.sources import Source
 
@@ -34,10 +34,10 @@ def make(split: str, **args: Any) -> Source | None:
 
     Without ``x`` and ``y``: a picture, else the first ending, and then cls, else the first other one.
     """
-    return source_of(Tars(), split, args)
+    return source_of(TarFormat(), split, args)
 
 
-class Tars(Reader):
+class TarFormat(ShardFormat):
     """Samples of tars. A place: first byte and length of the file of x, then of y."""
 
     kind, endings = "webdataset", "tars, such as 'DIR/*.tar'"

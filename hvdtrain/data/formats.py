@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.core.resolve import absolute
+from hvdtrain.core.resolve import absolute, is_url
+from hvdtrain.data import downloads
 from hvdtrain.data.cells import Cells, Damage, columns_of
 from hvdtrain.data.index import Index, Stamp, changed, indexes
 from hvdtrain.data.rows import ColumnNames
@@ -76,6 +77,9 @@ class FileOptions:
         if made.test and made.test_fraction:
             raise UserError("data.args has test and test_fraction", "one of them", "remove the other")
         at_least("data.args.seed", made.seed, 0)
+        if not isinstance(made.cache_gib, (int, float)) or isinstance(made.cache_gib, bool) or made.cache_gib <= 0:
+            raise UserError(f"data.args.cache_gib is {made.cache_gib!r}", "a number of GiB above 0",
+                            "correct data.args.cache_gib")
         return made
 
     def cells(self) -> Cells:
@@ -99,6 +103,9 @@ def listed(files: Any, key: str, endings: str, options: FileOptions) -> list[str
             raise UserError(f"data.args.{key} is {files!r}", "a path, a pattern, or a list of them",
                             f"correct data.args.{key}")
         for each in braces(os.fspath(pattern)):
+            if is_url(each):
+                found.update(downloads.local_copies(each, key, options.cache, options.cache_gib))
+                continue
             path = str(absolute(os.path.expanduser(each)))
             there = [path] if os.path.isfile(path) else [one for one in glob.glob(path, recursive=True)
                                                          if os.path.isfile(one)]

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 from small_runs import SLOW_TENSORFLOW, bits, config, fitted, lockstep, make_model, samples
 
-from hvdtrain.checkpoint import CheckpointStore, object_store, remote
+from hvdtrain.checkpoint import CheckpointStore, remote
 from hvdtrain.checkpoint.downloads import staging
 from hvdtrain.commands import main
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.config import CheckpointConfig, Config
+from hvdtrain.core import object_store
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import is_url, redacted
 from hvdtrain.engine.callbacks.base import Callback

@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from hvdtrain import __version__, recipes
-from hvdtrain.checkpoint.object_store import ObjectStore
 from hvdtrain.commands import init, main, train
 from hvdtrain.commands.migrate import cli as migrate
 from hvdtrain.config import yaml_file
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.object_store import ObjectStore
 from hvdtrain.data import pictures
 from hvdtrain.data.sets import digits
 from hvdtrain.reports.html import page

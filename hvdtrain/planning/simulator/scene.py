@@ -24,7 +24,9 @@ class Rank:
 
     ``samples`` in ``parts`` micro-batches. ``update_s``: optimizer. ``input_s``: seconds that a step waits for input.
     ``load_s``: seconds in which background workers prepare a step's input; no step is shorter. ``spread``: relative
-    standard deviation of the computing time from step to step. ``threads``: compute threads.
+    standard deviation of the computing time from step to step; ``factors``: instead of it, relative computing times
+    that were observed in successive steps, as many for each rank. ``threads``: compute threads. ``slow``: factor on the
+    seconds of ``within`` on its host, where sums are its processor's work.
     """
 
     host: int
@@ -36,11 +38,13 @@ class Rank:
     spread: float = 0.0
     load_s: float = 0.0
     threads: float = 1.0
+    slow: float = 1.0
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Host:
-    """``cores``: that its ranks share; 0: ``line`` was measured with all ranks of the host computing.
+    """``cores``: that its ranks share, in computing and in sums; 0: as many as are used at once.
 
     ``between``: its own link to other hosts, if it differs from `Exchange.between`.
     """
@@ -53,13 +57,14 @@ class Host:
 class Exchange:
     """Gradient exchange of a step. ``transport``: mpi, shared, horovod or null.
 
-    ``bucket_bytes``: gradients of the whole model, in the order in which buckets are sent. ``within``, ``between``:
-    seconds of one bucket by the bytes that all ranks of a host together send inside the host, or out of it; alpha is
-    that of two ranks. ``overlaps``: buckets travel during backward. ``ready``: fraction of backward after which each
-    bucket is complete; () if not measured: in proportion to bytes. ``backward``: fraction of a micro-batch's time.
-    ``codec_s``, ``ratio``: compressor's own seconds a step, and bytes sent per byte of gradients. ``zero``: stage of
-    ZeRO. ``busy_cores``: cores that the transport of one rank keeps busy. ``gather_bytes``: updated parameters that
-    ZeRO gathers; 0: as many as gradients.
+    ``bucket_bytes``: gradients of the whole model, in the order in which buckets are sent. ``within``: seconds of one
+    bucket by the bytes that each rank sends inside its host; ``between``: by those that all ranks of a host together
+    send out of it. Their alpha is that of two ranks. ``overlaps``: buckets travel during backward. ``ready``: fraction
+    of backward after which each bucket is complete; () if not measured: in proportion to bytes. ``backward``: fraction
+    of a micro-batch's time. ``codec_s``, ``ratio``: compressor's own seconds a step, and bytes sent per byte of
+    gradients. ``later_s``: of its requests that need the answer to earlier ones. ``zero``: stage of ZeRO;
+    ``gather_bytes``: updated parameters that it gathers, 0: as many as gradients. ``busy_cores``: cores that the
+    transport of one rank keeps busy. ``agreement_s``: of each step's agreement about loss, stop and saves.
     """
 
     transport: str
@@ -74,6 +79,8 @@ class Exchange:
     ready: tuple[float, ...] = ()
     backward: float = BACKWARD
     gather_bytes: int = 0
+    later_s: float = 0.0
+    agreement_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from hvdtrain.planning.batch.plan import plan
 from hvdtrain.planning.linear import LinearTime, Link
 from hvdtrain.planning.pipeline.orders import order_of, play
-from hvdtrain.planning.simulator import Exchange, Failures, Host, Rank, Saves, Scene, Stages, job, step
+from hvdtrain.planning.simulator import (
+    Exchange,
+    Failures,
+    Host,
+    Rank,
+    Saves,
+    Scene,
+    Stages,
+    host_links,
+    job,
+    step,
+)
 
 SECONDS = st.floats(1e-5, 1e-1)
 TRANSPORTS = st.sampled_from(["mpi", "shared", "horovod"])
@@ -33,8 +44,8 @@ def wider(link: Link, factor: float) -> Link:
 @FEW
 @given(SCENES, st.floats(1, 1e6), st.booleans())
 def test_more_bandwidth_never_slows_a_step(scene, factor, between):
-    old = scene.exchange
-    new = replace(old, between=wider(old.between, factor)) if between else replace(old, within=wider(old.within, factor))
+    old, name = scene.exchange, "between" if between else "within"
+    new = replace(old, **{name: wider(getattr(old, name), factor)})
     assert step(replace(scene, exchange=new)).mid_s <= step(scene).mid_s * (1 + 1e-12)
 
 
@@ -107,11 +118,11 @@ def test_hierarchical_sums_send_less_between_hosts_than_flat_ones():
 def test_buckets_hide_behind_backward_except_for_the_last():
     exchange = Exchange("mpi", (1 << 20,) * 4, within=Link(0, 1e-9), overlaps=True)
     ranks = (Rank(0, LinearTime(0, 1e-2), 3),) * 2
-    each_s = 2 * (1 << 20) * 1e-9  # 2 (P - 1) vectors over the memory of the host
+    each_s = (1 << 20) * 1e-9  # each of two ranks sends half a vector to the other, twice
     assert step(Scene(ranks, exchange)).parts["exchange"] == pytest.approx(each_s)
     late = replace(exchange, overlaps=False)
     assert step(Scene(ranks, late)).parts["exchange"] == pytest.approx(4 * each_s)
-    slow = replace(exchange, within=Link(0, 1e-8))  # 4 x 21 ms in 20 ms of backward, the first after 5 ms
+    slow = replace(exchange, within=Link(0, 1e-8))  # 4 x 10 ms in 20 ms of backward, the first after 5 ms
     assert step(Scene(ranks, slow)).mid_s == pytest.approx(15e-3 + 40 * each_s)
 
 
@@ -183,3 +194,22 @@ def test_of_thousands_of_ranks_only_bounded_memory_is_held():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 32 << 20 and found.efficiency < 1
+
+
+@given(TRANSPORTS, LINKS, st.lists(st.integers(0, 2), min_size=2, max_size=6), st.integers(1, 1 << 24))
+def test_a_measured_link_gives_back_the_seconds_that_were_measured(transport, link, hosts_P, nbytes):
+    within, between = host_links(transport, hosts_P, link)
+    ranks = tuple(Rank(host, LinearTime(0, 1e-3), 1) for host in hosts_P)
+    found = step(Scene(ranks, Exchange(transport, (nbytes,), within, between)))
+    assert found.parts["exchange"] == pytest.approx(link.seconds(nbytes), rel=1e-9)
+
+
+def test_a_transport_without_a_core_of_its_own_lengthens_computing():
+    ranks = (Rank(0, LinearTime(0, 1e-2), 3),) * 2
+    exchange = Exchange("mpi", (1000,) * 10, Link(0, 2e-6), overlaps=True, busy_cores=1.0)  # 20 ms, of which 18 hide
+    roomy = step(Scene(ranks, exchange, hosts=(Host(4.0),)))
+    full = step(Scene(ranks, exchange, hosts=(Host(2.0),)))
+    assert roomy.parts["exchange"] == pytest.approx(2e-3)
+    assert full.parts["exchange"] == pytest.approx(2e-3 + 18e-3)
+    half = step(Scene(ranks, exchange, hosts=(Host(3.0),)))
+    assert half.parts["exchange"] == pytest.approx(2e-3 + 9e-3)

@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain.cluster.machine.usage import cpu_quota
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.batch.whatif import BatchDivision, Forecast, Steps, forecast
+from hvdtrain.planning.batch.whatif import BatchDivision, Forecast, RankPlace, Steps, Transport, forecast
 from hvdtrain.planning.linear import LinearTime, fit
 from hvdtrain.planning.simulator.scene import FLAT, HIERARCHICAL
 

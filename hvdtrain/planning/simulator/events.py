@@ -219,7 +219,7 @@ def _exchanged(scene: Scene, work: _Work) -> tuple[np.ndarray, tuple[float, floa
         arrived += nbytes
         portion = exchange.ready[number] if exchange.ready else arrived / total
         ready = (work.own - hidden * (1 - portion)).max(axis=1) if exchange.overlaps else end
-        encoded_s = exchange.codec_s * arrived / total / 2
+        encoded_s = exchange.codec_s / 2 * (arrived / total if exchange.overlaps else 1.0)
         took_s = seconds.of(nbytes * exchange.ratio * halves)
         free, busy_s = np.maximum(free, ready + encoded_s) + took_s, busy_s + took_s
     shown = np.maximum(free - end, 0.0)

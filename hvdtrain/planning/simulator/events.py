@@ -95,8 +95,8 @@ def job(scene: Scene, steps: int) -> JobForecast:
     if saves is not None:
         count = steps / saves.every_steps if saves.every_steps else mid_s / saves.every_s if saves.every_s else 0.0
     failures = mid_s / _mtbf_s(scene) if scene.failures else 0.0
-    hours = [steps * s / 3600 for s in (found.low_s, found.mid_s, found.high_s)]
-    return JobForecast(*hours, found.efficiency, failures, count, found)
+    low, mid, high = (steps * s / 3600 for s in (found.low_s, found.mid_s, found.high_s))
+    return JobForecast(low, mid, high, found.efficiency, failures, count, found)
 
 
 def _of(scene: Scene, steps: int | None) -> StepForecast:

@@ -12,7 +12,6 @@ from hvdtrain.checkpoint.downloads import staging
 from hvdtrain.commands import main
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.config import CheckpointConfig, Config
-from hvdtrain.core import object_store
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import is_url, redacted
 from hvdtrain.engine.callbacks.base import Callback
@@ -64,7 +63,7 @@ def storage(tmp_path, monkeypatch):
     fsspec.register_implementation("test", Storage, clobber=True)
     for name, value in (("store", {}), ("pseudo_dirs", [""]), ("calls", []), ("before", lambda verb, name: None)):
         monkeypatch.setattr(Storage, name, staticmethod(value) if callable(value) else value)
-    monkeypatch.setattr(object_store, "RETRY_WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr("hvdtrain.core.object_store.RETRY_WAITS_S", (0.0, 0.0))
     host(monkeypatch, tmp_path, "first")
     return Storage
 

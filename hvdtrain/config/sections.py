@@ -110,6 +110,10 @@ class DataConfig:
         "auto", "processes", "worker processes of each rank that read samples; 0: the rank reads samples itself; "
         "auto: 0 for arrays and for samples that take less than 0.05 ms and draw no random numbers, else one "
         "per spare core of the rank", affects="nothing", least=0)
+    readers: Literal["auto", "host", "each"] = key(
+        "auto", "", "ranks that read and decode a stream. host: one of each host, which gives the others their rows "
+        "over shared memory; each: all; auto: host where the stream begins alike on all ranks and draws nothing from "
+        "the global random generators", affects="nothing")
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor, StepBatch, Unread
 from hvdtrain.core.timeline import active, current, span
-from hvdtrain.data.batches import LocalBatch, SourceWalk, StreamWalk, WeightFn
+from hvdtrain.data.batches import LocalBatch, SourceWalk, WeightFn
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
+from hvdtrain.data.stream_walk import StreamWalk
 from hvdtrain.data.weighting import LabelWeight
 from hvdtrain.planning.batch.sampler import BatchShares, at_least, cut, micro_batches, padded, steps_per_epoch
 
@@ -40,7 +41,8 @@ class Feed:
     out samples that cannot be read (`hvdtrain.data.sources.Unreadable`); collective. ``most``: walk through the first
     so many samples alone; 0: all. ``samples``: those of an epoch, None for a stream. ``unread``: samples that all ranks
     have left out of the current or last walk. ``reading``: a lock that keeps the background thread from reading while
-    others hold it, since other data may share its files and generators. Errors: `UserError` for empty data, a global
+    others hold it, since other data may share its files and generators. ``readers``: which ranks read a stream
+    (``data.readers``). Errors: `UserError` for empty data, a global
     batch < 1, unusable shares. Rank 0 warns where the ranks' streams differ.
     """
 
@@ -48,7 +50,7 @@ class Feed:
                  shares: Sequence[float] | None = None, seed: int = 0, shuffle: bool = True,
                  accumulate: int | Sequence[int] = 1, micro_batch: int = 0, control: Control | None = None,
                  weight_fn: WeightFn | None = None, prefetch: int = 2, even_micros: bool = False,
-                 skip_unread: bool = False, most: int = 0) -> None:
+                 skip_unread: bool = False, most: int = 0, readers: str = "each") -> None:
         assert 0 <= rank < size and isinstance(data, (Source, Stream))
         at_least("global_batch", global_batch, 1)
         at_least("data.prefetch", prefetch, 0)
@@ -73,7 +75,7 @@ class Feed:
             self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread, most)
         else:
             assert control is not None, "detecting the end of a stream on all ranks"
-            self._walk = StreamWalk(data, self.global_batch, rank, control, even_micros, most)
+            self._walk = StreamWalk(data, self.global_batch, rank, control, even_micros, most, readers, prefetch)
         self.samples: int | None = self._walk.samples
 
     @property
@@ -154,14 +156,24 @@ class Feed:
         assert isinstance(self._walk, SourceWalk)
         return self._walk.read_before()
 
+    def settle(self) -> str:
+        """Decide which ranks read a stream; return a note about it, "" for none. Collective, once: `epoch` does too."""
+        return self._walk.settle()
+
+    def replay(self, cursor: Cursor) -> str:
+        """Return what it costs to reach ``cursor`` in a stream that cannot seek; "" for nothing."""
+        return self._walk.replay(cursor)
+
     def epoch(self, cursor: Cursor) -> Generator[StepBatch, None, None]:
         """Yield the steps from ``cursor`` on, as many on every rank. Close the iterator to stop early."""
         self.unread = 0
+        self.settle()
         return self._steps(cursor, self._walk.batches(cursor, self.shuffle, self._bounds))
 
     def eval_epoch(self) -> Generator[StepBatch, None, None]:
         """Yield every sample once, in order; a rank without samples of a step gets no micro-batches."""
         self.unread = 0
+        self.settle()
         return self._steps(Cursor(), self._walk.batches(Cursor(), False, self._bounds))
 
     def left_out(self, whose: str = "") -> list[str]:
@@ -174,13 +186,16 @@ class Feed:
         self._unnamed = []
         return words
 
-    def _bounds(self, step: int, n: int) -> tuple[int, int]:
-        low, high = self.cut_at(step).offsets(n)[self.rank:self.rank + 2].tolist()
+    def _bounds(self, step: int, n: int, rank: int | None = None) -> tuple[int, int]:
+        first = self.rank if rank is None else rank
+        low, high = self.cut_at(step).offsets(n)[first:first + 2].tolist()
         return low, high
 
     def _steps(self, cursor: Cursor, batches: Generator[LocalBatch, None, None]) -> Generator[StepBatch, None, None]:
         shelf: Shelf[LocalBatch] = Shelf(self.prefetch)
-        with contextlib.closing(prefetched(batches, shelf, self.reading)) as ahead:
+        # A rank that receives its rows must not hold the lock while it waits for one whose lock others hold.
+        reading = self.reading if self._walk.reads else contextlib.nullcontext()
+        with contextlib.closing(prefetched(batches, shelf, reading)) as ahead:
             for batch in self._walk.totalled(ahead, cursor, self.weight_fn):
                 after = cursor.advance(batch.consumed)
                 self.unread += len(batch.all_unread)

@@ -216,7 +216,8 @@ def _micros(config: Config, mesh: Mesh) -> list[int]:
 def _cut(config: Config, mesh: Mesh, control: Control) -> dict[str, Any]:
     return {"rank": mesh.copy, "size": len(mesh.copies), "control": control_of_replicas(control, mesh),
             "shares": list(config.shares) or None, "seed": config.seed, "micro_batch": config.micro_batch_limit,
-            "prefetch": config.data.prefetch, "skip_unread": config.on_bad_sample == "skip"}
+            "prefetch": config.data.prefetch, "skip_unread": config.on_bad_sample == "skip",
+            "readers": config.data.readers}
 
 
 def eval_feed(run: Run, data: Any) -> Feed:

@@ -103,6 +103,9 @@ class DataConfig:
         "", "", "module:callable that puts rows of a torch Dataset or datasets.Dataset together to a batch, such as "
         "a data collator of transformers", off="")
     shuffle: bool = key(True, "", "permute the samples in each epoch, from (seed, epoch)")
+    shuffle_buffer: int = key(
+        0, "samples", "shuffle a stream of training data through a buffer of so many samples, from (seed, epoch); 0: "
+        "keep its order", least=0, off=0)
     prefetch: int = key(
         2, "batches", "batches prefetched by one background thread; 0: no prefetching, which a dataset that "
         "draws random numbers needs for bit-equal resume", affects="nothing", least=0, off=0)

@@ -42,7 +42,7 @@ class Feed:
     so many samples alone; 0: all. ``samples``: those of an epoch, None for a stream. ``unread``: samples that all ranks
     have left out of the current or last walk. ``reading``: a lock that keeps the background thread from reading while
     others hold it, since other data may share its files and generators. ``readers``: which ranks read a stream
-    (``data.readers``). Errors: `UserError` for empty data, a global
+    (``data.readers``). ``walk``: what reads the data. Errors: `UserError` for empty data, a global
     batch < 1, unusable shares. Rank 0 warns where the ranks' streams differ.
     """
 
@@ -70,28 +70,28 @@ class Feed:
         self.reading = threading.Lock()
         self.undivided: UserError | None = None
         self._unnamed: list[Unread] = []
-        self._walk: SourceWalk | StreamWalk
+        self.walk: SourceWalk | StreamWalk
         if isinstance(data, Source):
-            self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread, most)
+            self.walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread, most)
         else:
             assert control is not None, "detecting the end of a stream on all ranks"
-            self._walk = StreamWalk(data, self.global_batch, rank, control, even_micros, most, readers, prefetch)
-        self.samples: int | None = self._walk.samples
+            self.walk = StreamWalk(data, self.global_batch, rank, control, even_micros, most, readers, prefetch)
+        self.samples: int | None = self.walk.samples
 
     @property
     def unlike(self) -> str:
         """Return why the samples of this epoch cannot be verified, the same on all ranks; "" where they can."""
-        return self._walk.unlike
+        return self.walk.unlike
 
     @property
     def head(self) -> tuple[int, int] | None:
         """Return (epoch, checksum) of a stream's first samples in the epoch opened last; None for a source."""
-        return self._walk.head
+        return self.walk.head
 
     @property
     def ahead(self) -> int:
         """Return how many steps after the next one may be fetched already, and so keep their cut."""
-        return (self.prefetch + 1 if self.prefetch else 0) + self._walk.begins
+        return (self.prefetch + 1 if self.prefetch else 0) + self.walk.begins
 
     def recut(self, cut: BatchShares, from_step: int) -> None:
         """Cut by ``cut`` from step ``from_step`` of the run on; all ranks call it alike, between two steps.
@@ -123,7 +123,7 @@ class Feed:
 
     def sample(self, n: int, cursor: Cursor = Cursor()) -> Arrays:
         """Return ``n`` samples to try a model on, repeated if there are fewer; a stream is not opened again for it."""
-        return self._walk.sample(n, cursor)
+        return self.walk.sample(n, cursor)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -145,36 +145,28 @@ class Feed:
             raise UserError(f"ranks differ in (samples, global_batch, seed, shuffle): {table}",
                             "the same on every rank",
                             "give every rank the same data and configuration; the sampler divides it")
-        self._walk.check_alike(everyone)
+        self.walk.check_alike(everyone)
 
     def compare(self, epoch: int) -> int:
         """Compare a few samples of all ranks; return how many since the last time, 0 for all. Collective."""
-        return 0 if self.control is None else self._walk.compare(every_rank(self.control), epoch)
+        return 0 if self.control is None else self.walk.compare(every_rank(self.control), epoch)
 
     def read_before(self) -> Arrays:
         """Return a few samples spread over a source, which is read once for them."""
-        assert isinstance(self._walk, SourceWalk)
-        return self._walk.read_before()
-
-    def settle(self) -> str:
-        """Decide which ranks read a stream; return a note about it, "" for none. Collective, once: `epoch` does too."""
-        return self._walk.settle()
-
-    def replay(self, cursor: Cursor) -> str:
-        """Return what it costs to reach ``cursor`` in a stream that cannot seek; "" for nothing."""
-        return self._walk.replay(cursor)
+        assert isinstance(self.walk, SourceWalk)
+        return self.walk.read_before()
 
     def epoch(self, cursor: Cursor) -> Generator[StepBatch, None, None]:
         """Yield the steps from ``cursor`` on, as many on every rank. Close the iterator to stop early."""
         self.unread = 0
-        self.settle()
-        return self._steps(cursor, self._walk.batches(cursor, self.shuffle, self._bounds))
+        self.walk.settle()
+        return self._steps(cursor, self.walk.batches(cursor, self.shuffle, self._bounds))
 
     def eval_epoch(self) -> Generator[StepBatch, None, None]:
         """Yield every sample once, in order; a rank without samples of a step gets no micro-batches."""
         self.unread = 0
-        self.settle()
-        return self._steps(Cursor(), self._walk.batches(Cursor(), False, self._bounds))
+        self.walk.settle()
+        return self._steps(Cursor(), self.walk.batches(Cursor(), False, self._bounds))
 
     def left_out(self, whose: str = "") -> list[str]:
         """Report each unreadable sample once; the same on every rank. ``whose``: of which data."""
@@ -194,9 +186,9 @@ class Feed:
     def _steps(self, cursor: Cursor, batches: Generator[LocalBatch, None, None]) -> Generator[StepBatch, None, None]:
         shelf: Shelf[LocalBatch] = Shelf(self.prefetch)
         # A rank that receives its rows must not hold the lock while it waits for one whose lock others hold.
-        reading = self.reading if self._walk.reads else contextlib.nullcontext()
+        reading = self.reading if self.walk.reads else contextlib.nullcontext()
         with contextlib.closing(prefetched(batches, shelf, reading)) as ahead:
-            for batch in self._walk.totalled(ahead, cursor, self.weight_fn):
+            for batch in self.walk.totalled(ahead, cursor, self.weight_fn):
                 after = cursor.advance(batch.consumed)
                 self.unread += len(batch.all_unread)
                 self._unnamed += batch.all_unread

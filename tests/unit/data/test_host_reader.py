@@ -127,8 +127,8 @@ def test_a_stream_that_depends_on_the_rank_is_read_by_each(make, words):
     def work(rank, control):
         data = make(rank)
         feed = Feed(data, 5, rank=rank, size=2, control=control, readers="auto", prefetch=0)
-        note = feed.settle()
-        assert feed.settle() == ""
+        note = feed.walk.settle()
+        assert feed.walk.settle() == ""
         steps = list(feed.epoch(Cursor()))
         return note, data.read, data.opened, len(steps)
 
@@ -148,7 +148,7 @@ def test_samples_to_try_come_from_the_reader_and_the_note_says_who_reads():
     def work(rank, control):
         data = Counted(20)
         feed = Feed(data, 4, rank=rank, size=3, control=control, readers="host")
-        note = feed.settle()
+        note = feed.walk.settle()
         tried = [array.tolist() for array in feed.sample(6, Cursor())]
         return note, tried, by_rank(feed), data.opened
 
@@ -195,9 +195,9 @@ def test_a_replay_is_announced_and_a_stream_that_can_seek_has_none():
         for kind in (Counted, Seeks):
             data = kind(20)
             feed = Feed(data, 5, rank=rank, size=2, control=control, readers="host")
-            feed.settle()
+            feed.walk.settle()
             at = Cursor(0, 2, 2, 10)
-            found.append((feed.replay(at), feed.replay(Cursor(1, 4, 0, 0)), facts(feed.epoch(Cursor(3, 2, 2, 10))),
+            found.append((feed.walk.replay(at), feed.walk.replay(Cursor(1, 4, 0, 0)), facts(feed.epoch(Cursor(3, 2, 2, 10))),
                           data.read))
         return found
 

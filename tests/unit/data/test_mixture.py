@@ -14,7 +14,7 @@ from hvdtrain.data.sources import ArraySource, Unreadable
 
 
 def of_tens(sizes):
-    """Sources whose sample i of source k is 1000 k + i."""
+    """Return sources whose sample i of source k is 1000 k + i."""
     return [ArraySource((np.arange(n) + 1000 * k,)) for k, n in enumerate(sizes)]
 
 
@@ -48,7 +48,7 @@ def test_a_sample_depends_on_seed_epoch_and_number_only():
 
 
 def ramp(epoch):
-    """A curriculum from the first source to the second."""
+    """Move from the first source to the second."""
     return [3 - epoch, epoch]
 
 

@@ -197,8 +197,8 @@ def test_a_replay_is_announced_and_a_stream_that_can_seek_has_none():
             feed = Feed(data, 5, rank=rank, size=2, control=control, readers="host")
             feed.walk.settle()
             at = Cursor(0, 2, 2, 10)
-            found.append((feed.walk.replay(at), feed.walk.replay(Cursor(1, 4, 0, 0)), facts(feed.epoch(Cursor(3, 2, 2, 10))),
-                          data.read))
+            costs = feed.walk.replay(at), feed.walk.replay(Cursor(1, 4, 0, 0))
+            found.append((*costs, facts(feed.epoch(Cursor(3, 2, 2, 10))), data.read))
         return found
 
     for (cost, none, steps, read), (no_cost, _, same, little) in on_ranks(2, work, [[0, 1]]):

@@ -103,6 +103,9 @@ class DataConfig:
         "", "", "module:callable that puts rows of a torch Dataset or datasets.Dataset together to a batch, such as "
         "a data collator of transformers", off="")
     shuffle: bool = key(True, "", "permute the samples in each epoch, from (seed, epoch)")
+    bucket: int = key(
+        0, "samples", "put shuffled samples of similar length in buckets of so many, a multiple of global_batch: rows "
+        "that are padded to the longest of their batch take less memory and time; 0: none", least=0, off=0)
     shuffle_buffer: int = key(
         0, "samples", "shuffle a stream of training data through a buffer of so many samples, from (seed, epoch); 0: "
         "keep its order", least=0, off=0)

@@ -17,11 +17,13 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor, Unread
 from hvdtrain.data.ledger import Comparison
-from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched
+from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched, innermost
 from hvdtrain.data.stream import Arrays
-from hvdtrain.planning.batch.sampler import epoch_order
+from hvdtrain.planning.batch.sampler import bucketed, epoch_order
 
 WeightFn = Callable[[Arrays], float]
+
+_NONE = np.empty(0, np.int64)
 
 
 class Bounds(Protocol):
@@ -74,11 +76,11 @@ class SourceWalk:
 
     ``even``: give a rank without samples of a step arrays (0, ...) of their shapes. ``begins``: steps whose fetch is
     begun ahead, of data that can do so (`hvdtrain.data.workers.pool.Pooled`). ``skip``: leave out unreadable samples.
-    ``most``: samples at the start that are all of it; 0: no limit.
+    ``most``: samples at the start that are all of it; 0: no limit. ``bucket``: ``data.bucket``.
     """
 
     def __init__(self, data: Source, global_batch: int, seed: int, control: Control | None, even: bool,
-                 skip: bool = False, most: int = 0) -> None:
+                 skip: bool = False, most: int = 0, bucket: int = 0) -> None:
         self.samples = min(len(data), most or len(data))
         if self.samples == 0:
             raise UserError("the dataset is empty", "at least one sample", "check its path and its filters")
@@ -88,6 +90,7 @@ class SourceWalk:
         self.begins, self._left_out = int(hasattr(data, "begin")), 0
         self._most_unread = max(FEW_UNREAD, MOST_UNREAD * self.samples)
         self._skip = skip and not isinstance(data, ArraySource)  # whose samples have all been read
+        self.bucket, self._lengths = bucket, lengths_of(data, self.samples) if bucket else _NONE
         self._empty: Arrays = ()
         self._read: Arrays = ()
         self._first = np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64))
@@ -111,8 +114,13 @@ class SourceWalk:
         if cursor.samples > self.samples:
             raise UserError(f"the run is at sample {cursor.samples} of a dataset that has {self.samples}",
                             "a position inside the epoch", "resume with the data of the checkpoint, or start again")
-        order_N, self._left_out = epoch_order(self.samples, self._seed, cursor.epoch, shuffle), 0
-        return self._batches(order_N, cursor, bounds)
+        self._left_out = 0
+        return self._batches(self.order(cursor.epoch, shuffle), cursor, bounds)
+
+    def order(self, epoch: int, shuffle: bool) -> np.ndarray:
+        """Return the order of the samples in ``epoch``, int64[N]."""
+        order_N = epoch_order(self.samples, self._seed, epoch, shuffle)
+        return bucketed(order_N, self._lengths, self.bucket, self._seed, epoch) if self.bucket and shuffle else order_N
 
     def _batches(self, order_N: np.ndarray, cursor: Cursor, bounds: Bounds) -> Generator[LocalBatch, None, None]:
         def wanted() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -229,3 +237,14 @@ class SourceWalk:
 def emptied(arrays: Arrays) -> Arrays:
     """Return arrays (0, ...) of the same shapes and types."""
     return tuple(np.empty((0, *np.shape(array)[1:]), np.asarray(array).dtype) for array in arrays)
+
+
+def lengths_of(data: Any, n: int) -> np.ndarray:
+    """Return the lengths of ``data``'s samples, int64[n]; `UserError` for data that has none."""
+    found = getattr(innermost(data), "lengths", None)
+    lengths_N = np.asarray([] if found is None else found)
+    if lengths_N.ndim != 1 or len(lengths_N) < n or lengths_N.dtype.kind not in "iu":
+        raise UserError("data.bucket, and the data has no lengths of its samples",
+                        "an attribute lengths, one whole number for each, or rows of input_ids with a data collator",
+                        "set lengths on the dataset, or leave data.bucket out")
+    return lengths_N.astype(np.int64)

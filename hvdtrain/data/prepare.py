@@ -107,6 +107,9 @@ def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores:
 
 def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:
     """Shuffle and augment the training data as configured; `UserError` for data that cannot be."""
+    if config.data.bucket and not (config.data.shuffle and isinstance(train, Source)):
+        raise UserError(f"data.bucket is {config.data.bucket}, and the training data is not shuffled by its index",
+                        "data with an index, and data.shuffle", "leave data.bucket out")
     if config.data.shuffle_buffer and not isinstance(train, Source):
         train = ShuffledStream(train, config.data.shuffle_buffer, config.seed)
     elif config.data.shuffle_buffer:

@@ -34,10 +34,10 @@ def make(split: str, sequences: str, args: Mapping[str, Any] | None = None, cont
     taken = np.arange(len(found))
     if split != ALL:
         taken = np.flatnonzero(chosen(np.zeros(len(found), np.int8), test_fraction, seed, split))
-    return Packed(found, taken, context, ignored, pad) if len(taken) else None
+    return PackedSequences(found, taken, context, ignored, pad) if len(taken) else None
 
 
-class Packed:
+class PackedSequences:
     """Sequences ``taken_n`` of ``sequences``, in rows of ``context`` pairs (token, next token).
 
     Longest first, each goes to the row with the least room that is enough (best fit decreasing); one that is longer
@@ -70,7 +70,8 @@ class Packed:
                 tokens = self._tokens(sequence)[at:at + n + 1]
                 if len(tokens) != n + 1:
                     raise UserError(f"sequence {sequence} has another length than before",
-                                    "sequences that stay the same", "correct data.args.sequences, or its attribute lengths")
+                                    "sequences that stay the same",
+                                    "correct data.args.sequences, or its attribute lengths")
                 x[row, to:to + n], y[row, to:to + n] = tokens[:-1], tokens[1:]
                 to += n
         return x, y

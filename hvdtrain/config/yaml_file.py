@@ -25,29 +25,32 @@ _FLOAT = re.compile(r"""^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9]
 """YAML 1.2's floats: PyYAML alone reads 1e-3, without a point, as text."""
 
 
-def read(path: str) -> dict[str, Any]:
-    """Return the mapping in the file ``path``, or in the recipe ``hvdtrain:NAME``; `UserError` for anything else."""
+def read(path: str, option: str = "--config") -> dict[str, Any]:
+    """Return the mapping in the file ``path``, or in the recipe ``hvdtrain:NAME``; `UserError` for anything else.
+
+    ``option``: what named the file, for messages.
+    """
     file = Path(recipes.path_of(path))
     try:
         if not file.exists():
-            raise UserError(f"there is no file {path!r}", "a YAML file", "correct --config")
+            raise UserError(f"there is no file {path!r}", "a YAML file", f"correct {option}")
         if not file.is_file():
-            raise UserError(f"{path!r} is not a file", "a YAML file", "correct --config")
+            raise UserError(f"{path!r} is not a file", "a YAML file", f"correct {option}")
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path!r} cannot be read: {reason}", "a readable YAML file", "correct --config") from None
+        raise UserError(f"{path!r} cannot be read: {reason}", "a readable YAML file", f"correct {option}") from None
     if len(data) > MAX_BYTES:
-        raise UserError(f"{path!r} has over {MAX_BYTES // 1024} KiB", "a recipe of a few keys", "correct --config")
+        raise UserError(f"{path!r} has over {MAX_BYTES // 1024} KiB", "a recipe of a few keys", f"correct {option}")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"{path!r} is not a text file in UTF-8", "a YAML file", "correct --config") from None
+        raise UserError(f"{path!r} is not a text file in UTF-8", "a YAML file", f"correct {option}") from None
     found = load(text, repr(path))
     if found is None:
         raise UserError(
-            f"{path!r} is empty", "a mapping such as lr: 0.01", "write a key into it, or leave --config out"
+            f"{path!r} is empty", "a mapping such as lr: 0.01", f"write a key into it, or leave {option} out"
         )
     if not isinstance(found, dict):
         raise UserError(

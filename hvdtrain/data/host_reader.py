@@ -9,7 +9,7 @@ import contextlib
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -105,7 +105,7 @@ class HostReader:
                 continue
             n, check, low, high, nbytes = words[2:7]
             at = 8 * _WORDS
-            what = pickle.loads(message[at:at + nbytes].tobytes()) if nbytes else None
+            what: Any = pickle.loads(message[at:at + nbytes].tobytes()) if nbytes else None
             if words[1] == _FAILED:
                 if isinstance(what, str):
                     raise PeerFailed(what)

@@ -87,6 +87,9 @@ class StreamWalk:
         who = ", ".join(f"rank {ranks[0]} for ranks {spans(ranks[1:])}" for ranks in hosts[:8])
         return f"data.readers: one rank of a host reads the stream for the others: {who}"
 
+    def order(self, epoch: int, shuffle: bool) -> None:
+        """Return None: a stream has its own order."""
+
     def _rank_dependent(self) -> str:
         """Return why the ranks may not read the same stream, by its start; "" where they do. Collective."""
         def drawn() -> bool:

@@ -120,7 +120,7 @@ class Ledger(Callback):
             self._compare_rows(run)
         if consumed and not self._unknown and (epoch, consumed) == (run.state.cursor.epoch, run.state.cursor.samples):
             feed = run.feed
-            order = None if feed.samples is None else feed.walk.order(epoch, feed.shuffle)
+            order = feed.walk.order(epoch, feed.shuffle)
             self._compare(run, consumed, order)
             partial = consumed
         found = self._facts()

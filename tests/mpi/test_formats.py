@@ -38,7 +38,7 @@ def test_every_rank_reads_its_share_of_the_same_batches(control, few_ranks, kind
                 seed=3, prefetch=2)
     steps = [(batch.numbers, [micro[i] for micro in batch.micros for i in range(2)])
              for batch in feed.epoch(Cursor().next_epoch())]
-    ranks = control.gather((steps, feed.decodes))
+    ranks = control.gather((steps, feed.walk.decodes))
     assert sum(decodes for _, decodes in ranks) == N
     order = epoch_order(N, 3, 1, True)
     for t, at in enumerate(range(0, N, BATCH)):

@@ -80,7 +80,7 @@ class Seconds(Callback):
         before, self._told = self._told, timeline.clock.seconds()
         spent = {cause: self._told[cause] - before[cause] for cause in CAUSES}
         idle_s, timeline.idle_s = timeline.idle_s, {}
-        rows_P = run.control.gather((spent, packed(timeline.stood.take()), idle_s, run.feed.decodes))
+        rows_P = run.control.gather((spent, packed(timeline.stood.take()), idle_s, run.feed.walk.decodes))
         self._asked, self._last = False, time.monotonic()
         if run.control.rank == 0:
             self._record(run, *map(list, zip(*rows_P)))

@@ -79,7 +79,7 @@ def test_ranks_read_each_sample_once_and_count_it(kind, args):
     source = resolve(kind, args(kind), "train")
     feeds = [Feed(source, 8, rank=rank, size=3, seed=4, prefetch=0) for rank in range(3)]
     seen = [batch.numbers for feed in feeds for batch in feed.epoch(next_epoch())]
-    assert sorted(np.concatenate(seen)) == list(range(N)) and sum(feed.decodes for feed in feeds) == N
+    assert sorted(np.concatenate(seen)) == list(range(N)) and sum(feed.walk.decodes for feed in feeds) == N
 
 
 def next_epoch():

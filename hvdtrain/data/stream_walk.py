@@ -227,20 +227,13 @@ class StreamWalk:
         chunks = self._data.chunks(cursor.epoch) if seek is None else seek(cursor.epoch, cursor.samples)
         try:
             if seek is None:
-                yield from rebatch(self._headed(self._counted(chunks), cursor.epoch), self._global_batch,
+                yield from rebatch(self._headed(_counted(self, chunks), cursor.epoch), self._global_batch,
                                    cursor.samples)
             else:
-                yield from rebatch(self._counted(chunks), self._global_batch)
+                yield from rebatch(_counted(self, chunks), self._global_batch)
         finally:
             if hasattr(chunks, "close"):
                 chunks.close()
-
-    def _counted(self, chunks: Iterable[Arrays]) -> Iterator[Arrays]:
-        """Yield ``chunks`` and count their samples in ``decodes``, those that are dropped to reach a place too."""
-        for chunk in chunks:
-            if isinstance(chunk, tuple) and chunk and np.ndim(chunk[0]):  # `rebatch` refuses others
-                self.decodes += len(chunk[0])
-            yield chunk
 
     def _headed(self, chunks: Iterable[Arrays], epoch: int) -> Iterator[Arrays]:
         """Yield ``chunks`` and set ``head`` once their first samples have been read."""
@@ -279,6 +272,14 @@ class StreamWalk:
         if self._rank == 0 and text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=3)
+
+
+def _counted(walk: StreamWalk, chunks: Iterable[Arrays]) -> Iterator[Arrays]:
+    """Yield ``chunks`` and count their samples in ``decodes``, those that are dropped to reach a place too."""
+    for chunk in chunks:
+        if isinstance(chunk, tuple) and chunk and np.ndim(chunk[0]):  # `rebatch` refuses others
+            walk.decodes += len(chunk[0])
+        yield chunk
 
 
 def _no_samples(epoch: int) -> UserError:

@@ -40,8 +40,8 @@ VERSION = 1
 LARGEST, MOST_ENTRIES = 1 << 20, 64
 """Bytes of a file that is read, and calibrations that it keeps, the latest ones."""
 
-LEAST_STEPS, MOST_STEPS, STEPS_S = 8, 100, 3.0
-"""Steps that are trained, as many as fit into so many seconds."""
+LEAST_STEPS, MOST_STEPS, STEPS_PART = 8, 100, 1.5
+"""Steps that are trained, as many as fit into so many times `rebalance.probe_s`."""
 
 WARM = 3
 """First steps, which trace and allocate."""
@@ -120,6 +120,7 @@ def trained(run: Run) -> TrainedSteps:
     run.callbacks.clear()  # they count on a fit's begin and end, and this is none
     run.join()
     rows: list[tuple[float, float, float]] = []
+    limit_s = STEPS_PART * run.config.rebalance.probe_s
     batches = run.feed.epoch(run.state.cursor)
     begin = time.perf_counter()
     with contextlib.closing(batches):
@@ -134,7 +135,7 @@ def trained(run: Run) -> TrainedSteps:
             loop.train_step(run, batch)
             rows.append((time.perf_counter() - at, totals.seconds["compute"] - before["compute"],
                          totals.seconds["update"] - before["update"]))
-            if run.control.agree(len(rows) >= LEAST_STEPS and time.perf_counter() - begin > STEPS_S):
+            if run.control.agree(len(rows) >= LEAST_STEPS and time.perf_counter() - begin > limit_s):
                 break
         own = sum(len(micro[0]) for micro in run.batch.micros) if run.batch is not None else 0
         micros = len(run.batch.micros) if run.batch is not None else 1
@@ -265,17 +266,24 @@ def _slug(device: str) -> str:
 
 
 def measured_here(run: Run, scene: Scene, device: str, buckets: Sequence[Bucket],
-                  calibrates: bool) -> tuple[Workload, list[Calibration]]:
-    """Measure a run's model, with ``calibrates`` its device too, and keep that; collective.
+                  wanted: int) -> tuple[Workload, list[Calibration]]:
+    """Measure a run's model, and its device where that is needed and not known, which is kept; collective.
 
-    Return the workload, and what is known of ``device`` with it.
+    ``wanted``: samples of a rank's step in the plan, if the plan has ranks as in this job: 0: none. -1: measure in any
+    case. Return the workload, and what is known of ``device`` with it.
     """
-    if calibrates:
-        made = calibrated(run, scene, device)
-    elif scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
-        trained(run)  # which traces the graph that is counted
-    workload = agreed(run.control, lambda: workload_of(run, scene, buckets), "memory")
+    control = run.control
     name = key(run, scene.sample(1))
-    if calibrates and run.control.rank == 0:
-        keep(made, name)
-    return workload, [made] if calibrates else known(device, name)
+    local = len(run.topology.host_of(control.rank).ranks)
+    alike = [c for c in known(device, name) if (c.local, c.precision) == (local, run.parts.precision.own)]
+    lacking = wanted < 0 or wanted > 0 and not any(c.covers(wanted) for c in alike[-1:])
+    if control.agree(lacking):
+        made = calibrated(run, scene, device)
+        if control.rank == 0:
+            keep(made, name)
+    else:
+        made = None
+        if scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
+            trained(run)  # which traces the graph that is counted
+    workload = agreed(control, lambda: workload_of(run, scene, buckets), "memory")
+    return workload, [*known(device, name), *([made] if made else [])]

@@ -24,10 +24,10 @@ class Assumed:
     rates: Assumptions
     model: Mapping[str, Any] | None = None
 
-    def workload(self, name: str) -> Workload:
+    def workload(self, name: str, bucket_mb: float) -> Workload:
         """Return the described model as a workload."""
         assert self.model is not None
-        return assumed(name, self.model)
+        return assumed(name, self.model, bucket_mb)
 
 
 def read(path: str) -> Assumed:

@@ -36,7 +36,7 @@ from hvdtrain.engine.run import Run
 from hvdtrain.planning.hardware import alternatives
 from hvdtrain.planning.hardware.alternatives import Alternative, PlanLimits
 from hvdtrain.planning.hardware.catalogue import CPU, Catalogue, Device, made_of
-from hvdtrain.planning.hardware.estimate import Estimate, TrainingSettings, SiteHost, estimate, memory_text
+from hvdtrain.planning.hardware.estimate import Estimate, SiteHost, TrainingSettings, estimate, memory_text
 from hvdtrain.planning.hardware.rates import Calibration, Rates
 from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.memory.options import in_bf16
@@ -49,6 +49,9 @@ OWN = ("--inventory", "--assume", "--samples", "--json", "--budget", "--deadline
 
 MEASURED_BATCH = 16
 """Samples of the global batch with which memory and operations are measured where the device is not here."""
+
+MOST_DEVICES = 5
+"""Other devices of the catalogue that are printed; the JSON has all."""
 
 MOST = 1e15
 """Bound of samples, amounts and hours."""
@@ -116,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     if assumed is not None and assumed.model is not None:
         if given is None:
             raise UserError("--inventory here with an assumed model", "an inventory file", "name the file")
-        workload, samples = assumed.workload(config.model), asked.samples
+        workload, samples = assumed.workload(config.model, config.exchange.unmeasured_mb), asked.samples
     else:
         workload, calibrations, samples = here.measured()
         samples = asked.samples or samples
@@ -219,16 +222,25 @@ class PlannedHosts:
         try:
             scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
             facts = run.devices[control.rank]
-            own = self._local(facts.name, facts.kind, len(run.topology.host_of(control.rank).ranks)).name
-            calibrates = control.agree(self._given is None or own in wanted)
+            local = len(run.topology.host_of(control.rank).ranks)
+            own = self._local(facts.name, facts.kind, local).name
             workload, found = calibration.measured_here(run, scene, own, list(run.dp.buckets) or scene.buckets(),
-                                                        calibrates)
+                                                        self._share(own, local, facts.kind))
             name = calibration.key(run, scene.sample(1))
             samples = config.max_steps * config.global_batch or config.epochs * (run.feed.samples or 0)
         finally:
             run.leave()
         return workload, [c for device in sorted(wanted - {own}) for c in calibration.known(device, name)] + found, (
             samples)
+
+    def _share(self, own: str, local: int, kind: str) -> int:
+        """Return the samples of a rank with this job's device, in a plan that has ranks as here; 0: none, -1: any."""
+        if self._given is None:
+            return -1
+        hosts = self.hosts()
+        alike = [host for host in hosts if own in {d.name for d in host.devices}
+                 and (kind != "cpu" or len(host.devices) == local)]
+        return self.config.global_batch // sum(len(host.devices) for host in hosts) if alike else 0
 
     def _small(self, config: Config, at_hand: bool) -> Config:
         """Return the configuration to measure with: with the micro-batches of the plan where its device is here."""
@@ -241,8 +253,8 @@ class PlannedHosts:
         return replace(config, balance="off", resume="", checkpoint=off, global_batch=max(ranks, batch), shares=[],
                        emulate_speed=[], peak_tflops=[], precision=precision)
 
-    def settings(self) -> TrainingSettings:
-        """Return the settings of the plan."""
+    def settings(self, workload: Workload, calibrated: bool) -> TrainingSettings:
+        """Return the settings of the plan. ``calibrated``: steps were timed, with what checkpointing computes again."""
         config = self.config
         zero = config.data_parallel.stage if config.data_parallel.name == "zero" else 0
         for what, bad in (("data_parallel.stage: auto", zero == "auto"), ("compression: auto",
@@ -254,9 +266,13 @@ class PlannedHosts:
                 raise UserError(f"a plan with {what}", "a value that is decided before the run", f"set {what} to one")
         halves = config.precision in ("bf16", "fp16") and not self.assumed_model and (
             self._run is not None and self._run.parts.precision.own == "fp32")
+        change = in_bf16 if halves else None
+        remat = workload.recomputing() if self.assumed_model and config.remat != "off" else None
+        again = 1.0 if config.remat != "off" and not calibrated else 0.0
         shares = tuple(float(one) for one in config.shares) if isinstance(config.shares, list) else ()
-        return TrainingSettings(config.global_batch, str(config.precision), config.accumulate, config.balance != "off", shares,
-                        int(zero), config.compression, 0.0, config.pipeline.stages, in_bf16 if halves else None)
+        return TrainingSettings(config.global_batch, str(config.precision), config.accumulate, config.balance != "off",
+                                shares, int(zero), config.compression, again, config.pipeline.stages,
+                                remat[0] if remat else change)
 
     @property
     def assumed_model(self) -> bool:
@@ -267,7 +283,7 @@ class PlannedHosts:
 def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibrations: Sequence[Calibration],
              samples: int) -> None:
     """Estimate, look for alternatives, print and write; on rank 0."""
-    hosts, settings = here.hosts(), here.settings()
+    hosts, settings = here.hosts(), here.settings(workload, bool(calibrations))
     size = sum(len(host.devices) for host in hosts)
     if settings.global_batch < size:
         raise UserError(f"global_batch {settings.global_batch} for {count(size, 'rank')}", "a sample for each rank",
@@ -288,7 +304,7 @@ def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibra
     line = shlex.join(alternatives.line_of(hosts, words))
     record = {**base.to_dict(), "line": line, "samples": samples, "currency": here.currency,
               "alternatives": [{"name": one.name, "reason": one.reason, "line": _line(one, words),
-                                **one.outcome.to_dict()} for one in found],
+                                "device": one.device, **one.outcome.to_dict()} for one in found],
               "left_out": left_out,
               "choice": None if best is None else {"name": "as given", "line": line} if isinstance(best, bool) else {
                   "name": best.name, "line": _line(best, words)}}
@@ -320,8 +336,8 @@ def _write(target: str, record: dict[str, Any]) -> None:
             raise UserError(f"the plan could not be written: {error}", "a writable file", "correct --json") from None
 
 
-def _show(base: Estimate, hosts: Sequence[SiteHost], workload: Workload, settings: TrainingSettings, samples: int, here: PlannedHosts,
-          line: str) -> None:
+def _show(base: Estimate, hosts: Sequence[SiteHost], workload: Workload, settings: TrainingSettings, samples: int,
+          here: PlannedHosts, line: str) -> None:
     ranks = sum(len(host.devices) for host in hosts)
     label = "ASSUMED" if base.assumed else "calibrated"
     fits = {True: "yes", False: "no", None: "unknown"}[base.fits]
@@ -345,8 +361,10 @@ def _show(base: Estimate, hosts: Sequence[SiteHost], workload: Workload, setting
     terminal.say(f"  {line}")
 
 
-def _show_alternatives(found: Sequence[Alternative], left_out: Mapping[str, str], currency: str,
+def _show_alternatives(every: Sequence[Alternative], left_out: Mapping[str, str], currency: str,
                        words: Sequence[str]) -> None:
+    devices = [one for one in every if one.device]
+    found = [one for one in every if not one.device or one in devices[:MOST_DEVICES]]
     rows = [[str(number), one.name + (" (ASSUMED)" if one.outcome.assumed else ""), {
         True: "yes", False: "no", None: "unknown"}[one.outcome.fits], format_number(1e3 * one.outcome.mid_s),
              format_number(one.outcome.samples_per_s), format_number(one.outcome.hours),

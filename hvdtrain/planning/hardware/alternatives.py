@@ -9,13 +9,17 @@ from dataclasses import dataclass, replace
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.units import format_bytes, format_number
 from hvdtrain.planning.hardware.catalogue import Catalogue, Device
-from hvdtrain.planning.hardware.estimate import Estimate, TrainingSettings, SiteHost, estimate, memory_text, precision_on
+from hvdtrain.planning.hardware.estimate import (
+    Estimate,
+    SiteHost,
+    TrainingSettings,
+    estimate,
+    memory_text,
+    precision_on,
+)
 from hvdtrain.planning.hardware.rates import CASTS, Rates
 from hvdtrain.planning.memory.forecast import MemoryFacts
 from hvdtrain.planning.memory.options import in_bf16
-
-MOST_DEVICES = 5
-"""Other devices of the catalogue that are shown."""
 
 MOST_STAGES, MOST_HALVINGS = 8, 6
 """Stages of a pipeline that are tried, and times that a micro-batch is halved."""
@@ -31,13 +35,14 @@ Hosts = Sequence[SiteHost]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change to try. ``options``: to add to the command."""
+    """A change to try. ``options``: to add to the command. ``device``: of the catalogue, in place of all others."""
 
     name: str
     hosts: Hosts
     settings: TrainingSettings
     options: tuple[str, ...] = ()
     note: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Alternative:
     settings: TrainingSettings
     options: tuple[str, ...]
     outcome: Estimate
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,8 @@ def explored(base: Estimate, hosts: Hosts, settings: TrainingSettings, rates: Ra
     """Return (the alternatives, best first; why others were left out, by name)."""
     found: list[Alternative] = []
     left_out: dict[str, str] = {}
-    others = list(_devices(hosts, settings, catalogue)) if rates.assumptions else []
-    for candidate in [*_candidates(hosts, settings, rates, base), *others]:
+    others = _devices(hosts, settings, catalogue) if rates.assumptions else ()
+    for candidate in (*_candidates(hosts, settings, rates, base), *others):
         try:
             outcome = estimate(candidate.hosts, candidate.settings, rates, samples)
         except UserError as error:
@@ -80,13 +86,10 @@ def explored(base: Estimate, hosts: Hosts, settings: TrainingSettings, rates: Ra
             continue
         words = "; ".join(part for part in (_reason(base, outcome, currency), candidate.note) if part)
         found.append(Alternative(candidate.name, words, candidate.hosts, candidate.settings, candidate.options,
-                                 outcome))
+                                 outcome, candidate.device))
     if not rates.assumptions:
         left_out["other devices of the catalogue"] = "they were not calibrated, and there is no --assume"
-    names = {one.name for one in others}
-    shown = sorted((one for one in found if one.name in names), key=lambda one: rank_of(one.outcome, wishes))
-    kept = [one for one in found if one.name not in names] + shown[:MOST_DEVICES]
-    return sorted(kept, key=lambda one: rank_of(one.outcome, wishes)), left_out
+    return sorted(found, key=lambda one: rank_of(one.outcome, wishes)), left_out
 
 
 def rank_of(found: Estimate, wishes: PlanLimits) -> tuple[bool, bool, float, float]:
@@ -177,11 +180,13 @@ def _devices(hosts: Hosts, settings: TrainingSettings, catalogue: Catalogue) -> 
         wanted = settings.precision if device.peak(precision_on(device, settings.precision)) else "auto"
         swapped = [SiteHost(host.name, tuple(device for _ in host.devices)) for host in hosts]
         note = "no price in the inventory" if any(host.price_per_hour is not None for host in hosts) else ""
+        if device.ranks > 1:
+            note = "; ".join(part for part in (f"a rank on each of {device.ranks} devices per module", note) if part)
         if wanted != settings.precision:
             note = "; ".join(part for part in (f"in {precision_on(device, wanted)}", note) if part)
         yield Candidate(f"{name} in place of {', '.join(sorted(own))}", swapped, replace(
             settings, precision=wanted, shares=()), ("--precision", wanted) if wanted != settings.precision else (),
-            note)
+            note, name)
 
 
 def _both(first: Callable[[MemoryFacts], MemoryFacts] | None, second: Callable[[MemoryFacts], MemoryFacts]

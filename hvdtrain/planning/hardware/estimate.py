@@ -18,7 +18,7 @@ from hvdtrain.core.units import Footprint, format_bytes
 from hvdtrain.planning import shards
 from hvdtrain.planning.batch import plan as batch
 from hvdtrain.planning.hardware.catalogue import Device
-from hvdtrain.planning.hardware.rates import BEYOND, RankRate, Rates
+from hvdtrain.planning.hardware.rates import RankRate, Rates, in_range
 from hvdtrain.planning.memory.forecast import MemoryFacts, RankMemory, Sharding, forecast
 from hvdtrain.planning.simulator import Exchange, Rank, Scene, Stages, step
 
@@ -48,7 +48,7 @@ class SiteHost:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """TrainingSettings of a training that a plan varies. ``zero``: stage, 0: none. ``stages``: of a pipeline over ranks.
+    """Settings of a training that a plan varies. ``zero``: stage, 0: none. ``stages``: of a pipeline over ranks.
 
     ``shares``: of ranks, by number; (): equal. ``balance``: shares by speed. ``recompute``: fraction of forward that
     activation checkpointing computes again. ``change``: of the measured memory, such as that of activations in bf16.
@@ -161,7 +161,8 @@ def _outcome(hosts: Sequence[SiteHost], scene: Scene, memory: RankMemoryPlan, sa
     exact = not said
     return Estimate(memory.fits, found.low_s if exact else None, found.mid_s, found.high_s if exact else None,
                    found.samples_per_s, found.efficiency, hours, cost, kwh, tuple(dict.fromkeys(said)),
-                   dict(found.parts), memory, tuple(rank.samples for rank in scene.ranks))
+                   {name: max(0.0, seconds) for name, seconds in found.parts.items()}, memory,
+                   tuple(rank.samples for rank in scene.ranks))
 
 
 def _paces(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates) -> list[RankRate]:
@@ -193,8 +194,7 @@ def _divided(lines: Sequence[Any], settings: TrainingSettings, size: int) -> bat
 def _within_range(divided: batch.BatchPlan, paces: Sequence[RankRate], devices: Sequence[Device]) -> None:
     """Refuse micro-batches far from those that were timed."""
     for part, pace, device in zip(divided.parts, paces, devices):
-        if part.samples and pace.sizes and not (
-                min(pace.sizes) / BEYOND <= part.micro_batch <= BEYOND * max(pace.sizes)):
+        if part.samples and not in_range(part.micro_batch, pace.sizes):
             raise UserError(f"micro-batches of {part.micro_batch} samples on {device.name}, which was calibrated with "
                             f"{min(pace.sizes)} to {max(pace.sizes)}", "sizes near those", "calibrate with "
                             "--global_batch and ranks that give such micro-batches")
@@ -252,7 +252,7 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
     message = workload.boundary_bytes * micro
     for copy in range(copies):
         own = range(copy * depth, (copy + 1) * depth)
-        whole = [paces[r].line.a_s + paces[r].line.c_s * micro / depth for r in own]
+        whole = [paces[r].line.seconds(micro, 1) / depth for r in own]
         travel = tuple((wiring.between if numbers[r] != numbers[r + 1] else wiring.within).seconds(message)
                        for r in own[:-1])
         stages.append(Stages(tuple(own), "1f1b", micros, tuple(FORWARD * s for s in whole),

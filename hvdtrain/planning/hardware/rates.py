@@ -47,8 +47,16 @@ class Calibration:
     within: Link | None = None
     between: Link | None = None
     codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    save_s: float = 0.0
     when: str = ""
+
+    def covers(self, samples: int) -> bool:
+        """Return whether a micro-batch of so many samples is near those that were timed."""
+        return in_range(samples, self.sizes)
+
+
+def in_range(samples: int, sizes: Sequence[int]) -> bool:
+    """Return whether a micro-batch is at most `BEYOND` times smaller or larger than ``sizes``; () allows any."""
+    return not sizes or min(sizes) / BEYOND <= samples <= BEYOND * max(sizes)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ from hvdtrain.planning.memory.forecast import (
     forecast,
 )
 
-BUCKET_MB = 64.0
-
 STATE_BYTES = {"adam": 8.0, "momentum": 4.0, "sgd": 0.0}
 """Optimizer state per parameter: fp32 moments."""
 
@@ -95,8 +93,11 @@ class Workload:
         return forecast(self.on_rank(rank, way))
 
 
-def assumed(name: str, given: Mapping[str, Any]) -> Workload:
-    """Return the workload that ``model`` in a file of assumptions describes: equal layers, fp32 parameters."""
+def assumed(name: str, given: Mapping[str, Any], bucket_mb: float = 16.0) -> Workload:
+    """Return the workload that ``model`` in a file of assumptions describes: equal layers, fp32 parameters.
+
+    ``bucket_mb``: of the exchange.
+    """
     for key in given:
         if key not in ASSUMED:
             raise UserError(f"model of the assumptions has the key {key!r}", nearest(str(key), ASSUMED),
@@ -114,7 +115,7 @@ def assumed(name: str, given: Mapping[str, Any]) -> Workload:
     model = Model(specs, 0, [Slots(STATE_BYTES[optimizer])] * layers)
     line = MemoryLine(np.zeros(1), np.array([activations]), tuple((1, i) for i in range(layers)))
     facts = MemoryFacts(model, RankMemory(), Sharding(), MeasuredMemory(line))
-    return Workload(name, facts, tuple(plan_buckets(specs, BUCKET_MB)), flops,
+    return Workload(name, facts, tuple(plan_buckets(specs, bucket_mb)), flops,
                     sample_bytes=_positive(given, "sample_bytes", 0.0),
                     checkpointed_bytes=_positive(given, "checkpointed_bytes_per_sample", 0.0), assumed=True)
 

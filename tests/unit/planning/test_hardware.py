@@ -10,7 +10,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.engine import machine
 from hvdtrain.planning.hardware import alternatives
 from hvdtrain.planning.hardware.alternatives import PlanLimits
-from hvdtrain.planning.hardware.estimate import TrainingSettings, SiteHost, estimate
+from hvdtrain.planning.hardware.estimate import SiteHost, TrainingSettings, estimate
 from hvdtrain.planning.hardware.rates import AssumedDevice, Assumptions, Calibration, Rates
 from hvdtrain.planning.hardware.workload import assumed
 from hvdtrain.planning.linear import LinearTime, Link
@@ -109,13 +109,14 @@ def test_alternatives_of_a_mixed_set_up_are_named_with_reason_and_options():
     balanced = found["balance"]
     assert balanced.outcome.samples_per_s > base.samples_per_s and balanced.options == ("--balance", "static")
     assert balanced.outcome.shares[0] > balanced.outcome.shares[2] and sum(balanced.outcome.shares) == 256
-    assert sum("in place of" in name for name in found) == alternatives.MOST_DEVICES
+    assert {one.device for one in found.values()} >= {"", "H100", "MI300X", "L4"} - {"CPU"}
     line = alternatives.line_of(hosts, ["--model", "m:build", *balanced.options])
     assert line[3:6] == ["launch", "-H", "fast:2,old:2"] and line[-2:] == ["--balance", "static"]
 
 
 def test_what_does_not_fit_gets_alternatives_that_do():
-    base, found, _, _ = explored([host("a", CATALOGUE.devices["A100-80GB"], 4)], TrainingSettings(8, "bf16"), rates(LARGE))
+    hosts = [host("a", CATALOGUE.devices["A100-80GB"], 4)]
+    base, found, _, _ = explored(hosts, TrainingSettings(8, "bf16"), rates(LARGE))
     assert base.fits is False
     best, zero = found["ZeRO stage 2 and activation checkpointing"], found["ZeRO stage 2"]
     assert best.outcome.fits and not zero.outcome.fits and list(found).index(best.name) < list(found).index(zero.name)

@@ -5,7 +5,7 @@
 #   NODES=3 CPUS=2 benchmarks/one_machine_slurm.sh sbatch --wait -N2 -n2 job.sh      (default: 2 nodes of 4 CPUs)
 #   OPTIONS='SlurmctldParameters=preempt_send_user_signal' benchmarks/one_machine_slurm.sh ...   (lines of slurm.conf)
 #
-# Needs Debian's slurmctld, slurmd, slurm-client and munge, and root. Nodes are n0, n1, ... Partitions: main (default),
+# Needs Debian's slurmctld, slurmd, slurm-client and munge, libpmix-dev for --mpi=pmix, and root. Nodes are n0, n1, ... Partitions: main (default),
 # two (main's nodes again, for heterogeneous jobs) and high, which preempts main with REQUEUE and a grace of 20 s.
 # COMMAND sees SLURM_CONF, SLURM_ROOT (logs in log/) and sbatch, srun, scontrol on PATH. Nodes share the processors and
 # all files but TmpFS. Exit status: COMMAND's; 2 for a wrong call; 77 where this cannot run, with one line on why.
@@ -25,7 +25,7 @@ SlurmUser=root
 SlurmdUser=root
 SlurmctldPort=16817
 AuthType=auth/munge
-AuthInfo=socket=$SLURM_ROOT/run/munge.socket
+AuthInfo=socket=$SLURM_ROOT/run/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdtrain.cluster.allocation import scheduler_ends_at
 from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots, LauncherProgram, LaunchSpec
 from hvdtrain.cluster.launchers.mpich import LAST
 from hvdtrain.cluster.launchers.prepare import Here, add_options, find, here, hosts_of, interpreter, prepare, wishes
@@ -94,12 +95,13 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
     if job is None:
         return 0
     limit_s = job.config.time_limit_s() if job.config is not None else 0.0
+    ends_at = min(filter(None, (time.time() + limit_s if limit_s else 0.0, scheduler_ends_at())), default=0.0)
     near = not hosts or hosts[0].name in machine.names
     start_s = job.config.control_timeout_s if near and job.config is not None else 0.0
     if not near:
         say(f"rank 0 is on {hosts[0].name}: {job.out} must be the same folder there and here")
     environment = SupervisorEnvironment(launching.command, launching.candidates, launching.placed, say, start_s,
-                                        time.time() + limit_s if limit_s else 0.0, tool.flavour == "openmpi",
+                                        ends_at, tool.flavour == "openmpi",
                                         machine.names)
     environment.page = (pages := Writer()).start
     say(f"files in {job.out}, by {tool.launcher}")
@@ -188,7 +190,7 @@ class LaunchCommands:
 
     def __init__(self, args: argparse.Namespace, machine: Here, tool: LauncherProgram) -> None:
         self.args, self.machine, self.tool = args, machine, tool
-        self.hosts = hosts_of(args.hosts, args.hostfile)
+        self.hosts = hosts_of(args.hosts, args.hostfile) or machine.hosts
         if not self.hosts and not machine.in_slurm and args.np:
             self.hosts = (HostSlots("localhost", args.np),)
         self.said: set[str] = set()
@@ -247,7 +249,8 @@ class LaunchCommands:
             words = self.machine.env.get(name, "").split()
             if words and name.lower().endswith(("agent", "exec")):
                 return tuple(words)
-        return DEFAULT_SSH
+        found = self.machine.allocation
+        return (found.agent,) if found is not None and found.agent else DEFAULT_SSH
 
 
 def ask(hosts: Sequence[HostSlots], ssh: Sequence[str], command: str,

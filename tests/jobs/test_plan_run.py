@@ -9,7 +9,8 @@ from runner import mpirun, run
 
 def test_two_ranks_are_calibrated_and_planned_in_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    options = ["-m", "hvdtrain", "plan", "--model", "torch_models.cnn:build", "--samples", "6400", "--rebalance.probe_s", "0.2"]
+    options = ["-m", "hvdtrain", "plan", "--model", "torch_models.cnn:build", "--samples", "6400",
+               "--rebalance.probe_s", "0.2"]
     job = mpirun(2, [*options, "--inventory", "here", "--json", str(tmp_path / "here.json")], timeout_s=120)
     assert job.returncode == 0, job.text
     here = json.loads((tmp_path / "here.json").read_text())

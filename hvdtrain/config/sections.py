@@ -91,8 +91,8 @@ class DataConfig:
     """Source of samples and augmentation."""
 
     name: str = key(
-        "digits", "", "a data set by name (digits, text, synthetic, folder, npy, text_files, cifar100), a .npz or .npy "
-        "file, or module:callable", unused=(OWN_DATA,))
+        "digits", "", "a data set by name (digits, text, synthetic, folder, npy, text_files, cifar100, parquet, hf, "
+        "webdataset, tfrecord, jsonl), a .npz or .npy file, or module:callable", unused=(OWN_DATA,))
     args: dict = key({}, "", "keyword arguments of the source", unused=(OWN_DATA,))
     augment: dict = key(
         {}, "", "augmentation of training images, drawn from (seed, epoch, sample): resized_crop (least part of the "

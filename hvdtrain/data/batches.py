@@ -93,6 +93,8 @@ class SourceWalk:
         self.bucket, self._lengths = bucket, lengths_of(data, self.samples) if bucket else _NONE
         self._empty: Arrays = ()
         self._read: Arrays = ()
+        self.decodes = 0
+        """Samples that this rank and its workers have fetched for batches; comparisons of ranks are not counted."""
         self._first = np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64))
         self._comparison, self.head, self.reads = Comparison(data, self.samples, seed), None, True
 
@@ -141,6 +143,7 @@ class SourceWalk:
         begun: deque[tuple[np.ndarray, np.ndarray, Any]] = deque()
         try:
             for indices, own in wanted:
+                self.decodes += len(own)
                 begun.append((indices, own, data.begin(own, epoch) if self.begins and len(own) else None))
                 if len(begun) > self.begins:
                     yield begun.popleft()
@@ -165,6 +168,7 @@ class SourceWalk:
                     raise
                 unread.append((error.number, error.place, error.reason))
                 indices_n, begun = indices_n[indices_n != error.number], None
+                self.decodes += len(indices_n)  # fetched again without it
         return indices_n, (), tuple(unread)
 
     def totalled(self, batches: Iterator[LocalBatch], cursor: Cursor,

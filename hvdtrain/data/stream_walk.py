@@ -50,6 +50,7 @@ class StreamWalk:
         self._data, self._global_batch, self._even, self._most = data, global_batch, even, most
         self._rank, self._control, self._everyone = rank, control, every_rank(control)
         self._empty: Arrays = ()
+        self.decodes = 0
         self._warned: set[str] = set()
         self.unlike = ""
         self.head: tuple[int, int] | None = None
@@ -226,9 +227,10 @@ class StreamWalk:
         chunks = self._data.chunks(cursor.epoch) if seek is None else seek(cursor.epoch, cursor.samples)
         try:
             if seek is None:
-                yield from rebatch(self._headed(chunks, cursor.epoch), self._global_batch, cursor.samples)
+                yield from rebatch(self._headed(_counted(self, chunks), cursor.epoch), self._global_batch,
+                                   cursor.samples)
             else:
-                yield from rebatch(chunks, self._global_batch)
+                yield from rebatch(_counted(self, chunks), self._global_batch)
         finally:
             if hasattr(chunks, "close"):
                 chunks.close()
@@ -270,6 +272,14 @@ class StreamWalk:
         if self._rank == 0 and text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=3)
+
+
+def _counted(walk: StreamWalk, chunks: Iterable[Arrays]) -> Iterator[Arrays]:
+    """Yield ``chunks`` and count their samples in ``decodes``, those that are dropped to reach a place too."""
+    for chunk in chunks:
+        if isinstance(chunk, tuple) and chunk and np.ndim(chunk[0]):  # `rebatch` refuses others
+            walk.decodes += len(chunk[0])
+        yield chunk
 
 
 def _no_samples(epoch: int) -> UserError:

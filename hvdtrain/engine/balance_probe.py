@@ -250,7 +250,7 @@ def key(run: Run, sample: Any) -> str:
 def load(name: str) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
     """(sizes, seconds of a micro-batch of each) kept under ``name``, or None."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError, ArithmeticError):
-        path = _folder() / f"{name}.json"
+        path = cache_folder() / f"{name}.json"
         if path.stat().st_size > LARGEST:
             return None
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -273,7 +273,7 @@ def ceiling(name: str, holds: str, room_bytes: int) -> int:
     is more than it was then, the micro-batch may be larger too.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        path = _folder() / f"{name}-memory.json"
+        path = cache_folder() / f"{name}-memory.json"
         if path.stat().st_size <= LARGEST:
             found = json.loads(path.read_text(encoding="utf-8"))
             samples, room = found["micro_batch"], found["room_bytes"]
@@ -289,15 +289,16 @@ def save_ceiling(name: str, holds: str, room_bytes: int, micro_batch: int) -> No
 
 def _write(name: str, record: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        folder = _folder()
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with whole_file(folder / f"{name}.json") as draft:
             draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
-def _folder() -> Path:
+def cache_folder(name: str = "probe") -> Path:
+    """Return the folder of this user's cache for ``name``; it need not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base, "hvdtrain", "probe")
+    return Path(base, "hvdtrain", name)
 
 
 def _version(name: str) -> str:

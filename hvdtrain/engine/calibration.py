@@ -174,7 +174,7 @@ def _saving(run: Run) -> tuple[float, float]:
     try:
         with tempfile.TemporaryDirectory(dir=near) as folder:
             begin = time.perf_counter()
-            files.write_durably(Path(folder, "part"), [memoryview(some)])
+            files.write_durably(Path(folder, "part"), [some.data])
             write_s = time.perf_counter() - begin
     except OSError as error:
         raise UserError(f"nothing can be written near {out}: {error}", "a writable folder for runs", "correct --out"

@@ -40,8 +40,8 @@ class FileOptions:
 
     ``files``: a path or pattern (``DIR/*.tar``, ``{000..099}``), or a list of them; ``test``: the same for testing,
     else ``test_fraction`` of the samples, chosen by ``seed``; neither: no evaluation. ``x``, ``y``, ``weight``:
-    columns. ``cache``: folder of indexes and downloads, the latter up to ``cache_gib``. ``size``, ``channels``, ``mean``,
-    ``std``, ``layout``: of pictures, as of the set ``folder``. ``shape``, ``dtype``: of x that is no picture.
+    columns. ``cache``: folder of indexes and downloads, the latter up to ``cache_gib``. ``size``, ``channels``,
+    ``mean``, ``std``, ``layout``: of pictures, as of the set ``folder``. ``shape``, ``dtype``: of x without pictures.
     """
 
     files: Any = ""

@@ -11,8 +11,12 @@ from hvdtrain.core.errors import UserError, nearest
 _CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,5}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 _SECONDS = re.compile(r"\d{1,9}(?:\.\d{1,6})?", re.ASCII)
 
-LEAST_RESERVE_S, MOST_RESERVE_S = 5.0, 120.0
+LEAST_RESERVE_S, MOST_RESERVE_S = 3.0, 120.0
 """Bounds of what is kept free for the last save as long as none has been measured."""
+
+ENDS_S = 1.2
+"""Seconds from the end of the last save to that of the launcher: summary, report, Python's end, MPI. Measured by
+``python -m benchmarks limits`` on 2 cores: 0.6 to 0.9."""
 
 
 def seconds_of(text: str) -> float:
@@ -30,14 +34,17 @@ def seconds_of(text: str) -> float:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def reserve_s(limit_s: float, longest_save_s: float, longest_step_s: float) -> float:
-    """Return how long before the end the last save must begin: thrice the longest so far, two steps, and a bit.
+def reserve_s(limit_s: float, longest_save_s: float, steps_s: float) -> float:
+    """Return how long before the end the ranks must hear that they are to save and end.
 
-    Before any was measured, a twentieth of the limit, from `LEAST_RESERVE_S` to `MOST_RESERVE_S`, at most half of it.
+    The longest save so far and a margin, ``steps_s`` to the agreement and through it, and `ENDS_S`. The margin is two
+    saves, but no more than a twentieth of the limit where half a save is less. Before any save was measured, a
+    twentieth of the limit, from `LEAST_RESERVE_S` to `MOST_RESERVE_S`. At most half of the limit.
     """
-    save_s = 3.0 * longest_save_s + 2.0 if longest_save_s else \
+    margin_s = min(2.0 * longest_save_s, max(0.5 * longest_save_s, limit_s / 20.0))
+    save_s = longest_save_s + margin_s if longest_save_s else \
         min(MOST_RESERVE_S, max(LEAST_RESERVE_S, limit_s / 20.0))
-    return min(save_s + 2.0 * longest_step_s, limit_s / 2.0)
+    return min(save_s + steps_s + ENDS_S, limit_s / 2.0)
 
 
 class StepWindow(NamedTuple):

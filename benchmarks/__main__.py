@@ -13,6 +13,7 @@ BENCHES = {
     "input": "a folder of pictures read on several numbers of ranks, against torch's DataLoader and tf.data",
     "case": "a recipe on several numbers of ranks: time of an epoch, memory, speed-up, exchange, what ZeRO saves",
     "whatif": "a step without one of its ranks: as estimated in a run, and as measured without that rank",
+    "forecast": "steps as the simulator predicts them, and as measured: hosts, transports, compressors, partitions",
     "pipeline": "a model cut over ranks, against PyTorch's own pipeline and against whole copies, under one quota",
     "limits": "runs that a time limit or a budget ends: how much of it each uses; starts a job for each",
     "finite": "CPU time that looking whether summed gradients are finite costs; under mpirun, or alone",

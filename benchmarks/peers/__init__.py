@@ -90,6 +90,7 @@ class Prepared:
     part of the model, so that ``params`` and ``loss`` of the ranks add up. ``pipeline``: how a model is cut over the
     ranks. ``spent()``: seconds of this rank so far by phase, and in ``step``, and what it sent, in bytes. ``marks()``:
     what it stamped in each step since it was last asked, in seconds. ``gradient_bytes``: of one step's gradients.
+    ``run``: hvdtrain's own.
     """
 
     step: Callable[[int], Any]
@@ -106,6 +107,7 @@ class Prepared:
     spent: Callable[[], dict[str, float]] | None = None
     marks: Callable[[], dict[str, list[float]]] | None = None
     gradient_bytes: int = 0
+    run: Any = None
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     return Prepared(step, lambda: run.state.loss, lambda: _params(run), run.collectives.name, _sync(run),
                     global_loss=True, notes=run.notes, samples=lambda: n_local[0], whatif=partial(_whatif, run),
                     split=pipeline, pipeline=_layout(run) if pipeline else None, spent=partial(_spent, run),
-                    marks=marks.taken, gradient_bytes=sum(b.n * itemsize(b.dtype) for b in run.dp.buckets))
+                    marks=marks.taken, gradient_bytes=sum(b.n * itemsize(b.dtype) for b in run.dp.buckets), run=run)
 
 
 class _Marks:

@@ -1,6 +1,6 @@
 """Estimate how fast the run would be without one of its ranks.
 
-Arithmetic is left to `hvdtrain.planning.batch.plan`.
+Arithmetic is left to `hvdtrain.planning.batch.whatif`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from hvdtrain.cluster.machine.usage import cpu_quota
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.batch.plan import BatchDivision, Forecast, Steps, forecast
+from hvdtrain.planning.batch.whatif import BatchDivision, Forecast, RankPlace, Steps, Transport, forecast
 from hvdtrain.planning.linear import LinearTime, fit
+from hvdtrain.planning.simulator.scene import FLAT, HIERARCHICAL
 
 MOST_STEPS, MOST_NUMBERS, LEAST_KEPT = 256, 16384, 32
 """Steps that are looked at, fewer where ranks are many: so many of all ranks' together, but some at least."""
@@ -68,19 +70,21 @@ class WhatIf(Callback):
     def look(self, run: Run, measures: bool = False) -> Forecast | None:
         """Estimate from the steps that are kept; ``measures``: with this rank's line measured now. Collective."""
         own = self._measured(run) if measures and not run.state.findings.solo_lines else None
-        rows_P = run.control.gather((list(self._rows), own and (own.a_s, own.c_s)))
+        threads = run.config.threads or run.topology.cores_of(run.control.rank)
+        rows_P = run.control.gather((list(self._rows), own and (own.a_s, own.c_s), threads, cpu_quota()))
         config = run.config
-        if run.dp.divides_state or min(len(rows) for rows, _ in rows_P) < 2:  # ranks wait in ZeRO's update too
+        if run.dp.divides_state or min(len(rows) for rows, *_ in rows_P) < 2:  # ranks wait in ZeRO's update too
             return None
-        table = np.diff(np.array([rows for rows, _ in rows_P], np.float64), axis=1).transpose(2, 1, 0)  # 4 of [N, P]
+        table = np.diff(np.array([rows for rows, *_ in rows_P], np.float64), axis=1).transpose(2, 1, 0)  # 4 of [N, P]
         wall, work_s, wait, samples = table
-        lines: list[LinearTime | None] = [LinearTime(*line) if line else None for _, line in rows_P]
+        lines: list[LinearTime | None] = [LinearTime(*line) if line else None for _, line, *_ in rows_P]
         planned = config.balance != "off" and bool(run.state.findings.solo_lines)
         shares = None if planned else list(cast(Sequence[float], run.spelled.shares)) or [1.0] * run.control.size
         ceilings = [config.micro_batch_limit] * run.control.size if config.micro_batch_limit else None
         work = BatchDivision(config.global_batch, shares, ceilings, config.accumulate, config.sync_batchnorm)
         steps = Steps(wall, work_s, wait, samples.astype(np.int64))
-        return forecast(steps, work, run.state.findings.solo_lines or lines)
+        transport = _transport(run, [row[2] for row in rows_P], [row[3] for row in rows_P])
+        return forecast(steps, work, run.state.findings.solo_lines or lines, transport)
 
     def _measured(self, run: Run) -> LinearTime | None:
         """Return this rank's line, from its micro-batch and one as large as it would be, or half; None without one."""
@@ -105,6 +109,20 @@ class WhatIf(Callback):
     def _tell(run: Run, found: Forecast | None) -> None:
         if found is not None:
             run.record("whatif", ranks=list(found.percent_P), step_s=found.step_s, without_s=list(found.without_s_P))
+
+
+def _transport(run: Run, threads_P: Sequence[int], quotas_P: Sequence[float]) -> Transport:
+    """Return what the simulator needs of the exchange. ``quotas_P``: cores that control groups leave each rank."""
+    topology, emulated = run.topology, bool(run.config.emulate_speed)
+    numbers = {rank: number for number, host in enumerate(topology.hosts) for rank in host.ranks}
+    places = tuple(RankPlace(numbers[r], min(t, q)) for r, (t, q) in enumerate(zip(threads_P, quotas_P)))
+    # A rank that waits for its quota, or by emulate_speed, leaves its core to others already.
+    cores = tuple(0.0 if emulated or any(quotas_P[r] < threads_P[r] for r in host.ranks) else float(host.cores)
+                  for host in topology.hosts)
+    name = run.collectives.name
+    on_cores = not emulated and name in (FLAT, HIERARCHICAL) and len(topology.hosts) == 1 and all(
+        device.kind == "cpu" for device in run.devices)
+    return Transport(name, places, cores, on_cores)
 
 
 def _timed(work: Callable[[Any], None], batch: Any) -> float:

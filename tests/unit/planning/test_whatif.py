@@ -8,7 +8,8 @@ from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.whatif import WhatIf
-from hvdtrain.planning.batch.plan import BatchDivision, Steps, counted, equal, forecast, line_of, plan
+from hvdtrain.planning.batch.plan import equal, plan
+from hvdtrain.planning.batch.whatif import BatchDivision, Steps, counted, forecast, line_of
 from hvdtrain.planning.linear import LinearTime
 
 N = 120

@@ -1,0 +1,268 @@
+"""``benchmarks forecast``: the simulator's step against the measured one, over hosts, transports and partitions.
+
+Owns the jobs, the prediction from a job's calibration, and the table (what a job measures: `forecast_rank`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import race, throttle
+from benchmarks.forecast_rank import ours_row
+from benchmarks.jobs import GRACE_S, Job, JobFailed
+from benchmarks.throttle import Throttle
+from benchmarks.workloads import FILES, WORKLOADS
+from hvdtrain.commands.bench import cli, session
+from hvdtrain.core import ROOT, terminal
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.terminal import say
+from hvdtrain.planning.batch.plan import equal, plan
+from hvdtrain.planning.linear import LinearTime, Link, Traffic, fit, wire_seconds
+from hvdtrain.planning.simulator import Exchange, Host, Rank, Scene, Stages, StepForecast, host_links, step
+
+MEDIAN, WORST = 8.0, 20.0
+"""Percent by which the median and the worst forecast may be off."""
+
+HEADERS = ("framework", "job", "row", "predicted ms", "measured ms", "off by %", "compute", "exchange", "wait")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job and its rows. ``rate``: of the link between two hosts, none without a limit; "" on one host.
+
+    ``slots``: ranks of a host. ``speeds``: of the ranks, as part of a core; () unthrottled.
+    """
+
+    name: str
+    ranks: int
+    rows: tuple[str, ...]
+    rate: str = ""
+    slots: int = 1
+    speeds: tuple[float, ...] = ()
+
+
+CASES = (
+    Case("1 rank", 1, ("auto",)),
+    Case("2 ranks", 2, ("shared", "mpi", "horovod", "shared+fp16", "mpi+topk", "mpi+powersgd", "mpi+int8",
+                        "shared/zero2", "shared/pipeline")),
+    Case("4 ranks", 4, ("shared", "mpi", "horovod")),
+    Case("1 and 0.4", 2, ("shared", "shared@static"), speeds=(1.0, 0.4)),
+    Case("2 hosts", 2, ("mpi", "horovod", "mpi+fp16", "mpi+powersgd", "mpi/zero2", "mpi/pipeline"), "none"),
+    Case("2 hosts 1gbit", 2, ("mpi", "horovod", "mpi+fp16", "mpi+topk", "mpi/zero2", "mpi/pipeline"), "1gbit"),
+    Case("2 hosts 100mbit", 2, ("mpi", "mpi+powersgd", "mpi/pipeline"), "100mbit"),
+    Case("2 x 2 ranks 1gbit", 4, ("shared", "mpi"), "1gbit", slots=2),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Measure; 0 where the forecasts are within `MEDIAN` and `WORST`, else 1."""
+    args = _parser().parse(argv)
+    if args.again:
+        return _told(args, _read(args.again))
+    from hvdtrain.core.launcher import launch_facts
+
+    if launch_facts(os.environ).kind != "solo":
+        raise UserError("bench forecast was started under a launcher", "one process: it starts each job",
+                        "run it without mpirun")
+    session.check(args.jsonl)
+    found: list[dict[str, Any]] = []
+    failed: dict[str, JobFailed] = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(orderly_signals())
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-bench-"))
+        for framework in args.frameworks:
+            for case in CASES:
+                rows = [row for row in case.rows if _asked(args.only, f"{framework} {case.name} {row}")]
+                if rows:
+                    found += _job(args, framework, case, rows, scratch, failed)
+    status = race.report(failed)
+    return status or _told(args, found)
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser("benchmarks forecast", "Predict training steps from short runs of single ranks and sweeps over "
+                        "links, measure them, and compare. Not to be started under mpirun.")
+    add = parser.add_argument
+    add("--workload", type=cli.one_of("--workload", WORKLOADS), default="gpt", metavar="NAME",
+        help=", ".join(WORKLOADS))
+    add("--frameworks", type=cli.some_of("--frameworks", FILES), default=list(FILES), metavar="A,B",
+        help=", ".join(FILES))
+    add("--only", default="", metavar="TEXT,...", help="rows whose framework, job and row contain one of "
+        "these, such as 'torch 2 hosts'; jobs: " + "; ".join(f"{case.name}: {', '.join(case.rows)}" for case in CASES))
+    add("--batch", type=cli.whole("--batch", 0), default=0, metavar="N",
+        help="samples of a rank; 0: the workload's own")
+    add("--again", default="", metavar="FILE", help="measure nothing: predict again from the records of --jsonl")
+    parser.waits(240.0, "longest wait for one answer of a job, in seconds")
+    parser.reports("row")
+    return parser
+
+
+def _asked(only: str, name: str) -> bool:
+    return not only or any(text.strip() in name for text in only.split(","))
+
+
+def _read(path: str) -> list[dict[str, Any]]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", "records of --jsonl", "correct --again") from None
+    return [json.loads(line) for line in lines]
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+def _job(args: argparse.Namespace, framework: str, case: Case, rows: Sequence[str], scratch: str,
+         failed: dict[str, JobFailed]) -> list[dict[str, Any]]:
+    """Run one job to its end; return a record for each row that was measured."""
+    name, found = f"{framework} {case.name}", []
+    with contextlib.ExitStack() as stack:
+        groups: Sequence[Path] = ()
+        if case.speeds:
+            lacks = throttle.available()
+            if lacks:
+                terminal.note(f"{name} is left out: {lacks}")
+                return []
+            groups = stack.enter_context(Throttle(case.speeds)).paths
+        env = race.environment(case.ranks, 1, os.environ)
+        if case.rate:
+            env["SLOTS"] = str(case.slots)
+        words = _words(args, framework, case, rows, os.path.join(scratch, name.replace(" ", "-")), groups)
+        say(f"$ {shlex.join(words)}")
+        job = Job(name, words, env)
+        try:
+            calibrated = job.wait("calibrated", args.timeout)
+            for row in rows:
+                measured = job.wait("row", args.timeout)
+                record = {"bench": "forecast", "framework": framework, "case": case.name, "row": row,
+                          "workload": args.workload, "calibrated": calibrated, "measured": measured}
+                found.append(record)
+                if args.jsonl:
+                    session.append(args.jsonl, record)
+        except JobFailed as failure:
+            failed[name] = failure
+        finally:
+            job.end(0.0 if name in failed else GRACE_S)
+    return found
+
+
+def _words(args: argparse.Namespace, framework: str, case: Case, rows: Sequence[str], scratch: str,
+           groups: Sequence[Path]) -> list[str]:
+    """Return the command line of a job. Pure but for the search of MPI."""
+    from hvdtrain.commands import verify
+
+    words = verify.launcher(case.ranks) if case.ranks > 1 else []
+    if case.rate:
+        words = [str(ROOT.parent / "mpi_scripts" / "two_hosts.sh"), case.rate, *words]
+    words += [sys.executable, "-m", "benchmarks.forecast_rank", "--framework", framework, "--workload", args.workload,
+              "--batch", str(args.batch or WORKLOADS[args.workload].batch), "--scratch", scratch]
+    for row in rows:
+        words += ["--row", row]
+    for path in groups:
+        words += ["--cgroup", str(path)]
+    return words
+
+
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] | None = None) -> StepForecast:
+    """Return the forecast of a row from its job's calibration. Pure; ``blocks``: of a pipeline, as its run measured."""
+    asked, runs, size = ours_row(row), calibrated["compute"], calibrated["ranks"]
+    batch = calibrated["batch"]
+    lines = [fit([run["batch"] for run in runs], [run["phases"][rank]["compute"] for run in runs])
+             for rank in range(size)]
+    ceilings = None
+    made = plan(lines, batch * size, ceilings) if asked["balance"] == "static" else equal(lines, batch * size)
+    zero = 2 if asked["kind"] == "zero2" else 0
+    ranks = tuple(Rank(host, line, share.samples, share.accumulate,
+                       update_s=_mean(run["phases"][rank]["update"] for run in runs) / (size if zero else 1),
+                       input_s=_mean(run["phases"][rank]["data"] for run in runs))
+                  for rank, (host, line, share) in enumerate(zip(calibrated["hosts"], lines, made.parts)))
+    agreement_s = max(0.0, _mean(run["step_s"] - max(_busy(phases) for phases in run["phases"]) for run in runs))
+    exchange = _exchange(calibrated, asked, zero, agreement_s) if size > 1 else Exchange("null", (),
+                                                                                         agreement_s=agreement_s)
+    per_host = calibrated["cores"] / len(set(calibrated["hosts"]))
+    hosts = tuple(Host(max(per_host, calibrated["hosts"].count(h))) for h in sorted(set(calibrated["hosts"])))
+    stages = (_stages(calibrated, asked, blocks, lines, batch * size),) if blocks else ()
+    return step(Scene(ranks, exchange, stages, hosts=hosts))
+
+
+def _mean(values: Any) -> float:
+    return statistics.fmean(values)
+
+
+def _busy(phases: Mapping[str, float]) -> float:
+    return phases["compute"] + phases["data"] + phases["update"]
+
+
+def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int, agreement_s: float) -> Exchange:
+    found = calibrated["transports"][asked["wire"]]
+    links = {kind: Link(**link) for kind, link in found["links"].items()}
+    buckets, size = tuple(found["buckets"]), calibrated["ranks"]
+    sums = Link(**found["link"])
+    within, between = host_links(asked["wire"], calibrated["hosts"], sums)
+    codec_s = later_s = 0.0
+    ratio = 1.0
+    if asked["compression"] != "none":
+        cost = found["costs"][asked["compression"]]
+        first_s, later_s = wire_seconds([Traffic(**traffic) for traffic in cost["traffic"]], links)
+        plain = found["costs"]["none"]
+        plain_s, _ = wire_seconds([Traffic(**traffic) for traffic in plain["traffic"]], links)
+        codec_s = cost["codec_s"]
+        starts_s, travel_s = len(buckets) * sums.alpha_s, sum(buckets) * sums.beta_s_per_byte
+        ratio = max(0.0, (first_s / plain_s * (starts_s + travel_s) - starts_s) / travel_s)
+    if asked["kind"] == "pipeline" or size < 2:
+        buckets = ()
+    return Exchange(asked["wire"], buckets, within, between, found["overlaps"], codec_s, ratio, zero,
+                    found["busy_cores"], later_s=later_s, agreement_s=agreement_s)
+
+
+def _stages(calibrated: Mapping[str, Any], asked: Mapping[str, str], blocks: Mapping[str, Any],
+            lines: Sequence[LinearTime], samples: int) -> Stages:
+    """Return the stages: each block's part of a whole micro-batch, by its part of the blocks' measured seconds."""
+    micros, ends = blocks["micros"], [*blocks["starts"][1:], len(blocks["cost_s"])]
+    size, total_s = samples / micros, sum(blocks["cost_s"])
+    link = Link(**calibrated["transports"][asked["wire"]]["link"])
+    forward, backward, travel = [], [], []
+    for place, (begin, end) in enumerate(zip(blocks["starts"], ends)):
+        line = lines[place % len(lines)]
+        seconds = sum(blocks["cost_s"][begin:end]) / total_s * (line.a_s + line.c_s * size)
+        forward.append(seconds / 3)
+        backward.append(seconds * 2 / 3)
+        travel.append(link.seconds(blocks["cargo"][end - 1] * size / blocks["samples"]))
+    return Stages(tuple(range(len(lines))), blocks["order"], micros, tuple(forward), tuple(backward),
+                  tuple(travel[:-1]))
+
+
+# --- table -----------------------------------------------------------------------------------------------------------
+
+def _told(args: argparse.Namespace, found: Sequence[Mapping[str, Any]]) -> int:
+    """Print predictions beside measurements; return 1 where they are off."""
+    rows, errors = [], []
+    for record in found:
+        forecast = predict(record["calibrated"], record["row"], record["measured"].get("blocks"))
+        measured_s = record["measured"]["step_s"]
+        error = 100 * (forecast.mid_s / measured_s - 1)
+        errors.append(abs(error))
+        rows.append([record["framework"], record["case"], record["row"], f"{1e3 * forecast.mid_s:.1f}",
+                     f"{1e3 * measured_s:.1f}", f"{error:+.1f}",
+                     *(f"{1e3 * forecast.parts[part]:.1f}" for part in ("compute", "exchange", "wait"))])
+    if not rows:
+        raise UserError("no row was measured", "a row", "correct --only")
+    terminal.show(f"predicted and measured steps, {found[0]['workload']}; parts of the prediction in ms", HEADERS, rows,
+                  markdown=args.markdown)
+    median, worst = statistics.median(errors), max(errors)
+    terminal.note(f"{len(rows)} rows: off by {median:.1f} % (median), {worst:.1f} % (worst); targets {MEDIAN:g} and "
+                  f"{WORST:g} %")
+    return int(median > MEDIAN or worst > WORST)

@@ -1,0 +1,179 @@
+"""A rank of ``benchmarks forecast``: calibrate in short runs, then time the rows of one job, one after the other.
+
+Owns what is measured in a job. Prediction from it is left to `benchmarks.forecast`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import throttle
+from benchmarks.peers import IDLE_S, Cut, Prepared, Setup, ours
+from benchmarks.worker import MARK
+from benchmarks.workloads import BATCHES, FILES, WORKLOADS, part
+
+WARM_STEPS = 3
+TIMED_S = 1.2
+"""Time that a row's steps are measured for, and no fewer steps than `LEAST_STEPS`."""
+
+LEAST_STEPS, MOST_STEPS = 4, 60
+
+MICRO_BATCHES = 4
+
+SWEEP_S = 1.0
+"""For measuring sums over one transport."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank; exit status of the process."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast_rank", allow_abbrev=False,
+                                     description="One rank of one job; `python -m benchmarks forecast` starts it.")
+    parser.add_argument("--framework", choices=sorted(FILES), required=True)
+    parser.add_argument("--workload", choices=list(WORKLOADS), required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--row", action="append", default=[], help="TRANSPORT+COMPRESSION@BALANCE/KIND; may be "
+                        "repeated")
+    parser.add_argument("--scratch", required=True)
+    parser.add_argument("--cgroup", action="append", default=[], help="control group to enter, by rank")
+    args = parser.parse_args(argv)
+    from hvdtrain.cluster import quiet
+    from hvdtrain.cluster.exit import run_guarded
+    from hvdtrain.core.launcher import launch_facts
+
+    quiet.watch_import()
+    facts = launch_facts(os.environ)
+    return run_guarded(lambda: _Rank(args, facts).serve(), facts)
+
+
+class _Rank:
+    """One rank; all of it is collective."""
+
+    def __init__(self, args: argparse.Namespace, facts: Any) -> None:
+        from hvdtrain.cluster import boot
+
+        self.args, self.control = args, boot.start_control(facts, IDLE_S)
+        if args.cgroup:
+            importlib.import_module(args.framework)  # minutes in a slow group, and no part of what is measured
+            throttle.enter(args.cgroup[self.control.rank])
+        self._made = 0
+
+    def serve(self) -> int:
+        """Calibrate, report, then measure and report each row; a row that fails is reported as its error."""
+        from hvdtrain.cluster.topology import survey
+
+        hosts = survey(self.control)
+        names = [hosts.host_of(rank).node for rank in range(self.control.size)]
+        batch = self.args.batch
+        found: dict[str, Any] = {"event": "calibrated", "ranks": self.control.size, "cores": os.cpu_count(),
+                                 "batch": batch,
+                                 "hosts": [sorted(set(names)).index(name) for name in names],
+                                 "compute": [self.compute(n) for n in (batch // 2, 3 * batch // 2)],
+                                 "transports": {}}
+        rows = [ours_row(text) for text in self.args.row]
+        for wire in dict.fromkeys(row["wire"] for row in rows if self.control.size > 1):
+            found["transports"][wire] = self.links(wire, {row["compression"] for row in rows if row["wire"] == wire})
+        self._say(found)
+        for text, row in zip(self.args.row, rows):
+            self._say({"event": "row", "row": text, **self.row(row)})
+        return 0
+
+    def compute(self, batch: int) -> dict[str, Any]:
+        """Return the phases of single-rank training, on all ranks at once: a step of each rank, without exchange."""
+        prepared = self._prepare(batch, wire="null" if self.control.size > 1 else "auto", adam="whole")
+        timed = self._timed(prepared)
+        run = prepared.run
+        return {"batch": batch, **timed, "parameters": sum(int(spec.n) for spec in run.parts.params.specs)}
+
+    def links(self, wire: str, compressions: set[str]) -> dict[str, Any]:
+        """Return links, bucket sizes and the compressors' own costs over a transport."""
+        from hvdtrain.comm import sweep, transport_sweep
+
+        run = self._prepare(self.args.batch, wire=wire, adam="whole").run
+        nbytes = sum(bucket.nbytes for bucket in run.dp.buckets)
+        found = sweep.measure(run.collectives, run.dp.ops, self.control, run.dp.buckets, run.config)
+        sums, = transport_sweep.measure({wire: run.collectives}, run.dp.ops, self.control, nbytes, SWEEP_S)
+        return {"link": asdict(sums.link), "busy_cores": sums.busy_cores, "overlaps": run.collectives.overlaps,
+                "in_graph": run.collectives.in_graph,
+                "buckets": [int(bucket.nbytes) for bucket in run.dp.buckets], "refused": found.refused,
+                "links": {kind: asdict(link) for kind, link in found.links.items()},
+                "costs": {cost.name: asdict(cost) for cost in found.costs if cost.name in compressions | {"none"}}}
+
+    def row(self, row: Mapping[str, str]) -> dict[str, Any]:
+        """Return the measured step of a row, and what its run planned by itself."""
+        kind, options = row["kind"], {"wire": row["wire"], "compression": row["compression"]}
+        if row["balance"] != "off":
+            options["balance"] = row["balance"]
+        prepared = self._prepare(self.args.batch, **options, adam="zero2" if kind == "zero2" else "whole",
+                                 pipeline=kind == "pipeline")
+        found = self._timed(prepared)
+        run = prepared.run
+        if kind == "pipeline":
+            plan = run.parts.layout.plans[0]
+            profile = plan.task.kinds[0]
+            found["blocks"] = {"cost_s": [block.cost_s for block in profile.blocks], "samples": profile.samples,
+                               "starts": list(plan.choice.starts), "order": plan.task.order, "micros": plan.task.micros,
+                               "latency_s": plan.task.latency_s, "byte_s": plan.task.byte_s,
+                               "cargo": [block.cargo_bytes for block in profile.blocks],
+                               "parameters": [block.param_bytes for block in profile.blocks]}
+        found["samples"] = self.control.gather(prepared.samples() if prepared.samples else self.args.batch)
+        return found
+
+    def _timed(self, prepared: Prepared) -> dict[str, Any]:
+        """Return the median seconds of a step, and of its phases by rank."""
+        steps_s, phases = [], []
+        for number in range(MOST_STEPS + WARM_STEPS):
+            before = prepared.spent() if prepared.spent else {}
+            self.control.barrier("start of a step")
+            begin = time.perf_counter()
+            prepared.step(number)
+            prepared.sync()
+            ended_s = time.perf_counter() - begin
+            after = prepared.spent() if prepared.spent else {}
+            if number >= WARM_STEPS:
+                steps_s.append(max(self.control.gather(ended_s)))
+                phases.append({name: after[name] - before[name] for name in after})
+                if self.control.bcast(len(steps_s) >= LEAST_STEPS and sum(steps_s) > TIMED_S):
+                    break
+        own = {name: statistics.median(phase[name] for phase in phases) for name in phases[0]}
+        spread = statistics.pstdev([phase["compute"] for phase in phases]) / max(own["compute"], 1e-9)
+        return {"step_s": statistics.median(steps_s), "steps": len(steps_s),
+                "phases": self.control.gather(own), "spread": self.control.gather(spread)}
+
+    def _prepare(self, batch: int, **options: Any) -> Prepared:
+        args, control = self.args, self.control
+        workload = WORKLOADS[args.workload]
+        arrays = workload.arrays(BATCHES * batch * control.size, 0)
+        self._made += 1
+        setup = Setup(workload, args.framework, batch, 0, args.threads, control, arrays,
+                      part(arrays, batch, control.rank, control.size),
+                      scratch=str(Path(args.scratch, f"run{self._made}")),
+                      cut=replace(Cut(), micro_batches=MICRO_BATCHES))
+        return ours.prepare(setup, **options)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        if self.control.rank == 0:
+            sys.stdout.flush()
+            os.write(1, f"\n{MARK}{json.dumps(message)}\n".encode())
+
+
+def ours_row(text: str) -> dict[str, str]:
+    """Return transport, compression, balance and kind of a row such as "mpi+fp16@static/zero2"."""
+    rest, _, kind = text.partition("/")
+    rest, _, balance = rest.partition("@")
+    wire, _, compression = rest.partition("+")
+    return {"wire": wire, "compression": compression or "none", "balance": balance or "off", "kind": kind or "whole"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -136,8 +136,9 @@ class Forecast(Callback):
                 run.state.findings.forecast = {**self._found, **compared}
                 run.record("forecast", **compared)
                 error = compared.get("error_step", math.nan)
-        for row in _rows(short, whole, run.control.size == 1) if self._own.name else ():
-            _tried(lambda: step_history.add(self._own.name, replace(row, error=error)))  # called at once
+        if self._own.name:
+            *small, row = _rows(short, whole, run.control.size == 1)
+            _tried(lambda: [step_history.add(self._own.name, one) for one in (*small, replace(row, error=error))])
 
     def _forecast(self, run: Run, facts_P: Sequence[RankFacts]) -> dict[str, Any]:
         """Return the content of ``forecast.json``; rank 0's part."""

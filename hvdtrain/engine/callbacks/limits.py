@@ -13,7 +13,7 @@ from collections import deque
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.config import inventory
-from hvdtrain.config.texts import reserve_s
+from hvdtrain.config.texts import ends_s, reserve_s
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.eval_steps import evaluates_epoch, evaluates_step
 from hvdtrain.engine.run import Run
@@ -35,12 +35,12 @@ class RunLimit:
         self.ends_at, self.limit_s, self.what = ends_at, limit_s, what
         self.begun_at = self.save_s = self.evaluation_s = 0.0
         self._steps: deque[float] = deque(maxlen=KEPT_STEPS)
-        self._first_s = 0.0
+        self._first_s, self._ends_s = 0.0, ends_s(0.0, limit_s)
         self._apart = self._most_apart = 0
 
-    def begin(self, now: float) -> None:
-        """Begin a fit."""
-        self.begun_at = now
+    def begin(self, now: float, start_s: float) -> None:
+        """Begin a fit; ``start_s``: how long the process has lasted."""
+        self.begun_at, self._ends_s = now, ends_s(start_s, self.limit_s)
         self._steps.clear()
         self._first_s = 0.0
 
@@ -54,15 +54,14 @@ class RunLimit:
 
     @property
     def step_s(self) -> float:
-        """Return the longest of the latest steps, the first one where there is no other."""
-        return max(self._steps, default=self._first_s)
+        """Return the longest of the latest steps; half of the first one, which traces, where there is no other."""
+        return max(self._steps, default=self._first_s / 2)
 
     def needed_s(self, run: Run) -> float:
         """Return how long before the end the ranks have to hear that they are to save and end."""
         saver = run.saver
         save_s = max(self.save_s, saver.spent.longest_s if saver is not None else 0.0)
-        steps_s = (2 + self._most_apart) * self.step_s
-        reserve = reserve_s(self.limit_s, save_s, steps_s)
+        reserve = reserve_s(self.limit_s, save_s, (2 + self._most_apart) * self.step_s + self._ends_s)
         # Rank 0's wish is heard in the next step, which an evaluation may follow: nothing ends that one early.
         return reserve + self._evaluation_s(run) if self._evaluates_next(run) else reserve
 

@@ -48,8 +48,8 @@ def test_a_second_run_is_forecast_and_compared(tmp_path, cache):
     third, _ = trained(tmp_path, "third", inventory=str(path), max_steps=40)
     assert third["step_s"]["low"] < third["step_s"]["mid"] < third["step_s"]["high"] and third["interval_of"] == 1
     assert third["cost"] == pytest.approx(7 * third["hours"]) and third["currency"] == "USD"
-    other, _ = trained(tmp_path, "other", global_batch=8)
-    assert not other["known"] and "micro-batches of about 4 samples" in other["why"]
+    other, _ = trained(tmp_path, "other", global_batch=4)
+    assert not other["known"] and "micro-batches of about 2 samples" in other["why"]
 
 
 def test_one_rank_and_a_resumed_run(tmp_path):

@@ -145,6 +145,8 @@ EVENTS = {
         "ranks": "by rank, cause -> seconds; causes: hvdtrain.core.timeline.CAUSES; their sum is the rank's whole time",
         "waits": "[rank, straggler, seconds] of each rank's longest waits; the rank itself: straggler unknown",
         "idles": "[rank, other rank, seconds] that a stage of a pipeline waited for another one",
+        "decodes": "training samples decoded by all ranks and their workers since the start or the resume; "
+                   "rows read to compare ranks are not counted",
     }, "about every 5 s, and last of all, after end"),
     "system": EventSchema("Memory and use of each rank's process and device.", {
         "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), quota_percent (percent of "

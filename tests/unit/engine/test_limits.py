@@ -82,7 +82,8 @@ def test_what_a_limit_keeps_free(tmp_path):
 
 def test_a_run_ends_in_time_and_is_saved(tmp_path):
     """A real clock: the limit passes while the run trains."""
-    settings = config(out=str(tmp_path / "run"), epochs=10**6, budget=1.0, inventory=priced(tmp_path, HOSTS.format(price=3600)))
+    path = priced(tmp_path, HOSTS.format(price=3600))
+    settings = config(out=str(tmp_path / "run"), epochs=10**6, budget=1.0, inventory=path)
 
     def work(run):
         spend = next(one for one in run.callbacks if type(one).__name__ == "Preempt")

@@ -90,12 +90,13 @@ def links(name: str) -> list[LinkRow]:
     return _rows(name, LinkRow)
 
 
-def add(name: str, row: StepRow | LinkRow) -> None:
-    """Keep ``row`` with the latest ones of its file; it replaces one of the same setting."""
-    older = _rows(name, type(row))
-    most = MOST_LINKS if isinstance(row, LinkRow) else MOST_ROWS
-    kept = [one for one in older if _setting(one) != _setting(row)][1 - most:]
-    balance_probe.write(name, {"version": VERSION, "rows": [asdict(one) for one in (*kept, row)]})
+def add(name: str, *rows: StepRow | LinkRow) -> None:
+    """Keep ``rows`` with the latest ones of their file; each replaces one of the same setting."""
+    kept = _rows(name, type(rows[0]))
+    for row in rows:
+        kept = [*(one for one in kept if _setting(one) != _setting(row)), row]
+    most = MOST_LINKS if isinstance(rows[0], LinkRow) else MOST_ROWS
+    balance_probe.write(name, {"version": VERSION, "rows": [asdict(one) for one in kept[-most:]]})
     _forget()
 
 
@@ -108,7 +109,7 @@ def line_of(rows: Sequence[StepRow], micro: float) -> LinearTime | None:
     reach = SPAN if most >= SPAN * least else NEAR
     if not least / reach <= micro <= most * reach:
         return None
-    return fit([max(1, size) for size in known], list(known.values()))  # type: ignore[type-var]
+    return fit([max(1.0, size) for size in known], list(known.values()))
 
 
 def link_of(rows: Sequence[LinkRow], transport: str, compression: str, nbytes: float,

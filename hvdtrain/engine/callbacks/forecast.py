@@ -138,7 +138,7 @@ class Forecast(Callback):
                 error = compared.get("error_step", math.nan)
         if self._own.name:
             *small, row = _rows(short, whole, run.control.size == 1)
-            _tried(lambda: [step_history.add(self._own.name, one) for one in (*small, replace(row, error=error))])
+            _tried(lambda: step_history.add(self._own.name, *small, replace(row, error=error)))
 
     def _forecast(self, run: Run, facts_P: Sequence[RankFacts]) -> dict[str, Any]:
         """Return the content of ``forecast.json``; rank 0's part."""
@@ -227,7 +227,7 @@ def _scenes(run: Run, rows_P: Sequence[Sequence[StepRow]], lines: Sequence[Linea
     each_s = every.every_s or (0.0 if every.every == "off" or every.every_steps else AUTO_S)
     saves = Saves(save_s, every.every_steps, each_s) if save_s and (every.every_steps or each_s) else None
     cut = run.feed.cut_at(run.state.cursor.step)
-    scenes = []
+    scenes: list[tuple[Scene, float]] = []
     for n, share in _batches(run):
         counts = np.diff(cut.offsets(n)).tolist()
         ranks = []
@@ -361,7 +361,7 @@ def _write(run: Run, found: Mapping[str, Any]) -> None:
         draft.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _tried(work: Callable[[], T]) -> T | None:
+def _tried(work: Callable[[], T | None]) -> T | None:
     """Return the result of ``work``, None where it fails: a forecast ends no run."""
     try:
         return work()

@@ -177,10 +177,11 @@ def spent(per_s: float) -> float:
         where = folder()
         if where is not None:
             begun = min(begun, float(os.environ.get(STARTED_AT, begun)))
-            own = {"job": os.environ.get(JOB, ""), "time": now, "per_s": per_s}
+            job = os.environ.get(JOB, "")
+            own = {"job": job, "time": now, "per_s": per_s}
             with (where.parent / PRICES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(own) + "\n")
-            return cost(_prices(where.parent, own["job"]), begun, now)
+            return cost(_prices(where.parent, job), begun, now)
     return per_s * (now - begun)
 
 

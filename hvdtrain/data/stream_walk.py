@@ -85,7 +85,7 @@ class StreamWalk:
             places = {rank: rows[rank][0] for rank in own}
             self._host = HostReader(carrier, self._everyone.rank, places, self._everyone.timeout_s)
         self._try_out()
-        who = ", ".join(f"rank {ranks[0]} for ranks {spans(ranks[1:])}" for ranks in hosts[:8])
+        who = ", ".join(f"rank {ranks[0]} for rank{'s' * (len(ranks) > 2)} {spans(ranks[1:])}" for ranks in hosts[:8])
         return f"data.readers: one rank of a host reads the stream for the others: {who}"
 
     def order(self, epoch: int, shuffle: bool) -> None:

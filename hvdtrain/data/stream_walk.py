@@ -253,7 +253,7 @@ class StreamWalk:
             yield chunk
 
     def _continued(self, cursor: Cursor) -> Generator[list[Arrays], None, None]:
-        """Yield the pieces of batches from ``cursor``, from what `sample` has opened where that is of the same epoch."""
+        """Yield the pieces of batches from ``cursor``, from what `sample` has opened where that is of its epoch."""
         # Some streams have another order when they are opened again: a resumed run must not open its epoch twice.
         peeked, self._peeked = self._peeked, None
         if peeked is None or peeked[0][0] != cursor.epoch or peeked[0][1] > cursor.samples:

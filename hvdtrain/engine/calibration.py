@@ -12,7 +12,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ def trained(run: Run) -> TrainedSteps:
                         max(1, int(usual[-1, 5])))
 
 
-def _batches(run: Run) -> Iterator[StepBatch]:
+def _batches(run: Run) -> Generator[StepBatch, None, None]:
     """Yield the batches of epoch after epoch."""
     while True:
         with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:

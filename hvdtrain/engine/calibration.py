@@ -11,18 +11,24 @@ import hashlib
 import json
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvdtrain import backends
+from hvdtrain.checkpoint import files
 from hvdtrain.cluster.control import agreed
 from hvdtrain.comm import sweep, transport_sweep
 from hvdtrain.comm.sweep import slowest
 from hvdtrain.core import whole_file
+from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.units import MIB
 from hvdtrain.engine import balance_probe, loop, memory_survey
 from hvdtrain.engine.machine import SAMPLES
 from hvdtrain.engine.memory_survey import Scene
@@ -50,6 +56,9 @@ LEAST_ERROR = 0.05
 """Error that a calibration has at least: runs minutes apart differ by as much on shared hosts."""
 
 SWEEP_S = 1.0
+
+SAVED_BYTES = 64 * MIB
+"""Bytes that are copied and written at most to time a save; more take as many times as long."""
 
 
 def workload_of(run: Run, scene: Scene, buckets: Sequence[Bucket]) -> Workload:
@@ -97,6 +106,8 @@ def calibrated(run: Run, scene: Scene, device: str) -> Calibration:
                         when=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
     if control.size > 1:
         found = _exchanging(run, found, hosts)
+    blocks_s, write_s = agreed(control, lambda: _saving(run), "checkpoint")
+    found = replace(found, save_s=_numbers(slowest(control, [blocks_s, write_s])))
     predicted = _predicted(run, found, trained_steps)
     worst, = slowest(control, [max(trained_steps.spread, abs(predicted / trained_steps.step_s - 1.0), LEAST_ERROR)])
     return replace(found, error=min(0.9, worst))
@@ -146,6 +157,29 @@ def trained(run: Run) -> TrainedSteps:
     middle = statistics.median(steps_s)
     return TrainedSteps(middle, statistics.median(row[1] for row in kept), statistics.median(row[2] for row in kept),
                         float(high - low) / 2 / middle, own, max(1, micros))
+
+
+def _saving(run: Run) -> tuple[float, float]:
+    """Return (seconds that a save blocks training: the copy of the state; seconds to write it), by a part of it."""
+    model = backends.load(run.spec.framework).model_bytes(run.parts)
+    nbytes = sum(model.param_bytes) + model.other_bytes + model.state_bytes()
+    some = np.zeros(max(1, min(nbytes, SAVED_BYTES)), np.uint8)
+    into, copies = np.empty_like(some), []
+    for _ in range(3):  # the first one maps memory
+        begin = time.perf_counter()
+        np.copyto(into, some)
+        copies.append(time.perf_counter() - begin)
+    out = Path(run.config.out)
+    near = next((folder for folder in (out, *out.parents) if folder.is_dir()), Path())
+    try:
+        with tempfile.TemporaryDirectory(dir=near) as folder:
+            begin = time.perf_counter()
+            files.write_durably(Path(folder, "part"), [some.data])
+            write_s = time.perf_counter() - begin
+    except OSError as error:
+        raise UserError(f"nothing can be written near {out}: {error}", "a writable folder for runs", "correct --out"
+                        ) from None
+    return min(copies) * nbytes / some.size, write_s * nbytes / some.size
 
 
 def _exchanging(run: Run, found: Calibration, hosts: int) -> Calibration:
@@ -205,7 +239,7 @@ def known(device: str, workload: str) -> list[Calibration]:
     """Return the calibrations of ``device`` that are kept of a workload, the oldest first."""
     found = []
     for row in _rows(device):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             if row["workload"] == workload:
                 found.append(_read(device, row))
     return found
@@ -219,7 +253,8 @@ def _row(found: Calibration, workload: str) -> dict[str, Any]:
             "line": [found.line.a_s, found.line.c_s], "sizes": list(found.sizes), "update_s": found.update_s,
             "error": found.error, "transport": found.transport, "overlaps": found.overlaps,
             "within": link(found.within), "between": link(found.between),
-            "codecs": {name: list(codec) for name, codec in found.codecs.items()}, "when": found.when}
+            "codecs": {name: list(codec) for name, codec in found.codecs.items()}, "save_s": list(found.save_s),
+            "when": found.when}
 
 
 def _read(device: str, row: dict[str, Any]) -> Calibration:
@@ -236,15 +271,15 @@ def _read(device: str, row: dict[str, Any]) -> Calibration:
               [_numbers(pair)]}
     return Calibration(device, str(row["precision"]), int(row["local"]), int(row["hosts"]), LinearTime(a_s, c_s),
                        sizes, update_s, error, str(row["transport"]), bool(row["overlaps"]), link(row["within"]),
-                       link(row["between"]), codecs, when=str(row["when"]))
+                       link(row["between"]), codecs, _numbers(row["save_s"]), str(row["when"]))
 
 
-def _numbers(values: Sequence[Any]) -> list[float]:
+def _numbers(values: Sequence[Any]) -> tuple[float, float]:
     """Return two numbers; ValueError for others."""
     first, second = (float(value) for value in values)
     if not (0 <= first < 1e9 and 0 <= second < 1e9):
         raise ValueError(values)
-    return [first, second]
+    return first, second
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:

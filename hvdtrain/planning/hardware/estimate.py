@@ -20,7 +20,7 @@ from hvdtrain.planning.batch import plan as batch
 from hvdtrain.planning.hardware.catalogue import Device
 from hvdtrain.planning.hardware.rates import RankRate, Rates, in_range
 from hvdtrain.planning.memory.forecast import MemoryFacts, RankMemory, Sharding, forecast
-from hvdtrain.planning.simulator import Exchange, Rank, Scene, Stages, step
+from hvdtrain.planning.simulator import Exchange, Rank, Saves, Scene, Stages, step
 
 FORWARD = 1 / 3
 """Fraction of forward and backward that forward takes: backward multiplies twice as much."""
@@ -52,6 +52,7 @@ class TrainingSettings:
 
     ``shares``: of ranks, by number; (): equal. ``balance``: shares by speed. ``recompute``: fraction of forward that
     activation checkpointing computes again. ``change``: of the measured memory, such as that of activations in bf16.
+    ``save_steps``, ``save_every_s``: between checkpoints; 0: none.
     """
 
     global_batch: int
@@ -64,6 +65,8 @@ class TrainingSettings:
     recompute: float = 0.0
     stages: int = 1
     change: Callable[[MemoryFacts], MemoryFacts] | None = None
+    save_steps: int = 0
+    save_every_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,17 @@ def estimate(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates
                         settings.zero)
     memory = _memory(hosts, divided, settings, rates, wiring.transport)
     said = (*_said(paces), *wiring.assumed, *([cast] if cast else []))
-    return _outcome(hosts, Scene(ranks, exchange, error=max(pace.error for pace in paces)), memory, said, samples)
+    return _outcome(hosts, Scene(ranks, exchange, saves=_saves(settings, paces), error=max(p.error for p in paces)),
+                    memory, said, samples)
+
+
+def _saves(settings: TrainingSettings, paces: Sequence[RankRate]) -> Saves | None:
+    """Return the checkpoints of a training: one blocks it for the copy, or until the one before is written."""
+    blocks_s, write_s = (max(pace.save_s[i] for pace in paces) for i in (0, 1))
+    if not (settings.save_steps or settings.save_every_s) or not blocks_s:
+        return None
+    waits_s = max(0.0, write_s - settings.save_every_s) if settings.save_every_s else 0.0
+    return Saves(blocks_s + waits_s, settings.save_steps, 0.0 if settings.save_steps else settings.save_every_s)
 
 
 def _outcome(hosts: Sequence[SiteHost], scene: Scene, memory: RankMemoryPlan, said: Sequence[str],

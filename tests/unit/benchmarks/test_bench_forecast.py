@@ -62,7 +62,7 @@ def test_records_are_predicted_again_and_judged(tmp_path, capsys):
     def run(measured_ms):
         path = tmp_path / "r.jsonl"
         path.write_text(json.dumps({"framework": "torch", "case": "2 hosts", "row": "mpi", "workload": "gpt",
-                                    "calibrated": calibration([0, 1]), "measured": {"step_s": measured_ms / 1e3}}))
+                                    "calibrated": calibration([0, 1]), "measured": {"step_s": measured_ms / 1e3, "beside_s": 18e-3}}))
         return forecast.main(["--again", str(path)]), capsys.readouterr().out
 
     status, text = run(44.0)

@@ -183,8 +183,7 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
     ``blocks``: of a pipeline, as its run measured. ``slower``: factor on all times but the exchange's.
     """
     asked, size = ours_row(row), calibrated["ranks"]
-    runs = [{**run, "step_s": slower * run["step_s"], "phases": [{name: slower * s for name, s in phases.items()}
-                                                                 for phases in run["phases"]]}
+    runs = [_paced(run, slower * (calibrated["compute"][0]["step_s"] / run["beside_s"] if run["beside_s"] else 1.0))
             for run in calibrated["compute"]]
     batch = calibrated["batch"]
     lines = [fit([run["batch"] for run in runs], [run["phases"][rank]["compute"] for run in runs])
@@ -203,6 +202,12 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
     hosts = tuple(Host(max(per_host, calibrated["hosts"].count(h))) for h in sorted(set(calibrated["hosts"])))
     stages = (_stages(calibrated, asked, blocks, lines, batch * size),) if blocks else ()
     return step(Scene(ranks, exchange, stages, hosts=hosts))
+
+
+def _paced(run: Mapping[str, Any], slower: float) -> dict[str, Any]:
+    """Return a run without exchange with all its times multiplied."""
+    return {**run, "step_s": slower * run["step_s"],
+            "phases": [{name: slower * seconds for name, seconds in phases.items()} for phases in run["phases"]]}
 
 
 def _mean(values: Any) -> float:

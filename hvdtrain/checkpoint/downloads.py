@@ -16,12 +16,12 @@ from typing import Any
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, damaged
-from hvdtrain.checkpoint.object_store import ObjectStore, StorageError
 from hvdtrain.checkpoint.snapshot import BLOCK_BYTES, inspect, read_snapshot
 from hvdtrain.checkpoint.store import CheckpointStore, Log
 from hvdtrain.config import Config
 from hvdtrain.core import RunFiles
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.object_store import ObjectStore, StorageError
 from hvdtrain.core.resolve import absolute, check_url, is_url
 from hvdtrain.core.terminal import say
 

@@ -25,6 +25,7 @@ MAX_MANIFEST_BYTES = 64 * 2**20  # above this size a manifest is neither written
 _SEAL = "manifest_sha256"
 _END = b"\n}\n"
 _leaf = json.JSONEncoder().encode
+_quoted = json.encoder.encode_basestring_ascii
 _KEYS = {VERSION: ("format", "version", "step", "files", "dtypes", "meta", _SEAL),
          SHARDED: ("format", "version", "step", "files", "shards", "dtypes", "meta", _SEAL)}
 _GROUP = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
@@ -206,13 +207,18 @@ def _text(document: dict[str, Any]) -> bytes:
 
 def _spell(value: Any, line: str) -> str:
     """Return what ``json.dumps(value, indent=1)`` does, in a third of its time; ``line``: the line end and indent."""
+    kind = type(value)
+    if kind is str:  # of most leaves, at a third of the encoder's time
+        return _quoted(value)
+    if kind is int:
+        return repr(value)
     if not value or not isinstance(value, (dict, list, tuple)):
         return _leaf(value)
     items: list[str] = []  # filled by loops: a generator would take a second frame of the stack at each level
     deeper = line + " "
     if isinstance(value, dict):
         for key, item in value.items():
-            items.append(f"{deeper}{_leaf(key)}: {_spell(item, deeper)}")
+            items.append(f"{deeper}{_quoted(key)}: {_spell(item, deeper)}")
         return f"{{{','.join(items)}{line}}}"
     for item in value:
         items.append(deeper + _spell(item, deeper))

@@ -33,13 +33,13 @@ from hvdtrain.checkpoint.downloads import (
     storage_errors,
 )
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, FileEntry, decode
-from hvdtrain.checkpoint.object_store import ObjectStore, StorageError, is_plain
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.store import CheckpointStore, Log, best_of
 from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.config import Config
 from hvdtrain.core import RunFiles
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.object_store import ObjectStore, StorageError, is_plain
 from hvdtrain.core.resolve import is_url
 from hvdtrain.core.terminal import say
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.checkpoint import files
+from hvdtrain.checkpoint import files, frozen
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
 from hvdtrain.checkpoint.snapshot import OpenCheckpoint, check_listing, inspect, read_snapshot, write_snapshot
 from hvdtrain.checkpoint.tensors import Content
@@ -84,8 +84,8 @@ class CheckpointStore:
         removed.
         """
         self.begin()
-        newest = next((stored.path for stored in reversed(self.list())), None)
-        saved = write_snapshot(self.path_of(step), content, step=step, earlier=newest,
+        newest = self.list()[-1:] if frozen.GROUP in content.specs() else []
+        saved = write_snapshot(self.path_of(step), content, step=step, earlier=newest[0].path if newest else None,
                                make_room=lambda needed_bytes: self.make_room(step, needed_bytes, log))
         self.saved(step, log)
         return saved
@@ -93,7 +93,7 @@ class CheckpointStore:
     def make_room(self, step: int, needed_bytes: int, log: Log = silent) -> None:
         """Remove checkpoints before ``step``, never the newest whole one, if that gives the needed room."""
         lacking = needed_bytes - files.free_bytes(self.root)
-        if lacking > sum(files.tree_bytes(stored.path) for stored in self._removable(step, 1)):
+        if lacking <= 0 or lacking > sum(files.tree_bytes(stored.path) for stored in self._removable(step, 1)):
             return
         while lacking > 0 and (path := self.drop_oldest(step)) is not None:
             lacking = needed_bytes - files.free_bytes(self.root)
@@ -118,8 +118,9 @@ class CheckpointStore:
         """Remove checkpoints before the one of ``step``, which was just written, down to ``keep``."""
         try:
             self._sweep()
-            self._prune(step)
-            self._warn_newer(step, log)
+            stored = self.list()
+            self._prune(step, stored)
+            self._warn_newer(step, stored, log)
         except (OSError, CheckpointError) as error:
             log(f"the checkpoint of step {step} is saved, but older ones could not be removed: {error}")
 
@@ -205,20 +206,21 @@ class CheckpointStore:
             if files.writer_is_gone(left) and os.path.lexists(self.root / left.target):
                 files.discard(left.path)
 
-    def _prune(self, saved_step: int) -> None:
+    def _prune(self, saved_step: int, stored: StoredList) -> None:
         """Keep the checkpoint just saved and the ``keep - 1`` before it that look whole."""
-        for stored in self._removable(saved_step + 1, self.keep):
-            self._inspected.pop(stored.path, None)
-            files.discard(stored.path)
+        for old in self._removable(saved_step + 1, self.keep, stored):
+            self._inspected.pop(old.path, None)
+            files.discard(old.path)
 
-    def _removable(self, before: int, keep: int) -> StoredList:
+    def _removable(self, before: int, keep: int, among: StoredList | None = None) -> StoredList:
         """Return whole checkpoints before a step, oldest first, without the newest ``keep`` and the best ones."""
-        whole = [stored for stored in self.list() if stored.step < before and self._looks_whole(stored.path)]
+        listed = self.list() if among is None else among
+        whole = [stored for stored in listed if stored.step < before and self._looks_whole(stored.path)]
         best = best_of(self._inspect(whole[-1].path).meta, {stored.step for stored in whole}) if whole else {}
         return [stored for stored in whole[: max(0, len(whole) - keep)] if stored.step not in best]
 
-    def _warn_newer(self, saved_step: int, log: Log) -> None:
-        newest = max((stored.step for stored in self.list()), default=saved_step)
+    def _warn_newer(self, saved_step: int, listed: StoredList, log: Log) -> None:
+        newest = max((stored.step for stored in listed), default=saved_step)
         if newest > saved_step and not self._warned_newer:
             self._warned_newer = True
             log(

@@ -35,8 +35,11 @@ def head(shard: Shard) -> Head:
 
 def in_order(shards: Iterable[Shard]) -> list[Shard]:
     """Return shards in the order of the files, their values little-endian. `CheckpointError`: no file can hold one."""
-    ready = [Shard(one.group, one.name, one.shape, one.begin, portable(one.name, one.values, one.group).reshape(-1))
-             for one in shards]
+    ready = []
+    for one in shards:
+        values = portable(one.name, one.values, one.group)
+        ready.append(one if values is one.values and values.ndim == 1 else
+                     Shard(one.group, one.name, one.shape, one.begin, values.reshape(-1)))
     return sorted(ready, key=lambda one: _place(one.group, one.values.itemsize, one.name, one.begin, one.values.size))
 
 
@@ -105,6 +108,9 @@ def local_pieces(shards: Sequence[Shard]) -> Iterator[np.ndarray]:
     """Yield the pieces of shards in this rank's memory, without a copy."""
     for shard in shards:
         data = _bytes(shard.values)
+        if data.size <= PIECE_BYTES:  # most are
+            yield data
+            continue
         for low, high in pieces_of(data.size):
             yield data[low:high]
 
@@ -159,36 +165,46 @@ class StreamedContent:
     """All ranks' shards as the content of a checkpoint, of which nobody holds more than the current pieces.
 
     Implements `hvdtrain.checkpoint.tensors.Content`. ``heads_P``: of each rank's shards, `in_order`; ``pieces_P``:
-    iterators of their values, piece by piece. Errors: those of `tensors_of`.
+    iterators of their values, piece by piece. ``earlier``: the order of another save, which holds for the
+    same shards: to find it takes a fifth of a small save. Errors: those of `tensors_of`.
     """
 
     def __init__(self, heads_P: Sequence[Sequence[Head]], pieces_P: Sequence[Iterator[np.ndarray]],
-                 meta: Mapping[str, Any]) -> None:
+                 meta: Mapping[str, Any], earlier: FileOrder | None = None) -> None:
         self.meta = meta
-        self._tensors = {**{group: {} for group in FIRST}, **tensors_of(heads_P)}
-        self._left = self._run(pieces_P)
+        self.order = earlier if earlier is not None and earlier.heads_P == heads_P else FileOrder.of(heads_P)
+        sources = (source for of_group in self.order.sources.values() for source in of_group)
+        self._left = (next(pieces_P[source]) for source in sources)
 
     def specs(self) -> dict[str, dict[str, Spec]]:
-        return {group: {name: tensor.spec for name, tensor in named.items()} for group, named in self._tensors.items()}
+        return self.order.specs
 
     def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
         """Yield the values of a group; groups must be requested in the order of `specs`."""
-        assert list(names) == list(self._tensors[group]), "the order of files differs from the stream's"
-        parts = [part for tensor in self._tensors[group].values() for part in tensor.parts]
-        for _ in range(sum(n_pieces(n_bytes(part.head)) for part in parts)):
+        assert list(names) == list(self.order.specs[group]), "the order of files differs from the stream's"
+        for _ in self.order.sources[group]:
             yield next(self._left).data
 
     def drain(self) -> None:
         """Receive and drop the rest: a rank that has begun to send sends all."""
-        for _ in self._left:
-            pass
+        deque(self._left, 0)
 
-    def _run(self, pieces_P: Sequence[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
-        for named in self._tensors.values():
-            for tensor in named.values():
-                for source, one in tensor.parts:
-                    for _ in range(n_pieces(n_bytes(one))):
-                        yield next(pieces_P[source])
+
+@dataclass(frozen=True)
+class FileOrder:
+    """Arrays by group and name in the order of the files, and the number of the rank that each piece comes from."""
+
+    heads_P: Sequence[Sequence[Head]]
+    specs: dict[str, dict[str, Spec]]
+    sources: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, heads_P: Sequence[Sequence[Head]]) -> FileOrder:
+        tensors = {**{group: {} for group in FIRST}, **tensors_of(heads_P)}
+        specs = {group: {name: tensor.spec for name, tensor in named.items()} for group, named in tensors.items()}
+        sources = {group: [source for tensor in named.values() for source, one in tensor.parts
+                           for _ in range(n_pieces(n_bytes(one)))] for group, named in tensors.items()}
+        return cls(heads_P, specs, sources)
 
 
 def _place(group: str, itemsize: int, name: str, begin: int, n: int) -> tuple[int, str, int, str, int, int]:

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -88,8 +89,14 @@ def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | Non
     ``codes``: dtypes that the file states for these names instead of the arrays': "BF16" for uint16 that holds the bits
     of bfloat16, which numpy lacks. ``metadata``: further texts for the header.
     """
-    codes = codes or {}
-    for name, spec in specs.items():
+    return _layout(tuple(specs.items()), group, tuple((codes or {}).items()), tuple((metadata or {}).items()))
+
+
+@lru_cache(maxsize=8)  # the files of a run's saves are the same, but for their values
+def _layout(named: tuple[tuple[str, Spec], ...], group: str, coded: tuple[tuple[str, str], ...],
+            metadata: tuple[tuple[str, str], ...]) -> FileLayout:
+    specs, codes = dict(named), dict(coded)
+    for name, spec in named:
         check(name, spec.dtype, group)
     # Widest first keeps every array aligned to its own item size.
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))

@@ -17,8 +17,9 @@ import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.cluster.messages.carrier import Boxes, HostCarrier, ThreadCarrier, over_mpi
+from hvdtrain.cluster.messages.carrier import Boxes, HostCarrier, ThreadCarrier, of_host, over_mpi
 from hvdtrain.cluster.messages.channel import Mail, MailChannel, MpiChannel
+from hvdtrain.cluster.messages.shared_memory import SharedMemoryCarrier
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.core.mesh import Mesh
@@ -109,6 +110,9 @@ class SoloControl:
 
     def carrier(self) -> ThreadCarrier:
         return ThreadCarrier(Boxes(), 0, 1)
+
+    def shared_carrier(self) -> None:
+        return None
 
     def abort(self, code: int) -> None:
         """Raise SystemExit(``code``): with nobody else to end, ending this process in order is enough."""
@@ -202,6 +206,9 @@ class MpiControl:
     def carrier(self) -> HostCarrier | None:
         return over_mpi(self._comm, self.timeout_s) if _mpi().Query_thread() == _mpi().THREAD_MULTIPLE else None
 
+    def shared_carrier(self) -> SharedMemoryCarrier | None:
+        return of_host(self._comm, self.timeout_s)
+
     def abort(self, code: int) -> None:
         """End every rank at once through MPI_Abort; mpirun's exit status becomes ``code`` (1 for 0)."""
         pulse.leaving()
@@ -276,6 +283,9 @@ class ObjectControl:
         return None
 
     def carrier(self) -> None:
+        return None
+
+    def shared_carrier(self) -> None:
         return None
 
     def abort(self, code: int) -> None:

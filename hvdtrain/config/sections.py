@@ -91,8 +91,8 @@ class DataConfig:
     """Source of samples and augmentation."""
 
     name: str = key(
-        "digits", "", "a data set by name (digits, text, synthetic, folder, npy, text_files, cifar100), a .npz or .npy "
-        "file, or module:callable", unused=(OWN_DATA,))
+        "digits", "", "a data set by name (digits, text, synthetic, folder, npy, text_files, cifar100, parquet, hf, "
+        "webdataset, tfrecord, jsonl), a .npz or .npy file, or module:callable", unused=(OWN_DATA,))
     args: dict = key({}, "", "keyword arguments of the source", unused=(OWN_DATA,))
     augment: dict = key(
         {}, "", "augmentation of training images, drawn from (seed, epoch, sample): resized_crop (least part of the "
@@ -103,6 +103,12 @@ class DataConfig:
         "", "", "module:callable that puts rows of a torch Dataset or datasets.Dataset together to a batch, such as "
         "a data collator of transformers", off="")
     shuffle: bool = key(True, "", "permute the samples in each epoch, from (seed, epoch)")
+    bucket: int = key(
+        0, "samples", "put shuffled samples of similar length in buckets of so many, a multiple of global_batch: rows "
+        "that are padded to the longest of their batch take less memory and time; 0: none", least=0, off=0)
+    shuffle_buffer: int = key(
+        0, "samples", "shuffle a stream of training data through a buffer of so many samples, from (seed, epoch); 0: "
+        "keep its order", least=0, off=0)
     prefetch: int = key(
         2, "batches", "batches prefetched by one background thread; 0: no prefetching, which a dataset that "
         "draws random numbers needs for bit-equal resume", affects="nothing", least=0, off=0)
@@ -110,6 +116,10 @@ class DataConfig:
         "auto", "processes", "worker processes of each rank that read samples; 0: the rank reads samples itself; "
         "auto: 0 for arrays and for samples that take less than 0.05 ms and draw no random numbers, else one "
         "per spare core of the rank", affects="nothing", least=0)
+    readers: Literal["auto", "host", "each"] = key(
+        "auto", "", "ranks that read and decode a stream. host: one of each host, which gives the others their rows "
+        "over shared memory; each: all; auto: host where the stream begins alike on all ranks and draws nothing from "
+        "the global random generators", affects="nothing")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from hvdtrain.data.workers.worker import generators_kept
 FOR_COLLATORS = ("special_tokens_mask", "offset_mapping")
 """Columns that collators of transformers take and no model."""
 IGNORED = -100
+_LENGTHS_AT_ONCE = 10_000  # rows whose lengths are read together
 
 
 class Collated(EpochSource):
@@ -49,6 +50,20 @@ class Collated(EpochSource):
     def layout(self) -> Any:
         """Structure of nested inputs of a Keras model."""
         return self.rows.layout
+
+    @property
+    def lengths(self) -> Any:
+        """Return the lengths of the rows, which the dataset has, or the lists of its column input_ids; None for others.
+        """
+        known = getattr(self._dataset, "lengths", None)
+        columns = getattr(self._dataset, "column_names", ())
+        if known is not None or "input_ids" not in columns:
+            return known
+        if "length" in columns:
+            return np.asarray(self._dataset.with_format("numpy", columns=["length"])["length"])
+        rows = self._dataset.with_format("arrow", columns=["input_ids"])
+        return np.concatenate([np.diff(each.offsets) for batch in rows.iter(_LENGTHS_AT_ONCE)
+                               for each in batch["input_ids"].chunks])
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
         # Watched before the first step, when no model draws meanwhile.

@@ -20,9 +20,10 @@ from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor, StepBatch, Unread
 from hvdtrain.core.timeline import active, current, span
-from hvdtrain.data.batches import LocalBatch, SourceWalk, StreamWalk, WeightFn
+from hvdtrain.data.batches import LocalBatch, SourceWalk, WeightFn
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
+from hvdtrain.data.stream_walk import StreamWalk
 from hvdtrain.data.weighting import LabelWeight
 from hvdtrain.planning.batch.sampler import BatchShares, at_least, cut, micro_batches, padded, steps_per_epoch
 
@@ -40,15 +41,17 @@ class Feed:
     out samples that cannot be read (`hvdtrain.data.sources.Unreadable`); collective. ``most``: walk through the first
     so many samples alone; 0: all. ``samples``: those of an epoch, None for a stream. ``unread``: samples that all ranks
     have left out of the current or last walk. ``reading``: a lock that keeps the background thread from reading while
-    others hold it, since other data may share its files and generators. Errors: `UserError` for empty data, a global
-    batch < 1, unusable shares. Rank 0 warns where the ranks' streams differ.
+    others hold it, since other data may share its files and generators. ``readers``: which ranks read a stream
+    (``data.readers``). ``bucket``: ``data.bucket``. ``walk``: what reads the data. Errors: `UserError` for empty data,
+    a global batch < 1, unusable shares. Rank 0 warns where the ranks' streams differ.
     """
 
     def __init__(self, data: Source | Stream, global_batch: int, *, rank: int = 0, size: int = 1,
                  shares: Sequence[float] | None = None, seed: int = 0, shuffle: bool = True,
                  accumulate: int | Sequence[int] = 1, micro_batch: int = 0, control: Control | None = None,
                  weight_fn: WeightFn | None = None, prefetch: int = 2, even_micros: bool = False,
-                 skip_unread: bool = False, most: int = 0) -> None:
+                 skip_unread: bool = False, most: int = 0, readers: str = "each",
+                 bucket: int = 0) -> None:
         assert 0 <= rank < size and isinstance(data, (Source, Stream))
         at_least("global_batch", global_batch, 1)
         at_least("data.prefetch", prefetch, 0)
@@ -68,28 +71,28 @@ class Feed:
         self.reading = threading.Lock()
         self.undivided: UserError | None = None
         self._unnamed: list[Unread] = []
-        self._walk: SourceWalk | StreamWalk
+        self.walk: SourceWalk | StreamWalk
         if isinstance(data, Source):
-            self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread, most)
+            self.walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread, most, bucket)
         else:
             assert control is not None, "detecting the end of a stream on all ranks"
-            self._walk = StreamWalk(data, self.global_batch, rank, control, even_micros, most)
-        self.samples: int | None = self._walk.samples
+            self.walk = StreamWalk(data, self.global_batch, rank, control, even_micros, most, readers, prefetch)
+        self.samples: int | None = self.walk.samples
 
     @property
     def unlike(self) -> str:
         """Return why the samples of this epoch cannot be verified, the same on all ranks; "" where they can."""
-        return self._walk.unlike
+        return self.walk.unlike
 
     @property
     def head(self) -> tuple[int, int] | None:
         """Return (epoch, checksum) of a stream's first samples in the epoch opened last; None for a source."""
-        return self._walk.head
+        return self.walk.head
 
     @property
     def ahead(self) -> int:
         """Return how many steps after the next one may be fetched already, and so keep their cut."""
-        return (self.prefetch + 1 if self.prefetch else 0) + self._walk.begins
+        return (self.prefetch + 1 if self.prefetch else 0) + self.walk.begins
 
     def recut(self, cut: BatchShares, from_step: int) -> None:
         """Cut by ``cut`` from step ``from_step`` of the run on; all ranks call it alike, between two steps.
@@ -121,7 +124,7 @@ class Feed:
 
     def sample(self, n: int, cursor: Cursor = Cursor()) -> Arrays:
         """Return ``n`` samples to try a model on, repeated if there are fewer; a stream is not opened again for it."""
-        return self._walk.sample(n, cursor)
+        return self.walk.sample(n, cursor)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -143,26 +146,28 @@ class Feed:
             raise UserError(f"ranks differ in (samples, global_batch, seed, shuffle): {table}",
                             "the same on every rank",
                             "give every rank the same data and configuration; the sampler divides it")
-        self._walk.check_alike(everyone)
+        self.walk.check_alike(everyone)
 
     def compare(self, epoch: int) -> int:
         """Compare a few samples of all ranks; return how many since the last time, 0 for all. Collective."""
-        return 0 if self.control is None else self._walk.compare(every_rank(self.control), epoch)
+        return 0 if self.control is None else self.walk.compare(every_rank(self.control), epoch)
 
     def read_before(self) -> Arrays:
         """Return a few samples spread over a source, which is read once for them."""
-        assert isinstance(self._walk, SourceWalk)
-        return self._walk.read_before()
+        assert isinstance(self.walk, SourceWalk)
+        return self.walk.read_before()
 
     def epoch(self, cursor: Cursor) -> Generator[StepBatch, None, None]:
         """Yield the steps from ``cursor`` on, as many on every rank. Close the iterator to stop early."""
         self.unread = 0
-        return self._steps(cursor, self._walk.batches(cursor, self.shuffle, self._bounds))
+        self.walk.settle()
+        return self._steps(cursor, self.walk.batches(cursor, self.shuffle, self._bounds))
 
     def eval_epoch(self) -> Generator[StepBatch, None, None]:
         """Yield every sample once, in order; a rank without samples of a step gets no micro-batches."""
         self.unread = 0
-        return self._steps(Cursor(), self._walk.batches(Cursor(), False, self._bounds))
+        self.walk.settle()
+        return self._steps(Cursor(), self.walk.batches(Cursor(), False, self._bounds))
 
     def left_out(self, whose: str = "") -> list[str]:
         """Report each unreadable sample once; the same on every rank. ``whose``: of which data."""
@@ -174,14 +179,17 @@ class Feed:
         self._unnamed = []
         return words
 
-    def _bounds(self, step: int, n: int) -> tuple[int, int]:
-        low, high = self.cut_at(step).offsets(n)[self.rank:self.rank + 2].tolist()
+    def _bounds(self, step: int, n: int, rank: int | None = None) -> tuple[int, int]:
+        first = self.rank if rank is None else rank
+        low, high = self.cut_at(step).offsets(n)[first:first + 2].tolist()
         return low, high
 
     def _steps(self, cursor: Cursor, batches: Generator[LocalBatch, None, None]) -> Generator[StepBatch, None, None]:
         shelf: Shelf[LocalBatch] = Shelf(self.prefetch)
-        with contextlib.closing(prefetched(batches, shelf, self.reading)) as ahead:
-            for batch in self._walk.totalled(ahead, cursor, self.weight_fn):
+        # A rank that receives its rows must not hold the lock while it waits for one whose lock others hold.
+        reading = self.reading if self.walk.reads else contextlib.nullcontext()
+        with contextlib.closing(prefetched(batches, shelf, reading)) as ahead:
+            for batch in self.walk.totalled(ahead, cursor, self.weight_fn):
                 after = cursor.advance(batch.consumed)
                 self.unread += len(batch.all_unread)
                 self._unnamed += batch.all_unread

@@ -21,7 +21,7 @@ from hvdtrain.data.sources import Unreadable, shown
 from hvdtrain.planning.batch.sampler import at_least
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")
 LAYOUTS = ("channels_last", "channels_first")
 
 _ORIENTATION = 0x0112  # Exif's tag
@@ -189,7 +189,7 @@ def _orientation(image: Any) -> int:
 
 def _reason(error: Exception) -> str:
     if type(error).__name__ == "UnidentifiedImageError":
-        return "it is not a PNG, JPEG, WebP or BMP image, or its beginning is damaged"
+        return "it is not a PNG, JPEG, WebP, BMP or PPM image, or its beginning is damaged"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     said = " ".join(str(error).split())[:200].rstrip(".")

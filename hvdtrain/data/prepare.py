@@ -25,6 +25,7 @@ from hvdtrain.data.objects import indexed
 from hvdtrain.data.pictures import LAYOUTS
 from hvdtrain.data.rows import INPUTS, of_data
 from hvdtrain.data.sources import ArraySource, Source
+from hvdtrain.data.stream import ShuffledStream
 from hvdtrain.data.workers.pool import Pool, Pooled
 from hvdtrain.data.workers.worker import generators_kept, pack
 
@@ -105,7 +106,15 @@ def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores:
 
 
 def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:
-    """Augment the training data as configured; `UserError` for data that cannot be augmented."""
+    """Shuffle and augment the training data as configured; `UserError` for data that cannot be."""
+    if config.data.bucket and not (config.data.shuffle and isinstance(train, Source)):
+        raise UserError(f"data.bucket is {config.data.bucket}, and the training data is not shuffled by its index",
+                        "data with an index, and data.shuffle", "leave data.bucket out")
+    if config.data.shuffle_buffer and not isinstance(train, Source):
+        train = ShuffledStream(train, config.data.shuffle_buffer, config.seed)
+    elif config.data.shuffle_buffer:
+        raise UserError(f"data.shuffle_buffer is {config.data.shuffle_buffer}, and the training data has an index",
+                        "a stream, such as an IterableDataset", "leave it out: data.shuffle permutes all samples")
     if config.data.augment:
         train = Augmented(train, config.data.augment, config.seed, declared_layout(config))
         if train.draws and config.data.workers == 0 and config.data.prefetch:

@@ -1,4 +1,4 @@
-"""Data that can only be read in order: the `Stream` contract, regrouping into global batches, checksums of batches.
+"""Data that can only be read in order: the `Stream` contract, its shuffle buffer, global batches, their checksums.
 
 `hvdtrain.data.feed` cuts batches over ranks; the backends' ``data.py`` make streams of framework objects.
 """
@@ -45,6 +45,49 @@ def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) 
                 held, held_n = [], 0
     if held:
         yield _joined(held)
+
+
+class ShuffledStream:
+    """A stream whose samples pass a buffer of ``n``: each new one takes the place of one drawn at random, which leaves.
+
+    The order depends on (``seed``, epoch) and the stream's order only, not on its chunks. A sample leaves after ``n``
+    others on average, and never more than ``n`` before its turn.
+    """
+
+    def __init__(self, stream: Stream, n: int, seed: int) -> None:
+        self.wraps, self._n, self._seed = stream, n, seed
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("wraps", "chunks_from"):  # not while it is unpickled; a buffer has no place to begin at
+            raise AttributeError(name)
+        return getattr(self.wraps, name)
+
+    def chunks(self, epoch: int) -> Iterator[Arrays]:
+        draw = np.random.Generator(np.random.Philox(key=np.array([self._seed % 2**64, epoch], np.uint64)))
+        held: Arrays = ()
+        n, layout = 0, list[tuple]()
+        for chunk in self.wraps.chunks(epoch):
+            k = _checked(chunk, layout)
+            held = held or tuple(np.empty((self._n, *array.shape[1:]), array.dtype) for array in chunk)
+            kept = min(k, self._n - n)
+            for buffer, array in zip(held, chunk):
+                buffer[n:n + kept] = array[:kept]
+            n += kept
+            if k > kept:
+                yield _exchanged(held, tuple(array[kept:] for array in chunk), draw)
+        if n:
+            order_n = np.argsort(draw.random(n), kind="stable")
+            yield tuple(buffer[order_n] for buffer in held)
+
+
+def _exchanged(held: Arrays, rows: Arrays, draw: np.random.Generator) -> Arrays:
+    """Put each of ``rows`` to a random place of the full buffer ``held``; return what was there."""
+    left = tuple(np.empty_like(array) for array in rows)
+    for i, at in enumerate((draw.random(len(rows[0])) * len(held[0])).astype(np.int64).tolist()):
+        for buffer, array, out in zip(held, rows, left):
+            out[i] = buffer[at]
+            buffer[at] = array[i]
+    return left
 
 
 def fingerprint(batch: Arrays) -> int:

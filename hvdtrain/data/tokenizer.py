@@ -1,21 +1,17 @@
 """Tokenize text files once, into a ``.npy`` file that all ranks of a host map.
 
-Owns tokenizers (bytes, a user's callable, a tokenizer.json), the file's name, its lock, and its atomic creation.
-Enters no collective: ranks meet at the lock.
+Owns tokenizers (bytes, a user's callable, a tokenizer.json), the file's name and its atomic creation; the lock is
+`hvdtrain.data.kept`'s. Enters no collective: ranks wait at the lock.
 """
 
 from __future__ import annotations
 
 import codecs
-import contextlib
-import errno
-import fcntl
 import hashlib
 import inspect
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +22,7 @@ import numpy as np
 from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import load_callable
+from hvdtrain.data.kept import alone, folder_of
 from hvdtrain.data.sources import shown
 from hvdtrain.planning.batch.sampler import at_least
 
@@ -163,8 +160,6 @@ def files_stamp(paths: list[bytes]) -> list[tuple[str, int, int]]:
 
 
 FOLDER = ".hvdtrain-tokens"
-WAIT_S = 1800.0  # longest wait for another process that makes the same file
-_LOOK_S = 0.05
 _VERSION = 1  # of how tokens are made and kept
 _HEADER = 128
 
@@ -174,16 +169,16 @@ def token_file(paths: list[bytes], tokenizer: Tokenizer, beside: Path, cache: st
 
     In ``cache``, else in `FOLDER` of the folder ``beside``, or, where that is not writable, in
     $XDG_CACHE_HOME/hvdtrain/tokens. Errors: `UserError` where none of these is writable, where another process takes
-    longer than `WAIT_S`, and of `Tokenizer.numbers`.
+    longer than `hvdtrain.data.kept.WAIT_S`, and of `Tokenizer.numbers`.
     """
     stamp = files_stamp(paths)
     key = hashlib.sha256(json.dumps([_VERSION, stamp, tokenizer.identity]).encode()).hexdigest()[:24]
-    folder = _folder(beside, cache, f"{key}.npy")
+    folder = folder_of(beside, FOLDER, "tokens", cache, f"{key}.npy")
     target = folder / f"{key}.npy"
     if target.exists():
         return target
     try:
-        with _alone(folder / f"{key}.lock", target):
+        with alone(folder / f"{key}.lock", target.exists, "tokenizing"):
             if not target.exists():
                 _write(target, paths, tokenizer)
                 if files_stamp(paths) != stamp:
@@ -207,55 +202,6 @@ def open_tokens(path: str) -> np.ndarray:
         raise UserError(f"the tokens in {path} cannot be read: {getattr(error, 'strerror', None) or error}",
                         "the file as a run wrote it", "remove the file; the next run makes it again") from None
     return tokens
-
-
-def _folder(beside: Path, cache: str, name: str) -> Path:
-    if cache:
-        folder = Path(cache).expanduser()
-        with contextlib.suppress(OSError):  # which writing there will tell
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    folder = beside / FOLDER
-    with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True)
-        if (folder / name).exists() or os.access(folder, os.W_OK):
-            return folder
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base, "hvdtrain", "tokens")
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@contextlib.contextmanager
-def _alone(lock: Path, target: Path) -> Iterator[None]:
-    """Hold ``lock``, or continue as soon as ``target`` exists; without locks each process makes its own file."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        held = _locked(descriptor, lock, target)
-        yield
-        if held:
-            with contextlib.suppress(OSError):
-                lock.unlink()
-    finally:
-        os.close(descriptor)
-
-
-def _locked(descriptor: int, lock: Path, target: Path) -> bool:
-    until = time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
-                return False
-        if target.exists():
-            return False
-        if time.monotonic() > until:
-            raise UserError(f"another process has been tokenizing for more than {WAIT_S:.0f} s, with {lock}",
-                            "the end of that process", "end that process, or set data.args.cache to another folder")
-        time.sleep(_LOOK_S)
 
 
 def _write(target: Path, paths: list[bytes], tokenizer: Tokenizer) -> None:

@@ -143,6 +143,7 @@ def _assembled(config: Config, model: Any, data: RunData, given: Control | None,
     agreed(control, lambda: check_collated(rows, train, test, *sets.values()), "data.collate")
     notes += torchvision_parts.notes()
     feed, eval_feeds = build_model.feeds_of(spelled, spec, mesh, control, train, test, sets)
+    notes += [note] if (note := feed.walk.settle()) else []
     spelled = replace(spelled, metrics=build_model.measured(config, spec, feed, control, notes))
     at = session.position(config, spec.name, control)
     spelled = run_length.filled(spelled, feed.steps_per_epoch, notes, at, feed.steps_left(at))

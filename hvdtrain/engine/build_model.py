@@ -177,7 +177,8 @@ def feeds_of(config: Config, spec: Spec, mesh: Mesh, control: Control, train: An
              named: Mapping[str, Any]) -> tuple[Feed, dict[str, Feed]]:
     """Return the feeds of each replica for training and for evaluation, ``test`` as "" and sets ``named``. Collective.
     """
-    feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, accumulate=_micros(config, mesh),
+    feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, bucket=config.data.bucket,
+                accumulate=_micros(config, mesh),
                 weight_fn=spec.weight, even_micros=config.sync_batchnorm and control.size > 1,
                 **_cut(config, mesh, control))
     feed.check_ranks_agree()
@@ -216,7 +217,8 @@ def _micros(config: Config, mesh: Mesh) -> list[int]:
 def _cut(config: Config, mesh: Mesh, control: Control) -> dict[str, Any]:
     return {"rank": mesh.copy, "size": len(mesh.copies), "control": control_of_replicas(control, mesh),
             "shares": list(config.shares) or None, "seed": config.seed, "micro_batch": config.micro_batch_limit,
-            "prefetch": config.data.prefetch, "skip_unread": config.on_bad_sample == "skip"}
+            "prefetch": config.data.prefetch, "skip_unread": config.on_bad_sample == "skip",
+            "readers": config.data.readers}
 
 
 def eval_feed(run: Run, data: Any) -> Feed:

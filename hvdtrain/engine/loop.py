@@ -98,6 +98,8 @@ def _epoch(run: Run) -> None:
     phases = run.phases
     if run.state.findings.eval_owed:
         _evaluate_in_epoch(run)
+    if cost := run.feed.walk.replay(run.state.cursor):
+        run.note(cost)
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
         while not run.stopping():
             with phases.data:

@@ -32,11 +32,11 @@ from hvdtrain.checkpoint.run_directory import RunDirectory, checkpoint_written
 from hvdtrain.checkpoint.savers import BackgroundSaver, HostCopies, InlineSaver, NoRoom, view
 from hvdtrain.checkpoint.sharded import Note
 from hvdtrain.checkpoint.store import CheckpointStore
-from hvdtrain.checkpoint.stream import StreamedContent, head, local_pieces, n_bytes
+from hvdtrain.checkpoint.stream import FileOrder, StreamedContent, head, local_pieces, n_bytes
 from hvdtrain.checkpoint.transfer import arriving, receive_note, receive_shards, send_note, send_shards
 from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.liveness import pulse
-from hvdtrain.config import run_length
+from hvdtrain.config import Config, run_length
 from hvdtrain.core import __version__
 from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.core.protocols import Channel
@@ -75,6 +75,8 @@ class Saving:
         self._blocked_s: dict[int, float] = {}
         self._untold: list[Outcome] = []
         self._trainable: set[str] = set()
+        self._order: FileOrder | None = None
+        self._config: tuple[Config | None, dict[str, Any]] = None, {}
 
     def begin(self) -> None:
         began = time.perf_counter()
@@ -111,7 +113,7 @@ class Saving:
                 self._copies.forget()
                 self._say_no_room(lack)
                 saver, shards = self._inline, ordered((shared, own), view, trainable)
-            meta = meta_of(run, shared.rest()) if rank == 0 else {}
+            meta = meta_of(run, shared.rest(), self._config_of(run)) if rank == 0 else {}
         except UserError as problem:
             error, shards = self._named(problem), []
         if not gathered:
@@ -122,6 +124,11 @@ class Saving:
         else:
             work = self._gather if rank == 0 else self._give
             self._start(saver, partial(work, self._step, shards, meta, error), began)
+
+    def _config_of(self, run: Run) -> dict[str, Any]:
+        if self._config[0] is not run.config:  # it seldom changes
+            self._config = run.config, json_able(run.config.to_dict())
+        return self._config[1]
 
     def _meet(self, saver: Saver, shards: list[Shard], meta: dict[str, Any], error: str, began: float) -> None:
         """Bring all shards to rank 0 without a channel, which writes them as they come. Collective."""
@@ -147,8 +154,7 @@ class Saving:
     def _start(self, saver: Saver, work: Any, began: float) -> None:
         """Hand the work over; the time until then, or to its end where it is inline, is the run's."""
         self.spent.saves += 1
-        self.spent.last_blocked_s = time.perf_counter() - began  # which the work tells rank 0
-        self._copied_s[self._step] = self.spent.last_blocked_s
+        self._copied_s[self._step] = self.spent.last_blocked_s = time.perf_counter() - began  # the work tells rank 0
         saver.save(self._step, work)
         self.spent.last_blocked_s = self._blocked_s[self._step] = time.perf_counter() - began
         self.spent.blocked_s += self.spent.last_blocked_s
@@ -165,7 +171,7 @@ class Saving:
         """Write rank 0's shards and the other ranks', as they come; rank 0's part."""
         error = error or self._unfit(shards)
         errors, costs_s = [error] if error else [], [0.0]
-        heads_P, pieces_P = [[head(shard) for shard in shards]], [local_pieces(shards)]
+        heads_P, pieces_P = [list(map(head, shards))], [local_pieces(shards)]
         for source in range(1, self._run.control.size):
             assert self._channel is not None
             note, heads, pieces = receive_shards(self._channel, source)
@@ -178,7 +184,8 @@ class Saving:
         self._others_s = max(costs_s)
         try:
             _fail(errors)
-            content = StreamedContent(heads_P, pieces_P, meta)
+            content = StreamedContent(heads_P, pieces_P, meta, self._order)
+            self._order = content.order
         except UserError:
             for pieces in pieces_P[1:]:  # all of them, also after an error: the next save begins again
                 deque(pieces, 0)
@@ -347,13 +354,13 @@ def held_by(run: Run) -> Holders | None:
     return holders_of(run.control, run.parts.state, [spec.name for spec in run.parts.params.specs])
 
 
-def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
+def meta_of(run: Run, rest: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run's small state at this very step, JSON-able; nothing that the run does later changes it."""
     sharded = {"layout": "sharded"} if run.config.checkpoint.layout == "sharded" else {}
     return {
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": copy.deepcopy(dict(rest)),
-        "config": json_able(run.config.to_dict()), "schedule": schedule_of(run, run.state.cursor),
+        "config": config, "schedule": schedule_of(run, run.state.cursor),
         "samples": run.feed.samples,
         "callbacks": callback_states(run), **sharded, **_cut_of(run),
         "best": run.state.findings.best_steps(),

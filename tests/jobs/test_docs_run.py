@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from runner import ROOT, mpirun, run
+from shards import write_shards, write_tar
 
 pytest.importorskip("torch")
 pytest.importorskip("tensorflow")
@@ -42,6 +43,7 @@ ELSEWHERE = {
     r"python -m hvdtrain convert|.*runs/cnn-": "tests/jobs/test_convert_run.py",
     r".* hvdtrain doctor": "tests/jobs/test_doctor_run.py",
     r"python -m benchmarks case": "tests/unit/benchmarks/test_bench_case.py",
+    r".* hvdtrain plan --inventory ": "tests/unit/commands/test_plan_inventory.py",
     r".* --(emulate_speed|balance)|.* hvdtrain plan ": "tests/unit/engine/test_balance_run.py",
     r".* --compile": "tests/mpi/test_compile.py",
     r".*( --model_parallel|tf_models\.device_split)": "tests/jobs/test_device_split_tensorflow.py",
@@ -238,6 +240,12 @@ def small_data(tmp_path_factory):
                 Image.fromarray(pixels).save(top / part / kind / f"{i}.png")
     np.save(top / "x.npy", draw.random((64, 8, 8), "float32"))
     np.save(top / "y.npy", draw.integers(0, 10, 64))
+    x, y = np.load(top / "x.npy"), np.load(top / "y.npy")
+    for kind in ("jsonl", "tfrecord", "parquet"):
+        write_shards(top, kind, x, y)
+    pictures = sorted(top.glob("train/*/*.png"))
+    write_tar(top / "pictures.tar", [file for i, path in enumerate(pictures) for file in (
+        (f"{i}.cls", b"%d" % (path.parent.name == "dog")), (f"{i}.png", path.read_bytes()))])
     (top / "book.txt").write_text("All happy families are alike. " * 400, encoding="utf-8")
     return top
 

@@ -28,7 +28,7 @@ from small_runs import (
 )
 
 from hvdtrain.cluster import horovod
-from hvdtrain.config import CheckpointConfig, ExchangeConfig, Named
+from hvdtrain.config import CheckpointConfig, DataConfig, ExchangeConfig, Named
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.assemble import assemble
@@ -240,7 +240,7 @@ def test_streams_follow_one_process(control, framework, out):
 @pytest.mark.tensorflow_size(3)
 @FEW
 def test_streams_of_uneven_length_end_together(control, framework, out):
-    settings = config(global_batch=16, epochs=2, out=out[0])
+    settings = config(global_batch=16, epochs=2, out=out[0], data=DataConfig(prefetch=0, workers=0, readers="each"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 is told that the streams differ
         run = fitted(distributed(control, settings, make_model(framework), stream(framework, 20 + 11 * control.rank)))

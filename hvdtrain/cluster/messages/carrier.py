@@ -187,16 +187,21 @@ def over_mpi(comm: Any, timeout_s: float, near: bool = True) -> HostCarrier:
 
     ``near``: use memory that ranks of a host share.
     """
-    from mpi4py import MPI
-
     with deadline(timeout_s, "duplicating MPI's communicator for messages"):
         far = MpiCarrier(comm.Dup(), timeout_s)
-        if not near:
-            return HostCarrier(far, None)
-        host = comm.Split_type(MPI.COMM_TYPE_SHARED, key=far.rank)
-        carrier = SharedMemoryCarrier.make(host, far.rank, timeout_s)
+    return HostCarrier(far, of_host(comm, timeout_s) if near else None)
+
+
+def of_host(comm: Any, timeout_s: float) -> SharedMemoryCarrier | None:
+    """Return the carrier of those ranks of ``comm`` that share this host's memory; None where they cannot. Collective.
+    """
+    from mpi4py import MPI
+
+    with deadline(timeout_s, "sharing memory for messages on this host"):
+        host = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
+        carrier = SharedMemoryCarrier.make(host, comm.Get_rank(), timeout_s)
         host.Free()
-    return HostCarrier(far, carrier)
+    return carrier
 
 
 class Boxes:

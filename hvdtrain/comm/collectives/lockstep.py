@@ -230,6 +230,9 @@ class LockstepControl:
         boxes = self._meeting.meet(self.rank, ("carrier",), None, lambda rows: [self._meeting.boxes()] * self.size)
         return ThreadCarrier(boxes, self.rank, self.size, self.timeout_s)
 
+    def shared_carrier(self) -> None:
+        return None
+
     def abort(self, code: int) -> None:
         """Raise SystemExit(``code``) on this rank, which releases the others."""
         raise SystemExit(code)

@@ -42,6 +42,7 @@ from hvdtrain.core.protocols.transport import (
     Handle,
     PendingMessage,
     Request,
+    SharedCarrier,
     Spread,
 )
 from hvdtrain.core.protocols.types import Array, Batch, Pair, ParamSpec
@@ -51,5 +52,5 @@ __all__ = ["AllGather", "AllReduce", "AllToAll", "AllToAllV", "Array", "Batch", 
            "Compressor", "Control", "DataParallel", "DividesState", "StepGradients", "Evaluator", "Exchange",
            "GradientSink",
            "Handle", "Launcher", "ModelFacts", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec",
-           "Params", "PipelineStage", "Record", "RecordedRun", "Remat", "Report", "Request", "Schedule", "Spread",
-           "Stage", "Tracker", "Transform", "Writable"]
+           "Params", "PipelineStage", "Record", "RecordedRun", "Remat", "Report", "Request", "Schedule",
+           "SharedCarrier", "Spread", "Stage", "Tracker", "Transform", "Writable"]

@@ -216,6 +216,16 @@ class Carrier(Protocol):
         ...
 
 
+class SharedCarrier(Protocol):
+    """Moves messages as a `Carrier` does, between the ``ranks`` of one host alone, through memory that they share."""
+
+    ranks: Sequence[int]
+
+    def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = 64) -> None: ...
+
+    def take(self, source: int, tag: int) -> PendingMessage: ...
+
+
 @dataclass(frozen=True)
 class AllReduce:
     """Ask the driver of a compressor's generator for a sum over ranks of ``flat_N``, or another reduction ``op``."""
@@ -306,6 +316,13 @@ class Control(Protocol):
 
     def carrier(self) -> Carrier | None:
         """Open what carries a pipeline's messages between these ranks; None where nothing here does. Collective."""
+        ...
+
+    def shared_carrier(self) -> SharedCarrier | None:
+        """Open a carrier among the ranks of this host; None where there is one only, or no shared memory. Collective.
+
+        Its memory goes with the last reference to it.
+        """
         ...
 
     def abort(self, code: int) -> None:

@@ -133,12 +133,20 @@ EVENTS = {
         "ranks": "by rank, or replica of a partitioned model: samples and seconds of a mean step",
         "advice": "",
     }),
+    "forecast": EventSchema("The forecast of the start, compared with the steps of the run.", {
+        "forecast_s": "of a mean step and its parts; none where too little was known",
+        "measured_s": "of a mean step and its parts",
+        **{f"error_{name}": "as a fraction of the measured step" for name in (
+            "step", "compute", "exchange", "input", "update", "saves")},
+    }),
     "seconds": EventSchema("Time breakdown of each rank since the previous record of this kind.", {
         "from_step": "last step before the window",
         "window_s": "by rank 0's clock",
         "ranks": "by rank, cause -> seconds; causes: hvdtrain.core.timeline.CAUSES; their sum is the rank's whole time",
         "waits": "[rank, straggler, seconds] of each rank's longest waits; the rank itself: straggler unknown",
         "idles": "[rank, other rank, seconds] that a stage of a pipeline waited for another one",
+        "decodes": "training samples decoded by all ranks and their workers since the start or the resume; "
+                   "rows read to compare ranks are not counted",
     }, "about every 5 s, and last of all, after end"),
     "system": EventSchema("Memory and use of each rank's process and device.", {
         "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), quota_percent (percent of "

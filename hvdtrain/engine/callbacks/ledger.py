@@ -15,7 +15,6 @@ from hvdtrain.data import ledger as books
 from hvdtrain.data.ledger import Book, Sums
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.batch.sampler import epoch_order
 
 
 class Ledger(Callback):
@@ -121,7 +120,7 @@ class Ledger(Callback):
             self._compare_rows(run)
         if consumed and not self._unknown and (epoch, consumed) == (run.state.cursor.epoch, run.state.cursor.samples):
             feed = run.feed
-            order = None if feed.samples is None else epoch_order(feed.samples, feed.seed, epoch, feed.shuffle)
+            order = feed.walk.order(epoch, feed.shuffle)
             self._compare(run, consumed, order)
             partial = consumed
         found = self._facts()
@@ -224,4 +223,7 @@ class Ledger(Callback):
 
 def _order(feed: Any) -> list[int]:
     """Return what the order of an epoch's samples depends on; nothing of ours for a stream."""
-    return [-1, 0, 0] if feed.samples is None else [feed.samples, feed.seed if feed.shuffle else 0, int(feed.shuffle)]
+    if feed.samples is None:
+        return [-1, 0, 0]
+    bucket = [feed.walk.bucket] if feed.walk.bucket and feed.shuffle else []
+    return [feed.samples, feed.seed if feed.shuffle else 0, int(feed.shuffle), *bucket]

@@ -14,10 +14,11 @@ from typing import Any, cast
 
 from hvdtrain.cluster.topology import HostRanks
 from hvdtrain.core.terminal import say
+from hvdtrain.data.workers.pool import Pool
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.over_ranks import OverRanks
-from hvdtrain.planning.batch.meter import AverageStep, Reading, read, slow_rank
+from hvdtrain.planning.batch.meter import AverageStep, Reading, faster_data, read, slow_rank
 from hvdtrain.planning.linear import LinearTime
 
 SKIPPED_STEPS = 2
@@ -221,7 +222,15 @@ def _reading(run: Run, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
     lost_s -= math.fsum(row.compute_s for row in by_rank)
     channel_s = min(lost_s, math.fsum(sums[-1] for sums in sums_P) / steps)
     return read(rows, step_s, labels, run.config.balance, run.dp.compression, solo, len(run.topology.hosts),
-                _crowded(run.topology.hosts), (lost_s - channel_s, channel_s) if cut else None, len(by_rank))
+                _crowded(run.topology.hosts), (lost_s - channel_s, channel_s) if cut else None, len(by_rank),
+                _faster(run))
+
+
+def _faster(run: Run) -> str:
+    """Return what would make this run's data faster."""
+    pool = getattr(run.feed.data, "pool", None)
+    workers, cores = pool.n if isinstance(pool, Pool) else 0, run.topology.cores_of(run.control.rank)
+    return faster_data(run.feed.samples is None, workers, cores)
 
 
 def _labels(run: Run) -> list[str]:

@@ -80,14 +80,14 @@ class Seconds(Callback):
         before, self._told = self._told, timeline.clock.seconds()
         spent = {cause: self._told[cause] - before[cause] for cause in CAUSES}
         idle_s, timeline.idle_s = timeline.idle_s, {}
-        rows_P = run.control.gather((spent, packed(timeline.stood.take()), idle_s))
+        rows_P = run.control.gather((spent, packed(timeline.stood.take()), idle_s, run.feed.walk.decodes))
         self._asked, self._last = False, time.monotonic()
         if run.control.rank == 0:
             self._record(run, *map(list, zip(*rows_P)))
         self._from_step = run.state.cursor.step
 
     def _record(self, run: Run, spent_P: list[dict[str, float]], stood_P: Sequence[Packed],
-                idle_P: Sequence[dict[int, float]]) -> None:
+                idle_P: Sequence[dict[int, float]], decodes_P: Sequence[int]) -> None:
         waits = spans.compare(stood_P, [spent["wait"] for spent in spent_P], [c.offset_s for c in self.clocks],
                              max(c.within_s for c in self.clocks))
         for rank, spent in enumerate(spent_P):
@@ -96,7 +96,7 @@ class Seconds(Callback):
             spent["compute"] += float(waits.own_P[rank])
         run.record("seconds", from_step=self._from_step, window_s=sum(spent_P[0].values()),
                    ranks=[{cause: round(s, 6) for cause, s in spent.items()} for spent in spent_P],
-                   waits=longest(waits.wait_PP),
+                   waits=longest(waits.wait_PP), decodes=sum(decodes_P),
                    idles=[[rank, source, round(s, 6)] for rank, own in enumerate(idle_P) for source, s in own.items()])
 
 

@@ -25,6 +25,9 @@ WORTH = 5.0
 SLOW = 1.5
 """Times as long for a sample as the others' median: such a rank is named while there is time to change the run."""
 
+FASTER = "raise data.workers, store decoded samples as .npy, or use a format with an index"
+"""Advice where nothing is known of the data."""
+
 WORTH_GAIN = 10.0
 """Percent of speed that balancing has to give before it is recommended in the middle of a run."""
 
@@ -60,13 +63,13 @@ class Reading:
 
 def read(rows_P: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
          solo_P: Sequence[float] | None = None, hosts: int = 2, crowded: str = "",
-         stages_s: tuple[float, float] | None = None, ranks: int = 0) -> Reading:
+         stages_s: tuple[float, float] | None = None, ranks: int = 0, faster: str = FASTER) -> Reading:
     """Read the meter over a window; 0 everywhere without steps or samples.
 
     ``labels_P``: "rank 1 on host b". ``balance``, ``compression``: as configured. ``solo_P``: single-rank throughputs
     if they are known better than from the rows. ``hosts``: their number; ``crowded``: "4 ranks share 2 cores" if they
     do. With a model partitioned over ``ranks`` the rows are of its copies, and ``stages_s`` the ranks' seconds of a
-    step of waiting for stages and of messages.
+    step of waiting for stages and of messages. ``faster``: what makes the data faster (`faster_data`).
     """
     assert len(rows_P) == len(labels_P) and (solo_P is None or len(solo_P) == len(rows_P))
     rows = tuple(rows_P)
@@ -79,7 +82,7 @@ def read(rows_P: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], 
     if not samples or not step_s > 0:
         sentence = "nothing to do: no step was measured"
     else:
-        sentence = _sentence(rows, step_s, labels_P, balance, compression, solo, lost, percent, hosts, crowded)
+        sentence = _sentence(rows, step_s, labels_P, balance, compression, solo, lost, percent, hosts, crowded, faster)
     return Reading(percent, step_s, lost, rows, sentence)
 
 
@@ -116,7 +119,8 @@ def _lost(rows: Sequence[AverageStep], step_s: float) -> dict[str, float]:
 
 
 def _sentence(rows: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
-              solo: Sequence[float], lost: dict[str, float], percent: float, hosts: int, crowded: str) -> str:
+              solo: Sequence[float], lost: dict[str, float], percent: float, hosts: int, crowded: str,
+              faster: str) -> str:
     """Return what to do about the largest loss."""
     cause = max(lost, key=lambda name: lost[name])
     if lost[cause] < WORTH:
@@ -133,14 +137,30 @@ def _sentence(rows: Sequence[AverageStep], step_s: float, labels_P: Sequence[str
         fewer = " or fewer hosts" if hosts > 1 else ""
         return f"{share} is gradient exchange: try {cheaper}a larger global_batch{fewer}"
     if cause == "input":
-        return f"{share} is waiting for data: raise data.prefetch or use a faster source"
+        worst = max(range(len(rows)), key=lambda r: rows[r].data_s)
+        most = f", most of it on {labels_P[worst]}" if rows[worst].data_s > SLOW * statistics.median(
+            row.data_s for row in rows) else ""
+        return f"{share} is waiting for data{most}: {faster}"
     if cause == "update":
         return f"{share} is the optimizer's update: a larger global_batch needs fewer updates"
-    return _about_slowest(rows, step_s, labels_P, balance, solo, share)
+    return _about_slowest(rows, step_s, labels_P, balance, solo, share, faster)
+
+
+def faster_data(stream: bool, workers: int, cores: int) -> str:
+    """Return what makes data faster; pure.
+
+    ``workers``: processes that read a rank's samples, of ``cores`` that the rank has.
+    """
+    if stream:
+        return ("decode in more threads or processes of the stream (num_workers, num_parallel_calls), or use a format "
+                "with an index (docs/how-to/formats.md)")
+    if workers + 1 < cores:
+        return f"set data.workers: {cores - 1} (now {workers}), or store decoded samples as .npy"
+    return "store decoded samples as .npy or use fewer ranks on this host, whose cores all read already"
 
 
 def _about_slowest(rows: Sequence[AverageStep], step_s: float, labels_P: Sequence[str], balance: str,
-                   solo: Sequence[float], share: str) -> str:
+                   solo: Sequence[float], share: str, faster: str) -> str:
     """Return what to do about a straggler, by the cause of its delay and by what is configured."""
     awaited = max(range(len(rows)), key=lambda r: rows[r].busy_s)
     who, row = labels_P[awaited], rows[awaited]
@@ -148,7 +168,7 @@ def _about_slowest(rows: Sequence[AverageStep], step_s: float, labels_P: Sequenc
     spare_data_s = row.data_s - statistics.median(rows[r].data_s for r in others)
     spare_s = row.busy_s - statistics.median(rows[r].busy_s for r in others)
     if spare_data_s > 0.5 * spare_s:
-        return f"{share} is waiting for {who}, which waits for its data: raise data.prefetch or fix its source"
+        return f"{share} is waiting for {who}, which waits for its data: {faster}"
     idle = [r for r in others if rows[r].samples == 0]
     if len(idle) == len(others):
         return f"{who} computes all samples and the other ranks wait: use a larger global_batch, or fewer ranks"

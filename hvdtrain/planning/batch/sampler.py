@@ -15,6 +15,10 @@ import numpy as np
 from hvdtrain.core.errors import UserError
 
 _WORD = 2**64
+_BUCKETED = 3 * 2**61  # first of the random streams of `bucketed`
+
+BUCKETS = 32
+"""Buckets of a window whose samples are sorted by length together."""
 
 
 def random_bits(n: int, seed: int, stream: int) -> np.ndarray:
@@ -35,6 +39,22 @@ def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     if not shuffle:
         return np.arange(n, dtype=np.int64)
     return np.argsort(random_bits(n, seed, epoch), kind="stable").astype(np.int64, copy=False)
+
+
+def bucketed(order_N: np.ndarray, lengths_N: np.ndarray, bucket: int, seed: int, epoch: int) -> np.ndarray:
+    """Return ``order_N`` with samples of similar length in buckets of ``bucket``, int64[N]. Pure.
+
+    ``lengths_N``: of each sample, by its number. Windows of `BUCKETS` buckets are sorted by length, then the buckets of
+    a window and the samples of each bucket are permuted. The last bucket may be short and stays at the end.
+    """
+    n, full = len(order_N), len(order_N) // bucket
+    places_N = np.arange(n)
+    sorted_N = order_N[np.lexsort((lengths_N[order_N], places_N // (BUCKETS * bucket)))]
+    drawn = random_bits(full + n, seed, _BUCKETED + epoch)
+    turns = np.concatenate([np.lexsort((drawn[:full], np.arange(full) // BUCKETS)), [full]])
+    starts = np.repeat(turns * bucket, bucket)[:n] if full else np.zeros(n, np.int64)
+    moved_N = sorted_N[starts + places_N % bucket]
+    return moved_N[np.lexsort((drawn[full:], places_N // bucket))]
 
 
 def cut(n: int, weights_P: Sequence[float]) -> np.ndarray:

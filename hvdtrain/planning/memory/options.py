@@ -69,7 +69,7 @@ def changes(facts: MemoryFacts, config: Config, buckets: Sequence[Bucket], parts
     yield from _remat(facts, config)
     if config.precision == "fp32" and facts.model.framework != "numpy":
         yield Change("bf16", "--precision bf16", "rounds activations to bf16 (8 bits of 24); how much it saves is "
-                     f"estimated, not measured: {100 * (1 - BF16_PART):.0f} % of activations", _bf16)
+                     f"estimated, not measured: {100 * (1 - BF16_PART):.0f} % of activations", in_bf16)
     if has_blocks and config.model_parallel == 1 and device != "cpu":
         yield Change("split", "--model_parallel 2", "two devices for each rank, which wait for each other "
                      "during part of each step", _split)
@@ -116,7 +116,8 @@ def _with_stage(stage: int, buckets: Sequence[Bucket], parts_P: Sequence[float])
     return apply
 
 
-def _bf16(facts: MemoryFacts) -> MemoryFacts:
+def in_bf16(facts: MemoryFacts) -> MemoryFacts:
+    """Return the facts of a rank that computes in bf16."""
     line = facts.measured.line
     if line is None:
         return facts

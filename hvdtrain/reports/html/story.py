@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hvdtrain.planning.batch.meter import FASTER
 from hvdtrain.reports.html import headline
 from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.log import UNRECORDED, USEFUL, RunAttempt, TimeBreakdown
@@ -266,8 +267,7 @@ def give(facts: RunFacts) -> list[str]:
                               "less often (checkpoint.every_steps), or let each rank write its shard "
                               "(checkpoint.layout sharded)"),
                              ("evaluation", "Evaluation took {p} of the ranks' time: evaluate less often (eval_every)"),
-                             ("input", "Waiting for data took {p} of the ranks' time: raise "
-                              "data.prefetch or use a faster source")):
+                             ("input", f"Waiting for data took {{p}} of the ranks' time: {FASTER}")):
             part = spent.part(cause)
             said = any("data" in one for one in found) if cause == "input" else False
             most = cause == "start" and part >= max(spent.part(one) for one in spent.total)

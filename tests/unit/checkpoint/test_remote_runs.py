@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from small_runs import SLOW_TENSORFLOW, bits, config, fitted, lockstep, make_model, samples
 
-from hvdtrain.checkpoint import CheckpointStore, object_store, remote
+from hvdtrain.checkpoint import CheckpointStore, remote
 from hvdtrain.checkpoint.downloads import staging
 from hvdtrain.commands import main
 from hvdtrain.commands.launch.job import job_of
@@ -63,7 +63,7 @@ def storage(tmp_path, monkeypatch):
     fsspec.register_implementation("test", Storage, clobber=True)
     for name, value in (("store", {}), ("pseudo_dirs", [""]), ("calls", []), ("before", lambda verb, name: None)):
         monkeypatch.setattr(Storage, name, staticmethod(value) if callable(value) else value)
-    monkeypatch.setattr(object_store, "RETRY_WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr("hvdtrain.core.object_store.RETRY_WAITS_S", (0.0, 0.0))
     host(monkeypatch, tmp_path, "first")
     return Storage
 

@@ -305,3 +305,21 @@ def test_an_epoch_that_is_dropped_ends_its_thread():
     assert fetch_threads()
     del steps
     assert not fetch_threads()
+
+
+def test_buckets_of_length_are_the_same_on_any_number_of_ranks():
+    """Each sample once, resumed at another global batch; rows of a batch are of similar length."""
+    class Rows(ArraySource):
+        lengths = (np.arange(90) * 37) % 91
+
+    def work(rank, control, size, cursor=Cursor(), batch=6):
+        feed = Feed(Rows((np.arange(90),)), batch, rank=rank, size=size, seed=4, control=control, bucket=6)
+        return list(feed.epoch(cursor))
+
+    alone = by_step([work(0, None, 1)])
+    assert [sorted(step) for step in by_step(on_ranks(3, lambda r, c: work(r, c, 3)))] == list(map(sorted, alone))
+    assert all(np.ptp(Rows.lengths[step]) < 15 for step in alone)
+    rest = by_step([work(0, None, 1, Cursor(0, 4, 4, 24), 11)])
+    assert sum(alone[:4] + rest, []) == sum(alone, []) and sorted(sum(alone, [])) == list(range(90))
+    with pytest.raises(UserError, match="no lengths"):
+        Feed(numbers(8), 4, bucket=4)

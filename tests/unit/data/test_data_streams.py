@@ -14,7 +14,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource
-from hvdtrain.data.stream import fingerprint, rebatch
+from hvdtrain.data.stream import ShuffledStream, fingerprint, rebatch
 
 
 @pytest.fixture(autouse=True)
@@ -166,3 +166,25 @@ def test_fingerprint_tells_samples_in_another_order_apart(rows, width):
     order = [0, *range(2, rows), 1]
     assert fingerprint(batch) == fingerprint((np.asfortranarray(batch[0]), batch[1].copy()))
     assert fingerprint(batch) != fingerprint((batch[0][order], batch[1]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(0, 60), buffer=st.integers(1, 70), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+       epoch=st.integers(0, 3))
+def test_a_shuffle_buffer_gives_each_sample_once_in_an_order_of_seed_and_epoch(n, buffer, sizes, epoch):
+    def order(sizes, seed=1, epoch=epoch):
+        chunks = list(ShuffledStream(NumberStream(n, sizes), buffer, seed).chunks(epoch))
+        return [int(x) - 1000 * epoch for chunk in chunks for x in chunk[0]]
+
+    found = order(sizes)
+    assert sorted(found) == list(range(n)) and found == order([5])
+    assert all(place >= number - buffer for place, number in enumerate(found))
+    if n >= 50 and buffer >= 10:
+        assert found != list(range(n)) and found not in (order(sizes, seed=2), order(sizes, epoch=epoch + 1))
+
+
+def test_a_shuffle_buffer_delays_a_sample_by_its_size_on_average():
+    found = np.concatenate([x for x, _ in ShuffledStream(NumberStream(20000, [100]), 200, 0).chunks(0)])
+    delay = (np.argsort(found) + 200 - np.arange(20000))[:15000]
+    assert delay.min() >= 1 and 190 < delay.mean() < 210
+    assert (delay <= 200).mean() == pytest.approx(0.63, abs=0.03)

@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
+from hvdtrain.data import kept
 from hvdtrain.data import tokenizer as tokenizers_of_files
 from hvdtrain.data import tokenizer as tokens
 from hvdtrain.data.feed import Feed
@@ -136,9 +137,9 @@ def test_ranks_of_a_host_make_the_tokens_once(english, theirs, monkeypatch):
     assert [name.rpartition(".")[2] for name in made(english.parent)] == ["npy"]
     kept_file = english.parent / tokens.FOLDER / made(english.parent)[0]
     kept_file.unlink()
-    monkeypatch.setattr(tokens, "WAIT_S", 0.1)
+    monkeypatch.setattr(kept, "WAIT_S", 0.1)
     lock = os.open(kept_file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
-    tokens.fcntl.flock(lock, tokens.fcntl.LOCK_EX)
+    kept.fcntl.flock(lock, kept.fcntl.LOCK_EX)
     with pytest.raises(UserError, match="another process has been tokenizing for more than .*npy|lock"):
         resolve("text_files", args, "train")
     os.close(lock)

@@ -209,9 +209,10 @@ def test_windows_before_a_plan_is_in_force_are_not_judged(monkeypatch, tmp_path)
 
 
 def test_a_rank_with_samples_in_few_steps_counts_by_those(monkeypatch, tmp_path):
-    place = SimpleNamespace(hosts=(), host_of=lambda rank: SimpleNamespace(node="here"))
+    place = SimpleNamespace(hosts=(), host_of=lambda rank: SimpleNamespace(node="here"), cores_of=lambda rank: 2)
     run = SimpleNamespace(config=config(global_batch=100), state=RunState(), topology=place,
-                          dp=SimpleNamespace(compression="none"), mesh=Mesh.of([1, 1], 0))
+                          dp=SimpleNamespace(compression="none"), mesh=Mesh.of([1, 1], 0),
+                          feed=SimpleNamespace(data=None, samples=100), control=SimpleNamespace(rank=0))
     # 200 steps of 0.1 s: rank 0 takes 99.5 samples each; rank 1 takes 10 in 10 of them, at 250 samples/s.
     sums = [[20.0, 20.0, 19900.0, 0.0, 20.0, 0.0, 0.0, 0.0],
             [20.0, 0.4, 100.0, 0.0, 0.4, 17.6, 2.0, 0.0]]

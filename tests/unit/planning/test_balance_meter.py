@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.engine.callbacks.meter import EARLY_S, Meter, _row
-from hvdtrain.planning.batch.meter import CAUSES, AverageStep, read, slow_rank
+from hvdtrain.planning.batch.meter import CAUSES, AverageStep, faster_data, read, slow_rank
 
 TWO = ["rank 0 on host a", "rank 1 on host b"]
 
@@ -84,7 +84,7 @@ def test_stage_that_waits_for_the_input_of_the_one_before_counts_it_once():
                                                    "--compression auto, a larger global_batch or fewer hosts"),
     (AverageStep(8, 0.0, 0.05, 0.05, 0.0), "int8", "wire", "try a larger global_batch or fewer hosts"),
     (AverageStep(8, 0.04, 0.05, 0.01, 0.0), "none", "input", "40 % of the ranks' time is waiting for "
-                                                     "data: raise data.prefetch or use a faster source"),
+                                                     "data: raise data.workers, store decoded"),
     (AverageStep(8, 0.0, 0.05, 0.01, 0.04), "none", "update",
      "40 % of the ranks' time is the optimizer's "
                                                       "update: a larger global_batch needs fewer updates")])
@@ -92,6 +92,15 @@ def test_what_all_ranks_lose_alike(row, compression, cause, words):
     got = read([row, row], 0.1, TWO, "off", compression)
     assert max(got.lost, key=got.lost.get) == cause and words in got.sentence
     assert sum(got.lost.values()) == pytest.approx(50.0)  # the rest is compute
+
+
+@pytest.mark.parametrize("stream, workers, cores, words", [
+    (True, 0, 8, "num_parallel_calls"), (False, 2, 8, "set data.workers: 7 (now 2)"), (False, 1, 2, "decoded samples")])
+def test_waiting_for_data_is_answered_by_what_reads_it(stream, workers, cores, words):
+    rows = [AverageStep(8, data_s, 0.05, 0.05 - data_s, 0.0) for data_s in (0.02, 0.05)]
+    got = read([*rows, rows[0]], 0.1, ["rank 0", "rank 1", "rank 2"], "off", "int8",
+               faster=faster_data(stream, workers, cores))
+    assert words in got.sentence and "most of it on rank 1: " in got.sentence
 
 
 @pytest.mark.parametrize("stages_s, words", [
@@ -109,7 +118,7 @@ def test_what_stages_of_one_copy_lose(stages_s, words):
     ([AverageStep(20, 0.0, 0.1, 0.1, 0.0), AverageStep(40, 0.0, 0.2, 0.0, 0.0)], "off",  # unequal shares, equal speeds
      "25 % of the ranks' time is waiting for rank 1 on host b: --balance auto would gain about 33 %"),
     ([AverageStep(32, 0.0, 0.1, 0.1, 0.0), AverageStep(32, 0.1, 0.1, 0.0, 0.0)], "off",
-     "waiting for rank 1 on host b, which waits for its data: raise data.prefetch or fix its source"),
+     "waiting for rank 1 on host b, which waits for its data: raise data.workers, store decoded"),
     ([AverageStep(4, 0.0, 0.1, 0.06, 0.0), AverageStep(1, 0.0, 0.16, 0.0, 0.0)], "auto",
      "waiting for rank 1 on host b, which can give up only one sample: use a larger global_batch"),
     ([AverageStep(64, 0.0, 0.1, 0.1, 0.0), AverageStep(64, 0.0, 0.2, 0.0, 0.0)], "auto",

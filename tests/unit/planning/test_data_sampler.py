@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
-from hvdtrain.planning.batch.sampler import cut, epoch_order, micro_batches, steps_per_epoch
+from hvdtrain.planning.batch.sampler import BUCKETS, bucketed, cut, epoch_order, micro_batches, steps_per_epoch
 
 WEIGHTS = st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e6)), min_size=1, max_size=9).filter(any)
 
@@ -117,3 +117,33 @@ def test_cursor_refuses_a_damaged_dict(damage):
 def test_cursor_refuses_what_is_not_a_position(values):
     with pytest.raises(UserError, match="data position"):
         Cursor.from_dict(values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(0, 300), bucket=st.integers(1, 9), seed=st.integers(0, 3), epoch=st.integers(0, 2))
+def test_buckets_hold_each_sample_once_and_similar_lengths(n, bucket, seed, epoch):
+    lengths_N = np.random.default_rng(n).integers(1, 1000, n)
+    order_N = epoch_order(n, seed, epoch, shuffle=True)
+    found_N = bucketed(order_N, lengths_N, bucket, seed, epoch)
+    assert sorted(found_N.tolist()) == list(range(n)) and found_N.dtype == np.int64
+    window = BUCKETS * bucket
+    for at in range(0, n, window):  # each window has its samples, in buckets that do not overlap in length
+        inside = found_N[at:at + window]
+        assert set(inside) == set(order_N[at:at + window])
+        ranges = sorted((lengths_N[part].min(), lengths_N[part].max()) for part in np.split(
+            inside, range(bucket, len(inside), bucket)) if len(part))
+        assert all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:]))
+    if n > 100 and bucket > 1:
+        assert found_N.tolist() != bucketed(epoch_order(n, seed, epoch + 1, True), lengths_N, bucket, seed,
+                                            epoch + 1).tolist()
+
+
+def test_buckets_pad_little():
+    lengths_N = np.random.default_rng(0).integers(1, 513, 5000)
+
+    def padding(order_N):
+        batches = [lengths_N[order_N[at:at + 32]] for at in range(0, 5000, 32)]
+        return 1 - lengths_N.sum() / sum(len(batch) * int(batch.max()) for batch in batches)
+
+    order_N = epoch_order(5000, 0, 0, True)
+    assert padding(order_N) > 0.45 and padding(bucketed(order_N, lengths_N, 32, 0, 0)) < 0.05

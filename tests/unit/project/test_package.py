@@ -9,19 +9,20 @@ import sys
 import pytest
 
 from hvdtrain import __version__, recipes
-from hvdtrain.checkpoint.object_store import ObjectStore
 from hvdtrain.commands import init, main, train
 from hvdtrain.commands.migrate import cli as migrate
 from hvdtrain.config import yaml_file
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.object_store import ObjectStore
 from hvdtrain.data import pictures
 from hvdtrain.data.sets import digits
+from hvdtrain.data.sources import resolve
 from hvdtrain.reports.html import page
 
 TREE = ROOT.parent
 EXTRAS = {"torch", "tensorflow", "tensorflow-cuda", "mpi", "horovod", "data", "migrate", "report", "trackers", "gpu",
-          "parquet", "onnx", "remote", "zoo", "bench", "dev", "docs"}
+          "parquet", "datasets", "onnx", "remote", "zoo", "bench", "dev", "docs"}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,8 @@ def test_a_recipe_is_named_in_config():
     ("sklearn", "data", digits.table),
     ("PIL", "data", pictures._pillow),
     ("fsspec.core", "remote", lambda: ObjectStore.open("memory://run", "out")),
+    ("pyarrow", "parquet", lambda: resolve("parquet", {"files": "x"}, "train")),
+    ("datasets", "datasets", lambda: resolve("hf", {"files": "x"}, "train")),
     ("libcst", "migrate", lambda: migrate.main(["script.py"])),
     ("jinja2", "report", page._environment.__wrapped__)])
 def test_a_package_that_is_missing_is_named_with_its_extra(package, extra, use, monkeypatch):

@@ -1,5 +1,5 @@
 """``python -m hvdtrain plan``: measure every rank's speed and print its share of the batch; with ``--memory``, its
-bytes.
+bytes. ``--inventory`` is left to `hvdtrain.commands.plan.inventory`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hvdtrain import backends
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.machine import memory
+from hvdtrain.commands.plan import inventory
 from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, cut_over_ranks
 from hvdtrain.core import terminal
@@ -30,6 +31,8 @@ from hvdtrain.engine.run import Run
 from hvdtrain.parallel.pipeline.plan import Planned, record
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
+       python -m hvdtrain plan --inventory FILE [--assume FILE] [--samples N] [--budget AMOUNT] [--deadline HOURS]
+                               [--json FILE] [options of train]
 
 Probes each rank's speed for the model, and prints each rank's share of the global batch
 (balance: static). Trains nothing and writes no run. Start it like the training, for example:
@@ -47,6 +50,13 @@ memory next to the plan.
 With --pipeline either form prints the partition of the model over ranks, the memory of each stage, and the predicted
 step time and idle share; without --memory also the share of each replica, if there are several.
 
+--inventory FILE predicts a training on the hosts of a YAML file, which need not be here, in one process: whether it
+fits, step time, samples/s, scaling efficiency, hours, cost and energy of --samples N (default: of all epochs), and
+alternatives, best first, each with its command. --inventory here calibrates this job's devices: start it with mpirun
+like the training; the measurements are kept and used by later plans. Devices without a calibration need
+--assume FILE, such as `efficiency: 0.4` (fraction of the peak FLOP/s); such results are labelled ASSUMED.
+--budget and --deadline choose among the alternatives. --json - writes to standard output.
+
 python -m hvdtrain train --help lists all options.
 """
 
@@ -57,6 +67,9 @@ def main(argv: list[str]) -> int:
     if any(a in ("-h", "--help") for a in argv):
         print(USAGE, end="")
         return 0
+    if any(word.partition("=")[0] == "--inventory" for word in argv):
+        with exit_calls.told():
+            return inventory.main(argv)
     argv, memory, check, target = _own_options(argv)
     config = parse(argv)
     if config is None:

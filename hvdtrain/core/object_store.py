@@ -1,6 +1,7 @@
 """Read and write the files under a URL by fsspec, with retries and a deadline; every failure is a `StorageError`.
 
-Owns the calls of fsspec and their errors. `hvdtrain.checkpoint.remote` decides which files are stored.
+Owns the calls of fsspec and their errors. `hvdtrain.checkpoint.remote` decides which files of a run are stored,
+`hvdtrain.data.downloads` which shards are copied.
 """
 
 from __future__ import annotations
@@ -117,6 +118,10 @@ class ObjectStore:
     def read(self, name: str) -> bytes:
         """Return the bytes of a file. FileNotFoundError."""
         return bytes(self._call(f"reading {name}", lambda: self.fs.cat_file(self._path(name))))
+
+    def version(self, name: str) -> str:
+        """Return a text that changes with the file, of its size, time or ETag."""
+        return str(self._call(f"looking at {name}", lambda: self.fs.ukey(self._path(name))))
 
     def get(self, name: str, path: Path) -> None:
         """Copy a file to ``path``, whose parent is made."""

@@ -1,0 +1,1 @@
+"""``python -m hvdtrain plan``: shares of the batch, memory, and plans for other hardware."""

@@ -1,0 +1,393 @@
+"""``python -m hvdtrain plan --inventory``: time, memory, cost and energy on hardware that need not be here.
+
+Reads the inventory, the catalogue and assumptions, measures the model here, and prints what
+`hvdtrain.planning.hardware` makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import backends
+from hvdtrain.cluster import boot
+from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.devices import cpu_facts
+from hvdtrain.cluster.machine import memory
+from hvdtrain.commands.plan import assumptions
+from hvdtrain.commands.train import parse
+from hvdtrain.config import Config, yaml_file
+from hvdtrain.config import inventory as inventories
+from hvdtrain.config.inventory import Inventory, InventoryHost, InventoryLinks
+from hvdtrain.core import ROOT, terminal
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.units import format_bytes, format_ms, format_number
+from hvdtrain.engine import calibration, memory_survey
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.run import Run
+from hvdtrain.planning.hardware import alternatives
+from hvdtrain.planning.hardware.alternatives import Alternative, PlanLimits
+from hvdtrain.planning.hardware.catalogue import CPU, Catalogue, Device, made_of
+from hvdtrain.planning.hardware.estimate import Estimate, SiteHost, TrainingSettings, estimate, memory_text
+from hvdtrain.planning.hardware.rates import Calibration, Rates
+from hvdtrain.planning.hardware.workload import Workload
+from hvdtrain.planning.memory.options import in_bf16
+
+HERE = "here"
+"""The inventory that is this job itself."""
+
+OWN = ("--inventory", "--assume", "--samples", "--json", "--budget", "--deadline")
+"""Options of the plan; the rest are train's."""
+
+MEASURED_BATCH = 16
+"""Samples of the global batch with which memory and operations are measured where the device is not here."""
+
+MOST_DEVICES = 5
+"""Other devices of the catalogue that are printed; the JSON has all."""
+
+MOST = 1e15
+"""Bound of samples, amounts and hours."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Options of the command. ``train``: options of the training, as written."""
+
+    inventory: str
+    assume: str
+    samples: int
+    target: str
+    wishes: PlanLimits
+    train: tuple[str, ...]
+
+    @property
+    def quiet(self) -> bool:
+        """Return whether stdout is for the JSON alone."""
+        return self.target == "-"
+
+
+def request(argv: Sequence[str]) -> PlanRequest:
+    """Return the options in ``argv``; `UserError` for a value that is none."""
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, given, value = word.partition("=")
+        if name not in OWN:
+            rest.append(word)
+            continue
+        value = value if given else next(words, "")
+        if not value or value.startswith("--"):
+            raise UserError(f"{name} has no value", f"one, such as {name} 100", f"add it to {name}")
+        found[name] = value
+    samples = _number(found, "--samples")
+    return PlanRequest(found["--inventory"], found.get("--assume", ""), int(samples or 0), found.get("--json", ""),
+                   PlanLimits(_number(found, "--budget"), _number(found, "--deadline")), tuple(rest))
+
+
+def _number(found: Mapping[str, str], name: str) -> float | None:
+    if name not in found:
+        return None
+    try:
+        value = float(found[name].replace("_", ""))
+    except ValueError:
+        value = -1.0
+    if not 0 < value < MOST:
+        raise UserError(f"{name} is {found[name]!r}", "a number above 0", f"correct {name}")
+    return value
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan as ``argv`` says; return the exit status. Collective where ranks were launched."""
+    asked = request(argv)
+    config = parse([*asked.train, *(("--progress", "off") if asked.quiet else ())])
+    if config is None:
+        return 0
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    control = boot.start_control(launch_facts(os.environ), config.control_timeout_s)
+    given, assumed, catalogue = agreed(control, lambda: _read(asked), "the inventory")
+    here = PlannedHosts(config, control, catalogue, given, assumed)
+    calibrations: list[Calibration] = []
+    if assumed is not None and assumed.model is not None:
+        if given is None:
+            raise UserError("--inventory here with an assumed model", "an inventory file", "name the file")
+        workload, samples = assumed.workload(config.model, config.exchange.unmeasured_mb), asked.samples
+    else:
+        workload, calibrations, samples = here.measured()
+        samples = asked.samples or samples
+    agreed(control, lambda: _planned(asked, here, workload, calibrations, samples) if control.rank == 0 else None,
+           "the plan")
+    return 0
+
+
+def _read(asked: PlanRequest) -> tuple[Inventory | None, assumptions.Assumed | None, Catalogue]:
+    given = None if asked.inventory == HERE else inventories.read(asked.inventory)
+    assumed = assumptions.read(asked.assume) if asked.assume else None
+    made = catalogue_here()
+    if given is not None:
+        for host in given.hosts:
+            for _, name in host.devices:
+                made.known(name, given.devices)
+        if asked.wishes.budget is not None:
+            for host in given.hosts:
+                given.price_of(host.name)
+    elif asked.wishes.budget is not None:
+        raise UserError("--budget with --inventory here, which has no prices", "an inventory file with prices",
+                        "write hosts with price_per_hour into a file")
+    return given, assumed, made
+
+
+def catalogue_here() -> Catalogue:
+    """Return the catalogue that is installed with hvdtrain."""
+    return made_of(yaml_file.read(str(Path(ROOT, "config", "devices.yaml"))), memory.DEVICE_PART)
+
+
+class PlannedHosts:
+    """This job, and the inventory as hosts with devices. ``given``: None for the job itself."""
+
+    def __init__(self, config: Config, control: Control, catalogue: Catalogue, given: Inventory | None,
+                 assumed: assumptions.Assumed | None) -> None:
+        self.config, self.control, self.catalogue = config, control, catalogue
+        self.assumed = assumed
+        self._cpu = f"{CPU} {cpu_facts().name}"
+        self._given = given
+        self._run: Run | None = None
+
+    @property
+    def currency(self) -> str:
+        """Return the currency of the prices."""
+        return self._given.currency if self._given else ""
+
+    @property
+    def links(self) -> InventoryLinks:
+        """Return the links of the inventory."""
+        return self._given.links if self._given else InventoryLinks()
+
+    def hosts(self) -> list[SiteHost]:
+        """Return the hosts of the plan."""
+        if self._given is None:
+            assert self._run is not None
+            run = self._run
+            return [SiteHost(host.node, tuple(self._local(run.devices[rank].name, run.devices[rank].kind, len(
+                host.ranks)) for rank in host.ranks)) for host in run.topology.hosts]
+        return alternatives.site([self._entry(host) for host in self._given.hosts])
+
+    def _entry(self, host: InventoryHost) -> tuple[str, int, list[tuple[int, Device]], float | None, float | None]:
+        assert self._given is not None
+        local = self.control.node.partition(".")[0] in (host.name, host.name.partition(".")[0]) or (
+            host.name == "localhost")
+        devices = []
+        for number, name in host.devices:
+            device = self.catalogue.known(name, self._given.devices)
+            if device.kind == "cpu":
+                device = self._processor(device, host.ranks, local)
+            devices.append((number, device))
+        return host.name, host.count, devices, host.price_per_hour, host.power_w
+
+    def _processor(self, device: Device, ranks: int, local: bool) -> Device:
+        """Return the processor of a host, under the name that calibrations have, with the memory of one of ``ranks``.
+        """
+        room = device.room_bytes // ranks if device.room_bytes else (
+            memory.host_room_bytes(ranks) if local else None)
+        return replace(device, name=self._cpu, room_bytes=room)
+
+    def _local(self, name: str, kind: str, ranks: int) -> Device:
+        if kind == "cpu":
+            return self._processor(Device(CPU), ranks, True)
+        return self.catalogue.find(name) or Device(name)
+
+    def _own_devices(self) -> set[str]:
+        """Return the names of the devices of the inventory; none for the job itself."""
+        return {device.name for host in self.hosts() for device in host.devices} if self._given else set()
+
+    def measured(self) -> tuple[Workload, list[Calibration], int]:
+        """Measure the model, and the device of this job if the plan has such devices; collective.
+
+        Return the workload, calibrations of all devices of the plan, and the samples of the configured training.
+        """
+        wanted = self._own_devices()
+        config, control = self.config, self.control
+        from hvdtrain.cluster.devices import count_gpus
+
+        at_hand = self._given is None or self._cpu in wanted or count_gpus() > 0
+        run = self._run = assemble(self._small(config, at_hand))
+        try:
+            scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
+            facts = run.devices[control.rank]
+            local = len(run.topology.host_of(control.rank).ranks)
+            own = self._local(facts.name, facts.kind, local).name
+            workload, found = calibration.measured_here(run, scene, own, list(run.dp.buckets) or scene.buckets(),
+                                                        self._share(own, local, facts.kind))
+            name = calibration.key(run, scene.sample(1))
+            samples = config.max_steps * config.global_batch or config.epochs * (run.feed.samples or 0)
+        finally:
+            run.leave()
+        return workload, [c for device in sorted(wanted - {own}) for c in calibration.known(device, name)] + found, (
+            samples)
+
+    def _share(self, own: str, local: int, kind: str) -> int:
+        """Return the samples of a rank with this job's device, in a plan that has ranks as here; 0: none, -1: any."""
+        if self._given is None:
+            return -1
+        hosts = self.hosts()
+        alike = [host for host in hosts if own in {d.name for d in host.devices}
+                 and (kind != "cpu" or len(host.devices) == local)]
+        return self.config.global_batch // sum(len(host.devices) for host in hosts) if alike else 0
+
+    def _small(self, config: Config, at_hand: bool) -> Config:
+        """Return the configuration to measure with: with the micro-batches of the plan where its device is here."""
+        ranks = self.control.size
+        total = sum(len(host.devices) for host in self.hosts()) if self._given else ranks
+        batch = max(1, config.global_batch * ranks // total) if at_hand else min(
+            config.global_batch, MEASURED_BATCH * ranks)
+        precision = config.precision if at_hand else "fp32"
+        off = replace(config.checkpoint, every="off", every_steps=0, every_s=0.0)
+        return replace(config, balance="off", resume="", checkpoint=off, global_batch=max(ranks, batch), shares=[],
+                       emulate_speed=[], peak_tflops=[], precision=precision)
+
+    def settings(self, workload: Workload, calibrated: bool) -> TrainingSettings:
+        """Return the settings of the plan. ``calibrated``: steps were timed, with what checkpointing computes again."""
+        config = self.config
+        zero = config.data_parallel.stage if config.data_parallel.name == "zero" else 0
+        for what, bad in (("data_parallel.stage: auto", zero == "auto"), ("compression: auto",
+                          config.compression == "auto"), ("micro_batch: auto", config.micro_batch == "auto"),
+                          ("pipeline.depths", bool(config.pipeline.depths)),
+                          ("data_parallel: " + config.data_parallel.name,
+                           config.data_parallel.name not in ("zero", "replicate"))):
+            if bad:
+                raise UserError(f"a plan with {what}", "a value that is decided before the run", f"set {what} to one")
+        halves = config.precision in ("bf16", "fp16") and not self.assumed_model and (
+            self._run is not None and self._run.parts.precision.own == "fp32")
+        change = in_bf16 if halves else None
+        remat = workload.recomputing() if self.assumed_model and config.remat != "off" else None
+        again = 1.0 if config.remat != "off" and not calibrated else 0.0
+        shares = tuple(float(one) for one in config.shares) if isinstance(config.shares, list) else ()
+        return TrainingSettings(config.global_batch, str(config.precision), config.accumulate, config.balance != "off",
+                                shares, int(zero), config.compression, again, config.pipeline.stages,
+                                remat[0] if remat else change, config.checkpoint.every_steps,
+                                config.checkpoint.every_s)
+
+    @property
+    def assumed_model(self) -> bool:
+        """Return whether the model is described, not built."""
+        return self.assumed is not None and self.assumed.model is not None
+
+
+def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibrations: Sequence[Calibration],
+             samples: int) -> None:
+    """Estimate, look for alternatives, print and write; on rank 0."""
+    hosts, settings = here.hosts(), here.settings(workload, bool(calibrations))
+    size = sum(len(host.devices) for host in hosts)
+    if settings.global_batch < size:
+        raise UserError(f"global_batch {settings.global_batch} for {count(size, 'rank')}", "a sample for each rank",
+                        "raise --global_batch")
+    if settings.shares and len(settings.shares) != size:
+        raise UserError(f"shares has {len(settings.shares)} entries for {count(size, 'rank')}", "one for each",
+                        "correct shares")
+    rates = Rates(workload, calibrations, here.assumed.rates if here.assumed else None, here.links,
+                  here.config.collectives)
+    if not samples:
+        raise UserError("the number of samples to train is not known", "--samples N, or epochs of a data set",
+                        "add --samples")
+    base = estimate(hosts, settings, rates, samples)
+    found, left_out = alternatives.explored(base, hosts, settings, rates, here.catalogue, samples, asked.wishes,
+                                            here.currency)
+    best = alternatives.chosen(base, found, asked.wishes)
+    words = _train_words(asked, samples, settings)
+    line = shlex.join(alternatives.line_of(hosts, words))
+    record = {**base.to_dict(), "line": line, "samples": samples, "currency": here.currency,
+              "alternatives": [{"name": one.name, "reason": one.reason, "line": _line(one, words),
+                                "device": one.device, **one.outcome.to_dict()} for one in found],
+              "left_out": left_out,
+              "choice": None if best is None else {"name": "as given", "line": line} if isinstance(best, bool) else {
+                  "name": best.name, "line": _line(best, words)}}
+    _write(asked.target, record)
+    if not asked.quiet:
+        _show(base, hosts, workload, settings, samples, here, line)
+        _show_alternatives(found, left_out, here.currency, words)
+        _show_choice(best, asked.wishes, here.currency, words)
+
+
+def _train_words(asked: PlanRequest, samples: int, settings: TrainingSettings) -> list[str]:
+    words = list(asked.train)
+    if asked.samples and not any(word.startswith("--max_steps") for word in words):
+        words += ["--max_steps", str(-(-samples // settings.global_batch))]
+    return words
+
+
+def _line(one: Alternative, words: Sequence[str]) -> str:
+    return shlex.join(alternatives.line_of(one.hosts, [*words, *one.options]))
+
+
+def _write(target: str, record: dict[str, Any]) -> None:
+    if target == "-":
+        sys.stdout.write(json.dumps(record, indent=1) + "\n")
+    elif target:
+        try:
+            Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"the plan could not be written: {error}", "a writable file", "correct --json") from None
+
+
+def _show(base: Estimate, hosts: Sequence[SiteHost], workload: Workload, settings: TrainingSettings, samples: int,
+          here: PlannedHosts, line: str) -> None:
+    ranks = sum(len(host.devices) for host in hosts)
+    label = "ASSUMED" if base.assumed else "calibrated"
+    fits = {True: "yes", False: "no", None: "unknown"}[base.fits]
+    step = format_ms(base.mid_s)
+    if base.low_s is not None and base.high_s is not None:
+        step += f" ({format_ms(base.low_s)} to {format_ms(base.high_s)})"
+    parts = ", ".join(f"{name} {format_ms(seconds)}" for name, seconds in base.parts.items() if seconds > 0)
+    rows = [["fits", f"{fits}: rank {base.memory.rank} {memory_text(base.memory)}"],
+            ["step", f"{step}: {parts}"],
+            ["samples/s", f"{base.samples_per_s:.4g}, scaling efficiency {100 * base.efficiency:.1f} %"],
+            [f"{samples:,} samples", f"{format_number(base.hours)} hours"],
+            ["cost", "unknown: no price of each host" if base.cost is None
+             else f"{format_number(base.cost)} {here.currency}"],
+            ["energy", "unknown: no power of each host" if base.energy_kwh is None
+             else f"{format_number(base.energy_kwh)} kWh at rated power"]]
+    title = (f"{label} plan: {workload.name}, {count(ranks, 'rank')} on {count(len(hosts), 'host')}, global batch "
+             f"{settings.global_batch}, {format_bytes(workload.gradient_bytes)} of gradients")
+    terminal.show(title, ("", "predicted"), rows, launched=here.control.size > 1)
+    for text in base.assumptions:
+        terminal.note(f"ASSUMED: {text}")
+    terminal.say(f"  {line}")
+
+
+def _show_alternatives(every: Sequence[Alternative], left_out: Mapping[str, str], currency: str,
+                       words: Sequence[str]) -> None:
+    devices = [one for one in every if one.device]
+    found = [one for one in every if not one.device or one in devices[:MOST_DEVICES]]
+    rows = [[str(number), one.name + (" (ASSUMED)" if one.outcome.assumed else ""), {
+        True: "yes", False: "no", None: "unknown"}[one.outcome.fits], format_number(1e3 * one.outcome.mid_s),
+             format_number(one.outcome.samples_per_s), format_number(one.outcome.hours),
+             format_number(one.outcome.cost), one.reason] for number, one in enumerate(found, 1)]
+    terminal.show("alternatives, best first", ("", "change", "fits", "step ms", "samples/s", "hours",
+                                               f"cost {currency}".strip(), "reason"), rows, launched=True)
+    for number, one in enumerate(found, 1):
+        if one.outcome.fits is not False:
+            terminal.say(f"  {number}: {_line(one, words)}")
+    for name, why in left_out.items():
+        terminal.note(f"{name}: not estimated, {why}")
+
+
+def _show_choice(best: Alternative | bool | None, wishes: PlanLimits, currency: str, words: Sequence[str]) -> None:
+    if wishes.budget is None and wishes.deadline is None:
+        return
+    limits = " and ".join(text for text in (
+        f"{wishes.budget:g} {currency}" if wishes.budget is not None else "",
+        f"{wishes.deadline:g} hours" if wishes.deadline is not None else "") if text)
+    if best is None:
+        terminal.note(f"nothing above keeps {limits}")
+    elif isinstance(best, bool):
+        terminal.say(f"within {limits}: the set-up as given")
+    else:
+        terminal.say(f"within {limits}: {best.name}\n  {_line(best, words)}")

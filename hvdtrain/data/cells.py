@@ -1,0 +1,194 @@
+"""Turn the values of a file's columns (pictures, arrays, numbers, lists) into the arrays of a batch.
+
+Owns which column is x or y, and types and shapes. `hvdtrain.data.pictures` decodes pictures; the formats in
+`hvdtrain.data.sets` read values.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.data.pictures import Normalisation, channels_of, checked_size, decode
+from hvdtrain.data.rows import INPUTS, TARGETS
+from hvdtrain.data.sources import Unreadable, refuse_strings
+
+PARTS = ("x", "y", "weight")
+PICTURES = ("png", "jpg", "jpeg", "webp", "bmp", "ppm", "pgm")
+_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"P5", b"P6", b"P4", b"P1", b"P2", b"P3")
+"""First bytes of pictures but WebP's, which are RIFF....WEBP."""
+_NPY = b"\x93NUMPY"
+
+
+class Damage(Exception):
+    """A sample that cannot be read, with the reason."""
+
+
+def columns_of(names: Sequence[str], x: str, y: str, weight: str, where: str) -> tuple[str, ...]:
+    """Return the columns of x, y and, where given, the sample weight among ``names``.
+
+    Without ``x`` and ``y`` those named like x and y, a picture before other columns, else the first two. ``where``: the
+    file that has them. Errors: `UserError` for an unknown name.
+    """
+    for key, name in (("x", x), ("y", y), ("weight", weight)):
+        if name and name not in names and not _within(name, names):
+            raise UserError(f"data.args.{key} is {name!r}, and {where} has the columns {', '.join(names) or '(none)'}",
+                            nearest(name, names) if names else "a column of the file", f"correct data.args.{key}")
+    names = [name for name in names if name != weight]
+    rest = [name for name in names if name not in (x, y)]
+    x = x or next((name for known in (INPUTS, PICTURES) for name in rest if name.lower() in known), "")
+    rest = [name for name in rest if name != x]
+    y = y or next((name for name in rest if name in TARGETS or name == "cls"), "")
+    x = x or next((name for name in rest if name != y), "")
+    y = y or next((name for name in rest if name != x), "")
+    if not x:
+        raise UserError(f"{where} has no column for x", "one or two columns", "check data.args.files and data.args.x")
+    if weight and not y:
+        raise UserError(f"data.args.weight is {weight!r}, and {where} has no column for y", "one, which it weights",
+                        "set data.args.y")
+    return tuple(name for name in (x, y, weight) if name)
+
+
+def _within(name: str, names: Sequence[str]) -> bool:
+    """Return whether ``name`` asks for one of several endings (``jpg;png``) or for a value in JSON (``json.label``)."""
+    return any(part in names for part in (*name.split(";"), name.partition(".")[0]))
+
+
+class Cells:
+    """Convert values to arrays as `hvdtrain.data.formats.FileOptions` say, in the order of `PARTS`.
+
+    The first sample sets type and shape of each column (`learn`); others must have the same.
+    """
+
+    def __init__(self, size: Any, channels: int, mean: Any, std: Any, layout: str, shape: Any, dtype: str) -> None:
+        self.scale = Normalisation.of(mean, std, channels_of(channels), layout)
+        self._size, self._channels = checked_size(size), channels
+        self._shape, self._dtype = _shape(shape), _dtype(dtype)
+        self._kinds: list[tuple[np.dtype, tuple[int, ...], bool]] = []
+
+    def learn(self, values: Sequence[Any]) -> None:
+        """Take type and shape of each column from a sample. `Damage`: it cannot be decoded."""
+        self._kinds = [(array.dtype, array.shape, picture) for array, picture in self._arrays(values)]
+
+    def batch(self, rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, ...]:
+        """Return the columns (n, ...) of ``rows`` of arrays that `sample` has made."""
+        columns = [np.stack(column) for column in zip(*rows)]
+        return tuple(self.scale(column) if picture else column for column, (_, _, picture) in zip(columns, self._kinds))
+
+    @property
+    def pictures(self) -> bool:
+        """Return whether x is a picture."""
+        return bool(self._kinds) and self._kinds[0][2]
+
+    def sample(self, values: Sequence[Any], place: Callable[[], str]) -> list[np.ndarray]:
+        """Return the arrays of one sample. `Damage`: it cannot be decoded; `UserError`: other types or shapes."""
+        arrays = []
+        for i, ((array, picture), (dtype, shape, wanted)) in enumerate(zip(self._arrays(values), self._kinds)):
+            if array.dtype != dtype and dtype.kind == "f" and array.dtype.kind in "iu":
+                array = array.astype(dtype)  # 1 in a column that begins with 1.5, as JSON writes it
+            if (array.dtype, array.shape, picture) != (dtype, shape, wanted):
+                kinds = [f"{'a picture' if p else t} {list(s)}" for t, s, p in ((array.dtype, array.shape, picture),
+                                                                               (dtype, shape, wanted))]
+                do = "set data.args.size, which scales and crops pictures, such as 224" if picture and wanted else (
+                    "set data.args.dtype: float32" if i == 0 and array.shape == shape else "pad, crop or cast them")
+                raise UserError(f"{place()}: {PARTS[i]} is {kinds[0]}, in the first sample {kinds[1]}",
+                                "one type and shape in each column", do)
+            arrays.append(array)
+        return arrays
+
+    def _arrays(self, values: Sequence[Any]) -> list[tuple[np.ndarray, bool]]:
+        found = [self._array(value, PARTS[i], i == 0) for i, value in enumerate(values)]
+        if len(found) == len(PARTS):
+            found[-1] = found[-1][0].astype(np.float32), False
+        return found
+
+    def _array(self, value: Any, name: str, is_x: bool) -> tuple[np.ndarray, bool]:
+        """Return one value as an array, and whether it is a picture."""
+        if isinstance(value, dict) and "bytes" in value:  # an image of `datasets`
+            value = value["bytes"]
+        if value is None:
+            raise Damage(f"{name} is missing")
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            value = bytes(value)
+            if _is_picture(value) and not (is_x and self._dtype):
+                if not is_x:
+                    raise UserError(f"column {name} holds pictures", "numbers or .npy arrays",
+                                    f"store masks as .npy, or name another column in data.args.{name}")
+                return self._decoded(value), True
+            array = self._of_bytes(value, name, is_x)
+        else:
+            refuse_strings([value] if not isinstance(value, (list, np.ndarray)) else value, f"column {name}")
+            array = _numbers(value, name)
+        if is_x and self._dtype is not None:
+            array = array.astype(self._dtype)
+        if is_x and self._shape:
+            if array.size != np.prod(self._shape):
+                raise Damage(f"{name} has {array.size} elements, not the {list(self._shape)} of data.args.shape")
+            array = array.reshape(self._shape)
+        return array, False
+
+    def _decoded(self, value: bytes) -> np.ndarray:
+        try:
+            return decode(io.BytesIO(value), 0, self._size, self._channels)
+        except Unreadable as error:
+            raise Damage(error.reason) from None
+
+    def _of_bytes(self, value: bytes, name: str, is_x: bool) -> np.ndarray:
+        if value.startswith(_NPY):
+            try:
+                return plain(np.load(io.BytesIO(value), allow_pickle=False))
+            except (ValueError, EOFError, OSError) as error:
+                raise Damage(f"{name} is a damaged .npy: {error}") from None
+        if not is_x or self._dtype is None:
+            raise UserError(f"column {name} holds {len(value)} bytes, which begin with {value[:8]!r}",
+                            "a picture, a .npy, or numbers of a known type", "set data.args.dtype, such as uint8, and "
+                            "data.args.shape" if is_x else "name another column in data.args.y")
+        if len(value) % self._dtype.itemsize:
+            raise Damage(f"{name} has {len(value)} bytes, no multiple of the {self._dtype.itemsize} of {self._dtype}")
+        return np.frombuffer(value, self._dtype.newbyteorder("<")).astype(self._dtype)
+
+
+def _is_picture(value: bytes) -> bool:
+    return value.startswith(_STARTS) or value[:4] == b"RIFF" and value[8:12] == b"WEBP"
+
+
+def plain(array: np.ndarray) -> np.ndarray:
+    """Return floats as float32 and whole numbers as int64, but bytes (uint8) as they are, and native."""
+    if array.dtype.kind not in "biuf":
+        raise Damage(f"it holds {array.dtype}")
+    if array.dtype.kind == "f":
+        return array.astype(np.float32, copy=False)
+    kept = array.dtype.kind == "b" or array.dtype == np.uint8 and array.ndim
+    return array if kept else array.astype(np.int64, copy=False)
+
+
+def _numbers(value: Any, name: str) -> np.ndarray:
+    try:
+        return plain(np.asarray(value))
+    except ValueError:
+        raise UserError(f"column {name} holds lists of different lengths", "one length", "pad them") from None
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    sides = list(shape) if isinstance(shape, (list, tuple)) else [shape] if shape else []
+    if not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
+        raise UserError(f"data.args.shape is {shape!r}", "a list of whole numbers above 0, such as [28, 28]",
+                        "correct data.args.shape")
+    return tuple(sides)
+
+
+def _dtype(dtype: Any) -> np.dtype | None:
+    if not dtype:
+        return None
+    try:
+        made = np.dtype(dtype)
+    except TypeError:
+        made = np.dtype(object)
+    if made.kind not in "biuf":
+        raise UserError(f"data.args.dtype is {dtype!r}", "a type of numbers, such as float32 or uint8",
+                        "correct data.args.dtype")
+    return made

@@ -1,0 +1,147 @@
+"""Move the rows of a stream from the rank that reads it to the other ranks of its host, through shared memory.
+
+Owns these messages and their waits. `hvdtrain.data.batches` decides which ranks read, and cuts batches into shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.cluster.messages.channel import ALIGNED
+from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
+from hvdtrain.core.protocols import SharedCarrier
+from hvdtrain.data.stream import Arrays
+
+_TAG = 3
+_ROWS, _END, _FAILED = range(3)
+_WORDS = 8
+"""Numbers at the start of a message: number of the walk, kind, n, checksum, low, high, bytes of the rest's description;
+one is free."""
+MOST_AHEAD = 48
+"""Batches that a reader may be ahead of the others of its host, which have to have room for its messages."""
+
+
+class Rows(NamedTuple):
+    """Rows [low, high) of a global batch of ``n`` samples, and the ``check``sum of the whole batch."""
+
+    n: int
+    check: int
+    low: int
+    high: int
+    arrays: Arrays
+
+
+class HostReader:
+    """Messages of the rank ``reader`` to the others of its host, whose place in the cut ``places`` gives by rank.
+
+    A walk through the stream has a number, the same on all ranks, which each message carries: what an abandoned walk
+    has left in the memory is dropped. ``wanted_since``: when this rank began to wait for its next batch; None while it
+    computes, evaluates or saves, so that the wait of a fetching thread has no bound then.
+    """
+
+    def __init__(self, carrier: SharedCarrier, rank: int, places: Mapping[int, int], timeout_s: float) -> None:
+        self.reader = min(carrier.ranks)
+        self.reads = rank == self.reader
+        self.ranks = sorted(carrier.ranks)
+        self.wanted_since: float | None = None
+        self._carrier, self._rank, self._timeout_s = carrier, rank, timeout_s
+        self._others = [(other, places[other]) for other in self.ranks if other != rank] if self.reads else []
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Have the body, which takes the next batch, count as a wait for the reader."""
+        self.wanted_since = time.monotonic()
+        try:
+            with contextlib.nullcontext() if self.reads else pulse.waiting(
+                    f"taking rows of the stream, which rank {self.reader} reads"):
+                yield
+        finally:
+            self.wanted_since = None
+
+    @contextlib.contextmanager
+    def walk(self, number: int) -> Iterator[None]:
+        """Tell the other ranks of the end of the body, or of its error."""
+        kind, text = _END, b""
+        try:
+            yield
+        except UserError as error:
+            kind, text = _FAILED, pickle.dumps((error.got, error.expected, error.do, error.kind))
+            raise
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            kind, text = _FAILED, pickle.dumps(f"rank {self._rank}, which reads the stream for this host, failed: "
+                                               f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            for rank, _ in self._others:
+                self._put(rank, (number, kind, 0, 0, 0, 0, len(text)), [np.frombuffer(text, np.uint8)])
+
+    def send(self, number: int, batch: Arrays, check: int, bounds: Callable[[int], tuple[int, int]]) -> None:
+        """Give each other rank its rows of a global batch; ``bounds``: place in the cut -> rows [low, high)."""
+        text = pickle.dumps([(array.dtype, array.shape[1:]) for array in batch])
+        for rank, place in self._others:
+            low, high = bounds(place)
+            rows = [np.ascontiguousarray(array[low:high]) for array in batch] if high > low else []
+            self._put(rank, (number, _ROWS, len(batch[0]), check, low, high, len(text)),
+                      [np.frombuffer(text, np.uint8), *(row.reshape(-1).view(np.uint8) for row in rows)])
+
+    def rows(self, number: int) -> Iterator[Rows]:
+        """Yield this rank's rows of the walk's batches, in memory that the host shares.
+
+        Errors: `UserError` of the reader, `PeerFailed` for another one of it, `WaitTimeout`.
+        """
+        while True:
+            message = self._next()
+            words = message[:8 * _WORDS].view(np.int64).tolist()
+            if words[0] != number:
+                continue
+            n, check, low, high, nbytes = words[2:7]
+            at = 8 * _WORDS
+            what: Any = pickle.loads(message[at:at + nbytes].tobytes()) if nbytes else None
+            if words[1] == _FAILED:
+                if isinstance(what, str):
+                    raise PeerFailed(what)
+                got, expected, do, kind = what
+                raise UserError(got, expected, do).of_kind(kind)
+            if words[1] == _END:
+                return
+            yield Rows(n, check, low, high, _arrays(message, at + _padded(nbytes), what, high - low))
+
+    def _put(self, rank: int, words: tuple[int, ...], parts: list[np.ndarray]) -> None:
+        head = np.zeros(_WORDS, np.int64)
+        head[:len(words)] = words
+        self._carrier.put([head.view(np.uint8), *parts], rank, _TAG)
+
+    def _next(self) -> np.ndarray:
+        message = self._carrier.take(self.reader, _TAG)
+        while True:
+            try:
+                return message.wait()
+            except WaitTimeout:
+                since = self.wanted_since
+                if since is not None and time.monotonic() - since >= self._timeout_s:
+                    raise WaitTimeout(f"rank {self._rank} waited {self._timeout_s:g} s for its rows of the stream, "
+                                      f"which rank {self.reader} reads for this host. {pulse.missing()}".rstrip()
+                                      ) from None
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def _arrays(message: np.ndarray, at: int, what: list[tuple[np.dtype, tuple[int, ...]]], n: int) -> Arrays:
+    """Return views of ``n`` rows of each column, whose (dtype, shape of a row) ``what`` lists, from byte ``at`` on."""
+    arrays = []
+    for dtype, shape in what:
+        nbytes = n * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        arrays.append(message[at:at + nbytes].view(dtype).reshape(n, *shape))
+        at += _padded(nbytes)
+    return tuple(arrays)

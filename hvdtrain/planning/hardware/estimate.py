@@ -1,0 +1,310 @@
+"""Estimate of a set-up: whether it fits, its step as an interval, hours, cost and energy of a number of samples. Pure.
+
+The step is played by `hvdtrain.planning.simulator`, memory is the memory plan's; alternatives are left to
+`hvdtrain.planning.hardware.alternatives`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.units import Footprint, format_bytes
+from hvdtrain.planning import shards
+from hvdtrain.planning.batch import plan as batch
+from hvdtrain.planning.hardware.catalogue import Device
+from hvdtrain.planning.hardware.rates import RankRate, Rates, in_range
+from hvdtrain.planning.memory.forecast import MemoryFacts, RankMemory, Sharding, forecast
+from hvdtrain.planning.simulator import Exchange, Rank, Saves, Scene, Stages, step
+
+FORWARD = 1 / 3
+"""Fraction of forward and backward that forward takes: backward multiplies twice as much."""
+
+FLIGHT = 4
+"""Micro-batches of a pipeline per stage: its idle share is then below a fifth."""
+
+
+@dataclass(frozen=True)
+class SiteHost:
+    """A host: a device for each rank. ``price_per_hour``, ``power_w``: of the host; None: unknown."""
+
+    name: str
+    devices: tuple[Device, ...]
+    price_per_hour: float | None = None
+    power_w: float | None = None
+
+    @property
+    def watts(self) -> float | None:
+        """Return the power of the host, or of its devices at most; None where one is unknown."""
+        if self.power_w is not None:
+            return self.power_w
+        return sum(d.power_w for d in self.devices) if all(d.power_w for d in self.devices) else None
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Settings of a training that a plan varies. ``zero``: stage, 0: none. ``stages``: of a pipeline over ranks.
+
+    ``shares``: of ranks, by number; (): equal. ``balance``: shares by speed. ``recompute``: fraction of forward that
+    activation checkpointing computes again. ``change``: of the measured memory, such as that of activations in bf16.
+    ``save_steps``, ``save_every_s``: between checkpoints; 0: none.
+    """
+
+    global_batch: int
+    precision: str = "fp32"
+    accumulate: int = 1
+    balance: bool = False
+    shares: tuple[float, ...] = ()
+    zero: int = 0
+    compression: str = "none"
+    recompute: float = 0.0
+    stages: int = 1
+    change: Callable[[MemoryFacts], MemoryFacts] | None = None
+    save_steps: int = 0
+    save_every_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankMemoryPlan:
+    """The rank that is nearest to its limit. ``free``: bytes that it may hold; None: unknown."""
+
+    rank: int
+    need: Footprint
+    free: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Return whether it fits; None: unknown."""
+        return None if self.free is None else self.need.total <= self.free
+
+    @property
+    def load(self) -> float:
+        """Return the fraction of its memory that the rank takes."""
+        return self.need.total / max(1, self.free or 1) if self.free is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate of a set-up. ``low_s``, ``high_s``: None where something was assumed. ``parts``: seconds by cause.
+
+    ``hours``, ``cost``, ``energy_kwh``: None without samples, a price of each host, or the power of each.
+    ``shares``: samples by rank.
+    """
+
+    fits: bool | None
+    low_s: float | None
+    mid_s: float
+    high_s: float | None
+    samples_per_s: float
+    efficiency: float
+    hours: float | None
+    cost: float | None
+    energy_kwh: float | None
+    assumptions: tuple[str, ...]
+    parts: dict[str, float]
+    memory: RankMemoryPlan
+    shares: tuple[int, ...]
+
+    @property
+    def assumed(self) -> bool:
+        """Return whether the step was estimated from assumptions."""
+        return bool(self.assumptions)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys of ``--json``."""
+        need = self.memory.need
+        return {"fits": self.fits, "step_s": {"low": self.low_s, "mid": self.mid_s, "high": self.high_s},
+                "samples_per_s": self.samples_per_s, "efficiency": self.efficiency, "hours": self.hours,
+                "cost": self.cost, "energy_kwh": self.energy_kwh, "assumed": self.assumed,
+                "assumptions": list(self.assumptions), "step_parts_s": self.parts,
+                "memory": {"rank": self.memory.rank, "need_bytes": need.total, "free_bytes": self.memory.free},
+                "samples_by_rank": _folded(self.shares)}
+
+
+def estimate(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, samples: int) -> Estimate:
+    """Return the estimate of training ``samples`` samples, 0 for an unknown number; `UserError` where a rate is
+    unknown.
+    """
+    devices = [device for host in hosts for device in host.devices]
+    paces = _paces(hosts, settings, rates)
+    if settings.stages > 1:
+        return _piped(hosts, settings, rates, samples, paces)
+    lines = [pace.line.scaled(1 + FORWARD * settings.recompute) for pace in paces]
+    wiring = rates.wiring([host.devices for host in hosts])
+    divided = _divided(lines, settings, len(devices))
+    _within_range(divided, paces, devices)
+    codec_s, ratio, cast = rates.codec(settings.compression if len(devices) > 1 else "none", devices)
+    numbers = [number for number, host in enumerate(hosts) for _ in host.devices]
+    ranks = tuple(Rank(number, line, part.samples, max(1, part.accumulate), _updates(pace, settings, len(devices)))
+                  for number, line, part, pace in zip(numbers, lines, divided.parts, paces))
+    nbytes = tuple(bucket.nbytes for bucket in rates.workload.buckets)
+    exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, wiring.overlaps, codec_s, ratio,
+                        settings.zero)
+    memory = _memory(hosts, divided, settings, rates, wiring.transport)
+    said = (*_said(paces), *wiring.assumed, *([cast] if cast else []))
+    return _outcome(hosts, Scene(ranks, exchange, saves=_saves(settings, paces), error=max(p.error for p in paces)),
+                    memory, said, samples)
+
+
+def _saves(settings: TrainingSettings, paces: Sequence[RankRate]) -> Saves | None:
+    """Return the checkpoints of a training: one blocks it for the copy, or until the one before is written."""
+    blocks_s, write_s = (max(pace.save_s[i] for pace in paces) for i in (0, 1))
+    if not (settings.save_steps or settings.save_every_s) or not blocks_s:
+        return None
+    waits_s = max(0.0, write_s - settings.save_every_s) if settings.save_every_s else 0.0
+    return Saves(blocks_s + waits_s, settings.save_steps, 0.0 if settings.save_steps else settings.save_every_s)
+
+
+def _outcome(hosts: Sequence[SiteHost], scene: Scene, memory: RankMemoryPlan, said: Sequence[str],
+             samples: int) -> Estimate:
+    found = step(scene)
+    hours = cost = kwh = None
+    if samples:
+        hours = math.ceil(samples / scene.samples) * found.mid_s / 3600
+        prices, watts = [host.price_per_hour for host in hosts], [host.watts for host in hosts]
+        if None not in prices:
+            cost = hours * sum(price for price in prices if price is not None)
+        if None not in watts:
+            kwh = hours * sum(power for power in watts if power is not None) / 1000
+    exact = not said
+    return Estimate(memory.fits, found.low_s if exact else None, found.mid_s, found.high_s if exact else None,
+                   found.samples_per_s, found.efficiency, hours, cost, kwh, tuple(dict.fromkeys(said)),
+                   {name: max(0.0, seconds) for name, seconds in found.parts.items()}, memory,
+                   tuple(rank.samples for rank in scene.ranks))
+
+
+def _paces(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates) -> list[RankRate]:
+    known: dict[tuple[str, int], RankRate] = {}
+    found = []
+    for host in hosts:
+        for device in host.devices:
+            key = device.name, len(host.devices)
+            if key not in known:
+                known[key] = rates.pace(device, len(host.devices), precision_on(device, settings.precision))
+            found.append(known[key])
+    return found
+
+
+def precision_on(device: Device, wanted: str) -> str:
+    """Return the type that products run in on ``device``; auto: the better 16-bit type that it multiplies faster."""
+    if wanted != "auto":
+        return wanted
+    return next((kind for kind in ("bf16", "fp16") if device.kind != "cpu" and kind in device.flops), "fp32")
+
+
+def _divided(lines: Sequence[Any], settings: TrainingSettings, size: int) -> batch.BatchPlan:
+    if settings.balance:
+        return batch.plan(lines, settings.global_batch, None, settings.accumulate)
+    shares = settings.shares or (1.0,) * size
+    return batch.of_shares(lines, settings.global_batch, shares, None, settings.accumulate)
+
+
+def _within_range(divided: batch.BatchPlan, paces: Sequence[RankRate], devices: Sequence[Device]) -> None:
+    """Refuse micro-batches far from those that were timed."""
+    for part, pace, device in zip(divided.parts, paces, devices):
+        if part.samples and not in_range(part.micro_batch, pace.sizes):
+            raise UserError(f"micro-batches of {part.micro_batch} samples on {device.name}, which was calibrated with "
+                            f"{min(pace.sizes)} to {max(pace.sizes)}", "sizes near those", "calibrate with "
+                            "--global_batch and ranks that give such micro-batches")
+
+
+def _updates(pace: RankRate, settings: TrainingSettings, size: int) -> float:
+    return pace.update_s / size if settings.zero else pace.update_s
+
+
+def _said(paces: Sequence[RankRate]) -> list[str]:
+    return list(dict.fromkeys(pace.assumed for pace in paces if pace.assumed))
+
+
+def _memory(hosts: Sequence[SiteHost], divided: batch.BatchPlan, settings: TrainingSettings, rates: Rates,
+            transport: str) -> RankMemoryPlan:
+    """Return the memory of the rank nearest to its limit; ranks that are alike are computed once."""
+    devices = [device for host in hosts for device in host.devices]
+    locals_P = [len(host.devices) for host in hosts for _ in host.devices]
+    size, workload = len(devices), rates.workload
+    rooms = [device.room_bytes for device in devices]
+    known = [room for room in rooms if room is not None]
+    parts_P = shards.by_room(known) if len(known) == size else [1 / size] * size
+    way = Sharding(settings.zero if size > 1 else 0, workload.buckets if size > 1 else (), parts_P,
+                   transport, settings.compression)
+    seen: set[tuple[object, ...]] = set()
+    found: list[RankMemoryPlan] = []
+    for r, (device, local, part) in enumerate(zip(devices, locals_P, divided.parts)):
+        key = device.name, device.room_bytes, local, part.micro_batch, part.accumulate, r == 0
+        if key in seen:
+            continue
+        seen.add(key)
+        rank = RankMemory(r, size, local, device.room_bytes, part.micro_batch, max(1, part.accumulate),
+                          int(workload.sample_bytes * part.samples))
+        facts = workload.on_rank(rank, way)
+        need = forecast(settings.change(facts) if settings.change else facts)
+        found.append(RankMemoryPlan(r, need, device.room_bytes))
+    return max(found, key=lambda one: (one.load, one.need.total))
+
+
+def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, samples: int,
+           paces: Sequence[RankRate]) -> Estimate:
+    """Return the estimate of a pipeline: stages of equal work over successive ranks, one replica after the other."""
+    devices = [device for host in hosts for device in host.devices]
+    depth, size, workload = settings.stages, len(devices), rates.workload
+    copies = size // depth
+    if copies * depth != size:
+        raise UserError(f"{size} ranks for a pipeline of {depth} stages", "a multiple of the stages",
+                        "change the number of stages")
+    micros = max(1, min(FLIGHT * depth, settings.global_batch // copies))
+    micro = math.ceil(settings.global_batch / copies / micros)
+    numbers = [number for number, host in enumerate(hosts) for _ in host.devices]
+    wiring = rates.wiring([host.devices for host in hosts])
+    each = settings.global_batch / copies
+    stages = []
+    message = workload.boundary_bytes * micro
+    for copy in range(copies):
+        own = range(copy * depth, (copy + 1) * depth)
+        whole = [paces[r].line.seconds(micro, 1) / depth for r in own]
+        travel = tuple((wiring.between if numbers[r] != numbers[r + 1] else wiring.within).seconds(message)
+                       for r in own[:-1])
+        stages.append(Stages(tuple(own), "1f1b", micros, tuple(FORWARD * s for s in whole),
+                             tuple((1 - FORWARD) * s for s in whole), travel))
+    samples_P = [round(each) if r % depth == 0 else 0 for r in range(size)]
+    samples_P[0] += settings.global_batch - sum(samples_P)
+    ranks = tuple(Rank(number, pace.line, n, micros, pace.update_s / depth)
+                  for number, pace, n in zip(numbers, paces, samples_P))
+    nbytes = tuple(bucket.nbytes for bucket in workload.buckets)
+    exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between)
+    rooms = [device.room_bytes for device in devices]
+    need = _stage_need(rates, depth, min(depth, micros) * micro)
+    worst = min(range(size), key=lambda r: math.inf if rooms[r] is None else float(rooms[r] or 0))
+    said = (*_said(paces), *wiring.assumed, "stages have equal work and memory",
+            f"stages send each other {format_bytes(message)} per micro-batch, the activations of a block")
+    return _outcome(hosts, Scene(ranks, exchange, tuple(stages), error=max(p.error for p in paces)),
+                    RankMemoryPlan(worst, need, rooms[worst]), said, samples)
+
+
+def _stage_need(rates: Rates, depth: int, in_flight: int) -> Footprint:
+    """Return the memory of the first stage: its share of the model, and activations of all micro-batches in flight."""
+    facts = rates.workload.facts
+    whole = forecast(replace(facts, rank=replace(facts.rank, micro_batch=in_flight, micros=2, size=1),
+                             way=Sharding(0, rates.workload.buckets)))  # gradients stay over micro-batches
+    return Footprint(-(-whole.parameters // depth), -(-whole.gradients // depth), -(-whole.state // depth),
+                     -(-whole.activations // depth), whole.buckets, whole.workspace)
+
+
+def _folded(shares: Sequence[int]) -> list[list[int]]:
+    """Return [ranks, samples] of equal neighbours.
+
+    >>> _folded((4, 4, 2))
+    [[2, 4], [1, 2]]
+    """
+    ends = np.flatnonzero(np.diff(shares)) + 1
+    return [[len(part), int(part[0])] for part in np.split(np.array(shares), ends)]
+
+
+def memory_text(found: RankMemoryPlan) -> str:
+    """Return the memory of a rank as text: "needs 12.1 GiB of 36.0 GiB"."""
+    free = "an unknown amount" if found.free is None else format_bytes(found.free)
+    return f"needs {format_bytes(found.need.total)} of {free}"

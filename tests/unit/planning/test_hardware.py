@@ -1,0 +1,161 @@
+"""Plans for hardware that is not here: catalogue, rates, estimates and alternatives."""
+
+from dataclasses import replace
+
+import pytest
+
+from hvdtrain.commands.plan.inventory import catalogue_here
+from hvdtrain.config.inventory import DeviceFacts, InventoryLinks
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import machine
+from hvdtrain.planning.hardware import alternatives
+from hvdtrain.planning.hardware.alternatives import PlanLimits
+from hvdtrain.planning.hardware.estimate import SiteHost, TrainingSettings, estimate
+from hvdtrain.planning.hardware.rates import AssumedDevice, Assumptions, Calibration, Rates
+from hvdtrain.planning.hardware.workload import assumed
+from hvdtrain.planning.linear import LinearTime, Link
+
+CATALOGUE = catalogue_here()
+A100, RTX3090 = CATALOGUE.devices["A100-40GB"], CATALOGUE.devices["RTX-3090"]
+LINKS = InventoryLinks(25.0)
+SMALL = assumed("small", {"parameters": 25e6, "flops_per_sample": 25e9, "activation_bytes_per_sample": 50e6,
+                          "optimizer": "momentum", "layers": 50})
+LARGE = assumed("large", {"parameters": 6.7e9, "flops_per_sample": 8e13, "activation_bytes_per_sample": 20e9,
+                          "checkpointed_bytes_per_sample": 1e9})
+GUESS = Assumptions("guess.yaml", 0.4)
+
+
+def rates(workload=SMALL, guess=GUESS, calibrations=(), links=LINKS):
+    return Rates(workload, calibrations, guess, links)
+
+
+def host(name, device, n, price=None):
+    return SiteHost(name, (device,) * n, price)
+
+
+def explored(hosts, settings, known, samples=10**6, wishes=None):
+    wishes = wishes or PlanLimits()
+    base = estimate(hosts, settings, known, samples)
+    found, left_out = alternatives.explored(base, hosts, settings, known, CATALOGUE, samples, wishes, "USD")
+    return base, {one.name: one for one in found}, left_out, alternatives.chosen(base, found, wishes)
+
+
+@pytest.mark.parametrize("device", [d for d in CATALOGUE.devices.values() if d.name != "CPU"], ids=lambda d: d.name)
+def test_every_figure_of_the_catalogue_has_a_source(device):
+    assert device.source.startswith("https://") and device.memory_bytes and device.bandwidth_Bps and device.power_w
+    assert device.flops["fp32"] <= device.flops.get("tf32", device.flops["fp16"]) <= device.flops["fp16"]
+    for kind, peak in device.flops.items():  # one truth: the utilisation of a run has a table of its own
+        tflops = machine.peak_tflops(device.name.replace("-", " ").removesuffix("GB"), kind)
+        assert tflops is None or tflops * 1e12 == pytest.approx(peak, rel=0.03)
+
+
+def test_a_device_is_found_by_its_driver_s_name_and_an_inventory_s_own_figures_count():
+    for name, known in (("NVIDIA GeForce RTX 3090", "RTX-3090"), ("A100-SXM4-80GB", "A100-80GB"),
+                        ("NVIDIA H100 80GB HBM3", "H100"), ("Tesla T4", "T4")):
+        assert CATALOGUE.known(name, {}).name == known
+    own = CATALOGUE.known("Mine", {"Mine": DeviceFacts("Mine", 12.0, {"bf16": 1e14}, 500.0, 200.0)})
+    assert (own.memory_bytes, own.peak("bf16"), own.peak("fp16"), own.power_w) == (12e9, 1e14, 0.0, 200.0)
+    assert CATALOGUE.devices["MI250X"].memory_bytes == 64e9  # a rank's: the module has two devices
+    with pytest.raises(UserError, match="did you mean|one of"):
+        CATALOGUE.known("A100", {})
+
+
+def test_one_device_is_arithmetic():
+    found = estimate([host("a", A100, 1, 3.0)], TrainingSettings(64, "bf16"), rates(), 64_000)
+    update = SMALL.update_bytes / A100.bandwidth_Bps
+    assert found.mid_s == pytest.approx(64 * 25e9 / (0.4 * 312e12) + update)
+    assert found.hours == pytest.approx(1000 * found.mid_s / 3600)
+    assert found.cost == pytest.approx(3 * found.hours) and found.energy_kwh == pytest.approx(0.4 * found.hours)
+    assert found.efficiency == pytest.approx(1.0) and found.fits is True
+    assert found.assumed and found.low_s is found.high_s is None and "40 %" in found.assumptions[0]
+
+
+def test_a_price_or_power_that_is_unknown_leaves_cost_and_energy_out():
+    found = estimate([host("a", A100, 1, 1.0), host("b", replace(A100, power_w=0.0), 1)], TrainingSettings(64, "bf16"),
+                     rates(), 6400)
+    assert found.cost is None and found.energy_kwh is None and found.hours > 0
+
+
+def test_without_assumptions_only_what_was_calibrated_is_estimated():
+    made = Calibration(A100.name, "bf16", 4, 1, LinearTime(1e-3, 1e-4), (8, 64), 2e-3, 0.07, "horovod", True,
+                       Link(0.0, 1e-11), None, {"fp16": (1e-3, 0.5)}, (0.5, 2.0))
+    known = rates(guess=None, calibrations=[made])
+    saving = estimate([host("a", A100, 4)], TrainingSettings(128, "bf16", save_steps=100), known, 1000)
+    found = estimate([host("a", A100, 4)], TrainingSettings(128, "bf16"), known, 1000)
+    assert not found.assumed and found.low_s == pytest.approx(0.93 * found.mid_s)
+    assert found.high_s == pytest.approx(1.07 * found.mid_s)
+    assert saving.mid_s == pytest.approx(found.mid_s + 0.005) and saving.parts["saves"] == pytest.approx(0.005)
+    for hosts, settings, words in (
+            ([host("a", RTX3090, 4)], TrainingSettings(128, "bf16"), "was not calibrated"),
+            ([host("a", A100, 4)], TrainingSettings(128, "fp32"), "not calibrated with this model in fp32"),
+            ([host("a", A100, 4)], TrainingSettings(4096, "bf16"), "micro-batches of 1024"),
+            ([host("a", A100, 4), host("b", A100, 4)], TrainingSettings(128, "bf16"), "links were not calibrated")):
+        with pytest.raises(UserError, match=words):
+            estimate(hosts, settings, known, 1000)
+    _, found, left_out, _ = explored([host("a", A100, 4)], TrainingSettings(128, "bf16"), known)
+    assert "compression fp16" in found and "one more host like a" in left_out
+
+
+def test_ranks_that_share_a_processor_need_a_calibration_with_as_many():
+    cpu = replace(CATALOGUE.devices["CPU"], name="CPU of this host")
+    made = Calibration(cpu.name, "fp32", 1, 1, LinearTime(0.0, 1e-3), (8, 64), 0.0, 0.05)
+    with pytest.raises(UserError, match="with 1 ranks on a host, not with 2"):
+        estimate([host("a", cpu, 2)], TrainingSettings(64), rates(guess=None, calibrations=[made]), 1000)
+
+
+def test_alternatives_of_a_mixed_set_up_are_named_with_reason_and_options():
+    hosts = [host("fast", A100, 2, 6.0), host("old", RTX3090, 2, 1.5)]
+    base, found, _, _ = explored(hosts, TrainingSettings(256, "bf16"), rates())
+    assert found["without host old"].outcome.samples_per_s > base.samples_per_s
+    assert "faster" in found["without host old"].reason and "instead of" in found["without host old"].reason
+    balanced = found["balance"]
+    assert balanced.outcome.samples_per_s > base.samples_per_s and balanced.options == ("--balance", "static")
+    assert balanced.outcome.shares[0] > balanced.outcome.shares[2] and sum(balanced.outcome.shares) == 256
+    assert {one.device for one in found.values()} >= {"", "H100", "MI300X", "L4"} - {"CPU"}
+    line = alternatives.line_of(hosts, ["--model", "m:build", *balanced.options])
+    assert line[3:6] == ["launch", "-H", "fast:2,old:2"] and line[-2:] == ["--balance", "static"]
+
+
+def test_what_does_not_fit_gets_alternatives_that_do():
+    hosts = [host("a", CATALOGUE.devices["A100-80GB"], 4)]
+    base, found, _, _ = explored(hosts, TrainingSettings(8, "bf16"), rates(LARGE))
+    assert base.fits is False
+    best, zero = found["ZeRO stage 2 and activation checkpointing"], found["ZeRO stage 2"]
+    assert best.outcome.fits and not zero.outcome.fits and list(found).index(best.name) < list(found).index(zero.name)
+    assert best.reason.startswith("fits, needs ") and "--remat" in best.options
+    assert best.outcome.mid_s > zero.outcome.mid_s  # which computes nothing again
+
+
+def test_budget_and_deadline_choose():
+    hosts = [host("a", A100, 2, 6.0), host("b", A100, 2, 6.0)]
+    settings, known = TrainingSettings(256, "bf16"), rates()
+    base, found, _, chosen = explored(hosts, settings, known, wishes=PlanLimits(deadline=100.0))
+    cheapest = min((one.outcome.cost for one in found.values() if one.outcome.cost is not None))
+    assert chosen.outcome.cost == pytest.approx(cheapest) and chosen.outcome.cost < base.cost
+    _, found, _, chosen = explored(hosts, settings, known, wishes=PlanLimits(budget=base.cost / 1.2))
+    assert chosen.outcome.cost <= base.cost / 1.2
+    assert chosen.outcome.samples_per_s == max(one.outcome.samples_per_s for one in found.values()
+                                               if one.outcome.cost is not None and one.outcome.cost <= base.cost / 1.2)
+    assert explored(hosts, settings, known, wishes=PlanLimits(budget=1e-6))[3] is None
+    assert explored(hosts, settings, known)[3] is True
+
+
+def test_a_faster_link_never_slows_a_step_and_1024_ranks_are_estimated():
+    hosts = [host(f"n{i}", A100, 8) for i in range(128)]
+    steps = [estimate(hosts, TrainingSettings(8192, "bf16"), rates(links=InventoryLinks(gbit)), 10**7).mid_s
+             for gbit in (10.0, 100.0, 400.0)]
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+    assert alternatives.line_of(hosts, [])[4:6] == ["--hostfile", "hosts-128.txt"]
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"efficiency": None}, "no efficiency of A100-40GB"),
+    ({"devices": {"A100-40GB": AssumedDevice(0.5, {"fp16": 1e12})}}, None),
+])
+def test_assumptions_by_device(change, words):
+    given = replace(GUESS, **change)
+    if words:
+        with pytest.raises(UserError, match=words):
+            rates(guess=given).pace(A100, 1, "bf16")
+        return
+    assert rates(guess=given).pace(A100, 1, "fp16").line.c_s == pytest.approx(25e9 / 0.5e12)

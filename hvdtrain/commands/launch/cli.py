@@ -30,6 +30,7 @@ from hvdtrain.cluster.launchers.spec import (
     place,
     valid_name,
 )
+from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.liveness.causes import is_cause
 from hvdtrain.commands import COMMANDS
 from hvdtrain.commands.launch.job import job_of
@@ -99,7 +100,7 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
     if not near:
         say(f"rank 0 is on {hosts[0].name}: {job.out} must be the same folder there and here")
     environment = SupervisorEnvironment(launching.command, launching.candidates, launching.placed, say, start_s,
-                                        time.time() + limit_s if limit_s else 0.0, tool.flavour == "openmpi",
+                                        causes.started_at() + limit_s if limit_s else 0.0, tool.flavour == "openmpi",
                                         machine.names)
     environment.page = (pages := Writer()).start
     say(f"files in {job.out}, by {tool.launcher}")

@@ -232,13 +232,13 @@ class Supervisor:
         return self.signals.status if decision.status == EXIT_REQUEUE else decision.status
 
     def _decide(self, hosts: Sequence[HostCandidate]) -> Launch | End:
-        last, ends_at = self.attempts[-1], self.environment.ends_at
+        last, ends_at = self.attempts[-1], self.job.last_start(self.environment.ends_at, self.token)
         asked = self._asked()
         if asked is not None and last.kind not in ("done", "user", "requeue"):
             return asked
         decision = next_launch(self.attempts, hosts, self.restarts)
         if isinstance(decision, Launch) and ends_at and time.time() + decision.wait_s >= ends_at:
-            return End(EXIT_REQUEUE, f"{last.kind}, and the time limit is reached: resume in another job")
+            return End(EXIT_REQUEUE, f"{last.kind}, and the limit is too near for another start: resume in another job")
         return decision
 
     def _asked(self) -> End | None:
@@ -261,9 +261,10 @@ class Supervisor:
         where = prepare_attempt(job, number)
         if before is not None and (change := job.partition_change(launch.hosts)):
             self.environment.say(change)
-        variables = {causes.DIRECTORY: str(where), causes.ATTEMPT: str(number), causes.JOB: self.token}
+        variables = {causes.DIRECTORY: str(where), causes.ATTEMPT: str(number), causes.JOB: self.token,
+                     causes.STARTED_AT: f"{causes.started_at():.3f}"}
         if self.environment.ends_at:
-            variables[causes.ENDS_AT] = f"{self.environment.ends_at:.0f}"
+            variables[causes.ENDS_AT] = f"{self.environment.ends_at:.3f}"
         program = job.attempt(len(self.attempts) + 1, launch.hosts, self.micro_batch)
         words, env = self.environment.command(launch.hosts, program, variables)
         seen = RunningAttempt(number, where, launch, time.time(), job.stamp(), oom_kills())

@@ -272,7 +272,8 @@ class PlannedHosts:
         shares = tuple(float(one) for one in config.shares) if isinstance(config.shares, list) else ()
         return TrainingSettings(config.global_batch, str(config.precision), config.accumulate, config.balance != "off",
                                 shares, int(zero), config.compression, again, config.pipeline.stages,
-                                remat[0] if remat else change)
+                                remat[0] if remat else change, config.checkpoint.every_steps,
+                                config.checkpoint.every_s)
 
     @property
     def assumed_model(self) -> bool:

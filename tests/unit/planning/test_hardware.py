@@ -78,11 +78,13 @@ def test_a_price_or_power_that_is_unknown_leaves_cost_and_energy_out():
 
 def test_without_assumptions_only_what_was_calibrated_is_estimated():
     made = Calibration(A100.name, "bf16", 4, 1, LinearTime(1e-3, 1e-4), (8, 64), 2e-3, 0.07, "horovod", True,
-                       Link(0.0, 1e-11), None, {"fp16": (1e-3, 0.5)})
+                       Link(0.0, 1e-11), None, {"fp16": (1e-3, 0.5)}, (0.5, 2.0))
     known = rates(guess=None, calibrations=[made])
+    saving = estimate([host("a", A100, 4)], TrainingSettings(128, "bf16", save_steps=100), known, 1000)
     found = estimate([host("a", A100, 4)], TrainingSettings(128, "bf16"), known, 1000)
     assert not found.assumed and found.low_s == pytest.approx(0.93 * found.mid_s)
     assert found.high_s == pytest.approx(1.07 * found.mid_s)
+    assert saving.mid_s == pytest.approx(found.mid_s + 0.005) and saving.parts["saves"] == pytest.approx(0.005)
     for hosts, settings, words in (
             ([host("a", RTX3090, 4)], TrainingSettings(128, "bf16"), "was not calibrated"),
             ([host("a", A100, 4)], TrainingSettings(128, "fp32"), "not calibrated with this model in fp32"),

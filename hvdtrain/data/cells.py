@@ -141,8 +141,8 @@ class Cells:
         if value.startswith(_NPY):
             try:
                 return plain(np.load(io.BytesIO(value), allow_pickle=False))
-            except (ValueError, EOFError, OSError) as error:
-                raise Damage(f"{name} is a damaged .npy: {error}") from None
+            except Exception as error:  # numpy parses the header as Python: SyntaxError, TokenError and others
+                raise Damage(f"{name} is a damaged .npy: {' '.join(str(error).split())[:200]}") from None
         if not is_x or self._dtype is None:
             raise UserError(f"column {name} holds {len(value)} bytes, which begin with {value[:8]!r}",
                             "a picture, a .npy, or numbers of a known type", "set data.args.dtype, such as uint8, and "

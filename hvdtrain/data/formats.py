@@ -183,6 +183,10 @@ class FormatSource:
         self.__dict__.update(state)
         self._open()
 
+    def __del__(self) -> None:
+        for file in getattr(self, "_files", {}).values():
+            file.close()
+
     def __len__(self) -> int:
         return self._n
 

@@ -282,20 +282,20 @@ def save_ceiling(name: str, holds: str, room_bytes: int, micro_batch: int) -> No
     write(f"{name}-memory", {"micro_batch": micro_batch, "holds": holds, "room_bytes": room_bytes})
 
 
-def read(name: str) -> Any:
+def read(name: str, folder: str = "probe") -> Any:
     """Return the content of the file ``name``. Errors: OSError, ValueError, of an absent, large or damaged one."""
-    path = cache_folder() / f"{name}.json"
+    path = cache_folder(folder) / f"{name}.json"
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} has over {LARGEST} bytes")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write(name: str, record: dict[str, Any]) -> None:
+def write(name: str, record: dict[str, Any], folder: str = "probe") -> None:
     """Keep ``record`` under ``name``, whole or not at all, where the cache can be written."""
     with contextlib.suppress(OSError):
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(folder / f"{name}.json") as draft:
+        place = cache_folder(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        with whole_file(place / f"{name}.json") as draft:
             draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 

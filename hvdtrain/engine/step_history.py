@@ -1,4 +1,4 @@
-"""What steps of earlier runs took on these devices, kept in files beside the probe's (`balance_probe`).
+"""What steps of earlier runs took on these devices, kept in a folder beside the probe's (`balance_probe`).
 
 Owns the files: one for each model on a rank's device, one for the links of a set of hosts; whole, versioned, bounded.
 Predicting is left to `hvdtrain.engine.callbacks.forecast`.
@@ -19,7 +19,7 @@ from hvdtrain.planning.linear import LinearTime, fit
 
 VERSION = 1
 MOST_ROWS, MOST_LINKS, MOST_FILES = 8, 32, 400
-SUFFIX = "-steps"
+FOLDER = "steps"
 
 NEAR, SPAN = 1.25, 2.0
 """A micro-batch is predicted up to so many times larger, or smaller, than those measured: of one size; of several."""
@@ -71,7 +71,7 @@ def key_of(run: Run) -> str:
     more = [balance_probe.key(run, sample), config.compile, str(config.remat), config.optimizer.name,
             config.data.name, str(config.data.args), str(config.data.augment), run.dp.divides_state,
             None if layout is None else (layout.starts, run.mesh.copies, config.pipeline)]
-    return hashlib.sha256(repr(more).encode()).hexdigest()[:32] + SUFFIX
+    return hashlib.sha256(repr(more).encode()).hexdigest()[:32]
 
 
 def hosts_key(run: Run) -> str:
@@ -96,7 +96,7 @@ def add(name: str, *rows: StepRow | LinkRow) -> None:
     for row in rows:
         kept = [*(one for one in kept if _setting(one) != _setting(row)), row]
     most = MOST_LINKS if isinstance(rows[0], LinkRow) else MOST_ROWS
-    balance_probe.write(name, {"version": VERSION, "rows": [asdict(one) for one in kept[-most:]]})
+    balance_probe.write(name, {"version": VERSION, "rows": [asdict(one) for one in kept[-most:]]}, FOLDER)
     _forget()
 
 
@@ -131,7 +131,7 @@ def _setting(row: StepRow | LinkRow) -> tuple[object, ...]:
 
 def _rows(name: str, kind: type[T]) -> list[T]:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        found = balance_probe.read(name)
+        found = balance_probe.read(name, FOLDER)
         if found["version"] != VERSION:
             return []
         names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def _sound(row: Any) -> bool:
 def _forget() -> None:
     """Remove the oldest files beyond `MOST_FILES`."""
     with contextlib.suppress(OSError):
-        files = [*balance_probe.cache_folder().glob(f"*{SUFFIX}.json")]
+        files = [*balance_probe.cache_folder(FOLDER).glob("*.json")]
         if len(files) > MOST_FILES:
             for path in sorted(files, key=lambda path: path.stat().st_mtime)[:len(files) - MOST_FILES]:
                 path.unlink(missing_ok=True)

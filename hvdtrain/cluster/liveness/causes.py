@@ -176,7 +176,7 @@ def spent(per_s: float) -> float:
     with contextlib.suppress(OSError, ValueError):
         where = folder()
         if where is not None:
-            begun = min(begun, float(os.environ.get(STARTED_AT, begun)))
+            begun = float(os.environ.get(STARTED_AT, begun))
             job = os.environ.get(JOB, "")
             own = {"job": job, "time": now, "per_s": per_s}
             with (where.parent / PRICES).open("a", encoding="utf-8") as file:

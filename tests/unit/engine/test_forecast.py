@@ -17,7 +17,7 @@ from hvdtrain.engine.step_history import LinkRow, StepRow
 def cache(tmp_path, monkeypatch):
     """Return the folder of an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "hvdtrain" / "probe"
+    return tmp_path / "cache" / "hvdtrain" / "steps"
 
 
 def trained(tmp_path, name, size=2, **changes):
@@ -32,7 +32,7 @@ def test_a_second_run_is_forecast_and_compared(tmp_path, cache):
     assert first["known"] is False and "no earlier run" in first["why"] and "step_s" not in first
     done = summary.record(run)["forecast"]
     assert done["measured_s"]["step"] > 0 and "error_step" not in done
-    assert len(list(cache.glob("*-steps.json"))) == 2 and len(list(cache.glob("*-links.json"))) == 1
+    assert len(list(cache.glob("*.json"))) == 3 and len(list(cache.glob("*-links.json"))) == 1
     second, run = trained(tmp_path, "second", checkpoint=replace(config().checkpoint, every_steps=10))
     assert second["known"] and second["steps"] == 30 and second["cost"] is None
     assert second["step_s"]["low"] is None, "no earlier forecast whose error is known"
@@ -103,7 +103,7 @@ def test_rows_that_are_near_enough():
 
 def test_the_newest_rows_stay(cache):
     for n in range(20):
-        step_history.add("name-steps", StepRow(10 + n, 1, 0.1, 0.0, 0.0))
-    step_history.add("name-steps", StepRow(29, 1, 0.2, 0.0, 0.0))
-    found = step_history.steps("name-steps")
+        step_history.add("name", StepRow(10 + n, 1, 0.1, 0.0, 0.0))
+    step_history.add("name", StepRow(29, 1, 0.2, 0.0, 0.0))
+    found = step_history.steps("name")
     assert [row.samples for row in found] == list(range(22, 30)) and found[-1].compute_s == 0.2

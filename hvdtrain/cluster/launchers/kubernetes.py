@@ -76,7 +76,7 @@ class PodJob:
                 raise UserError(f"{option} is {text!r}", f"lower-case letters, digits and '-', at most {LONGEST_NAME}, "
                                 "beginning with a letter", f"correct {option}")
         if not 2 <= self.ranks <= MOST_PODS:
-            raise UserError(f"-np is {self.ranks or 'not given'}", f"2 to {MOST_PODS}: one pod and one GPU for each rank",
+            raise UserError(f"-np is {self.ranks or 'not given'}", f"2 to {MOST_PODS}, one pod for each rank",
                             "pass -np N; a single rank needs no MPI, only a Job that runs train")
         if self.gpu and not _RESOURCE.fullmatch(self.gpu):
             raise UserError(f"--gpu is {self.gpu!r}", "a resource such as nvidia.com/gpu or amd.com/gpu, or none",
@@ -184,7 +184,7 @@ def _variables(job: PodJob) -> list[Manifest]:
 
 
 def _template(job: PodJob, container: str, args: list[str], restart: str = "", env: bool = False) -> Manifest:
-    """Return the template of a pod; ``env``: with the variables of the job. The MPI operator sets ``restart`` itself."""
+    """Return the template of a pod; ``env``: with the job's variables. The MPI operator sets ``restart`` itself."""
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM}},
                                {"name": "home", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "home", "mountPath": HOME},

@@ -125,8 +125,8 @@ def call(words: Sequence[str], text: str) -> None:
     """Run kubectl with ``text`` as its input; `UserError` with its last line where it fails or does not answer."""
     try:
         # In a session of its own: a plugin that fetches credentials would outlive kubectl, and hold its pipes.
-        child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                 start_new_session=True)
+        child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 text=True, start_new_session=True)
     except OSError as error:
         raise UserError(f"kubectl cannot be started: {error.strerror}", "a kubectl that runs", "install it") from None
     try:

@@ -1,4 +1,4 @@
-"""Launcher kubernetes: manifests against the schemas of Kubernetes, MPI operator and Trainer; kubectl as a recording."""
+"""Launcher kubernetes: manifests against the schemas of Kubernetes and of both operators; kubectl as a recording."""
 
 import copy
 import json
@@ -52,9 +52,10 @@ def test_pods_are_valid_rootless_and_have_one_gpu(kind, capsys):
         assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}} and container["image"] == DIGEST
         assert spec["securityContext"]["runAsUser"] == 1000 and spec["terminationGracePeriodSeconds"] >= 60
         assert container["securityContext"]["readOnlyRootFilesystem"]
-        memory = {m["mountPath"]: v for m in container["volumeMounts"] for v in spec["volumes"] if v["name"] == m["name"]}
-        assert memory["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-        assert {"/tmp", "/home/trainer", "/runs", "/data"} <= set(memory)
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+        assert {"/tmp", "/home/trainer", "/runs", "/data"} <= set(mounted)
         assert template["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
         worker = role in ("worker", "node")
         assert worker == ("preStop" in container.get("lifecycle", {})) == (container["args"] == ["sshd"])
@@ -155,7 +156,7 @@ def kubectl(tmp_path, monkeypatch):
     tool = tmp_path / "bin" / "kubectl"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/bash\ncd {tmp_path}\nn=$(ls | grep -c words); echo "$*" >"words-$n"; cat >"input-$n"\n'
-                    'if [ -e "fails-$1" ]; then echo "Warning: x" >&2; echo "Error: $(cat "fails-$1")" >&2; exit 1; fi\n'
+                    'if [ -e "fails-$1" ]; then echo "Warning" >&2; echo "Error: $(cat "fails-$1")" >&2; exit 1; fi\n'
                     'echo created\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")

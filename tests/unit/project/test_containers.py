@@ -131,7 +131,8 @@ def test_a_pod_drains_its_ranks_and_not_their_workers(tmp_path):
         try:
             assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
             # Only the processes below this one: other jobs of the machine are not the pod's.
-            entry = (HERE / "entry").read_text().replace("/proc/[0-9]*", f"/proc/{rank.pid} /proc/$(pgrep -P {rank.pid})")
+            own = f"/proc/{rank.pid} /proc/$(pgrep -P {rank.pid})"
+            entry = (HERE / "entry").read_text().replace("/proc/[0-9]*", own)
             (tmp_path / "entry").write_text(entry)
             env = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
             drain = subprocess.Popen(["bash", str(tmp_path / "entry"), "drain"], env=env)

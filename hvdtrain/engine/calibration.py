@@ -10,10 +10,9 @@ import datetime
 import hashlib
 import json
 import re
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from hvdtrain.comm import sweep, transport_sweep
 from hvdtrain.comm.sweep import slowest
 from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.protocols.types import Bucket, StepBatch
 from hvdtrain.core.units import MIB
 from hvdtrain.engine import balance_probe, loop, memory_survey
 from hvdtrain.engine.machine import SAMPLES
@@ -49,11 +48,15 @@ LARGEST, MOST_ENTRIES = 1 << 20, 64
 LEAST_STEPS, MOST_STEPS, STEPS_PART = 8, 100, 1.5
 """Steps that are trained, as many as fit into so many times `rebalance.probe_s`."""
 
+LONGEST = 5.0
+"""A step that took so many times the median was another kind of step: one that traces a graph."""
+
 WARM = 3
 """First steps, which trace and allocate."""
 
-LEAST_ERROR = 0.05
-"""Error that a calibration has at least: runs minutes apart differ by as much on shared hosts."""
+LEAST_ERROR, MOST_ERROR, WINDOWS = 0.05, 0.9, 4
+"""Error that a calibration has at least: runs minutes apart differ by as much on shared hosts. At most. Means of so
+many windows of steps tell how far a mean step may be off."""
 
 SWEEP_S = 1.0
 
@@ -108,14 +111,15 @@ def calibrated(run: Run, scene: Scene, device: str) -> Calibration:
         found = _exchanging(run, found, hosts)
     blocks_s, write_s = agreed(control, lambda: _saving(run), "checkpoint")
     found = replace(found, save_s=_numbers(slowest(control, [blocks_s, write_s])))
-    predicted = _predicted(run, found, trained_steps)
-    worst, = slowest(control, [max(trained_steps.spread, abs(predicted / trained_steps.step_s - 1.0), LEAST_ERROR)])
-    return replace(found, error=min(0.9, worst))
+    short_s = trained_steps.step_s - _predicted(run, found, trained_steps)
+    worst, fixed_s = slowest(control, [max(trained_steps.spread, LEAST_ERROR, -short_s / trained_steps.step_s),
+                                       max(0.0, short_s)])
+    return replace(found, error=min(MOST_ERROR, worst), fixed_s=fixed_s)
 
 
 @dataclass(frozen=True)
 class TrainedSteps:
-    """Seconds of a step, and of this rank's ``compute``, ``update``; ``spread``: half the range of the middle 80 %."""
+    """Seconds of a mean step, and of this rank's ``compute``, ``update``; ``spread``: relative, of a mean step."""
 
     step_s: float
     compute_s: float
@@ -127,36 +131,36 @@ class TrainedSteps:
 
 def trained(run: Run) -> TrainedSteps:
     """Train a few steps of an assembled run, whose model is changed by them; collective."""
-    totals = run.timeline.totals
+    seconds = run.timeline.totals.seconds
     run.callbacks.clear()  # they count on a fit's begin and end, and this is none
     run.join()
-    rows: list[tuple[float, float, float]] = []
-    limit_s = STEPS_PART * run.config.rebalance.probe_s
-    batches = run.feed.epoch(run.state.cursor)
-    begin = time.perf_counter()
-    with contextlib.closing(batches):
-        while len(rows) < MOST_STEPS + WARM:
-            batch = next(batches, None)
-            if batch is None:
-                batches.close()
-                run.state.cursor = run.state.cursor.next_epoch()
-                batches = run.feed.epoch(run.state.cursor)
-                batch = next(batches)
-            before, at = dict(totals.seconds), time.perf_counter()
+    rows: list[tuple[float, ...]] = []
+    limit_s, begin = STEPS_PART * run.config.rebalance.probe_s, time.perf_counter()
+    with contextlib.closing(_batches(run)) as batches:
+        for batch in batches:
+            before, at = dict(seconds), time.perf_counter()
             loop.train_step(run, batch)
-            rows.append((time.perf_counter() - at, totals.seconds["compute"] - before["compute"],
-                         totals.seconds["update"] - before["update"]))
-            if run.control.agree(len(rows) >= LEAST_STEPS and time.perf_counter() - begin > limit_s):
+            rows.append((time.perf_counter() - at, seconds["compute"] - before["compute"],
+                         seconds["update"] - before["update"], batch.n_global,
+                         sum(len(micro[0]) for micro in batch.micros), len(batch.micros)))
+            enough = len(rows) >= LEAST_STEPS and time.perf_counter() - begin > limit_s
+            if run.control.agree(enough or len(rows) >= MOST_STEPS + WARM):
                 break
-        own = sum(len(micro[0]) for micro in run.batch.micros) if run.batch is not None else 0
-        micros = len(run.batch.micros) if run.batch is not None else 1
-        batches.close()
-    kept = rows[min(WARM, len(rows) - 1):]
-    steps_s = [row[0] for row in kept]
-    low, high = np.percentile(steps_s, [10, 90])
-    middle = statistics.median(steps_s)
-    return TrainedSteps(middle, statistics.median(row[1] for row in kept), statistics.median(row[2] for row in kept),
-                        float(high - low) / 2 / middle, own, max(1, micros))
+    kept = np.array(rows[min(WARM, len(rows) - 1):])
+    kept = kept[kept[:, 3] == kept[:, 3].max()]  # the last batch of an epoch is smaller
+    usual = kept[kept[:, 0] <= LONGEST * np.median(kept[:, 0])]
+    means = [float(window[:, 0].mean()) for window in np.array_split(usual, WINDOWS) if len(window)]
+    step_s, compute_s, update_s = (float(mean) for mean in usual[:, :3].mean(axis=0))
+    return TrainedSteps(step_s, compute_s, update_s, (max(means) - min(means)) / 2 / step_s, int(usual[-1, 4]),
+                        max(1, int(usual[-1, 5])))
+
+
+def _batches(run: Run) -> Generator[StepBatch, None, None]:
+    """Yield the batches of epoch after epoch."""
+    while True:
+        with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
+            yield from batches
+        run.state.cursor = run.state.cursor.next_epoch()
 
 
 def _saving(run: Run) -> tuple[float, float]:
@@ -251,7 +255,7 @@ def _row(found: Calibration, workload: str) -> dict[str, Any]:
 
     return {"workload": workload, "precision": found.precision, "local": found.local, "hosts": found.hosts,
             "line": [found.line.a_s, found.line.c_s], "sizes": list(found.sizes), "update_s": found.update_s,
-            "error": found.error, "transport": found.transport, "overlaps": found.overlaps,
+            "fixed_s": found.fixed_s, "error": found.error, "transport": found.transport, "overlaps": found.overlaps,
             "within": link(found.within), "between": link(found.between),
             "codecs": {name: list(codec) for name, codec in found.codecs.items()}, "save_s": list(found.save_s),
             "when": found.when}
@@ -263,7 +267,7 @@ def _read(device: str, row: dict[str, Any]) -> Calibration:
         return None if pair is None else Link(*_numbers(pair))
 
     a_s, c_s = _numbers(row["line"])
-    update_s, error = _numbers([row["update_s"], row["error"]])
+    (update_s, fixed_s), (error, _) = _numbers([row["update_s"], row["fixed_s"]]), _numbers([row["error"], 0.0])
     sizes = tuple(int(size) for size in row["sizes"])
     if c_s <= 0 or not sizes or min(sizes) < 1 or error > 1:
         raise ValueError(row)
@@ -271,7 +275,7 @@ def _read(device: str, row: dict[str, Any]) -> Calibration:
               [_numbers(pair)]}
     return Calibration(device, str(row["precision"]), int(row["local"]), int(row["hosts"]), LinearTime(a_s, c_s),
                        sizes, update_s, error, str(row["transport"]), bool(row["overlaps"]), link(row["within"]),
-                       link(row["between"]), codecs, _numbers(row["save_s"]), str(row["when"]))
+                       link(row["between"]), codecs, _numbers(row["save_s"]), fixed_s, str(row["when"]))
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, float]:
@@ -312,13 +316,12 @@ def measured_here(run: Run, scene: Scene, device: str, buckets: Sequence[Bucket]
     local = len(run.topology.host_of(control.rank).ranks)
     alike = [c for c in known(device, name) if (c.local, c.precision) == (local, run.parts.precision.own)]
     lacking = wanted < 0 or wanted > 0 and not any(c.covers(wanted) for c in alike[-1:])
+    made: dict[str, Calibration] = {}
     if control.agree(lacking):
-        made = calibrated(run, scene, device)
-        if control.rank == 0:
-            keep(made, name)
-    else:
-        made = None
-        if scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
-            trained(run)  # which traces the graph that is counted
+        made = {one.device: one for one in control.gather(calibrated(run, scene, device))}  # ranks may differ
+        for one in made.values() if control.rank == 0 else ():
+            keep(one, name)
+    elif scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
+        trained(run)  # which traces the graph that is counted
     workload = agreed(control, lambda: workload_of(run, scene, buckets), "memory")
-    return workload, [*known(device, name), *([made] if made else [])]
+    return workload, [*known(device, name), *made.values()]

@@ -147,8 +147,8 @@ def estimate(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates
                         settings.zero)
     memory = _memory(hosts, divided, settings, rates, wiring.transport)
     said = (*_said(paces), *wiring.assumed, *([cast] if cast else []))
-    return _outcome(hosts, Scene(ranks, exchange, saves=_saves(settings, paces), error=max(p.error for p in paces)),
-                    memory, said, samples)
+    scene = Scene(ranks, exchange, saves=_saves(settings, paces), error=max(pace.error for pace in paces))
+    return _outcome(hosts, scene, memory, said, samples, paces)
 
 
 def _saves(settings: TrainingSettings, paces: Sequence[RankRate]) -> Saves | None:
@@ -161,8 +161,10 @@ def _saves(settings: TrainingSettings, paces: Sequence[RankRate]) -> Saves | Non
 
 
 def _outcome(hosts: Sequence[SiteHost], scene: Scene, memory: RankMemoryPlan, said: Sequence[str],
-             samples: int) -> Estimate:
+             samples: int, paces: Sequence[RankRate]) -> Estimate:
     found = step(scene)
+    fixed_s = sum(pace.fixed_s for pace in paces) / len(paces)
+    parts = {**found.parts, "update": found.parts["update"] - fixed_s, "other": fixed_s}
     hours = cost = kwh = None
     if samples:
         hours = math.ceil(samples / scene.samples) * found.mid_s / 3600
@@ -174,7 +176,7 @@ def _outcome(hosts: Sequence[SiteHost], scene: Scene, memory: RankMemoryPlan, sa
     exact = not said
     return Estimate(memory.fits, found.low_s if exact else None, found.mid_s, found.high_s if exact else None,
                    found.samples_per_s, found.efficiency, hours, cost, kwh, tuple(dict.fromkeys(said)),
-                   {name: max(0.0, seconds) for name, seconds in found.parts.items()}, memory,
+                   {name: max(0.0, seconds) for name, seconds in parts.items()}, memory,
                    tuple(rank.samples for rank in scene.ranks))
 
 
@@ -214,7 +216,7 @@ def _within_range(divided: batch.BatchPlan, paces: Sequence[RankRate], devices: 
 
 
 def _updates(pace: RankRate, settings: TrainingSettings, size: int) -> float:
-    return pace.update_s / size if settings.zero else pace.update_s
+    return (pace.update_s / size if settings.zero else pace.update_s) + pace.fixed_s
 
 
 def _said(paces: Sequence[RankRate]) -> list[str]:
@@ -272,7 +274,7 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
                              tuple((1 - FORWARD) * s for s in whole), travel))
     samples_P = [round(each) if r % depth == 0 else 0 for r in range(size)]
     samples_P[0] += settings.global_batch - sum(samples_P)
-    ranks = tuple(Rank(number, pace.line, n, micros, pace.update_s / depth)
+    ranks = tuple(Rank(number, pace.line, n, micros, pace.update_s / depth + pace.fixed_s)
                   for number, pace, n in zip(numbers, paces, samples_P))
     nbytes = tuple(bucket.nbytes for bucket in workload.buckets)
     exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between)
@@ -282,7 +284,7 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
     said = (*_said(paces), *wiring.assumed, "stages have equal work and memory",
             f"stages send each other {format_bytes(message)} per micro-batch, the activations of a block")
     return _outcome(hosts, Scene(ranks, exchange, tuple(stages), error=max(p.error for p in paces)),
-                    RankMemoryPlan(worst, need, rooms[worst]), said, samples)
+                    RankMemoryPlan(worst, need, rooms[worst]), said, samples, paces)
 
 
 def _stage_need(rates: Rates, depth: int, in_flight: int) -> Footprint:

@@ -32,6 +32,7 @@ class Calibration:
     ``sizes`` samples. ``error``: relative, of the step predicted for the calibration itself. ``within``, ``between``:
     as in `hvdtrain.planning.simulator.Exchange`; None: not measured. ``codecs``: (seconds, bytes per byte of
     gradients) of each compressor. ``save_s``: seconds that a checkpoint blocks training, and to write it.
+    ``fixed_s``: of a step beyond all that: agreement, callbacks, jitter of the ranks.
     """
 
     device: str
@@ -48,6 +49,7 @@ class Calibration:
     between: Link | None = None
     codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     save_s: tuple[float, float] = (0.0, 0.0)
+    fixed_s: float = 0.0
     when: str = ""
 
     def covers(self, samples: int) -> bool:
@@ -103,6 +105,7 @@ class RankRate:
     assumed: str = ""
     sizes: tuple[int, ...] = ()
     save_s: tuple[float, float] = (0.0, 0.0)
+    fixed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Rates:
         fitting = [c for c in own if c.local == local or device.kind != "cpu"]
         if fitting:
             found = fitting[-1]
-            return RankRate(found.line, found.update_s, found.error, "", found.sizes, found.save_s)
+            return RankRate(found.line, found.update_s, found.error, "", found.sizes, found.save_s, found.fixed_s)
         if self.assumptions is not None:
             return self._assumed(device, precision, self.assumptions)
         if own:

@@ -10,7 +10,8 @@ from hvdtrain.planning.hardware.rates import Calibration
 from hvdtrain.planning.linear import LinearTime, Link
 
 MADE = Calibration("NVIDIA X 40GB", "bf16", 4, 2, LinearTime(1e-3, 2e-4), (8, 16), 3e-3, 0.06, "shared", False,
-                   Link(1e-5, 1e-10), Link(2e-5, 1e-9), {"fp16": (1e-3, 0.5)}, (0.1, 2.0), "2026-01-01T00:00:00+00:00")
+                   Link(1e-5, 1e-10), Link(2e-5, 1e-9), {"fp16": (1e-3, 0.5)}, (0.1, 2.0), 5e-4,
+                   "2026-01-01T00:00:00+00:00")
 
 
 @pytest.fixture

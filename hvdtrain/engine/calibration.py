@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import math
 import re
 import tempfile
 import time
@@ -28,7 +29,7 @@ from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Bucket, StepBatch
 from hvdtrain.core.units import MIB
-from hvdtrain.engine import balance_probe, loop, memory_survey
+from hvdtrain.engine import balance_probe, loop, memory_survey, step_history
 from hvdtrain.engine.machine import SAMPLES
 from hvdtrain.engine.memory_survey import Scene
 from hvdtrain.engine.run import Run
@@ -57,6 +58,9 @@ WARM = 3
 LEAST_ERROR, MOST_ERROR, WINDOWS = 0.05, 0.9, 4
 """Error that a calibration has at least: runs minutes apart differ by as much on shared hosts. At most. Means of so
 many windows of steps tell how far a mean step may be off."""
+
+MOST_FACTOR = 4.0
+"""Runs correct a calibration by so much at most: what differs more was another setting."""
 
 SWEEP_S = 1.0
 
@@ -114,7 +118,8 @@ def calibrated(run: Run, scene: Scene, device: str) -> Calibration:
     short_s = trained_steps.step_s - _predicted(run, found, trained_steps)
     worst, fixed_s = slowest(control, [max(trained_steps.spread, LEAST_ERROR, -short_s / trained_steps.step_s),
                                        max(0.0, short_s)])
-    return replace(found, error=min(MOST_ERROR, worst), fixed_s=fixed_s)
+    history = agreed(control, lambda: step_history.key_of(run), "calibration")
+    return replace(found, error=min(MOST_ERROR, worst), fixed_s=fixed_s, history=history)
 
 
 @dataclass(frozen=True)
@@ -240,13 +245,29 @@ def keep(found: Calibration, workload: str) -> None:
 
 
 def known(device: str, workload: str) -> list[Calibration]:
-    """Return the calibrations of ``device`` that are kept of a workload, the oldest first."""
+    """Return the calibrations of ``device`` that are kept of a workload, the oldest first, corrected by later runs."""
     found = []
     for row in _rows(device):
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             if row["workload"] == workload:
-                found.append(_read(device, row))
+                found.append(corrected(_read(device, row)))
     return found
+
+
+def corrected(found: Calibration) -> Calibration:
+    """Return a calibration with the compute and update of runs on this device, and the error of their forecasts.
+
+    A run's steps are many more than a calibration's.
+    """
+    rows = step_history.steps(found.history) if found.history else []
+    size = max(found.sizes)
+    line = next((line for n in sorted(found.sizes, reverse=True) if (line := step_history.line_of(rows, n))), None)
+    if line is None:
+        return found
+    factor = min(MOST_FACTOR, max(1 / MOST_FACTOR, line.seconds(size, 1) / found.line.seconds(size, 1)))
+    errors = [abs(row.error) for row in rows if math.isfinite(row.error)]
+    error = min(MOST_ERROR, max(LEAST_ERROR, *errors)) if errors else found.error
+    return replace(found, line=found.line.scaled(factor), update_s=rows[-1].update_s, error=error)
 
 
 def _row(found: Calibration, workload: str) -> dict[str, Any]:
@@ -258,7 +279,7 @@ def _row(found: Calibration, workload: str) -> dict[str, Any]:
             "fixed_s": found.fixed_s, "error": found.error, "transport": found.transport, "overlaps": found.overlaps,
             "within": link(found.within), "between": link(found.between),
             "codecs": {name: list(codec) for name, codec in found.codecs.items()}, "save_s": list(found.save_s),
-            "when": found.when}
+            "history": found.history, "when": found.when}
 
 
 def _read(device: str, row: dict[str, Any]) -> Calibration:
@@ -275,7 +296,8 @@ def _read(device: str, row: dict[str, Any]) -> Calibration:
               [_numbers(pair)]}
     return Calibration(device, str(row["precision"]), int(row["local"]), int(row["hosts"]), LinearTime(a_s, c_s),
                        sizes, update_s, error, str(row["transport"]), bool(row["overlaps"]), link(row["within"]),
-                       link(row["between"]), codecs, _numbers(row["save_s"]), fixed_s, str(row["when"]))
+                       link(row["between"]), codecs, _numbers(row["save_s"]), fixed_s, str(row["history"]),
+                       str(row["when"]))
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, float]:
@@ -324,4 +346,4 @@ def measured_here(run: Run, scene: Scene, device: str, buckets: Sequence[Bucket]
     elif scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
         trained(run)  # which traces the graph that is counted
     workload = agreed(control, lambda: workload_of(run, scene, buckets), "memory")
-    return workload, [*known(device, name), *made.values()]
+    return workload, [*known(device, name), *map(corrected, made.values())]

@@ -33,6 +33,7 @@ from hvdtrain.engine import balance_probe, loop, memory_survey, step_history
 from hvdtrain.engine.machine import SAMPLES
 from hvdtrain.engine.memory_survey import Scene
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.step_history import StepRow
 from hvdtrain.planning.hardware.rates import Calibration
 from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.linear import LinearTime, Link
@@ -346,4 +347,27 @@ def measured_here(run: Run, scene: Scene, device: str, buckets: Sequence[Bucket]
     elif scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
         trained(run)  # which traces the graph that is counted
     workload = agreed(control, lambda: workload_of(run, scene, buckets), "memory")
+<<<<<<< HEAD
     return workload, [*known(device, name), *map(corrected, made.values())]
+=======
+    rows = step_history.steps(step_history.key_of(run))
+    return workload, [corrected(one, rows) if (one.device, one.local, one.precision) == (
+        device, local, run.parts.precision.own) else one for one in (*known(device, name), *made.values())]
+
+
+def corrected(found: Calibration, rows: Sequence[StepRow]) -> Calibration:
+    """Return the calibration by what whole runs of the model on this device took since; ``rows``: oldest first. Pure.
+
+    The line is scaled to the latest run whose micro-batches it covers, and its error is the largest of the forecasts
+    of these runs.
+    """
+    covered = [row for row in rows if row.micros > 0 and row.compute_s > 0 and found.covers(
+        round(row.samples / row.micros))]
+    if not covered:
+        return found
+    row = covered[-1]
+    line_s = row.micros * found.line.a_s + row.samples * found.line.c_s
+    errors = [abs(one.error) for one in covered if math.isfinite(one.error)]
+    return replace(found, line=found.line.scaled(row.compute_s / line_s), update_s=row.update_s,
+                   error=min(0.9, max([found.error, *errors])))
+>>>>>>> main

@@ -23,7 +23,7 @@ Each line says why its callbacks come before those of the lines below.
 - KeepBest: what callbacks above evaluate or announce is known.
 - Divergence, Audit: weights that differ or were computed wrongly are not saved.
 - Checkpoint: holds the state of all callbacks above.
-- Forecast: shares, transports and the cost of saves are known.
+- RunForecast: shares, transports and the cost of saves are known.
 - Seconds: what the others do at the end of a fit is counted too.
 """
 
@@ -46,7 +46,7 @@ from hvdtrain.engine.callbacks.divergence import Divergence
 from hvdtrain.engine.callbacks.early_stop import EarlyStop, KeepBest
 from hvdtrain.engine.callbacks.ema import Ema
 from hvdtrain.engine.callbacks.eval_steps import EvalSteps
-from hvdtrain.engine.callbacks.forecast import Forecast
+from hvdtrain.engine.callbacks.forecast import RunForecast
 from hvdtrain.engine.callbacks.freeze import Freeze
 from hvdtrain.engine.callbacks.ledger import Ledger
 from hvdtrain.engine.callbacks.memory_fit import MemoryFit, MemoryReport
@@ -70,7 +70,7 @@ FIRST: tuple[type[Callback], ...] = (
 """Built-in callbacks that decide and measure; those of the key ``callbacks`` follow."""
 REPORTS: tuple[type[Callback], ...] = (Trace, System, WhatIf, Recorder)
 """Built-in callbacks that report; those of the caller follow."""
-LAST: tuple[type[Callback], ...] = (KeepBest, Divergence, Audit, Checkpoint, Forecast, Seconds)
+LAST: tuple[type[Callback], ...] = (KeepBest, Divergence, Audit, Checkpoint, RunForecast, Seconds)
 """Built-in callbacks that compare and save what all others have made."""
 # Each class says by `before` and `after` what its place has to keep; `tests/unit/engine/test_callback_order.py` checks.
 

@@ -31,7 +31,7 @@ from hvdtrain.core.protocols.types import Bucket, StepBatch
 from hvdtrain.core.units import MIB
 from hvdtrain.engine import balance_probe, loop, memory_survey, step_history
 from hvdtrain.engine.machine import SAMPLES
-from hvdtrain.engine.memory_survey import Scene
+from hvdtrain.engine.memory_survey import MemoryProbeContext
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.step_history import StepRow
 from hvdtrain.planning.hardware.rates import Calibration
@@ -69,7 +69,7 @@ SAVED_BYTES = 64 * MIB
 """Bytes that are copied and written at most to time a save; more take as many times as long."""
 
 
-def workload_of(run: Run, scene: Scene, buckets: Sequence[Bucket]) -> Workload:
+def workload_of(run: Run, scene: MemoryProbeContext, buckets: Sequence[Bucket]) -> Workload:
     """Measure memory and operations of a run's model on a few samples; on this rank alone.
 
     Operations that are counted in a traced graph are there after `trained`.
@@ -96,7 +96,7 @@ def key(run: Run, sample: Any) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def calibrated(run: Run, scene: Scene, device: str) -> Calibration:
+def calibrated(run: Run, scene: MemoryProbeContext, device: str) -> Calibration:
     """Measure this job: line, update, exchange, compressors; collective. ``device``: its name in plans.
 
     The line is the probe's, scaled to what forward and backward took in training steps.
@@ -327,7 +327,7 @@ def _slug(device: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-.")[:80] or "device"
 
 
-def measured_here(run: Run, scene: Scene, device: str, buckets: Sequence[Bucket],
+def measured_here(run: Run, scene: MemoryProbeContext, device: str, buckets: Sequence[Bucket],
                   wanted: int) -> tuple[Workload, list[Calibration]]:
     """Measure a run's model, and its device where that is needed and not known, which is kept; collective.
 

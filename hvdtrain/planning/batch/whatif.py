@@ -67,7 +67,7 @@ class BatchDivision:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankCores:
     """``host``: number of a rank's host; ``threads``: cores that it can use at once."""
 
     host: int = 0
@@ -75,20 +75,20 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class Transport:
+class ExchangeSetup:
     """Exchange of the steps over transport ``name``, on ``places_P`` of the ranks. ``cores``: of each host, 0: enough.
 
     ``on_cores``: sums are the processors' work, so that a slower rank takes longer for its share of them.
     """
 
     name: str = RING
-    places_P: tuple[RankPlace, ...] = ()
+    places_P: tuple[RankCores, ...] = ()
     cores: tuple[float, ...] = ()
     on_cores: bool = False
 
 
 @dataclass(frozen=True)
-class Forecast:
+class WhatIfForecast:
     """Mean seconds of a step now, and ``without_s_P`` without each rank, None if unknown."""
 
     step_s: float
@@ -101,7 +101,7 @@ class Forecast:
 
 
 def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[LinearTime | None] = (),
-             transport: Transport = Transport()) -> Forecast | None:
+             transport: ExchangeSetup = ExchangeSetup()) -> WhatIfForecast | None:
     """Estimate a step without each rank; None if too few steps are alike.
 
     The simulator plays the observed steps, with the others' samples as they would be divided, the exchange of fewer
@@ -127,17 +127,17 @@ def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[LinearTime | N
             without.append(None)  # what a rank takes for a sample was not seen
         else:
             without.append(beside * step(run.scene(others, shares)).mid_s)
-    return Forecast(step_s, tuple(without))
+    return WhatIfForecast(step_s, tuple(without))
 
 
 class _Observed:
     """The steps as scenes. ``now``: (samples, micro-batches) by rank."""
 
     def __init__(self, steps: Steps, work: BatchDivision, lines_P: Sequence[LinearTime | None],
-                 transport: Transport) -> None:
+                 transport: ExchangeSetup) -> None:
         self._lines, self._transport = [line or LinearTime(0.0, 1.0) for line in lines_P], transport
         size = steps.wall.shape[1]
-        self._places = transport.places_P or (RankPlace(),) * size
+        self._places = transport.places_P or (RankCores(),) * size
         self.now = {rank: (m, _parts(m, rank, work)) for rank, m in enumerate(map(int, steps.samples[-1]))}
         own = steps.work + steps.rest
         for host, cores in enumerate(transport.cores):  # what its work would take on cores of its own

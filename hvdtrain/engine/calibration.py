@@ -251,24 +251,31 @@ def known(device: str, workload: str) -> list[Calibration]:
     for row in _rows(device):
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             if row["workload"] == workload:
-                found.append(corrected(_read(device, row)))
+                found.append(corrected(made := _read(device, row), runs_of(made)))
     return found
 
 
-def corrected(found: Calibration) -> Calibration:
-    """Return a calibration with the compute and update of runs on this device, and the error of their forecasts.
+def runs_of(found: Calibration) -> list[StepRow]:
+    """Return what runs took since in the setting of a calibration, on this host; the oldest first."""
+    return step_history.steps(found.history) if found.history else []
 
-    A run's steps are many more than a calibration's.
+
+def corrected(found: Calibration, rows: Sequence[StepRow]) -> Calibration:
+    """Return the calibration by what whole runs of the model on this device took since; ``rows``: oldest first. Pure.
+
+    The line is scaled to the latest run whose micro-batches it covers, and its error is the largest of the forecasts
+    of these runs.
     """
-    rows = step_history.steps(found.history) if found.history else []
-    size = max(found.sizes)
-    line = next((line for n in sorted(found.sizes, reverse=True) if (line := step_history.line_of(rows, n))), None)
-    if line is None:
+    covered = [row for row in rows if row.micros > 0 and row.compute_s > 0 and found.covers(
+        round(row.samples / row.micros))]
+    if not covered:
         return found
-    factor = min(MOST_FACTOR, max(1 / MOST_FACTOR, line.seconds(size, 1) / found.line.seconds(size, 1)))
-    errors = [abs(row.error) for row in rows if math.isfinite(row.error)]
-    error = min(MOST_ERROR, max(LEAST_ERROR, *errors)) if errors else found.error
-    return replace(found, line=found.line.scaled(factor), update_s=rows[-1].update_s, error=error)
+    row = covered[-1]
+    factor = row.compute_s / (row.micros * found.line.a_s + row.samples * found.line.c_s)
+    factor = min(MOST_FACTOR, max(1 / MOST_FACTOR, factor))
+    errors = [abs(one.error) for one in covered if math.isfinite(one.error)]
+    return replace(found, line=found.line.scaled(factor), update_s=row.update_s,
+                   error=min(MOST_ERROR, max([found.error, *errors])))
 
 
 def _row(found: Calibration, workload: str) -> dict[str, Any]:
@@ -347,27 +354,4 @@ def measured_here(run: Run, scene: MemoryProbeContext, device: str, buckets: Seq
     elif scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
         trained(run)  # which traces the graph that is counted
     workload = agreed(control, lambda: workload_of(run, scene, buckets), "memory")
-<<<<<<< HEAD
-    return workload, [*known(device, name), *map(corrected, made.values())]
-=======
-    rows = step_history.steps(step_history.key_of(run))
-    return workload, [corrected(one, rows) if (one.device, one.local, one.precision) == (
-        device, local, run.parts.precision.own) else one for one in (*known(device, name), *made.values())]
-
-
-def corrected(found: Calibration, rows: Sequence[StepRow]) -> Calibration:
-    """Return the calibration by what whole runs of the model on this device took since; ``rows``: oldest first. Pure.
-
-    The line is scaled to the latest run whose micro-batches it covers, and its error is the largest of the forecasts
-    of these runs.
-    """
-    covered = [row for row in rows if row.micros > 0 and row.compute_s > 0 and found.covers(
-        round(row.samples / row.micros))]
-    if not covered:
-        return found
-    row = covered[-1]
-    line_s = row.micros * found.line.a_s + row.samples * found.line.c_s
-    errors = [abs(one.error) for one in covered if math.isfinite(one.error)]
-    return replace(found, line=found.line.scaled(row.compute_s / line_s), update_s=row.update_s,
-                   error=min(0.9, max([found.error, *errors])))
->>>>>>> main
+    return workload, [*known(device, name), *(corrected(one, runs_of(one)) for one in made.values())]

@@ -28,6 +28,7 @@ class PyHvdtrain(PythonPackage):
     depends_on("py-psutil@5.9:", type=("build", "run"))
     depends_on("py-mpi4py@4.1", type=("build", "run"))
     depends_on("py-cloudpickle@3:", type=("build", "run"))
+    depends_on("py-clustershell@1.9:", type=("build", "run"))
     depends_on("mpi", type="run")
 
     depends_on("py-torch@2.6:2", type=("build", "run"), when="+torch")

@@ -96,6 +96,14 @@ def test_without_assumptions_only_what_was_calibrated_is_estimated():
     assert "compression fp16" in found and "one more host like a" in left_out
 
 
+def test_a_limit_of_micro_batches_adds_their_overhead():
+    guess = replace(GUESS, overhead_s=0.01)
+    plain, limited = (estimate([host("a", A100, 1)], TrainingSettings(64, "bf16", micro_batch=n), rates(guess=guess), 0)
+                      for n in (0, 16))
+    assert limited.mid_s == pytest.approx(plain.mid_s + 0.03) and plain.hours is plain.cost is None
+    assert limited.memory.need.total < plain.memory.need.total
+
+
 def test_ranks_that_share_a_processor_need_a_calibration_with_as_many():
     cpu = replace(CATALOGUE.devices["CPU"], name="CPU of this host")
     made = Calibration(cpu.name, "fp32", 1, 1, LinearTime(0.0, 1e-3), (8, 64), 0.0, 0.05)

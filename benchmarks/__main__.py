@@ -15,6 +15,7 @@ BENCHES = {
     "whatif": "a step without one of its ranks: as estimated in a run, and as measured without that rank",
     "forecast": "steps as the simulator predicts them, and as measured: hosts, transports, compressors, partitions",
     "pipeline": "a model cut over ranks, against PyTorch's own pipeline and against whole copies, under one quota",
+    "limits": "runs that a time limit or a budget ends: how much of it each uses; starts a job for each",
     "finite": "CPU time that looking whether summed gradients are finite costs; under mpirun, or alone",
     "saves": "what checkpoints cost the training that they are taken of; under mpirun, or alone",
     "memory": "most memory that a rank holds while it trains, unsharded and under ZeRO; starts a job for each",

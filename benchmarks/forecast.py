@@ -176,9 +176,15 @@ def _words(args: argparse.Namespace, framework: str, case: Case, rows: Sequence[
 
 # --- prediction ------------------------------------------------------------------------------------------------------
 
-def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] | None = None) -> StepForecast:
-    """Return the forecast of a row from its job's calibration. Pure; ``blocks``: of a pipeline, as its run measured."""
-    asked, runs, size = ours_row(row), calibrated["compute"], calibrated["ranks"]
+def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] | None = None,
+            slower: float = 1.0) -> StepForecast:
+    """Return the forecast of a row from its job's calibration. Pure.
+
+    ``blocks``: of a pipeline, as its run measured. ``slower``: factor on all times but the exchange's.
+    """
+    asked, size = ours_row(row), calibrated["ranks"]
+    runs = [_paced(run, slower * (calibrated["compute"][0]["step_s"] / run["beside_s"] if run["beside_s"] else 1.0))
+            for run in calibrated["compute"]]
     batch = calibrated["batch"]
     lines = [fit([run["batch"] for run in runs], [run["phases"][rank]["compute"] for run in runs])
              for rank in range(size)]
@@ -196,6 +202,12 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
     hosts = tuple(Host(max(per_host, calibrated["hosts"].count(h))) for h in sorted(set(calibrated["hosts"])))
     stages = (_stages(calibrated, asked, blocks, lines, batch * size),) if blocks else ()
     return step(Scene(ranks, exchange, stages, hosts=hosts))
+
+
+def _paced(run: Mapping[str, Any], slower: float) -> dict[str, Any]:
+    """Return a run without exchange with all its times multiplied."""
+    return {**run, "step_s": slower * run["step_s"],
+            "phases": [{name: slower * seconds for name, seconds in phases.items()} for phases in run["phases"]]}
 
 
 def _mean(values: Any) -> float:
@@ -251,8 +263,11 @@ def _told(args: argparse.Namespace, found: Sequence[Mapping[str, Any]]) -> int:
     """Print predictions beside measurements; return 1 where they are off."""
     rows, errors = [], []
     for record in found:
-        forecast = predict(record["calibrated"], record["row"], record["measured"].get("blocks"))
-        measured_s = record["measured"]["step_s"]
+        measured = record["measured"]
+        measured_s = measured["step_s"]
+        # Other load on the machine slows the steps without exchange, which alternate with the row's, as well.
+        slower = measured["beside_s"] / record["calibrated"]["compute"][0]["step_s"]
+        forecast = predict(record["calibrated"], record["row"], measured.get("blocks"), slower)
         error = 100 * (forecast.mid_s / measured_s - 1)
         errors.append(abs(error))
         rows.append([record["framework"], record["case"], record["row"], f"{1e3 * forecast.mid_s:.1f}",

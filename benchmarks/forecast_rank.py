@@ -23,7 +23,7 @@ from benchmarks.worker import MARK
 from benchmarks.workloads import BATCHES, FILES, WORKLOADS, part
 
 WARM_STEPS = 3
-TIMED_S = 1.2
+TIMED_S = 1.5
 """Time that a row's steps are measured for, and no fewer steps than `LEAST_STEPS`."""
 
 LEAST_STEPS, MOST_STEPS = 4, 60
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Rank:
-    """One rank; all of it is collective."""
+    """Measure one rank of a job; every method is collective."""
 
     def __init__(self, args: argparse.Namespace, facts: Any) -> None:
         from hvdtrain.cluster import boot
@@ -67,6 +67,7 @@ class _Rank:
             importlib.import_module(args.framework)  # minutes in a slow group, and no part of what is measured
             throttle.enter(args.cgroup[self.control.rank])
         self._made = 0
+        self._beside: Prepared | None = None
 
     def serve(self) -> int:
         """Calibrate, report, then measure and report each row; a row that fails is reported as its error."""
@@ -89,9 +90,13 @@ class _Rank:
         return 0
 
     def compute(self, batch: int) -> dict[str, Any]:
-        """Return the phases of single-rank training, on all ranks at once: a step of each rank, without exchange."""
+        """Return the phases of single-rank training, on all ranks at once: a step of each rank, without exchange.
+
+        The first such run stays: its steps alternate with those of every row, to show how fast the machine is then.
+        """
         prepared = self._prepare(batch, wire="null" if self.control.size > 1 else "auto", adam="whole")
         timed = self._timed(prepared)
+        self._beside = self._beside or prepared
         run = prepared.run
         return {"batch": batch, **timed, "parameters": sum(int(spec.n) for spec in run.parts.params.specs)}
 
@@ -130,25 +135,33 @@ class _Rank:
         return found
 
     def _timed(self, prepared: Prepared) -> dict[str, Any]:
-        """Return the median seconds of a step, and of its phases by rank."""
-        steps_s, phases = [], []
+        """Return the median seconds of a step, of its phases by rank, and of the steps that alternate with it."""
+        steps_s, phases, beside_s = [], [], []
         for number in range(MOST_STEPS + WARM_STEPS):
-            before = prepared.spent() if prepared.spent else {}
-            self.control.barrier("start of a step")
-            begin = time.perf_counter()
-            prepared.step(number)
-            prepared.sync()
-            ended_s = time.perf_counter() - begin
-            after = prepared.spent() if prepared.spent else {}
+            other_s = self._step(self._beside, number)[0] if self._beside else 0.0
+            step_s, phase = self._step(prepared, number)
             if number >= WARM_STEPS:
-                steps_s.append(max(self.control.gather(ended_s)))
-                phases.append({name: after[name] - before[name] for name in after})
+                steps_s.append(step_s)
+                beside_s.append(other_s)
+                phases.append(phase)
                 if self.control.bcast(len(steps_s) >= LEAST_STEPS and sum(steps_s) > TIMED_S):
                     break
         own = {name: statistics.median(phase[name] for phase in phases) for name in phases[0]}
         spread = statistics.pstdev([phase["compute"] for phase in phases]) / max(own["compute"], 1e-9)
-        return {"step_s": statistics.median(steps_s), "steps": len(steps_s),
+        return {"step_s": statistics.median(steps_s), "steps": len(steps_s), "beside_s": statistics.median(beside_s),
                 "phases": self.control.gather(own), "spread": self.control.gather(spread)}
+
+    def _step(self, prepared: Prepared, number: int) -> tuple[float, dict[str, float]]:
+        """Return the seconds of a step on the slowest rank, and this rank's phases."""
+        assert prepared.spent is not None
+        before = prepared.spent()
+        self.control.barrier("start of a step")
+        begin = time.perf_counter()
+        prepared.step(number)
+        prepared.sync()
+        ended_s = time.perf_counter() - begin
+        after = prepared.spent()
+        return max(self.control.gather(ended_s)), {name: after[name] - before[name] for name in after}
 
     def _prepare(self, batch: int, **options: Any) -> Prepared:
         args, control = self.args, self.control

@@ -1,6 +1,7 @@
-"""``python -m benchmarks input``: how fast a folder of pictures is read and decoded on several numbers of ranks.
+"""``python -m benchmarks input``: how fast pictures and tokens are read and decoded on several numbers of ranks.
 
-Owns the pictures, the jobs and the table; what a contender does is in `benchmarks.input_rank`. Each job reads one
+Owns the jobs and the tables; the data is made by `benchmarks.input_data`, what a contender does is in
+`benchmarks.input_rank`. Each job reads one
 epoch untimed and then some that are timed, with the same number of workers a rank and nobody who trains: what is
 counted is samples a second of all ranks together, and how often each sample was decoded.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import race
+from benchmarks.input_data import CLASSES, FORMATS, made
 from benchmarks.jobs import Job, JobFailed
 from hvdtrain.commands.bench import cli, session
 from hvdtrain.core import terminal
@@ -29,11 +31,10 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
 
-CONTENDERS = {"hvdtrain": "PIL", "dataloader": "torch", "tfdata": "tensorflow"}
+CONTENDERS = {"hvdtrain": "PIL", "dataloader": "torch", "tfdata": "tensorflow", "datasets": "datasets"}
 """Name -> the package without which it is left out."""
 
 OWN = "hvdtrain"
-CLASSES = 10
 HEADERS = ("ranks", "reader", "workers a rank", "samples/s", "quartiles", "of the best other", "decodes a sample")
 
 Key = tuple[int, str]
@@ -48,43 +49,57 @@ def main(argv: list[str]) -> int:
     if launch_facts(os.environ).kind != "solo":
         raise UserError("bench input was started under a launcher", "one process: it starts the jobs itself",
                         "run it without mpirun")
+    if args.root and args.formats != ["folder"]:
+        raise UserError("--root with several formats, or another than folder", "data that is made for each",
+                        "leave --root out, or give --formats folder")
     if args.root and not Path(args.root, "train").is_dir():
         raise UserError(f"--root is {args.root!r}, which has no folder train", "a folder with train/CLASS/*.png of one "
                         "size", "correct --root, or leave it out to have pictures made")
     names = [name for name in args.readers if _is_here(name)]
     session.check(args.jsonl)
-    found: dict[Key, list[dict[str, Any]]] = {}
     failed: dict[str, JobFailed] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(orderly_signals())
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-bench-"))
-        root = args.root or _made(Path(scratch, "pictures"), args.samples, args.size)
-        for number in range(args.rounds):
-            for ranks in dict.fromkeys(args.np):
-                for name in race.rotated(names, number):
-                    about = _job(args, ranks, name, root, os.path.join(scratch, "decodes"), failed)
-                    if about is not None:
-                        found.setdefault((ranks, name), []).append(about)
-                        if args.jsonl:
-                            session.append(args.jsonl, _record(args, about))
-    terminal.show(f"a folder of pictures, {args.rounds} rounds, the median; batch {args.batch} a rank", HEADERS,
-               rows(found), args.markdown)
+        for kind in dict.fromkeys(args.formats):
+            some = [name for name in names if name in FORMATS[kind]]
+            found = _measured(args, kind, some, scratch, failed) if some else {}
+            terminal.show(f"{kind}, {args.rounds} rounds, the median; batch {args.batch} a rank", HEADERS, rows(found),
+                          args.markdown)
     return race.report(failed)
+
+
+def _measured(args: argparse.Namespace, kind: str, names: Sequence[str], scratch: str,
+              failed: dict[str, JobFailed]) -> dict[Key, list[dict[str, Any]]]:
+    """Return what the jobs of one format reported."""
+    found: dict[Key, list[dict[str, Any]]] = {}
+    root = args.root or made(kind, Path(scratch, kind), args.samples, args.size)
+    for number in range(args.rounds):
+        for ranks in dict.fromkeys(args.np):
+            for name in race.rotated(names, number):
+                about = _job(args, kind, ranks, name, root, os.path.join(scratch, "decodes"), failed)
+                if about is not None:
+                    found.setdefault((ranks, name), []).append(about)
+                    if args.jsonl:
+                        session.append(args.jsonl, _record(args, about))
+    return found
 
 
 def _parser() -> cli.Parser:
     parser = cli.Parser("benchmarks input",
-                            "Read a folder of pictures with hvdtrain, with torch's DataLoader under a "
-                            "DistributedSampler and with tf.data's shard, on several numbers of ranks of this machine. "
-                            "Not to be started under mpirun.")
+                            "Read pictures and tokens in several formats with hvdtrain, torch's DataLoader, tf.data "
+                            "and datasets, on several numbers of ranks of this machine. Not to be started under "
+                            "mpirun.")
     add, whole = parser.add_argument, cli.whole
     add("--readers", type=cli.some_of("--readers", CONTENDERS), default=list(CONTENDERS), metavar="A,B,...",
         help=f"{', '.join(CONTENDERS)}; all that are installed")
+    add("--formats", type=cli.some_of("--formats", FORMATS), default=list(FORMATS), metavar="A,B,...",
+        help=f"{', '.join(FORMATS)}; all")
     add("--np", type=lambda text: [whole("--np", 1, 4096)(part) for part in text.split(",")], default=[1, 2, 4],
         metavar="A,B,...", help="numbers of ranks (default 1,2,4)")
     add("--root", default="", metavar="DIR", help="folder with train/CLASS/*.png of one size; empty: one is made")
-    add("--samples", type=whole("--samples", CLASSES), default=4000, metavar="N", help="pictures of the made folder")
-    add("--size", type=whole("--size", 8, 4096), default=64, metavar="N", help="its pictures' height and width")
+    add("--samples", type=whole("--samples", CLASSES), default=4000, metavar="N", help="samples that are made")
+    add("--size", type=whole("--size", 8, 4096), default=64, metavar="N", help="pictures' height and width")
     add("--batch", type=whole("--batch", 1), default=32, metavar="N", help="samples of a rank and step")
     add("--workers", type=whole("--workers", 0, 64), default=1, metavar="N", help="processes (tf.data: threads) that "
         "decode for each rank; 0: the rank itself")
@@ -105,30 +120,16 @@ def _is_here(name: str) -> bool:
     return False
 
 
-def _made(root: Path, samples: int, size: int) -> str:
-    """Write pictures, smooth with some noise as photographs are, in `CLASSES` folders; return the folder."""
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    for number in range(samples):
-        folder = root / "train" / f"class_{number % CLASSES}"
-        folder.mkdir(parents=True, exist_ok=True)
-        coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((size, size))
-        noise = rng.integers(0, 16, (size, size, 3), dtype=np.uint8)
-        Image.fromarray(np.asarray(coarse) // 2 + noise).save(folder / f"{number:07d}.png")
-    return str(root)
-
-
-def _job(args: argparse.Namespace, ranks: int, name: str, root: str, decodes: str,
+def _job(args: argparse.Namespace, kind: str, ranks: int, name: str, root: str, decodes: str,
          failed: dict[str, JobFailed]) -> dict[str, Any] | None:
     """Run one job to its end; what it told, or None where it failed."""
-    title = f"{name} on {ranks}"
+    title = f"{name}, {kind} on {ranks}"
     if title in failed:
         return None
     env = race.environment(ranks, 1, os.environ)
     words = [*race.launcher(argparse.Namespace(mpirun_args="", hosts=""), ranks, env), sys.executable, "-m",
-             "benchmarks.input_rank", "--reader", name, "--root", root, "--batch", str(args.batch), "--workers",
-             str(args.workers), "--epochs", str(args.epochs), "--decodes", decodes]
+             "benchmarks.input_rank", "--format", kind, "--reader", name, "--root", root, "--batch",
+             str(args.batch), "--workers", str(args.workers), "--epochs", str(args.epochs), "--decodes", decodes]
     say(f"$ {shlex.join(words)}")
     job = Job(title, words, env)
     try:

@@ -1,8 +1,8 @@
-"""A rank of ``benchmarks input``: read whole epochs of a folder of pictures in one of three ways.
+"""A rank of ``benchmarks input``: read whole epochs of one format in one of four ways.
 
-The ways of others are in `benchmarks.peers`: `dataloader` and `tfdata`. All give float32 (B, H, W, 3) in [0, 1] and
-class numbers. A decode is counted where it is done: one byte more in a file that all processes of the job append to;
-tf.data's are those samples that come out of its map.
+The ways of others are in `benchmarks.peers`: `dataloader`, `tfdata`, `datasets`. Pictures are float32 (B, H, W, 3) in
+[0, 1] with class numbers, tokens int64 (B, T). A decode is counted where it is done: one byte more in a file that all
+processes of the job append to; tf.data's are those samples that come out of its map.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.input import CONTENDERS, OWN
+from benchmarks.input_data import FORMATS
 from benchmarks.worker import MARK
 
 SEED = 0
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.input_rank", allow_abbrev=False, description="One "
                                      "rank of one job; `python -m benchmarks input` starts it.")
     parser.add_argument("--reader", choices=list(CONTENDERS), required=True)
+    parser.add_argument("--format", choices=list(FORMATS), required=True)
     for name in ("--root", "--decodes"):
         parser.add_argument(name, required=True)
     for name in ("--batch", "--workers", "--epochs"):
@@ -92,24 +94,53 @@ def files_of(root: str) -> tuple[list[str], list[int]]:
 
 
 def own(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, Epoch]:
-    """Make hvdtrain's own: the set ``folder``, its worker processes and the feed, as a run has them."""
+    """Make hvdtrain's own: the set of the format, its worker processes and the feed, as a run has them."""
+    from hvdtrain.cluster.control import agreed
     from hvdtrain.config import Config, DataConfig
     from hvdtrain.core.protocols.types import Cursor
     from hvdtrain.data import sources
     from hvdtrain.data.feed import Feed
     from hvdtrain.data.prepare import with_workers
 
-    named = {"root": args.root}
-    config = Config(data=DataConfig("folder", named, workers=args.workers), control_timeout_s=600.0)
-    counted = Counted(sources.resolve("folder", named, "train"), decodes)
-    (source,), _ = with_workers(config, SEED, [counted], 1)
-    feed = Feed(source, args.batch * control.size, rank=control.rank, size=control.size, seed=SEED, control=control)
+    source: Any
+    if args.format == "stream":
+        source, n = _stream(args, control, decodes)
+    else:
+        name, named = SETS[args.format](args.root)
+        config = Config(data=DataConfig(name, named, workers=args.workers), control_timeout_s=600.0)
+        counted = Counted(agreed(control, lambda: sources.resolve(name, named, "train"), "data"), decodes)
+        (source,), _ = with_workers(config, SEED, [counted], 1)
+        n = len(counted)
+    feed = Feed(source, args.batch * control.size, rank=control.rank, size=control.size, seed=SEED, control=control,
+                readers="host")
 
     def epoch(number: int) -> Iterator[int]:
         for step in feed.epoch(Cursor(epoch=number)):
             yield sum(len(micro[0]) for micro in step.micros)
 
-    return len(counted), epoch
+    return n, epoch
+
+
+SETS: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
+    "folder": lambda root: ("folder", {"root": root}), "tokens": lambda root: ("npy", {"root": root}),
+    "tar": lambda root: ("webdataset", {"files": f"{root}/*.tar"}),
+    "tfrecord": lambda root: ("tfrecord", {"files": f"{root}/*.tfrecord", "x": "image", "y": "label"}),
+    "parquet": lambda root: ("parquet", {"files": f"{root}/*.parquet", "x": "image", "y": "label"})}
+"""Format -> the set that reads it, and its arguments for a folder."""
+
+
+def _stream(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[Any, int]:
+    """Return the folder as a stream of one reader, which has the workers of all ranks of its host; its samples."""
+    from torch.utils.data import DataLoader
+
+    from benchmarks.peers.dataloader import DividedFiles
+    from hvdtrain.backends.torch.data import adapt
+
+    pairs = list(zip(*files_of(args.root)))
+    workers = args.workers * control.local_size
+    loader: Any = DataLoader(DividedFiles(pairs, lambda pair: [pair], decodes, 0, 1), args.batch, num_workers=workers,
+                             persistent_workers=workers > 0)
+    return adapt(loader), len(pairs)
 
 
 def _reader(name: str) -> Callable[..., tuple[int, Epoch]]:
@@ -132,7 +163,8 @@ def _read(args: argparse.Namespace, facts: Any) -> int:
     ended_s = time.perf_counter() - began
     rows = control.gather((ended_s, read))
     if control.rank == 0:
-        about = {"event": "done", "reader": args.reader, "ranks": control.size, "framework": CONTENDERS[args.reader],
+        about = {"event": "done", "format": args.format, "reader": args.reader, "ranks": control.size,
+                 "framework": CONTENDERS[args.reader],
                  "workers": args.workers, "epochs": args.epochs, "samples": samples,
                  "seconds": max(seconds for seconds, _ in rows), "read": sum(n for _, n in rows),
                  "decodes": decodes.total() - before}

@@ -10,8 +10,10 @@ import faulthandler
 import functools
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,6 +22,11 @@ import pytest
 
 # Ranks as threads share TensorFlow's pool, and a node that waits for other ranks holds one of its threads.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
+
+# What runs remember of the devices (hvdtrain.engine.step_history) is not this user's.
+CACHE = tempfile.mkdtemp(prefix="hvdtrain-tests-cache-")
+os.environ.setdefault("XDG_CACHE_HOME", CACHE)
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 pytest.register_assert_rewrite("step_cases", "step_kit", "step_state_cases")
 for shared in ("conformance", "fixtures"):  # cases and small runs that several folders share

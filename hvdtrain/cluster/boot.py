@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -228,6 +229,7 @@ def _check_srun(facts: LaunchFacts, env: MutableMapping[str, str]) -> None:
     if facts.rank > 0:
         causes.leave("user", "srun without PMIx")
         flush_streams()
+        time.sleep(2.0)  # srun may end all ranks at the first bad exit, which must not silence rank 0
         os._exit(EXIT_USER_ERROR)
     given = "--mpi=pmi2" if "PMI_RANK" in env else "no --mpi=pmix"
     raise UserError(f"srun with {given}, and mpi4py uses Open MPI, which starts by PMIx only", "srun --mpi=pmix",

@@ -13,7 +13,7 @@ COMMANDS = {
     "evaluate": "print the metrics of a run's model on any data",
     "predict": "write the outputs of a run's model for each sample to a file",
     "export": "write a run's model for serving: ONNX, SavedModel, Keras or PyTorch",
-    "plan": "probe every rank's speed and print its share of the batch; --memory: memory plan of each rank",
+    "plan": "print each rank's share of the batch; --memory: memory plan; --inventory: time and cost elsewhere",
     "launch": "start a job on a list of hosts, with the command line of the installed MPI",
     "report": "write an HTML report of a run: result, cost, stragglers, failures, recommendations",
     "checkpoints": "list, verify or remove a run's checkpoints, or export the weights of one",

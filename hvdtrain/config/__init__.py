@@ -99,6 +99,9 @@ class Config(Keys):
         if not 0 <= self.ema < 1:
             raise UserError(f"ema is {self.ema}", "0, or a decay below 1 such as 0.999", "correct ema")
         seconds_of(self.time_limit)
+        if self.budget and not self.inventory:
+            raise UserError(f"budget is {self.budget:g} and no inventory is given", "a file with the prices of the "
+                            "hosts", "set inventory to a YAML file with price_per_hour for each host")
         check_url("out", self.out)
         check_url("resume", self.resume)
         window_of(self.trace.steps)

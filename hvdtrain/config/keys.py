@@ -202,6 +202,13 @@ class Keys:
         "", "", "time limit of this job, in seconds or as 04:00:00, counted from its start: the run saves and ends "
         "before the limit with status 75; empty: no limit", affects="nothing",
         off="", aliases=("max_time",))
+    budget: float = _key(
+        0.0, "currency of the inventory", "most that this job may cost, counted from its start by the hour of "
+        "each of its hosts: the run saves and ends before with status 75; 0: no limit", affects="nothing", least=0,
+        off=0.0)
+    inventory: str = _key(
+        "", "", "YAML file of hosts with their prices per hour, which budget needs, as for the command plan",
+        affects="nothing", off="")
     resume: str = _key(
         "", "",
         "auto: newest complete checkpoint of this run, if any; or the path or URL of a checkpoint or a run; empty: "
@@ -219,6 +226,9 @@ class Keys:
         "module:callable that returns one", affects="nothing", quiet=[],
         choices="hvdtrain.reports.trackers", off=[], aliases=("logger", "report_to", "log_with"))
     trace: TraceConfig = _key(TraceConfig(), "", "", affects="nothing")
+    forecast: bool = _key(
+        True, "", "write forecast.json at the start (time of a step, by earlier runs of the model on these devices), "
+        "its errors into completed.json, and remember what this run takes", affects="nothing", quiet=False)
     threads: int = _key(
         0, "threads", "compute threads of one rank; 0: its share of the host's cores", affects="nothing", least=0,
         most=4096)

@@ -16,6 +16,7 @@ class RunFiles:
 
     COMPLETED = "completed.json"
     CONFIG = "config.yaml"
+    FORECAST = "forecast.json"
     LOG = "log.jsonl"
     REPORT = "report.html"
     CHECKPOINTS = "checkpoints"

@@ -25,6 +25,10 @@ T = TypeVar("T")
 RETRY_WAITS_S = (0.5, 2.0, 8.0)
 """Waits between the attempts of one call."""
 
+VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "created")
+"""Entries of a storage's description of a file that change with it: fsspec's own `ukey` differs between a listing and
+a request for one file."""
+
 LATE_S = 0.5
 """A call that notices the deadline itself has a better message than the thread that waits for it."""
 
@@ -120,8 +124,13 @@ class ObjectStore:
         return bytes(self._call(f"reading {name}", lambda: self.fs.cat_file(self._path(name))))
 
     def version(self, name: str) -> str:
-        """Return a text that changes with the file, of its size, time or ETag."""
-        return str(self._call(f"looking at {name}", lambda: self.fs.ukey(self._path(name))))
+        """Return a text that changes with the file, of its size and what the storage has of `VERSIONS`."""
+        info = self._call(f"looking at {name}", lambda: self.fs.info(self._path(name)))
+        return f"{info['size']} {next((f'{key} {info[key]}' for key in VERSIONS if info.get(key)), '')}".rstrip()
+
+    def forget(self) -> None:
+        """Ask the storage again, where fsspec remembers a listing."""
+        self.fs.invalidate_cache()
 
     def get(self, name: str, path: Path) -> None:
         """Copy a file to ``path``, whose parent is made."""

@@ -17,6 +17,7 @@ from hvdtrain.data.pictures import Normalisation, channels_of, checked_size, dec
 from hvdtrain.data.rows import INPUTS, TARGETS
 from hvdtrain.data.sources import Unreadable, refuse_strings
 
+PARTS = ("x", "y", "weight")
 PICTURES = ("png", "jpg", "jpeg", "webp", "bmp", "ppm", "pgm")
 _STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"P5", b"P6", b"P4", b"P1", b"P2", b"P3")
 """First bytes of pictures but WebP's, which are RIFF....WEBP."""
@@ -27,15 +28,17 @@ class Damage(Exception):
     """A sample that cannot be read, with the reason."""
 
 
-def columns_of(names: Sequence[str], x: str, y: str, where: str) -> tuple[str, ...]:
-    """Return the columns of x and y among ``names``: those given, else those named like x and y, else the first two.
+def columns_of(names: Sequence[str], x: str, y: str, weight: str, where: str) -> tuple[str, ...]:
+    """Return the columns of x, y and, where given, the sample weight among ``names``.
 
-    A picture goes before other columns. ``where``: the file that has them. Errors: `UserError` for an unknown name.
+    Without ``x`` and ``y`` those named like x and y, a picture before other columns, else the first two. ``where``: the
+    file that has them. Errors: `UserError` for an unknown name.
     """
-    for key, name in (("x", x), ("y", y)):
+    for key, name in (("x", x), ("y", y), ("weight", weight)):
         if name and name not in names and not _within(name, names):
             raise UserError(f"data.args.{key} is {name!r}, and {where} has the columns {', '.join(names) or '(none)'}",
                             nearest(name, names) if names else "a column of the file", f"correct data.args.{key}")
+    names = [name for name in names if name != weight]
     rest = [name for name in names if name not in (x, y)]
     x = x or next((name for known in (INPUTS, PICTURES) for name in rest if name.lower() in known), "")
     rest = [name for name in rest if name != x]
@@ -44,7 +47,10 @@ def columns_of(names: Sequence[str], x: str, y: str, where: str) -> tuple[str, .
     y = y or next((name for name in rest if name != x), "")
     if not x:
         raise UserError(f"{where} has no column for x", "one or two columns", "check data.args.files and data.args.x")
-    return (x, y) if y else (x,)
+    if weight and not y:
+        raise UserError(f"data.args.weight is {weight!r}, and {where} has no column for y", "one, which it weights",
+                        "set data.args.y")
+    return tuple(name for name in (x, y, weight) if name)
 
 
 def _within(name: str, names: Sequence[str]) -> bool:
@@ -53,7 +59,7 @@ def _within(name: str, names: Sequence[str]) -> bool:
 
 
 class Cells:
-    """Convert values to arrays as `hvdtrain.data.formats.FileOptions` say; x first, then y.
+    """Convert values to arrays as `hvdtrain.data.formats.FileOptions` say, in the order of `PARTS`.
 
     The first sample sets type and shape of each column (`learn`); others must have the same.
     """
@@ -89,13 +95,16 @@ class Cells:
                                                                                (dtype, shape, wanted))]
                 do = "set data.args.size, which scales and crops pictures, such as 224" if picture and wanted else (
                     "set data.args.dtype: float32" if i == 0 and array.shape == shape else "pad, crop or cast them")
-                raise UserError(f"{place()}: {'xy'[i]} is {kinds[0]}, in the first sample {kinds[1]}",
+                raise UserError(f"{place()}: {PARTS[i]} is {kinds[0]}, in the first sample {kinds[1]}",
                                 "one type and shape in each column", do)
             arrays.append(array)
         return arrays
 
     def _arrays(self, values: Sequence[Any]) -> list[tuple[np.ndarray, bool]]:
-        return [self._array(value, "xy"[i], i == 0) for i, value in enumerate(values)]
+        found = [self._array(value, PARTS[i], i == 0) for i, value in enumerate(values)]
+        if len(found) == len(PARTS):
+            found[-1] = found[-1][0].astype(np.float32), False
+        return found
 
     def _array(self, value: Any, name: str, is_x: bool) -> tuple[np.ndarray, bool]:
         """Return one value as an array, and whether it is a picture."""
@@ -107,8 +116,8 @@ class Cells:
             value = bytes(value)
             if _is_picture(value) and not (is_x and self._dtype):
                 if not is_x:
-                    raise UserError("column y holds pictures", "numbers or .npy arrays", "store masks as .npy, or name "
-                                    "another column in data.args.y")
+                    raise UserError(f"column {name} holds pictures", "numbers or .npy arrays",
+                                    f"store masks as .npy, or name another column in data.args.{name}")
                 return self._decoded(value), True
             array = self._of_bytes(value, name, is_x)
         else:
@@ -132,8 +141,8 @@ class Cells:
         if value.startswith(_NPY):
             try:
                 return plain(np.load(io.BytesIO(value), allow_pickle=False))
-            except (ValueError, EOFError, OSError) as error:
-                raise Damage(f"{name} is a damaged .npy: {error}") from None
+            except Exception as error:  # numpy parses the header as Python: SyntaxError, TokenError and others
+                raise Damage(f"{name} is a damaged .npy: {' '.join(str(error).split())[:200]}") from None
         if not is_x or self._dtype is None:
             raise UserError(f"column {name} holds {len(value)} bytes, which begin with {value[:8]!r}",
                             "a picture, a .npy, or numbers of a known type", "set data.args.dtype, such as uint8, and "

@@ -6,6 +6,9 @@ way, 16 at a time.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +18,7 @@ _BLOCK = 64  # bytes that are looked up by position
 _SHORT = 48  # bytes up to which a loop is faster
 _CHUNK = 1 << 10  # blocks that are looked up at a time: what they need fits into a cache of the processor
 _MASK = 0xA282EAD8
+_CHECK = 0xE3069283  # of the text 123456789
 
 
 def masked(data: bytes) -> int:
@@ -29,6 +33,9 @@ def crc32c(data: bytes) -> int:
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
     """
+    native = _native()
+    if native is not None:
+        return native(data)
     if len(data) <= _SHORT:
         state, table = 0xFFFFFFFF, _byte_list()
         for byte in data:
@@ -46,6 +53,17 @@ def crc32c(data: bytes) -> int:
         states = np.concatenate([np.zeros(-len(states) % (_BLOCK // 4), np.uint32), states])
         states = _looked_up(states.astype("<u4").view(np.uint8).reshape(-1, _BLOCK), level)
     return int(states[0]) ^ 0xFFFFFFFF
+
+
+@lru_cache(maxsize=None)
+def _native() -> Callable[[bytes], int] | None:
+    """Return the function of a package with instructions of the processor for it, where one is installed and right."""
+    for package, name in (("google_crc32c", "value"), ("crc32c", "crc32c")):
+        with contextlib.suppress(ImportError, AttributeError):
+            function: Callable[[bytes], int] = getattr(importlib.import_module(package), name)
+            if function(b"123456789") == _CHECK:
+                return function
+    return None
 
 
 def _looked_up(blocks: np.ndarray, level: int) -> np.ndarray:

@@ -32,7 +32,7 @@ from hvdtrain.data.kept import WAIT_S, make_all, user_cache
 T = TypeVar("T")
 
 FOLDER = "shards"
-LIST_S = 120.0  # longest time to list the files of a URL
+LIST_S, EACH_S = 120.0, 0.1  # longest time to list the files of a URL, and to look at one of them
 _PIECE = 1 << 22
 _users: list[int] = []
 """Descriptors of folders in use, locked while this process lives, so that no other job removes what it reads."""
@@ -60,7 +60,8 @@ def local_copies(url: str, key: str, cache: str, most_gib: float) -> list[str]:
         _use(folder)
         _make_room(folder, {name: sizes[name] for name, target in zip(names, targets) if not target.exists()},
                    sum(sizes.values()), int(most_gib * GIB))
-        versions = _within(store, LIST_S, "the listing", lambda there: [there.version(name) for name in names])
+        versions = _within(store, LIST_S + EACH_S * len(names), "the listing",
+                           lambda there: [there.version(name) for name in names])
         for target in targets:
             target.parent.mkdir(parents=True, exist_ok=True)
         make_all(targets, lambda i: _is_copy(targets[i], versions[i]),
@@ -159,12 +160,17 @@ def _copy(store: ObjectStore, name: str, target: Path, version: str) -> None:
         _within(store, WAIT_S, f"reading {name}", lambda there: there.get(name, draft))
         crc = _crc(draft)
     stamp = Stamp.of(str(target))
-    if _within(store, LIST_S, f"looking at {name}", lambda there: there.version(name)) != version:
+    if _within(store, LIST_S, f"looking at {name}", partial(_fresh, name=name)) != version:
         raise UserError(f"{redacted(store.url)}/{name} changed while it was downloaded", "files that do not change",
                         "start again when no program writes to them")
     with whole_file(_record(target)) as draft:
         draft.write_text(json.dumps({"version": version, "size": stamp.size, "mtime_ns": stamp.mtime_ns, "crc32": crc,
                                      "time": round(time.time())}), encoding="utf-8")
+
+
+def _fresh(store: ObjectStore, name: str) -> str:
+    store.forget()
+    return store.version(name)
 
 
 def _crc(path: Path) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.resolve import absolute, is_url
 from hvdtrain.data import downloads
-from hvdtrain.data.cells import Cells, Damage, columns_of
+from hvdtrain.data.cells import PARTS, Cells, Damage, columns_of
 from hvdtrain.data.index import Index, Stamp, changed, indexes
 from hvdtrain.data.rows import ColumnNames
 from hvdtrain.data.sources import ALL, Source, Unreadable, chosen
@@ -39,14 +39,15 @@ class FileOptions:
     """Hold ``data.args`` of the formats that read files by ``files``.
 
     ``files``: a path or pattern (``DIR/*.tar``, ``{000..099}``), or a list of them; ``test``: the same for testing,
-    else ``test_fraction`` of the samples, chosen by ``seed``; neither: no evaluation. ``x``, ``y``: columns. ``cache``:
-    folder of indexes and downloads, the latter up to ``cache_gib``. ``size``, ``channels``, ``mean``, ``std``,
-    ``layout``: of pictures, as of the set ``folder``. ``shape``, ``dtype``: of x that is no picture.
+    else ``test_fraction`` of the samples, chosen by ``seed``; neither: no evaluation. ``x``, ``y``, ``weight``:
+    columns. ``cache``: folder of indexes and downloads, the latter up to ``cache_gib``. ``size``, ``channels``,
+    ``mean``, ``std``, ``layout``: of pictures, as of the set ``folder``. ``shape``, ``dtype``: of x without pictures.
     """
 
     files: Any = ""
     x: str = ""
     y: str = ""
+    weight: str = ""
     test: Any = ""
     test_fraction: float = 0.0
     seed: int = 0
@@ -71,7 +72,7 @@ class FileOptions:
         if not made.files:
             raise UserError(f"{kind} needs the argument 'files'", "a path or a pattern such as 'DIR/*.tar'",
                             "set data.args.files")
-        for name in ("x", "y", "cache"):
+        for name in (*PARTS, "cache"):
             if not isinstance(getattr(made, name), str):
                 raise UserError(f"data.args.{name} is {getattr(made, name)!r}", "text", f"correct data.args.{name}")
         if made.test and made.test_fraction:
@@ -151,7 +152,7 @@ class FormatSource:
             self._chosen = np.flatnonzero(chosen(np.zeros(n, np.int8), options.test_fraction, options.seed, split))
         self._n = n if self._chosen is None else len(self._chosen)
         self.rows = ColumnNames()
-        self.rows.note = "data: " + ", ".join(f"{part} is {name}" for part, name in zip("xy", names))
+        self.rows.note = "data: " + ", ".join(f"{part} is {name}" for part, name in zip(PARTS, names))
         self._open()
         self._learn(n)
 
@@ -181,6 +182,10 @@ class FormatSource:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_files", {}).values():
+            file.close()
 
     def __len__(self) -> int:
         return self._n
@@ -268,7 +273,7 @@ def _names(form: ShardFormat, paths: Sequence[str], options: FileOptions) -> tup
     for path in paths:
         try:
             if found := form.names(path):
-                return columns_of(found, options.x, options.y, path)
+                return columns_of(found, options.x, options.y, options.weight, path)
         except Damage as damage:
             why = f"no readable sample: {damage}"
         except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.channel import ALIGNED
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.protocols import SharedCarrier
-from hvdtrain.data.stream import Arrays
+from hvdtrain.data.stream import Arrays, between
 
 _TAG = 3
 _ROWS, _END, _FAILED = range(3)
@@ -84,13 +84,15 @@ class HostReader:
             for rank, _ in self._others:
                 self._put(rank, (number, kind, 0, 0, 0, 0, len(text)), [np.frombuffer(text, np.uint8)])
 
-    def send(self, number: int, batch: Arrays, check: int, bounds: Callable[[int], tuple[int, int]]) -> None:
-        """Give each other rank its rows of a global batch; ``bounds``: place in the cut -> rows [low, high)."""
-        text = pickle.dumps([(array.dtype, array.shape[1:]) for array in batch])
+    def send(self, number: int, parts: list[Arrays], n: int, check: int,
+             bounds: Callable[[int], tuple[int, int]]) -> None:
+        """Give each other rank its rows of a global batch of ``n``; ``bounds``: place in the cut -> rows [low, high).
+        """
+        text = pickle.dumps([(array.dtype, array.shape[1:]) for array in parts[0]])
         for rank, place in self._others:
             low, high = bounds(place)
-            rows = [np.ascontiguousarray(array[low:high]) for array in batch] if high > low else []
-            self._put(rank, (number, _ROWS, len(batch[0]), check, low, high, len(text)),
+            rows = [one for column in zip(*between(parts, low, high)) for one in _contiguous(column)]
+            self._put(rank, (number, _ROWS, n, check, low, high, len(text)),
                       [np.frombuffer(text, np.uint8), *(row.reshape(-1).view(np.uint8) for row in rows)])
 
     def rows(self, number: int) -> Iterator[Rows]:
@@ -131,6 +133,13 @@ class HostReader:
                     raise WaitTimeout(f"rank {self._rank} waited {self._timeout_s:g} s for its rows of the stream, "
                                       f"which rank {self.reader} reads for this host. {pulse.missing()}".rstrip()
                                       ) from None
+
+
+def _contiguous(column: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the pieces of a column in such a form that a message holds their rows one after the other."""
+    if all(array.nbytes % ALIGNED == 0 for array in column[:-1]):
+        return [np.ascontiguousarray(array) for array in column]
+    return [np.concatenate(column)]
 
 
 def _padded(nbytes: int) -> int:

@@ -29,6 +29,11 @@ class Stream(Protocol):
 
 def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[Arrays]:
     """Regroup ``chunks`` into global batches after a skip; `UserError` for chunks that do not fit one another."""
+    yield from map(joined, pieces(chunks, global_batch, skip_samples))
+
+
+def pieces(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[list[Arrays]]:
+    """Yield the pieces of ``chunks`` of which each global batch consists, without copies. Errors: as of `rebatch`."""
     held: list[Arrays] = []
     held_n = 0
     layout: list[tuple] = []
@@ -41,10 +46,10 @@ def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) 
             held.append(tuple(array[skipped:skipped + taken] for array in chunk))
             held_n, skipped = held_n + taken, skipped + taken
             if held_n == global_batch:
-                yield _joined(held)
+                yield held
                 held, held_n = [], 0
     if held:
-        yield _joined(held)
+        yield held
 
 
 class ShuffledStream:
@@ -95,7 +100,8 @@ def fingerprint(batch: Arrays) -> int:
     crc = 0
     for array in batch:
         every = _stride(array)
-        crc = zlib.crc32(np.ascontiguousarray(array if every == 1 else array.flat[::every]).tobytes(), crc)
+        flat = array.reshape(-1) if array.flags.c_contiguous else array.flat  # a view is read ten times as fast
+        crc = zlib.crc32(np.ascontiguousarray(array if every == 1 else flat[::every]).tobytes(), crc)
     return crc & 0xFFFF
 
 
@@ -117,8 +123,21 @@ def _stride(array: np.ndarray) -> int:
     return 1 if array.nbytes <= HASHED_BYTES else array.size // HASHED_ELEMENTS | 1  # odd: no fixed columns
 
 
-def _joined(pieces: list[Arrays]) -> Arrays:
-    return pieces[0] if len(pieces) == 1 else tuple(np.concatenate(column) for column in zip(*pieces))
+def joined(parts: list[Arrays]) -> Arrays:
+    """Return the rows of ``parts`` one after the other."""
+    return parts[0] if len(parts) == 1 else tuple(np.concatenate(column) for column in zip(*parts))
+
+
+def between(parts: list[Arrays], low: int, high: int) -> list[Arrays]:
+    """Return the pieces of rows [low, high) of ``parts``; one without rows where there are none."""
+    found, at = [], 0
+    for part in parts:
+        n = len(part[0])
+        first, last = max(0, low - at), min(n, high - at)
+        if first < last:
+            found.append(part if last - first == n else tuple(array[first:last] for array in part))
+        at += n
+    return found or [tuple(array[:0] for array in parts[0])]
 
 
 def _checked(chunk: Arrays, layout: list[tuple]) -> int:

@@ -23,7 +23,7 @@ from hvdtrain.core.protocols import Control
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.batches import Bounds, LocalBatch, WeightFn, emptied
 from hvdtrain.data.host_reader import MOST_AHEAD, HostReader
-from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
+from hvdtrain.data.stream import Arrays, Stream, between, fingerprint, joined, pieces
 from hvdtrain.data.workers.worker import generators_kept
 
 _NONE = np.empty(0, np.int64)
@@ -54,10 +54,11 @@ class StreamWalk:
         self._warned: set[str] = set()
         self.unlike = ""
         self.head: tuple[int, int] | None = None
-        self._peeked: tuple[tuple[int, int], Arrays | None, Generator[Arrays, None, None]] | None = None
+        self._peeked: tuple[tuple[int, int], list[Arrays] | None, Generator[list[Arrays], None, None]] | None = None
         self._rows: list[np.ndarray] = []
         self._readers, self._ahead, self._sample_s = readers, ahead, 0.0
         self._settled = readers == "each" or self._everyone.size == 1
+        self._checks = self._everyone.size > 1  # of whole batches, over several readers
         self._host: HostReader | None = None
         self._tried: Arrays = ()
         self._number = 0
@@ -84,8 +85,9 @@ class StreamWalk:
         if carrier is not None:
             places = {rank: rows[rank][0] for rank in own}
             self._host = HostReader(carrier, self._everyone.rank, places, self._everyone.timeout_s)
+        self._checks = len(hosts[0]) < self._everyone.size
         self._try_out()
-        who = ", ".join(f"rank {ranks[0]} for ranks {spans(ranks[1:])}" for ranks in hosts[:8])
+        who = ", ".join(f"rank {ranks[0]} for rank{'s' * (len(ranks) > 2)} {spans(ranks[1:])}" for ranks in hosts[:8])
         return f"data.readers: one rank of a host reads the stream for the others: {who}"
 
     def order(self, epoch: int, shuffle: bool) -> None:
@@ -112,8 +114,9 @@ class StreamWalk:
             return
         if host.reads:
             assert self._peeked is not None and self._peeked[1] is not None
-            first = self._peeked[1]
-            host.send(0, first, 0, lambda place: (0, len(first[0])))
+            parts = self._peeked[1]
+            n = sum([len(part[0]) for part in parts])
+            host.send(0, parts, n, 0, lambda place: (0, n))
             return
         self._tried = next(host.rows(0)).arrays
         peeked, self._peeked, self._rows = self._peeked, None, []
@@ -138,17 +141,20 @@ class StreamWalk:
         host = self._host
         with (contextlib.closing(self._continued(cursor)) as batches,
               contextlib.nullcontext() if host is None else host.walk(number)):
-            for step, batch in enumerate(batches, cursor.step):
+            for step, parts in enumerate(batches, cursor.step):
                 at = cursor.samples + (step - cursor.step) * self._global_batch
                 if self._most:
-                    batch = tuple(array[:max(0, self._most - at)] for array in batch)
-                    if not len(batch[0]):
-                        return
-                check, n = fingerprint(batch), len(batch[0])
+                    parts = between(parts, 0, max(0, self._most - at))
+                n = sum([len(part[0]) for part in parts])
+                if not n:
+                    return
+                if self._checks:
+                    parts = [joined(parts)]
+                check = fingerprint(parts[0]) if self._checks else 0
                 if host is not None:
-                    host.send(number, batch, check, partial(bounds, step, n))
+                    host.send(number, parts, n, check, partial(bounds, step, n))
                 low, high = bounds(step, n)
-                mine = tuple(array[low:high] for array in batch)
+                mine = joined(between(parts, low, high))
                 yield LocalBatch(n, high - low, mine, check, np.arange(at + low, at + high))
 
     def _received(self, cursor: Cursor, number: int) -> Generator[LocalBatch, None, None]:
@@ -209,11 +215,12 @@ class StreamWalk:
             begin, batches = time.perf_counter(), self._continued(cursor)
             self._peeked = (place, next(batches, None), batches)
             if self._peeked[1] is not None:
-                self._sample_s = (time.perf_counter() - begin) / (cursor.samples + len(self._peeked[1][0]))
-        first = self._peeked[1]
-        if first is None:
+                read = sum([len(part[0]) for part in self._peeked[1]])
+                self._sample_s = (time.perf_counter() - begin) / (cursor.samples + read)
+        parts = self._peeked[1]
+        if parts is None:
             raise _no_samples(cursor.epoch)
-        return tuple(np.resize(array, (n, *array.shape[1:])) for array in first)
+        return tuple(np.resize(array, (n, *array.shape[1:])) for array in joined(between(parts, 0, n)))
 
     def check_alike(self, control: Control) -> None:
         """Do nothing: `totalled` compares each batch, where the stream is read anyway."""
@@ -222,15 +229,15 @@ class StreamWalk:
         """Return 0: `totalled` has compared all batches."""
         return 0
 
-    def _opened(self, cursor: Cursor) -> Generator[Arrays, None, None]:
+    def _opened(self, cursor: Cursor) -> Generator[list[Arrays], None, None]:
         seek = getattr(self._data, "chunks_from", None) if cursor.samples else None
         chunks = self._data.chunks(cursor.epoch) if seek is None else seek(cursor.epoch, cursor.samples)
         try:
             if seek is None:
-                yield from rebatch(self._headed(_counted(self, chunks), cursor.epoch), self._global_batch,
-                                   cursor.samples)
+                yield from pieces(self._headed(_counted(self, chunks), cursor.epoch), self._global_batch,
+                                  cursor.samples)
             else:
-                yield from rebatch(_counted(self, chunks), self._global_batch)
+                yield from pieces(_counted(self, chunks), self._global_batch)
         finally:
             if hasattr(chunks, "close"):
                 chunks.close()
@@ -245,16 +252,16 @@ class StreamWalk:
                 self.head = (epoch, fingerprint(tuple(self._rows))) if n == HEAD_ROWS else None
             yield chunk
 
-    def _continued(self, cursor: Cursor) -> Generator[Arrays, None, None]:
-        """Yield the batches from ``cursor``, out of what `sample` has opened where that is of the same epoch."""
+    def _continued(self, cursor: Cursor) -> Generator[list[Arrays], None, None]:
+        """Yield the pieces of batches from ``cursor``, from what `sample` has opened where that is of its epoch."""
         # Some streams have another order when they are opened again: a resumed run must not open its epoch twice.
         peeked, self._peeked = self._peeked, None
         if peeked is None or peeked[0][0] != cursor.epoch or peeked[0][1] > cursor.samples:
             yield from self._opened(cursor)
         elif peeked[1] is not None:
             with contextlib.closing(peeked[2]) as rest:
-                batches = itertools.chain([peeked[1]], rest)
-                yield from rebatch(batches, self._global_batch, cursor.samples - peeked[0][1])
+                chunks = itertools.chain(peeked[1], itertools.chain.from_iterable(rest))
+                yield from pieces(chunks, self._global_batch, cursor.samples - peeked[0][1])
 
     def _shaped(self, batch: LocalBatch) -> LocalBatch:
         """Give ``batch`` arrays (0, ...) of the stream's shapes where the stream has ended on this rank only."""
@@ -277,7 +284,7 @@ class StreamWalk:
 def _counted(walk: StreamWalk, chunks: Iterable[Arrays]) -> Iterator[Arrays]:
     """Yield ``chunks`` and count their samples in ``decodes``, those that are dropped to reach a place too."""
     for chunk in chunks:
-        if isinstance(chunk, tuple) and chunk and np.ndim(chunk[0]):  # `rebatch` refuses others
+        if isinstance(chunk, tuple) and chunk and np.ndim(chunk[0]):  # `pieces` refuses others
             walk.decodes += len(chunk[0])
         yield chunk
 

@@ -250,10 +250,7 @@ def key(run: Run, sample: Any) -> str:
 def load(name: str) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
     """(sizes, seconds of a micro-batch of each) kept under ``name``, or None."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError, ArithmeticError):
-        path = cache_folder() / f"{name}.json"
-        if path.stat().st_size > LARGEST:
-            return None
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read(name)
         sizes, seconds = tuple(found["sizes"]), tuple(float(t) for t in found["seconds"])
         whole = all(type(b) is int and b > 0 for b in sizes)
         if whole and len(sizes) == len(seconds) > 0 and all(0 < t < 1e6 for t in seconds):
@@ -263,7 +260,7 @@ def load(name: str) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
 
 def save(name: str, sizes: Sequence[int], seconds: Sequence[float]) -> None:
     """Keep the times under ``name``; the file appears whole or not at all."""
-    _write(name, {"sizes": list(sizes), "seconds": list(seconds)})
+    write(name, {"sizes": list(sizes), "seconds": list(seconds)})
 
 
 def ceiling(name: str, holds: str, room_bytes: int) -> int:
@@ -273,25 +270,32 @@ def ceiling(name: str, holds: str, room_bytes: int) -> int:
     is more than it was then, the micro-batch may be larger too.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        path = cache_folder() / f"{name}-memory.json"
-        if path.stat().st_size <= LARGEST:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            samples, room = found["micro_batch"], found["room_bytes"]
-            alike = found["holds"] == holds and type(samples) is int and samples > 0
-            return samples if alike and room_bytes <= (1 + MORE_ROOM) * room else 0
+        found = read(f"{name}-memory")
+        samples, room = found["micro_batch"], found["room_bytes"]
+        alike = found["holds"] == holds and type(samples) is int and samples > 0
+        return samples if alike and room_bytes <= (1 + MORE_ROOM) * room else 0
     return 0
 
 
 def save_ceiling(name: str, holds: str, room_bytes: int, micro_batch: int) -> None:
     """Keep what `ceiling` tells later runs."""
-    _write(f"{name}-memory", {"micro_batch": micro_batch, "holds": holds, "room_bytes": room_bytes})
+    write(f"{name}-memory", {"micro_batch": micro_batch, "holds": holds, "room_bytes": room_bytes})
 
 
-def _write(name: str, record: dict[str, Any]) -> None:
+def read(name: str, folder: str = "probe") -> Any:
+    """Return the content of the file ``name``. Errors: OSError, ValueError, of an absent, large or damaged one."""
+    path = cache_folder(folder) / f"{name}.json"
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"{path} has over {LARGEST} bytes")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write(name: str, record: dict[str, Any], folder: str = "probe") -> None:
+    """Keep ``record`` under ``name``, whole or not at all, where the cache can be written."""
     with contextlib.suppress(OSError):
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(folder / f"{name}.json") as draft:
+        place = cache_folder(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        with whole_file(place / f"{name}.json") as draft:
             draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 

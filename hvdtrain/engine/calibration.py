@@ -9,24 +9,31 @@ import contextlib
 import datetime
 import hashlib
 import json
+import math
 import re
-import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvdtrain import backends
+from hvdtrain.checkpoint import files
 from hvdtrain.cluster.control import agreed
 from hvdtrain.comm import sweep, transport_sweep
 from hvdtrain.comm.sweep import slowest
 from hvdtrain.core import whole_file
-from hvdtrain.core.protocols.types import Bucket
-from hvdtrain.engine import balance_probe, loop, memory_survey
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Bucket, StepBatch
+from hvdtrain.core.units import MIB
+from hvdtrain.engine import balance_probe, loop, memory_survey, step_history
 from hvdtrain.engine.machine import SAMPLES
-from hvdtrain.engine.memory_survey import Scene
+from hvdtrain.engine.memory_survey import MemoryProbeContext
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.step_history import StepRow
 from hvdtrain.planning.hardware.rates import Calibration
 from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.linear import LinearTime, Link
@@ -43,16 +50,26 @@ LARGEST, MOST_ENTRIES = 1 << 20, 64
 LEAST_STEPS, MOST_STEPS, STEPS_PART = 8, 100, 1.5
 """Steps that are trained, as many as fit into so many times `rebalance.probe_s`."""
 
+LONGEST = 5.0
+"""A step that took so many times the median was another kind of step: one that traces a graph."""
+
 WARM = 3
 """First steps, which trace and allocate."""
 
-LEAST_ERROR = 0.05
-"""Error that a calibration has at least: runs minutes apart differ by as much on shared hosts."""
+LEAST_ERROR, MOST_ERROR, WINDOWS = 0.05, 0.9, 4
+"""Error that a calibration has at least: runs minutes apart differ by as much on shared hosts. At most. Means of so
+many windows of steps tell how far a mean step may be off."""
+
+MOST_FACTOR = 4.0
+"""Runs correct a calibration by so much at most: what differs more was another setting."""
 
 SWEEP_S = 1.0
 
+SAVED_BYTES = 64 * MIB
+"""Bytes that are copied and written at most to time a save; more take as many times as long."""
 
-def workload_of(run: Run, scene: Scene, buckets: Sequence[Bucket]) -> Workload:
+
+def workload_of(run: Run, scene: MemoryProbeContext, buckets: Sequence[Bucket]) -> Workload:
     """Measure memory and operations of a run's model on a few samples; on this rank alone.
 
     Operations that are counted in a traced graph are there after `trained`.
@@ -79,7 +96,7 @@ def key(run: Run, sample: Any) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def calibrated(run: Run, scene: Scene, device: str) -> Calibration:
+def calibrated(run: Run, scene: MemoryProbeContext, device: str) -> Calibration:
     """Measure this job: line, update, exchange, compressors; collective. ``device``: its name in plans.
 
     The line is the probe's, scaled to what forward and backward took in training steps.
@@ -97,14 +114,18 @@ def calibrated(run: Run, scene: Scene, device: str) -> Calibration:
                         when=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
     if control.size > 1:
         found = _exchanging(run, found, hosts)
-    predicted = _predicted(run, found, trained_steps)
-    worst, = slowest(control, [max(trained_steps.spread, abs(predicted / trained_steps.step_s - 1.0), LEAST_ERROR)])
-    return replace(found, error=min(0.9, worst))
+    blocks_s, write_s = agreed(control, lambda: _saving(run), "checkpoint")
+    found = replace(found, save_s=_numbers(slowest(control, [blocks_s, write_s])))
+    short_s = trained_steps.step_s - _predicted(run, found, trained_steps)
+    worst, fixed_s = slowest(control, [max(trained_steps.spread, LEAST_ERROR, -short_s / trained_steps.step_s),
+                                       max(0.0, short_s)])
+    history = agreed(control, lambda: step_history.key_of(run), "calibration")
+    return replace(found, error=min(MOST_ERROR, worst), fixed_s=fixed_s, history=history)
 
 
 @dataclass(frozen=True)
 class TrainedSteps:
-    """Seconds of a step, and of this rank's ``compute``, ``update``; ``spread``: half the range of the middle 80 %."""
+    """Seconds of a mean step, and of this rank's ``compute``, ``update``; ``spread``: relative, of a mean step."""
 
     step_s: float
     compute_s: float
@@ -116,36 +137,59 @@ class TrainedSteps:
 
 def trained(run: Run) -> TrainedSteps:
     """Train a few steps of an assembled run, whose model is changed by them; collective."""
-    totals = run.timeline.totals
+    seconds = run.timeline.totals.seconds
     run.callbacks.clear()  # they count on a fit's begin and end, and this is none
     run.join()
-    rows: list[tuple[float, float, float]] = []
-    limit_s = STEPS_PART * run.config.rebalance.probe_s
-    batches = run.feed.epoch(run.state.cursor)
-    begin = time.perf_counter()
-    with contextlib.closing(batches):
-        while len(rows) < MOST_STEPS + WARM:
-            batch = next(batches, None)
-            if batch is None:
-                batches.close()
-                run.state.cursor = run.state.cursor.next_epoch()
-                batches = run.feed.epoch(run.state.cursor)
-                batch = next(batches)
-            before, at = dict(totals.seconds), time.perf_counter()
+    rows: list[tuple[float, ...]] = []
+    limit_s, begin = STEPS_PART * run.config.rebalance.probe_s, time.perf_counter()
+    with contextlib.closing(_batches(run)) as batches:
+        for batch in batches:
+            before, at = dict(seconds), time.perf_counter()
             loop.train_step(run, batch)
-            rows.append((time.perf_counter() - at, totals.seconds["compute"] - before["compute"],
-                         totals.seconds["update"] - before["update"]))
-            if run.control.agree(len(rows) >= LEAST_STEPS and time.perf_counter() - begin > limit_s):
+            rows.append((time.perf_counter() - at, seconds["compute"] - before["compute"],
+                         seconds["update"] - before["update"], batch.n_global,
+                         sum(len(micro[0]) for micro in batch.micros), len(batch.micros)))
+            enough = len(rows) >= LEAST_STEPS and time.perf_counter() - begin > limit_s
+            if run.control.agree(enough or len(rows) >= MOST_STEPS + WARM):
                 break
-        own = sum(len(micro[0]) for micro in run.batch.micros) if run.batch is not None else 0
-        micros = len(run.batch.micros) if run.batch is not None else 1
-        batches.close()
-    kept = rows[min(WARM, len(rows) - 1):]
-    steps_s = [row[0] for row in kept]
-    low, high = np.percentile(steps_s, [10, 90])
-    middle = statistics.median(steps_s)
-    return TrainedSteps(middle, statistics.median(row[1] for row in kept), statistics.median(row[2] for row in kept),
-                        float(high - low) / 2 / middle, own, max(1, micros))
+    kept = np.array(rows[min(WARM, len(rows) - 1):])
+    kept = kept[kept[:, 3] == kept[:, 3].max()]  # the last batch of an epoch is smaller
+    usual = kept[kept[:, 0] <= LONGEST * np.median(kept[:, 0])]
+    means = [float(window[:, 0].mean()) for window in np.array_split(usual, WINDOWS) if len(window)]
+    step_s, compute_s, update_s = (float(mean) for mean in usual[:, :3].mean(axis=0))
+    return TrainedSteps(step_s, compute_s, update_s, (max(means) - min(means)) / 2 / step_s, int(usual[-1, 4]),
+                        max(1, int(usual[-1, 5])))
+
+
+def _batches(run: Run) -> Generator[StepBatch, None, None]:
+    """Yield the batches of epoch after epoch."""
+    while True:
+        with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
+            yield from batches
+        run.state.cursor = run.state.cursor.next_epoch()
+
+
+def _saving(run: Run) -> tuple[float, float]:
+    """Return (seconds that a save blocks training: the copy of the state; seconds to write it), by a part of it."""
+    model = backends.load(run.spec.framework).model_bytes(run.parts)
+    nbytes = sum(model.param_bytes) + model.other_bytes + model.state_bytes()
+    some = np.zeros(max(1, min(nbytes, SAVED_BYTES)), np.uint8)
+    into, copies = np.empty_like(some), []
+    for _ in range(3):  # the first one maps memory
+        begin = time.perf_counter()
+        np.copyto(into, some)
+        copies.append(time.perf_counter() - begin)
+    out = Path(run.config.out)
+    near = next((folder for folder in (out, *out.parents) if folder.is_dir()), Path())
+    try:
+        with tempfile.TemporaryDirectory(dir=near) as folder:
+            begin = time.perf_counter()
+            files.write_durably(Path(folder, "part"), [some.data])
+            write_s = time.perf_counter() - begin
+    except OSError as error:
+        raise UserError(f"nothing can be written near {out}: {error}", "a writable folder for runs", "correct --out"
+                        ) from None
+    return min(copies) * nbytes / some.size, write_s * nbytes / some.size
 
 
 def _exchanging(run: Run, found: Calibration, hosts: int) -> Calibration:
@@ -202,13 +246,36 @@ def keep(found: Calibration, workload: str) -> None:
 
 
 def known(device: str, workload: str) -> list[Calibration]:
-    """Return the calibrations of ``device`` that are kept of a workload, the oldest first."""
+    """Return the calibrations of ``device`` that are kept of a workload, the oldest first, corrected by later runs."""
     found = []
     for row in _rows(device):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             if row["workload"] == workload:
-                found.append(_read(device, row))
+                found.append(corrected(made := _read(device, row), runs_of(made)))
     return found
+
+
+def runs_of(found: Calibration) -> list[StepRow]:
+    """Return what runs took since in the setting of a calibration, on this host; the oldest first."""
+    return step_history.steps(found.history) if found.history else []
+
+
+def corrected(found: Calibration, rows: Sequence[StepRow]) -> Calibration:
+    """Return the calibration by what whole runs of the model on this device took since; ``rows``: oldest first. Pure.
+
+    The line is scaled to the latest run whose micro-batches it covers, and its error is the largest of the forecasts
+    of these runs.
+    """
+    covered = [row for row in rows if row.micros > 0 and row.compute_s > 0 and found.covers(
+        round(row.samples / row.micros))]
+    if not covered:
+        return found
+    row = covered[-1]
+    factor = row.compute_s / (row.micros * found.line.a_s + row.samples * found.line.c_s)
+    factor = min(MOST_FACTOR, max(1 / MOST_FACTOR, factor))
+    errors = [abs(one.error) for one in covered if math.isfinite(one.error)]
+    return replace(found, line=found.line.scaled(factor), update_s=row.update_s,
+                   error=min(MOST_ERROR, max([found.error, *errors])))
 
 
 def _row(found: Calibration, workload: str) -> dict[str, Any]:
@@ -217,9 +284,10 @@ def _row(found: Calibration, workload: str) -> dict[str, Any]:
 
     return {"workload": workload, "precision": found.precision, "local": found.local, "hosts": found.hosts,
             "line": [found.line.a_s, found.line.c_s], "sizes": list(found.sizes), "update_s": found.update_s,
-            "error": found.error, "transport": found.transport, "overlaps": found.overlaps,
+            "fixed_s": found.fixed_s, "error": found.error, "transport": found.transport, "overlaps": found.overlaps,
             "within": link(found.within), "between": link(found.between),
-            "codecs": {name: list(codec) for name, codec in found.codecs.items()}, "when": found.when}
+            "codecs": {name: list(codec) for name, codec in found.codecs.items()}, "save_s": list(found.save_s),
+            "history": found.history, "when": found.when}
 
 
 def _read(device: str, row: dict[str, Any]) -> Calibration:
@@ -228,7 +296,7 @@ def _read(device: str, row: dict[str, Any]) -> Calibration:
         return None if pair is None else Link(*_numbers(pair))
 
     a_s, c_s = _numbers(row["line"])
-    update_s, error = _numbers([row["update_s"], row["error"]])
+    (update_s, fixed_s), (error, _) = _numbers([row["update_s"], row["fixed_s"]]), _numbers([row["error"], 0.0])
     sizes = tuple(int(size) for size in row["sizes"])
     if c_s <= 0 or not sizes or min(sizes) < 1 or error > 1:
         raise ValueError(row)
@@ -236,15 +304,16 @@ def _read(device: str, row: dict[str, Any]) -> Calibration:
               [_numbers(pair)]}
     return Calibration(device, str(row["precision"]), int(row["local"]), int(row["hosts"]), LinearTime(a_s, c_s),
                        sizes, update_s, error, str(row["transport"]), bool(row["overlaps"]), link(row["within"]),
-                       link(row["between"]), codecs, when=str(row["when"]))
+                       link(row["between"]), codecs, _numbers(row["save_s"]), fixed_s, str(row["history"]),
+                       str(row["when"]))
 
 
-def _numbers(values: Sequence[Any]) -> list[float]:
+def _numbers(values: Sequence[Any]) -> tuple[float, float]:
     """Return two numbers; ValueError for others."""
     first, second = (float(value) for value in values)
     if not (0 <= first < 1e9 and 0 <= second < 1e9):
         raise ValueError(values)
-    return [first, second]
+    return first, second
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -265,7 +334,7 @@ def _slug(device: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-.")[:80] or "device"
 
 
-def measured_here(run: Run, scene: Scene, device: str, buckets: Sequence[Bucket],
+def measured_here(run: Run, scene: MemoryProbeContext, device: str, buckets: Sequence[Bucket],
                   wanted: int) -> tuple[Workload, list[Calibration]]:
     """Measure a run's model, and its device where that is needed and not known, which is kept; collective.
 
@@ -277,13 +346,12 @@ def measured_here(run: Run, scene: Scene, device: str, buckets: Sequence[Bucket]
     local = len(run.topology.host_of(control.rank).ranks)
     alike = [c for c in known(device, name) if (c.local, c.precision) == (local, run.parts.precision.own)]
     lacking = wanted < 0 or wanted > 0 and not any(c.covers(wanted) for c in alike[-1:])
+    made: dict[str, Calibration] = {}
     if control.agree(lacking):
-        made = calibrated(run, scene, device)
-        if control.rank == 0:
-            keep(made, name)
-    else:
-        made = None
-        if scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
-            trained(run)  # which traces the graph that is counted
+        made = {one.device: one for one in control.gather(calibrated(run, scene, device))}  # ranks may differ
+        for one in made.values() if control.rank == 0 else ():
+            keep(one, name)
+    elif scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
+        trained(run)  # which traces the graph that is counted
     workload = agreed(control, lambda: workload_of(run, scene, buckets), "memory")
-    return workload, [*known(device, name), *([made] if made else [])]
+    return workload, [*known(device, name), *(corrected(one, runs_of(one)) for one in made.values())]

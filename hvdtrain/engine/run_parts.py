@@ -134,7 +134,7 @@ class Findings:
     checkpoint of the latest fit was not written; the final model is written all the same. ``best``: by metric, newest
     first; older ones replace it where its checkpoint is missing. ``weights_at``: the step whose weights are the final
     ones; -1: the last. ``eval_owed``: the run ended for a requeue where an evaluation was due, which is made at the
-    resume.
+    resume. ``forecast``: of `hvdtrain.engine.callbacks.forecast`, on rank 0.
     """
 
     notes: list[str] = field(default_factory=list)
@@ -147,6 +147,7 @@ class Findings:
     best: dict[str, list[BestEvaluation]] = field(default_factory=dict)
     weights_at: int = -1
     eval_owed: bool = False
+    forecast: dict[str, Any] = field(default_factory=dict)
 
     def best_steps(self) -> dict[str, list[int]]:
         """Return the steps of ``best`` by metric, whose checkpoints `CheckpointStore` never removes."""

@@ -52,9 +52,16 @@ def record(run: Run) -> dict[str, Any]:
         "memory": run.memory,
         "mfu": _mfu(run),
         "out_of_memory": {"times": len(run.shortages), "micro_batch": run.recovery.ceilings, "each": run.shortages},
+        "forecast": _forecast(s.findings.forecast),
         "notes": run.notes,
         "step": run.parts.describe(),
     }
+
+
+def _forecast(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the errors of the forecast with the seconds they are of; where there was none, why."""
+    names = [name for name in found if name.startswith("error_") or name in ("forecast_s", "measured_s", "why")]
+    return {name: found[name] for name in names}
 
 
 def weights_at(run: Run) -> int:

@@ -57,7 +57,7 @@ def fit_line(points: Sequence[tuple[float, float]], least_slope: float = 0.0) ->
     return (a, b) if a >= 0 and b >= least_slope else (max((u1 - least_slope * uv) / uu, 0.0), least_slope)
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> LinearTime:
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> LinearTime:
     """Return the line of micro-batches of ``sizes`` samples that took ``seconds``, with c_s > 0; see `fit_line`."""
     assert len(sizes) == len(seconds) > 0 and min(sizes) >= 1, "a fit needs a time for each size of 1 or more"
     times_s = [max(float(t), SHORTEST_S) for t in seconds]

@@ -10,7 +10,7 @@ import pytest
 from small_runs import FRAMEWORKS, config, lockstep, make_model, samples, solo
 
 from hvdtrain import backends
-from hvdtrain.commands.plan import checked
+from hvdtrain.commands.plan.cli import checked
 from hvdtrain.config import DataParallelConfig, ExchangeConfig, Named
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.engine import loop

@@ -43,6 +43,7 @@ ELSEWHERE = {
     r"python -m hvdtrain convert|.*runs/cnn-": "tests/jobs/test_convert_run.py",
     r".* hvdtrain doctor": "tests/jobs/test_doctor_run.py",
     r"python -m benchmarks case": "tests/unit/benchmarks/test_bench_case.py",
+    r".* hvdtrain plan --inventory ": "tests/unit/commands/test_plan_inventory.py",
     r".* --(emulate_speed|balance)|.* hvdtrain plan ": "tests/unit/engine/test_balance_run.py",
     r".* --compile": "tests/mpi/test_compile.py",
     r".*( --model_parallel|tf_models\.device_split)": "tests/jobs/test_device_split_tensorflow.py",

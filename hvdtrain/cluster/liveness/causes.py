@@ -26,6 +26,12 @@ DIRECTORY, ATTEMPT, JOB = "HVDLAUNCH_DIR", "HVDLAUNCH_ATTEMPT", "HVDLAUNCH_JOB"
 ENDS_AT = "HVDLAUNCH_ENDS_AT"
 """Unix seconds at which a known wall limit ends the whole run; set only where there is one."""
 
+STARTED_AT = "HVDLAUNCH_STARTED_AT"
+"""Unix seconds at which the supervisor began: from then on the hosts cost money."""
+
+PRICES = "prices.jsonl"
+"""Beside the attempts' folders: what the hosts of each attempt cost, a line for each."""
+
 KINDS = ("user", "exception", "oom", "non_finite", "disk", "lost", "hang", "unreachable", "interrupted", "requeue",
          "done", "echo")
 """Kinds of causes; "echo": this rank only saw that another one went away."""
@@ -166,6 +172,47 @@ def ends_at(limit_s: float) -> float:
     own = started_at() + limit_s if limit_s else 0.0
     scheduler = scheduler_ends_at() if launch_facts(os.environ).rank == 0 else 0.0
     return min(own or scheduler, scheduler or own)
+
+
+def spent(per_s: float) -> float:
+    """Note that this attempt costs ``per_s`` a second; return what the supervised run, or this job, has cost by now.
+
+    Between two attempts the hosts cost what they did in the earlier one. Rank 0's part, once.
+    """
+    now, begun = time.time(), started_at()
+    with contextlib.suppress(OSError, ValueError):
+        where = folder()
+        if where is not None:
+            begun = float(os.environ.get(STARTED_AT, begun))
+            job = os.environ.get(JOB, "")
+            own = {"job": job, "time": now, "per_s": per_s}
+            with (where.parent / PRICES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(own) + "\n")
+            return cost(_prices(where.parent, job), begun, now)
+    return per_s * (now - begun)
+
+
+def spent_at(attempts: Path, job: str, budget: float, begun: float) -> float:
+    """Return when the run of supervisor ``job``, begun then, has spent ``budget``; 0 where no attempt noted a price."""
+    rows = _prices(attempts, job)
+    if not rows or not rows[-1][1]:
+        return 0.0
+    last, per_s = rows[-1]
+    return last + (budget - cost(rows, begun, last)) / per_s
+
+
+def cost(rows: Sequence[tuple[float, float]], begun: float, now: float) -> float:
+    """Return the cost from ``begun`` to ``now``; ``rows``: (unix seconds, price a second from then on), by time. Pure.
+
+    The first price holds from ``begun`` on.
+    """
+    starts = [begun, *(start for start, _ in rows[1:]), now]
+    return sum(max(0.0, end - start) * per_s for (_, per_s), start, end in zip(rows, starts, starts[1:]))
+
+
+def _prices(attempts: Path, job: str) -> list[tuple[float, float]]:
+    return [(row["time"], row["per_s"]) for row in _rows(attempts / PRICES) if row.get("job") == job
+            and all(isinstance(row.get(key), (int, float)) for key in ("time", "per_s"))]
 
 
 def started_at() -> float:

@@ -20,6 +20,7 @@ from hvdtrain.core.launcher import launch_facts
 BENCHES = {
     "wire": "time and bandwidth of each collective by size (columns of nccl-tests); under mpirun, or alone",
     "compressors": "time, bytes and error of the gradient compressors; one process, no transport needed",
+    "scale": "strong and weak scaling on this host, against copies at once and as predicted; starts the jobs",
 }
 MOVED = ("eager", "step", "mixed", "input", "case", "whatif", "pipeline", "finite", "saves", "memory", "accuracy")
 

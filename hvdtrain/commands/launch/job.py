@@ -89,6 +89,19 @@ class SupervisedJob:
             return -1
         return max((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), default=-1)
 
+    def last_start(self, ends_at: float, token: str) -> float:
+        """Return when an attempt must have begun, so that its start is over before the limit; 0 without a limit.
+
+        ``ends_at``: of the time limit, 0 without one. A budget ends when the attempts of supervisor ``token`` have
+        spent it. The start takes as long as the one of the latest attempt.
+        """
+        attempts, budget = self.out / "attempts", self.config.budget if self.config is not None else 0.0
+        spent_at = causes.spent_at(attempts, token, budget, causes.started_at()) if budget else 0.0
+        ends = [at for at in (ends_at, spent_at) if at]
+        marks = causes.read_marks(max(attempts.glob("*/"), default=attempts))
+        times = [row["time"] for row in marks if row["name"] in ("start", "fit")]
+        return min(ends) - (max(times) - min(times) if times else 0.0) if ends else 0.0
+
     def micro_batch(self, ranks: int, smaller: int) -> int:
         """Return the largest micro-batch that a rank may compute; 0 where that is not known."""
         if self.config is None:

@@ -233,13 +233,13 @@ class Supervisor:
         return self.signals.status if decision.status == EXIT_REQUEUE else decision.status
 
     def _decide(self, hosts: Sequence[HostCandidate]) -> Launch | End:
-        last, ends_at = self.attempts[-1], self.environment.ends_at
+        last, ends_at = self.attempts[-1], self.job.last_start(self.environment.ends_at, self.token)
         asked = self._asked()
         if asked is not None and last.kind not in ("done", "user", "requeue"):
             return asked
         decision = next_launch(self.attempts, hosts, self.restarts)
         if isinstance(decision, Launch) and ends_at and time.time() + decision.wait_s >= ends_at:
-            return End(EXIT_REQUEUE, f"{last.kind}, and the time limit is reached: resume in another job")
+            return End(EXIT_REQUEUE, f"{last.kind}, and the limit is too near for another start: resume in another job")
         return decision
 
     def _asked(self) -> End | None:
@@ -262,9 +262,10 @@ class Supervisor:
         where = prepare_attempt(job, number)
         if before is not None and (change := job.partition_change(launch.hosts)):
             self.environment.say(change)
-        variables = {causes.DIRECTORY: str(where), causes.ATTEMPT: str(number), causes.JOB: self.token}
+        variables = {causes.DIRECTORY: str(where), causes.ATTEMPT: str(number), causes.JOB: self.token,
+                     causes.STARTED_AT: f"{causes.started_at():.3f}"}
         if self.environment.ends_at:
-            variables[causes.ENDS_AT] = f"{self.environment.ends_at:.0f}"
+            variables[causes.ENDS_AT] = f"{self.environment.ends_at:.3f}"
         program = job.attempt(len(self.attempts) + 1, launch.hosts, self.micro_batch)
         words, env = self.environment.command(launch.hosts, program, variables)
         seen = RunningAttempt(number, where, launch, time.time(), job.stamp(), oom_kills())
@@ -349,8 +350,7 @@ class Supervisor:
             self.environment.say(f"recovered in {in_words({**gone, **parts})}")
 
     def _judge(self, seen: RunningAttempt) -> LaunchAttempt:
-        job, hosts = self.job, seen.launch.hosts
-        ranks = sum(host.slots for host in hosts)
+        job, hosts, ranks = self.job, seen.launch.hosts, sum(host.slots for host in seen.launch.hosts)
         left, marks = causes.read(seen.where), causes.read_marks(seen.where)
         end, last_sign = causes.read_progress(seen.where)
         begin = next((row["step"] for row in marks if row["name"] == "fit" and isinstance(row.get("step"), int)), -1)
@@ -365,7 +365,7 @@ class Supervisor:
             seen.parts["notice"] = round(max(0.0, seen.ended - last_sign), 3)
         seen.parts.update(start_parts(seen.began, marks))
         end, placed = max([end, *(row["step"] for row in left)]), hosts or started_hosts(marks)
-        micro = job.micro_batch(sum(one.slots for one in placed), self.micro_batch)
+        micro = job.micro_batch(ranks or sum(one.slots for one in placed), self.micro_batch)
         return LaunchAttempt(seen.number, kind, text, rank, self._named(host, rank, hosts), placed, begin, end,
                              job.checkpoint(), micro, seen.launch.left_out)
 

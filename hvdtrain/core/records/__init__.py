@@ -133,6 +133,12 @@ EVENTS = {
         "ranks": "by rank, or replica of a partitioned model: samples and seconds of a mean step",
         "advice": "",
     }),
+    "forecast": EventSchema("The forecast of the start, compared with the steps of the run.", {
+        "forecast_s": "of a mean step and its parts; none where too little was known",
+        "measured_s": "of a mean step and its parts",
+        **{f"error_{name}": "as a fraction of the measured step" for name in (
+            "step", "compute", "exchange", "input", "update", "saves")},
+    }),
     "seconds": EventSchema("Time breakdown of each rank since the previous record of this kind.", {
         "from_step": "last step before the window",
         "window_s": "by rank 0's clock",

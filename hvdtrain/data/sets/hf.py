@@ -37,7 +37,7 @@ def make(split: str, **args: Any) -> Source | None:
         if "train" not in found:
             raise UserError(f"{options.files} has the splits {', '.join(found)}", "a split train", "save one")
         found, own = found["train"], found.get("validation", found.get("test"))
-    names = columns_of(found.column_names, options.x, options.y, str(options.files))
+    names = columns_of(found.column_names, options.x, options.y, options.weight, str(options.files))
     if split == "test" and own is not None and part is None:
         return ArrowRows(own, options, ALL, names)
     if part is None or split == ALL and own is not None:

@@ -21,6 +21,7 @@ from hvdtrain.data.index import Index
 from hvdtrain.data.sources import Source
 
 _HEAD, _CRC = struct.Struct("<QI"), struct.Struct("<I")
+_SHORT = 32  # bytes of whole numbers up to which a loop is faster
 
 
 def make(split: str, **args: Any) -> Source | None:
@@ -110,10 +111,14 @@ def _numbers(value: Any, number: int) -> np.ndarray:
         return np.frombuffer(value, "<f4").astype(np.float32)
     if isinstance(value, int):
         return np.array([value], np.uint64).view(np.int64)
+    if len(value) <= _SHORT:
+        found, at = list[int](), 0
+        while at < len(value):
+            number, at = _varint(value, at)
+            found.append(number)
+        return np.array(found, np.uint64).view(np.int64)
     octets = np.frombuffer(value, np.uint8)
     last = np.flatnonzero(octets < 128)
-    if not len(octets):
-        return np.zeros(0, np.int64)
     if not len(last) or last[-1] != len(octets) - 1:
         raise ValueError("a whole number is cut off")
     starts = np.concatenate([[0], last[:-1] + 1])

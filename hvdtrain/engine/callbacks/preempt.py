@@ -1,5 +1,5 @@
 """Save a run and end it on all ranks: on a signal (SIGINT, SIGTERM, SIGUSR2), at the supervisor's request, or before
-a known wall limit.
+a known limit of time or money.
 
 Owns the signal handlers and the request to the other ranks (`Run.tell_all`), which the next agreement of a step
 decides. Exit statuses are left to `hvdtrain.cluster.exit`: 130 after SIGINT, else 75.
@@ -19,15 +19,15 @@ from types import FrameType
 from typing import Any
 
 from hvdtrain.cluster.liveness import causes
-from hvdtrain.config.texts import reserve_s
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.limits import RunLimit, limit_of
 from hvdtrain.engine.run import Run
 
 TOPIC = "requeue"
 
 LOOK_S = 1.0
-"""How often the supervisor's wish and the clock are looked at."""
+"""How often the supervisor's wish is looked at."""
 
 AGAIN_S = 0.1
 """Seconds within which a further SIGINT counts as the same one: wrappers (``timeout``, ``uv run``) deliver it twice."""
@@ -65,7 +65,7 @@ class _Early:
 
 
 class Preempt(Callback):
-    """Runs on all ranks, each of which may hear of it. ``limit_s``: the wall limit, 0 without one. ``clock``: unix s.
+    """Runs on all ranks, each of which may hear of it. ``clock``: unix seconds.
 
     The handlers are installed while a fit lasts. A handler of the user's is called too; an ignored signal (nohup, a
     job in the background) stays ignored. The first SIGINT saves and ends the run, a second one does what it did before
@@ -76,38 +76,43 @@ class Preempt(Callback):
 
     @classmethod
     def make(cls, run: Run, earlier: Mapping[str, Callback]) -> Callback:
-        return cls(run.config.time_limit_s())
+        return cls(limit_of(run))
 
-    def __init__(self, limit_s: float = 0.0, clock: Callable[[], float] = time.time) -> None:
-        self._limit_s, self._clock = limit_s, clock
+    def __init__(self, limit: RunLimit | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._limit, self._clock = limit or RunLimit(), clock
         self._asked = self._over = False
         self._run: Run | None = None
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
         self._interrupted_at = -math.inf
         self._look_at = 0.0
-        self._step_at = self._save_at = self._longest_step_s = self._longest_save_s = 0.0
-        self._ends_at = causes.ends_at(limit_s)
+        self._step_at = self._save_at = 0.0
 
     def fit_start(self, run: Run) -> None:
         """Listen from here on, and see what was wished for while the run was assembled."""
         self._run, self._over = run, False
         self._install()
         self._step_at = self._clock()
+        self._limit.begin(self._step_at, self._step_at - causes.started_at())
         self._look(run)
 
     def step_end(self, run: Run) -> None:
         now = self._clock()
-        self._longest_step_s = max(self._longest_step_s, now - self._step_at)
+        self._limit.step(now - self._step_at, run.state.outcome.met)
         self._step_at = now
         self._look(run)
+
+    def eval_end(self, run: Run) -> None:
+        now = self._clock()
+        self._limit.evaluation_s = max(self._limit.evaluation_s, now - self._step_at)
+        self._step_at = now
 
     def checkpoint(self, run: Run) -> None:
         self._save_at = self._clock()
 
     def step_start(self, run: Run) -> None:
         if self._save_at:
-            self._longest_save_s = max(self._longest_save_s, self._clock() - self._save_at)
+            self._limit.save_s = max(self._limit.save_s, self._clock() - self._save_at)
             self._save_at, self._step_at = 0.0, self._clock()
 
     def epoch_end(self, run: Run) -> None:
@@ -196,20 +201,22 @@ class Preempt(Callback):
         now = self._clock()
         if not why and now >= self._look_at:
             self._look_at = now + LOOK_S
-            why = "the supervisor was asked to end" if causes.requeue_asked() else self._late(run, now)
+            why = "the supervisor was asked to end" if causes.requeue_asked() else ""
+        why = why or self._late(run, now)
         if why:
             self._ask(run, why)
 
     def _late(self, run: Run, now: float) -> str:
-        """Return why the wall limit asks for the end, "" while it does not. Rank 0's clock counts."""
-        if not self._ends_at or run.control.rank != 0:
+        """Return why the limit asks for the end, "" while it does not. Rank 0's clock counts."""
+        limit = self._limit
+        if not limit.ends_at or run.control.rank != 0:
             return ""
-        limit_s = self._limit_s or max(0.0, self._ends_at - now)
-        left_s = self._ends_at - now
-        save_s = max(self._longest_save_s, run.saver.spent.longest_s if run.saver is not None else 0.0)
-        if left_s > reserve_s(limit_s, save_s, self._longest_step_s) + LOOK_S:
+        left_s = limit.ends_at - now
+        if left_s > limit.needed_s(run):
+            if limit.probes(run, now):
+                run.want_save()
             return ""
-        return f"{max(0.0, left_s):.0f} s are left of the time limit"
+        return f"{max(0.0, left_s):.0f} s are left of the {limit.what}"
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:

@@ -153,7 +153,7 @@ def faster_data(stream: bool, workers: int, cores: int) -> str:
     """
     if stream:
         return ("decode in more threads or processes of the stream (num_workers, num_parallel_calls), or use a format "
-                "with an index (docs/how-to/data.md)")
+                "with an index (docs/how-to/formats.md)")
     if workers + 1 < cores:
         return f"set data.workers: {cores - 1} (now {workers}), or store decoded samples as .npy"
     return "store decoded samples as .npy or use fewer ranks on this host, whose cores all read already"

@@ -20,7 +20,7 @@ from hvdtrain.planning.batch import plan as batch
 from hvdtrain.planning.hardware.catalogue import Device
 from hvdtrain.planning.hardware.rates import RankRate, Rates, in_range
 from hvdtrain.planning.memory.forecast import MemoryFacts, RankMemory, Sharding, forecast
-from hvdtrain.planning.simulator import Exchange, Rank, Scene, Stages, step
+from hvdtrain.planning.simulator import Exchange, Rank, Saves, Scene, Stages, step
 
 FORWARD = 1 / 3
 """Fraction of forward and backward that forward takes: backward multiplies twice as much."""
@@ -52,6 +52,7 @@ class TrainingSettings:
 
     ``shares``: of ranks, by number; (): equal. ``balance``: shares by speed. ``recompute``: fraction of forward that
     activation checkpointing computes again. ``change``: of the measured memory, such as that of activations in bf16.
+    ``save_steps``, ``save_every_s``: between checkpoints; 0: none. ``micro_batch``: at most so many samples; 0: any.
     """
 
     global_batch: int
@@ -64,6 +65,9 @@ class TrainingSettings:
     recompute: float = 0.0
     stages: int = 1
     change: Callable[[MemoryFacts], MemoryFacts] | None = None
+    save_steps: int = 0
+    save_every_s: float = 0.0
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,12 +148,24 @@ def estimate(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates
                         settings.zero)
     memory = _memory(hosts, divided, settings, rates, wiring.transport)
     said = (*_said(paces), *wiring.assumed, *([cast] if cast else []))
-    return _outcome(hosts, Scene(ranks, exchange, error=max(pace.error for pace in paces)), memory, said, samples)
+    scene = Scene(ranks, exchange, saves=_saves(settings, paces), error=max(pace.error for pace in paces))
+    return _outcome(hosts, scene, memory, said, samples, paces)
+
+
+def _saves(settings: TrainingSettings, paces: Sequence[RankRate]) -> Saves | None:
+    """Return the checkpoints of a training: one blocks it for the copy, or until the one before is written."""
+    blocks_s, write_s = (max(pace.save_s[i] for pace in paces) for i in (0, 1))
+    if not (settings.save_steps or settings.save_every_s) or not blocks_s:
+        return None
+    waits_s = max(0.0, write_s - settings.save_every_s) if settings.save_every_s else 0.0
+    return Saves(blocks_s + waits_s, settings.save_steps, 0.0 if settings.save_steps else settings.save_every_s)
 
 
 def _outcome(hosts: Sequence[SiteHost], scene: Scene, memory: RankMemoryPlan, said: Sequence[str],
-             samples: int) -> Estimate:
+             samples: int, paces: Sequence[RankRate]) -> Estimate:
     found = step(scene)
+    fixed_s = sum(pace.fixed_s for pace in paces) / len(paces)
+    parts = {**found.parts, "update": found.parts["update"] - fixed_s, "other": fixed_s}
     hours = cost = kwh = None
     if samples:
         hours = math.ceil(samples / scene.samples) * found.mid_s / 3600
@@ -161,7 +177,7 @@ def _outcome(hosts: Sequence[SiteHost], scene: Scene, memory: RankMemoryPlan, sa
     exact = not said
     return Estimate(memory.fits, found.low_s if exact else None, found.mid_s, found.high_s if exact else None,
                    found.samples_per_s, found.efficiency, hours, cost, kwh, tuple(dict.fromkeys(said)),
-                   {name: max(0.0, seconds) for name, seconds in found.parts.items()}, memory,
+                   {name: max(0.0, seconds) for name, seconds in parts.items()}, memory,
                    tuple(rank.samples for rank in scene.ranks))
 
 
@@ -185,10 +201,11 @@ def precision_on(device: Device, wanted: str) -> str:
 
 
 def _divided(lines: Sequence[Any], settings: TrainingSettings, size: int) -> batch.BatchPlan:
+    ceilings = [settings.micro_batch] * size
     if settings.balance:
-        return batch.plan(lines, settings.global_batch, None, settings.accumulate)
+        return batch.plan(lines, settings.global_batch, ceilings, settings.accumulate)
     shares = settings.shares or (1.0,) * size
-    return batch.of_shares(lines, settings.global_batch, shares, None, settings.accumulate)
+    return batch.of_shares(lines, settings.global_batch, shares, ceilings, settings.accumulate)
 
 
 def _within_range(divided: batch.BatchPlan, paces: Sequence[RankRate], devices: Sequence[Device]) -> None:
@@ -201,7 +218,7 @@ def _within_range(divided: batch.BatchPlan, paces: Sequence[RankRate], devices: 
 
 
 def _updates(pace: RankRate, settings: TrainingSettings, size: int) -> float:
-    return pace.update_s / size if settings.zero else pace.update_s
+    return (pace.update_s / size if settings.zero else pace.update_s) + pace.fixed_s
 
 
 def _said(paces: Sequence[RankRate]) -> list[str]:
@@ -259,7 +276,7 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
                              tuple((1 - FORWARD) * s for s in whole), travel))
     samples_P = [round(each) if r % depth == 0 else 0 for r in range(size)]
     samples_P[0] += settings.global_batch - sum(samples_P)
-    ranks = tuple(Rank(number, pace.line, n, micros, pace.update_s / depth)
+    ranks = tuple(Rank(number, pace.line, n, micros, pace.update_s / depth + pace.fixed_s)
                   for number, pace, n in zip(numbers, paces, samples_P))
     nbytes = tuple(bucket.nbytes for bucket in workload.buckets)
     exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between)
@@ -269,7 +286,7 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
     said = (*_said(paces), *wiring.assumed, "stages have equal work and memory",
             f"stages send each other {format_bytes(message)} per micro-batch, the activations of a block")
     return _outcome(hosts, Scene(ranks, exchange, tuple(stages), error=max(p.error for p in paces)),
-                    RankMemoryPlan(worst, need, rooms[worst]), said, samples)
+                    RankMemoryPlan(worst, need, rooms[worst]), said, samples, paces)
 
 
 def _stage_need(rates: Rates, depth: int, in_flight: int) -> Footprint:

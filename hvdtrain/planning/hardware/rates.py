@@ -31,7 +31,9 @@ class Calibration:
     ``local``, ``hosts``: ranks of each host, and hosts, that computed at the same time. ``line`` of micro-batches of
     ``sizes`` samples. ``error``: relative, of the step predicted for the calibration itself. ``within``, ``between``:
     as in `hvdtrain.planning.simulator.Exchange`; None: not measured. ``codecs``: (seconds, bytes per byte of
-    gradients) of each compressor.
+    gradients) of each compressor. ``save_s``: seconds that a checkpoint blocks training, and to write it.
+    ``fixed_s``: of a step beyond all that: agreement, callbacks, jitter of the ranks. ``history``: where runs keep
+    what such steps took.
     """
 
     device: str
@@ -47,6 +49,9 @@ class Calibration:
     within: Link | None = None
     between: Link | None = None
     codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    save_s: tuple[float, float] = (0.0, 0.0)
+    fixed_s: float = 0.0
+    history: str = ""
     when: str = ""
 
     def covers(self, samples: int) -> bool:
@@ -101,6 +106,8 @@ class RankRate:
     error: float = 0.0
     assumed: str = ""
     sizes: tuple[int, ...] = ()
+    save_s: tuple[float, float] = (0.0, 0.0)
+    fixed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ class Rates:
         fitting = [c for c in own if c.local == local or device.kind != "cpu"]
         if fitting:
             found = fitting[-1]
-            return RankRate(found.line, found.update_s, found.error, "", found.sizes)
+            return RankRate(found.line, found.update_s, found.error, "", found.sizes, found.save_s, found.fixed_s)
         if self.assumptions is not None:
             return self._assumed(device, precision, self.assumptions)
         if own:

@@ -16,7 +16,7 @@ def phases(compute_s):
 def calibration(hosts, slow=1.0):
     """Ranks of 10 ms + 1 ms a sample (the last one ``slow`` times that), sums of 1 ms + 10 ms a MB."""
     factors = [1.0] * (len(hosts) - 1) + [slow]
-    runs = [{"batch": n, "step_s": max(factors) * (10e-3 + n * 1e-3) + 4e-3,
+    runs = [{"batch": n, "beside_s": 0.0, "step_s": max(factors) * (10e-3 + n * 1e-3) + 4e-3,
              "phases": [phases(f * (10e-3 + n * 1e-3)) for f in factors]} for n in (4, 12)]
     link = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-8}
     sums = {"kind": "allreduce float32", "later": False, "calls": 2, "wire_bytes": 2e6}
@@ -61,8 +61,9 @@ def test_a_pipeline_is_played_in_its_order():
 def test_records_are_predicted_again_and_judged(tmp_path, capsys):
     def run(measured_ms):
         path = tmp_path / "r.jsonl"
+        measured = {"step_s": measured_ms / 1e3, "beside_s": 18e-3}
         path.write_text(json.dumps({"framework": "torch", "case": "2 hosts", "row": "mpi", "workload": "gpt",
-                                    "calibrated": calibration([0, 1]), "measured": {"step_s": measured_ms / 1e3}}))
+                                    "calibrated": calibration([0, 1]), "measured": measured}))
         return forecast.main(["--again", str(path)]), capsys.readouterr().out
 
     status, text = run(44.0)

@@ -9,7 +9,9 @@ import pytest
 
 from benchmarks import input as bench
 from benchmarks import input_rank
+from benchmarks.input_data import CONTEXT, FORMATS, made
 from hvdtrain.core.errors import UserError
+from hvdtrain.data import sources
 from hvdtrain.data.sources import ArraySource
 
 
@@ -27,6 +29,8 @@ def test_own_rate_is_held_against_the_best_of_the_others():
 
 def test_a_folder_without_pictures_is_told_before_any_job(tmp_path):
     with pytest.raises(UserError, match="no folder train"):
+        bench.main(["--root", str(tmp_path), "--formats", "folder"])
+    with pytest.raises(UserError, match="--root with several formats"):
         bench.main(["--root", str(tmp_path)])
 
 
@@ -37,14 +41,32 @@ def test_decodes_of_several_processes_are_counted_together(tmp_path):
     assert counted.decodes.total() == 3 and len(counted) == 5
 
 
+def test_formats_hold_the_same_pictures(tmp_path):
+    """And tokens of sequences that follow one another."""
+    found = {}
+    for kind in ("folder", "tar", "tfrecord", "parquet", "tokens"):
+        if kind == "parquet" and importlib.util.find_spec("pyarrow") is None:
+            continue
+        name, named = input_rank.SETS[kind](made(kind, tmp_path / kind, 22, 8))
+        source = sources.resolve(name, named, "train")
+        x, y = source.fetch(np.arange(22))
+        order = np.lexsort(x.reshape(22, -1).T)
+        found[kind] = x[order], y[order]
+    tokens = found.pop("tokens")
+    assert np.array_equal(tokens[0][:, 1:], tokens[1][:, :-1]) and tokens[0].shape == (22, CONTEXT)
+    for x, y in found.values():
+        assert np.array_equal(x, found["folder"][0]) and np.array_equal(y, found["folder"][1])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", bench.CONTENDERS)
-def test_a_reader_decodes_each_sample_once_an_epoch(reader, tmp_path):
+@pytest.mark.parametrize("kind, reader", [*(("folder", reader) for reader in FORMATS["folder"]),
+                                          ("stream", "hvdtrain")])
+def test_a_reader_decodes_each_sample_once_an_epoch(kind, reader, tmp_path):
     for package in ("PIL", bench.CONTENDERS[reader]):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     found = tmp_path / "found.jsonl"
-    assert bench.main(["--readers", reader, "--np", "1", "--samples", "22", "--size", "8", "--batch", "4", "--rounds",
-                       "1", "--epochs", "2", "--jsonl", str(found)]) == 0
+    assert bench.main(["--formats", kind, "--readers", reader, "--np", "1", "--samples", "22", "--size", "8",
+                       "--batch", "4", "--rounds", "1", "--epochs", "2", "--jsonl", str(found)]) == 0
     told = json.loads(found.read_text())
     assert (told["samples"], told["read"], told["decodes"], told["reader"]) == (22, 44, 44, reader)

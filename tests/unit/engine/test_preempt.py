@@ -11,11 +11,12 @@ from hvdtrain import Trainer
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands import train
 from hvdtrain.config import CheckpointConfig, Named
-from hvdtrain.config.texts import reserve_s, seconds_of
+from hvdtrain.config.texts import LEAST_RESERVE_S, ends_s, reserve_s, seconds_of
 from hvdtrain.core.errors import Interrupted, UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks import preempt as preempting
 from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.limits import RunLimit
 from hvdtrain.engine.callbacks.preempt import Preempt
 
 
@@ -112,8 +113,7 @@ def test_a_known_limit_ends_it_before(tmp_path):
     def more(run):
         clock = clocks[run.control.rank]
         one = preempt(run)
-        one.__init__(100.0, clock)
-        one._ends_at = 1100.0
+        one.__init__(RunLimit(1100.0, 100.0), clock)
         return [Pass(clock, 10.0)]
 
     for run, _ in ended(2, tmp_path, more):
@@ -262,6 +262,11 @@ def test_limits_that_are_none(text):
 
 
 def test_what_is_kept_free_for_the_save():
-    assert reserve_s(3600, 0, 0) == 120 and reserve_s(600, 0, 0) == 30 and reserve_s(20, 0, 0) == 5
-    assert reserve_s(3600, 4.0, 0.5) == 15.0
+    assert reserve_s(3600, 0, 0) == 120 and reserve_s(600, 0, 0) == 30
+    assert reserve_s(20, 0, 0) == LEAST_RESERVE_S
+    assert reserve_s(3600, 4.0, 1.0) == 12 + 1.0, "the save, and two more as a margin"
+    assert reserve_s(30, 0.1, 0.02) == pytest.approx(0.3 + 0.02), "below a tenth of a short limit"
+    assert reserve_s(60, 6.0, 0) == pytest.approx(6.0 + 3.0), "half a save more where it is long"
     assert reserve_s(30, 60.0, 0) == 15, "half the limit at most"
+    assert ends_s(1.0, 30) == 1.0 and ends_s(6.0, 30) == pytest.approx(2.1), "a slow start, a slow end"
+    assert ends_s(500.0, 30) == 3.0 and ends_s(500.0, 3600) == 175.0, "of a long start most is data"

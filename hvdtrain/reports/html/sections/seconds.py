@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from hvdtrain.core.timeline import CAUSES
+from hvdtrain.core.units import format_ms
 from hvdtrain.reports.html.facts import RunFacts
 from hvdtrain.reports.html.log import UNRECORDED, USEFUL
 from hvdtrain.reports.html.sections.course import axis_of
 from hvdtrain.reports.html.shapes import Bars, Section, Stacked, StackedBar, areas, bar, gather
-from hvdtrain.reports.html.words import duration, percent
+from hvdtrain.reports.html.words import duration, number, percent
 
 MOST = 24
 """Ranks that get a bar of their own."""
@@ -25,6 +26,9 @@ MEANING = {
 }
 DRAWN = (*USEFUL, *(cause for cause in CAUSES if cause not in USEFUL))
 """The causes from left to right: what trains comes first."""
+
+FORECAST = ("compute", "exchange", "input", "update", "saves")
+"""Parts of a step that are forecast; exchange: with waiting for stragglers."""
 
 BASES = {
     "meter": "This log is from an older version and has mean steps only: waiting includes the transfer, and "
@@ -50,7 +54,18 @@ def make(facts: RunFacts) -> Section | None:
                 f" Not recorded, and not in these figures: {duration(missing)} of the ranks' "
                 f"{duration(facts.rank_s)} ({percent(100 * missing / facts.rank_s)}): {UNRECORDED}."
             )
-    return Section("seconds", "Time breakdown", lead, blocks)
+    return Section("seconds", "Time breakdown", f"{lead} {_forecast(facts)}".strip(), blocks)
+
+
+def _forecast(facts: RunFacts) -> str:
+    """Return how far the forecast of the start was off, "" without one."""
+    found = facts.log.last("forecast")
+    seconds = [number((found.get(name) or {}).get("step")) for name in ("forecast_s", "measured_s")]
+    if not all(map(math.isfinite, seconds)):
+        return ""
+    errors = ", ".join(f"{part} {100 * number(found.get(f'error_{part}')):+.1f}" for part in FORECAST)
+    return (f"The forecast at the start was {format_ms(seconds[0])} a step, measured were {format_ms(seconds[1])}: "
+            f"{100 * (seconds[0] / seconds[1] - 1):+.1f} % ({errors}).")
 
 
 def _bars(facts: RunFacts) -> Bars:

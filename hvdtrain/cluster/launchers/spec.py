@@ -112,7 +112,7 @@ def parse_hostfile(text: str, where: str) -> tuple[HostSlots, ...]:
     ``#`` begins a comment. Open MPI's ``max_slots=`` and ``max-slots=`` are ignored. A name given twice adds its slots,
     as in a scheduler's file with a line per slot.
     """
-    found = []
+    found: list[HostSlots] = []
     for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
         if words:

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Rank:
-    """One rank; all of it is collective."""
+    """Measure one rank of a job; every method is collective."""
 
     def __init__(self, args: argparse.Namespace, facts: Any) -> None:
         from hvdtrain.cluster import boot

@@ -28,7 +28,7 @@ ORDER = {
     "Tutorials": ["first-run", "your-data", "two-machines", "from-horovod", "mixed-gpus", "restarts", "planning"],
     "How-to": ["tasks", "data", "augment", "models", "hugging-face", "loss-and-metrics", "evaluate-more", "schedules",
                "callbacks", "fine-tune", "unused-parameters", "checkpoints", "trackers", "recipes", "compile",
-               "device-split", "keras", "horovod-torch", "convert", "launch", "slurm",
+               "device-split", "keras", "horovod-torch", "convert", "launch", "clusters", "slurm",
                "containers", "doctor", "migrate/README"],
     "Reference": ["settings", "cli", "api", "exit-codes", "environment", "combinations", "verified", "records",
                   "report", "horovod-torch"],

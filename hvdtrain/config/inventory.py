@@ -24,7 +24,7 @@ MOST_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
+class InventoryDevice:
     """Facts of a device that the catalogue lacks. None: unknown. ``flops``: peak FLOP/s by type, such as bf16."""
 
     name: str
@@ -64,13 +64,13 @@ class InventoryLinks:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What an inventory file says; ``path``: the file, for messages."""
+    """Content of an inventory file; ``path``: the file, for messages."""
 
     path: str
     hosts: tuple[InventoryHost, ...]
     links: InventoryLinks = InventoryLinks()
     currency: str = "USD"
-    devices: Mapping[str, DeviceFacts] = field(default_factory=dict)
+    devices: Mapping[str, InventoryDevice] = field(default_factory=dict)
 
     def host_of(self, node: str) -> InventoryHost | None:
         """Return the entry of the host ``node``, an exact name before a pattern; None where no entry fits."""
@@ -152,13 +152,13 @@ def _host(given: Any, where: str) -> InventoryHost:
                          _amount(host, "power_w", where, _POSITIVE), count)
 
 
-def _facts(name: str, given: Any, where: str) -> DeviceFacts:
+def _facts(name: str, given: Any, where: str) -> InventoryDevice:
     facts = _mapping(given, where, "it")
     _known(facts, where, ("memory_gb", "flops", "bandwidth_GBps", "power_w"))
     flops = _mapping(facts.get("flops", {}), where, "flops")
     _known(flops, f"{where}, flops", ("fp32", "tf32", "bf16", "fp16", "fp8", "fp64"))
     peaks = {key: _amount(flops, key, f"{where}, flops", _POSITIVE) for key in flops}
-    return DeviceFacts(name, _amount(facts, "memory_gb", where, _POSITIVE),
+    return InventoryDevice(name, _amount(facts, "memory_gb", where, _POSITIVE),
                        {key: peak for key, peak in peaks.items() if peak is not None},
                        _amount(facts, "bandwidth_GBps", where, _POSITIVE), _amount(facts, "power_w", where, _POSITIVE))
 

@@ -203,7 +203,7 @@ class Keys:
         "before the limit with status 75; empty: no limit", affects="nothing",
         off="", aliases=("max_time",))
     budget: float = _key(
-        0.0, "", "most that this job may cost, in the currency of the inventory, counted from its start by the hour of "
+        0.0, "currency of the inventory", "most that this job may cost, counted from its start by the hour of "
         "each of its hosts: the run saves and ends before with status 75; 0: no limit", affects="nothing", least=0,
         off=0.0)
     inventory: str = _key(

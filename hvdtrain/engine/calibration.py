@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import math
 import re
 import tempfile
 import time
@@ -28,10 +29,11 @@ from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Bucket, StepBatch
 from hvdtrain.core.units import MIB
-from hvdtrain.engine import balance_probe, loop, memory_survey
+from hvdtrain.engine import balance_probe, loop, memory_survey, step_history
 from hvdtrain.engine.machine import SAMPLES
-from hvdtrain.engine.memory_survey import Scene
+from hvdtrain.engine.memory_survey import MemoryProbeContext
 from hvdtrain.engine.run import Run
+from hvdtrain.engine.step_history import StepRow
 from hvdtrain.planning.hardware.rates import Calibration
 from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.linear import LinearTime, Link
@@ -58,13 +60,16 @@ LEAST_ERROR, MOST_ERROR, WINDOWS = 0.05, 0.9, 4
 """Error that a calibration has at least: runs minutes apart differ by as much on shared hosts. At most. Means of so
 many windows of steps tell how far a mean step may be off."""
 
+MOST_FACTOR = 4.0
+"""Runs correct a calibration by so much at most: what differs more was another setting."""
+
 SWEEP_S = 1.0
 
 SAVED_BYTES = 64 * MIB
 """Bytes that are copied and written at most to time a save; more take as many times as long."""
 
 
-def workload_of(run: Run, scene: Scene, buckets: Sequence[Bucket]) -> Workload:
+def workload_of(run: Run, scene: MemoryProbeContext, buckets: Sequence[Bucket]) -> Workload:
     """Measure memory and operations of a run's model on a few samples; on this rank alone.
 
     Operations that are counted in a traced graph are there after `trained`.
@@ -91,7 +96,7 @@ def key(run: Run, sample: Any) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def calibrated(run: Run, scene: Scene, device: str) -> Calibration:
+def calibrated(run: Run, scene: MemoryProbeContext, device: str) -> Calibration:
     """Measure this job: line, update, exchange, compressors; collective. ``device``: its name in plans.
 
     The line is the probe's, scaled to what forward and backward took in training steps.
@@ -114,7 +119,8 @@ def calibrated(run: Run, scene: Scene, device: str) -> Calibration:
     short_s = trained_steps.step_s - _predicted(run, found, trained_steps)
     worst, fixed_s = slowest(control, [max(trained_steps.spread, LEAST_ERROR, -short_s / trained_steps.step_s),
                                        max(0.0, short_s)])
-    return replace(found, error=min(MOST_ERROR, worst), fixed_s=fixed_s)
+    history = agreed(control, lambda: step_history.key_of(run), "calibration")
+    return replace(found, error=min(MOST_ERROR, worst), fixed_s=fixed_s, history=history)
 
 
 @dataclass(frozen=True)
@@ -240,13 +246,36 @@ def keep(found: Calibration, workload: str) -> None:
 
 
 def known(device: str, workload: str) -> list[Calibration]:
-    """Return the calibrations of ``device`` that are kept of a workload, the oldest first."""
+    """Return the calibrations of ``device`` that are kept of a workload, the oldest first, corrected by later runs."""
     found = []
     for row in _rows(device):
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             if row["workload"] == workload:
-                found.append(_read(device, row))
+                found.append(corrected(made := _read(device, row), runs_of(made)))
     return found
+
+
+def runs_of(found: Calibration) -> list[StepRow]:
+    """Return what runs took since in the setting of a calibration, on this host; the oldest first."""
+    return step_history.steps(found.history) if found.history else []
+
+
+def corrected(found: Calibration, rows: Sequence[StepRow]) -> Calibration:
+    """Return the calibration by what whole runs of the model on this device took since; ``rows``: oldest first. Pure.
+
+    The line is scaled to the latest run whose micro-batches it covers, and its error is the largest of the forecasts
+    of these runs.
+    """
+    covered = [row for row in rows if row.micros > 0 and row.compute_s > 0 and found.covers(
+        round(row.samples / row.micros))]
+    if not covered:
+        return found
+    row = covered[-1]
+    factor = row.compute_s / (row.micros * found.line.a_s + row.samples * found.line.c_s)
+    factor = min(MOST_FACTOR, max(1 / MOST_FACTOR, factor))
+    errors = [abs(one.error) for one in covered if math.isfinite(one.error)]
+    return replace(found, line=found.line.scaled(factor), update_s=row.update_s,
+                   error=min(MOST_ERROR, max([found.error, *errors])))
 
 
 def _row(found: Calibration, workload: str) -> dict[str, Any]:
@@ -258,7 +287,7 @@ def _row(found: Calibration, workload: str) -> dict[str, Any]:
             "fixed_s": found.fixed_s, "error": found.error, "transport": found.transport, "overlaps": found.overlaps,
             "within": link(found.within), "between": link(found.between),
             "codecs": {name: list(codec) for name, codec in found.codecs.items()}, "save_s": list(found.save_s),
-            "when": found.when}
+            "history": found.history, "when": found.when}
 
 
 def _read(device: str, row: dict[str, Any]) -> Calibration:
@@ -275,7 +304,8 @@ def _read(device: str, row: dict[str, Any]) -> Calibration:
               [_numbers(pair)]}
     return Calibration(device, str(row["precision"]), int(row["local"]), int(row["hosts"]), LinearTime(a_s, c_s),
                        sizes, update_s, error, str(row["transport"]), bool(row["overlaps"]), link(row["within"]),
-                       link(row["between"]), codecs, _numbers(row["save_s"]), fixed_s, str(row["when"]))
+                       link(row["between"]), codecs, _numbers(row["save_s"]), fixed_s, str(row["history"]),
+                       str(row["when"]))
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, float]:
@@ -304,7 +334,7 @@ def _slug(device: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-.")[:80] or "device"
 
 
-def measured_here(run: Run, scene: Scene, device: str, buckets: Sequence[Bucket],
+def measured_here(run: Run, scene: MemoryProbeContext, device: str, buckets: Sequence[Bucket],
                   wanted: int) -> tuple[Workload, list[Calibration]]:
     """Measure a run's model, and its device where that is needed and not known, which is kept; collective.
 
@@ -324,4 +354,4 @@ def measured_here(run: Run, scene: Scene, device: str, buckets: Sequence[Bucket]
     elif scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
         trained(run)  # which traces the graph that is counted
     workload = agreed(control, lambda: workload_of(run, scene, buckets), "memory")
-    return workload, [*known(device, name), *made.values()]
+    return workload, [*known(device, name), *(corrected(one, runs_of(one)) for one in made.values())]

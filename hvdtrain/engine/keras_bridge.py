@@ -20,7 +20,14 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.engine.average import averaged
 from hvdtrain.engine.callbacks.history import History
 from hvdtrain.engine.keras_callback_state import CallbackStates, decode, encode, numpy_of, writes
-from hvdtrain.engine.keras_measured_weights import FinalWeights, Saves, check, measured, one_owner_of_rate, saves_after
+from hvdtrain.engine.keras_measured_weights import (
+    FinalWeights,
+    MeasuredSaves,
+    check,
+    measured,
+    one_owner_of_rate,
+    saves_after,
+)
 from hvdtrain.engine.keras_training_metrics import TrainingMetrics
 from hvdtrain.engine.run import Run
 
@@ -57,7 +64,7 @@ class Bridge(History):
         self._compiled_optimizer: Any = None
         self._eval_feeds: dict[str, Feed] | None = None
         self.hears_test, self.test_batch = False, 0
-        self._states, self._saves = CallbackStates(self.callbacks, run.note), Saves(model, run)
+        self._states, self._saves = CallbackStates(self.callbacks, run.note), MeasuredSaves(model, run)
         self.steps: dict[int, int] = {}
         self._final = FinalWeights(model)
         self._restored: dict[str, Any] = {}

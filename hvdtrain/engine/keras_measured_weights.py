@@ -98,7 +98,7 @@ def measured(model: Any, run: Run, writers: bool) -> Iterator[None]:
                         "change weights in on_epoch_begin or on_train_batch_end, or set ema: 0")
 
 
-class Saves:
+class MeasuredSaves:
     """Makes the model's own `SAVES` write what was measured, from the begin to the end of a fit."""
 
     def __init__(self, model: Any, run: Run) -> None:

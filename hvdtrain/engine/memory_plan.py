@@ -13,7 +13,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.core.units import KINDS, Footprint, format_bytes
 from hvdtrain.engine import memory_survey
-from hvdtrain.engine.memory_survey import Scene
+from hvdtrain.engine.memory_survey import MemoryProbeContext
 from hvdtrain.engine.run import Run
 from hvdtrain.planning import shards
 from hvdtrain.planning.linear import LinearTime, fit
@@ -61,7 +61,7 @@ class Settling:
     micro-batch may exceed, 0 for none: the configuration's, or what once ran out of memory.
     """
 
-    def __init__(self, scene: Scene, way: Sharding, micro: bool, remat: bool, cap: int = 0) -> None:
+    def __init__(self, scene: MemoryProbeContext, way: Sharding, micro: bool, remat: bool, cap: int = 0) -> None:
         self._scene, self._way, self._micro, self._cap = scene, way, micro, cap
         self._remat = scene.parts.remat if remat else None
         if self._remat is not None:
@@ -146,7 +146,7 @@ class Settling:
         return fit(sizes, [_seconds(self._scene, n) for n in sizes])
 
 
-def estimator(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
+def estimator(scene: MemoryProbeContext, way: Sharding) -> Callable[[int], int] | None:
     """Return what this process holds at most, by the samples of a micro-batch, as it is before anything is recomputed.
 
     None where there is ample room, so that nothing more than a small pass has to be measured.
@@ -158,7 +158,7 @@ def estimator(scene: Scene, way: Sharding) -> Callable[[int], int] | None:
     return lambda n: memory.imported_bytes() + forecast(replace(facts, rank=replace(facts.rank, micro_batch=n))).total
 
 
-def _samples(scene: Scene, cap: int) -> tuple[int, int]:
+def _samples(scene: MemoryProbeContext, cap: int) -> tuple[int, int]:
     """Return (this rank's samples of a step, the fewest micro-batches that the configuration allows)."""
     feed = scene.feed
     n_global = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
@@ -169,7 +169,7 @@ def _samples(scene: Scene, cap: int) -> tuple[int, int]:
     return n, max(parts, -(-n // cap)) if cap else parts
 
 
-def _seconds(scene: Scene, n: int) -> float:
+def _seconds(scene: MemoryProbeContext, n: int) -> float:
     batch, found = scene.sample(n), []
     for _ in range(3):  # the first one may trace a graph
         begin = time.perf_counter()
@@ -270,13 +270,13 @@ COLUMNS = ("rank", *KINDS, "total", "free", "fits")
 OPTION_COLUMNS = ("option", "saves", "fits", "costs", "add to the command")
 
 
-def made(scene: Scene, dp: Any, measures: bool = True) -> MemoryPlan:
+def made(scene: MemoryProbeContext, dp: Any, measures: bool = True) -> MemoryPlan:
     """Return the plan of a run whose parts are there; collective. Without ``measures`` activations are left out."""
     facts = facts_now(scene, memory_survey.way_of(scene, dp), measures)
     return agreed_plan(scene, facts)
 
 
-def facts_now(scene: Scene, way: Any, measures: bool) -> MemoryFacts:
+def facts_now(scene: MemoryProbeContext, way: Any, measures: bool) -> MemoryFacts:
     """Return this rank's facts, measured or not; not collective."""
     facts = memory_survey.facts_of(scene, way)
     if not measures:
@@ -284,7 +284,7 @@ def facts_now(scene: Scene, way: Any, measures: bool) -> MemoryFacts:
     return MemoryFacts(facts.model, facts.rank, facts.way, memory_survey.measure(scene, facts.model, way, True))
 
 
-def agreed_plan(scene: Scene, facts: MemoryFacts, always: bool = True) -> MemoryPlan:
+def agreed_plan(scene: MemoryProbeContext, facts: MemoryFacts, always: bool = True) -> MemoryPlan:
     """Return the plan of all ranks' ``facts``; collective.
 
     Unless ``always``, options are looked for near the limit alone.

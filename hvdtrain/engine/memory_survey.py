@@ -44,7 +44,7 @@ GRAPH_PART = 0.6
 
 
 @dataclass(frozen=True)
-class Scene:
+class MemoryProbeContext:
     """Objects to measure: a run's parts, or a setup's, before it trains. ``device``: this rank's `DeviceFacts`.
 
     ``cursor``: where the run stands. ``average``: that of its weights, where it keeps one (`hvdtrain.engine.average`).
@@ -81,13 +81,13 @@ class Scene:
         return len(self.topology.host_of(self.control.rank).ranks)
 
 
-def scene_of(run: Run, backend: Any) -> Scene:
+def scene_of(run: Run, backend: Any) -> MemoryProbeContext:
     """Return the scene of an assembled run."""
-    return Scene(run.spelled, run.control, run.topology, run.collectives, run.parts, backend, run.feed,
+    return MemoryProbeContext(run.spelled, run.control, run.topology, run.collectives, run.parts, backend, run.feed,
                  run.devices[run.control.rank], run.state.cursor, run.average)
 
 
-def rank_of(scene: Scene) -> RankMemory:
+def rank_of(scene: MemoryProbeContext) -> RankMemory:
     """Return what is known of this rank without computing anything."""
     largest, micros, samples = _cut(scene.feed, scene.config)
     batch = scene.feed.read_before() if scene.feed.samples else ()  # a stream is not opened for a count
@@ -109,7 +109,7 @@ def _cut(feed: Feed, config: Config) -> tuple[int, int, int]:
     return max((b - a for a, b in bounds), default=0), max(len(bounds), 2 if several else 1), count
 
 
-def free_bytes(scene: Scene) -> int | None:
+def free_bytes(scene: MemoryProbeContext) -> int | None:
     """Return what this rank may hold in all, above what its imports take; None where that is unknown."""
     if scene.device.kind != "cpu":
         return int(memory.DEVICE_PART * scene.device.memory_bytes) or None
@@ -117,14 +117,14 @@ def free_bytes(scene: Scene) -> int | None:
     return None if room is None else max(0, memory.resident_bytes() - memory.imported_bytes()) + room
 
 
-def room_bytes(scene: Scene) -> int | None:
+def room_bytes(scene: MemoryProbeContext) -> int | None:
     """Return what this rank may take beyond what it holds now; None where that is unknown."""
     free = free_bytes(scene)
     base = memory.imported_bytes() if scene.device.kind == "cpu" else 0
     return None if free is None else max(0, free + base - _now(scene))
 
 
-def way_of(scene: Scene, dp: DataParallel) -> Sharding:
+def way_of(scene: MemoryProbeContext, dp: DataParallel) -> Sharding:
     """Return how the replicas of the model stay one in ``dp``."""
     if not dp.buckets:
         return Sharding(wire=scene.wire.name)
@@ -133,18 +133,18 @@ def way_of(scene: Scene, dp: DataParallel) -> Sharding:
                dp.remembered_bytes(), zero.sizes_BP if zero else ())
 
 
-def facts_of(scene: Scene, way: Sharding, measured: MeasuredMemory | None = None) -> MemoryFacts:
+def facts_of(scene: MemoryProbeContext, way: Sharding, measured: MeasuredMemory | None = None) -> MemoryFacts:
     """Return this rank's facts; without ``measured`` no more than follows from the model's tensors."""
     return MemoryFacts(model_of(scene), rank_of(scene), way, measured or MeasuredMemory())
 
 
-def model_of(scene: Scene) -> Model:
+def model_of(scene: MemoryProbeContext) -> Model:
     """Return the model of a scene, with the average that its run is to keep."""
     model: Model = scene.backend.model_bytes(scene.parts)
     return replace(model, average_bytes=average_bytes(model.specs)) if scene.config.ema else model
 
 
-def measure(scene: Scene, model: Model, way: Sharding, with_blocks: bool = False) -> MeasuredMemory:
+def measure(scene: MemoryProbeContext, model: Model, way: Sharding, with_blocks: bool = False) -> MeasuredMemory:
     """Compute a few samples' gradients and return what they took; less than a step's work, and no collective.
 
     ``with_blocks``: what recomputing each block would save, too, unless some are recomputed already.
@@ -174,14 +174,15 @@ def measure(scene: Scene, model: Model, way: Sharding, with_blocks: bool = False
         sizes = _sizes(most, max(1, sizes[-1] // 2))
 
 
-def _first_pass(scene: Scene, n: int) -> tuple[int, int]:
+def _first_pass(scene: MemoryProbeContext, n: int) -> tuple[int, int]:
     """Return (samples, most bytes held) of a pass of ``n`` samples, or of one where memory lacks for more."""
     peak, _ = attempt(lambda: _peak(scene, n), lambda error: n > 1 and scene.backend.out_of_memory(error),
                       scene.backend.free_cached)
     return (1, _peak(scene, 1)) if peak is None else (n, peak)
 
 
-def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int, again: int) -> MeasuredMemory:
+def _measured(scene: MemoryProbeContext, model: Model, sizes: list[int], held: int, own: int,
+              again: int) -> MeasuredMemory:
     """Return what passes of ``sizes`` samples took beyond ``held`` bytes."""
     found = [scene.backend.traced(scene.parts, scene.sample(n)) for n in sizes]
     peaks = [max(0, _peak(scene, n) - held) for n in sizes]
@@ -192,13 +193,13 @@ def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int,
     return MeasuredMemory(through, False, _scratch(through, model, sizes, peaks), own)
 
 
-def _blocks(scene: Scene, n: int) -> tuple[BlockCost, ...]:
+def _blocks(scene: MemoryProbeContext, n: int) -> tuple[BlockCost, ...]:
     """Return what recomputing each block would save and cost with ``n`` samples; () where some are recomputed."""
     remat = scene.parts.remat
     return () if remat is None or remat.chosen else tuple(remat.costs(scene.sample(n)))
 
 
-def roughly_fits(scene: Scene, facts: MemoryFacts) -> bool:
+def roughly_fits(scene: MemoryProbeContext, facts: MemoryFacts) -> bool:
     """Return whether a micro-batch certainly fits, by one small pass whose first-time costs count for each sample."""
     most, left = facts.rank.micro_batch, room_bytes(scene)
     if left is None or not most:
@@ -211,7 +212,7 @@ def roughly_fits(scene: Scene, facts: MemoryFacts) -> bool:
     return rise * most // first + to_come <= left
 
 
-def pass_bytes(scene: Scene, n: int) -> int:
+def pass_bytes(scene: MemoryProbeContext, n: int) -> int:
     """Return the most bytes that a pass of ``n`` samples holds: of its tensors where they are counted, else of all
     there is in this process; to be compared with another pass.
     """
@@ -225,7 +226,7 @@ def _sizes(micro_batch: int, most: int) -> list[int]:
     return sorted(found if max(found) <= most else {max(1, most // 2), most})
 
 
-def _at_most(scene: Scene, samples: int, rise: int) -> int:
+def _at_most(scene: MemoryProbeContext, samples: int, rise: int) -> int:
     """Return the samples that there is room for, where ``samples`` took ``rise`` bytes, one-time costs included."""
     left = room_bytes(scene)
     if left is None or rise <= 0:
@@ -241,7 +242,7 @@ def _scratch(through: MemoryLine, model: Model, sizes: list[int], peaks: list[in
     return max(0.0, slope), float(max(beyond))
 
 
-def _held(scene: Scene, model: Model, way: Sharding) -> int:
+def _held(scene: MemoryProbeContext, model: Model, way: Sharding) -> int:
     """Bytes of tensors that this process holds now and that are counted by kind, and those of its imports."""
     own = way.stage < 2 and (way.wire != "shared" or way.compression != "none")
     lasting = sum(b.nbytes for b in way.buckets) if own else 0  # shared memory that nobody has written takes none
@@ -250,18 +251,18 @@ def _held(scene: Scene, model: Model, way: Sharding) -> int:
     return base + model_bytes + scene.backend.state_now(scene.parts) + lasting
 
 
-def _average_now(scene: Scene, model: Model) -> int:
+def _average_now(scene: MemoryProbeContext, model: Model) -> int:
     return model.average_bytes if scene.average is not None and scene.average.started else 0
 
 
-def _now(scene: Scene) -> int:
+def _now(scene: MemoryProbeContext) -> int:
     if scene.device.kind != "cpu":
         return int(scene.backend.peak_bytes(lambda: None))
     memory.give_back()
     return memory.resident_bytes()
 
 
-def _peak(scene: Scene, n: int) -> int:
+def _peak(scene: MemoryProbeContext, n: int) -> int:
     """Most bytes that this process holds while it computes ``n`` samples' gradients."""
     batch = scene.sample(n)
 
@@ -280,7 +281,7 @@ LONGEST_S = 60.0
 """Time after which what is left is not measured: TensorFlow traces a graph for each set of blocks."""
 
 
-def rows(scene: Scene, costs: Sequence[BlockCost], n: int) -> list[list[str]]:
+def rows(scene: MemoryProbeContext, costs: Sequence[BlockCost], n: int) -> list[list[str]]:
     """Return a row for each block and one for all: peak and time of a trial of ``n`` samples less than without.
 
     ``costs``: measured with ``n`` samples. Nothing is recomputed afterwards. Not collective.
@@ -303,7 +304,7 @@ def rows(scene: Scene, costs: Sequence[BlockCost], n: int) -> list[list[str]]:
     return [*found[1:], found[0]]
 
 
-def _longer_s(scene: Scene, names: Sequence[str], n: int) -> float:
+def _longer_s(scene: MemoryProbeContext, names: Sequence[str], n: int) -> float:
     """Seconds by which a trial takes longer with these blocks recomputed: the median of pairs, one after the other."""
     remat, batch, seconds = scene.parts.remat, scene.sample(n), []
     assert remat is not None

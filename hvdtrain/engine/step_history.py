@@ -1,4 +1,4 @@
-"""What steps of earlier runs took on these devices, kept in a folder beside the probe's (`balance_probe`).
+"""Seconds of steps of earlier runs on these devices, kept in a folder beside the probe's (`balance_probe`).
 
 Owns the files: one for each model on a rank's device, one for the links of a set of hosts; whole, versioned, bounded.
 Predicting is left to `hvdtrain.engine.callbacks.forecast`.

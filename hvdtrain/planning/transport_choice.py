@@ -130,7 +130,7 @@ class WireChoice:
     runner_up: str | None = None
 
 
-def short_of_cores(hosts: Sequence[tuple[int, int]], threads: int) -> float:
+def short_of_cores(hosts: Sequence[tuple[int, float]], threads: float) -> float:
     """Return the fraction of a core that a transport's thread lacks where cores are shortest.
 
     ``hosts``: (ranks, cores) of each; ``threads``: compute threads of a rank.

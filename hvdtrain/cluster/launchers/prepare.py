@@ -196,9 +196,17 @@ def here() -> Here:
     env = dict(os.environ)
     facts = launch_facts(env)
     name = socket.gethostname()
-    return Here(env=env, names=(*LOOPBACK, name, name.partition(".")[0]), cores=len(affinity()),
+    return Here(env=env, names=(*LOOPBACK, name, name.partition(".")[0], *service_names(env)), cores=len(affinity()),
                 is_root=os.geteuid() == 0, search_path=search_path(),
                 inside=facts.launcher if facts.kind != "solo" else "")
+
+
+def service_names(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names that a host file of Kubernetes' operators may have for this pod: pod.service[.namespace...]."""
+    if "KUBERNETES_SERVICE_HOST" not in env:
+        return ()
+    labels = socket.getfqdn().split(".")  # from /etc/hosts, which the kubelet writes
+    return tuple(".".join(labels[:n]) for n in range(1, len(labels) + 1))
 
 
 def find(wanted: str, here: Here, hosts: tuple[HostSlots, ...], *,
@@ -289,13 +297,13 @@ def interpreter() -> str:
     return os.path.abspath(sys.executable)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ``launch`` and ``doctor`` share."""
+def add_options(parser: argparse.ArgumentParser, *more: str) -> None:
+    """Add the options that ``launch`` and ``doctor`` share; ``more``: launchers of one command alone."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", action="append", default=[], help="hosts and their slots: fast:4,old:2")
     where.add_argument("--hostfile", action="append", default=[],
                        help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
-    parser.add_argument("--launcher", choices=["auto", *LAUNCHERS], default="auto",
+    parser.add_argument("--launcher", choices=["auto", *LAUNCHERS, *more], default="auto",
                         help="launcher of the ranks (default auto: srun inside a Slurm allocation, else that of "
                              "mpirun)")
     parser.add_argument("--ssh", help="remote shell command, such as 'ssh -p 2222'")

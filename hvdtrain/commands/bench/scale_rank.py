@@ -1,4 +1,4 @@
-"""One rank of a job of ``bench scale``: trains, waits for the other jobs, and counts its steps while all train.
+"""Train as one rank of a job of ``bench scale``: wait for the other jobs, and count steps while all train.
 
 Started by `hvdtrain.commands.bench.scale`, which owns the jobs and the comparison. Files of a folder connect both.
 """

@@ -33,6 +33,7 @@ from hvdtrain.cluster.launchers.spec import (
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.liveness.causes import is_cause
 from hvdtrain.commands import COMMANDS
+from hvdtrain.commands.launch import kubernetes
 from hvdtrain.commands.launch.job import job_of
 from hvdtrain.commands.launch.restart_policy import HostCandidate
 from hvdtrain.commands.launch.supervisor import Supervisor, SupervisorEnvironment, say
@@ -45,6 +46,9 @@ MOST_RESTARTS = 1_000_000
 def main(argv: list[str]) -> int:
     """Become the launcher, or print its command line; returns only after a dry run or a supervised job."""
     args, program = parse(argv)
+    if args.launcher == kubernetes.NAME:
+        return kubernetes.main(args)
+    kubernetes.refuse(args)
     hosts = hosts_of(args.hosts, args.hostfile)
     machine = here()
     tool, notes = find(args.launcher, machine, hosts, may_lack=args.dry_run)
@@ -72,7 +76,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     words = args.words = list(argv[at + 1:])
     if args.restarts is not None and not 0 <= args.restarts <= MOST_RESTARTS:
         raise UserError(f"--restarts is {args.restarts}", f"a number from 0 to {MOST_RESTARTS}", "correct it")
-    if args.out and args.restarts is None:
+    if args.out and args.restarts is None and args.launcher != kubernetes.NAME:
         raise UserError("--out is given without --restarts", "both, or neither", "add --restarts N")
     if not words:
         raise UserError("there is no program" + ("" if at < len(argv) else ": the command line has no --"),
@@ -140,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hvdtrain launch", allow_abbrev=False, usage="%(prog)s [options] -- PROGRAM ...",
         description="Start PROGRAM on every rank: a command of hvdtrain (train, verify, bench, ...) or any program.",
         epilog="For example: python -m hvdtrain launch -H fast:4,old:2 -- train --epochs 3")
-    add_options(parser)
+    add_options(parser, kubernetes.NAME)
     parser.add_argument("-np", "--np", type=int, default=0, help="number of ranks (default: all slots)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
                         help="also pass this variable; may be repeated")
@@ -153,7 +157,8 @@ def _parser() -> argparse.ArgumentParser:
                         "restart, but SIGTERM saves the run and ends it with status 75")
     parser.add_argument("--out", default="", metavar="FOLDER",
                         help="with --restarts, for programs other than train: the run's folder")
-    parser.add_argument("--dry-run", action="store_true", help="print the command, run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the command or the manifests, run nothing")
+    kubernetes.add_options(parser)
     return parser
 
 

@@ -20,23 +20,24 @@ from hvdtrain.cluster import boot
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.cluster.machine import memory
-from hvdtrain.commands.plan import assumptions
+from hvdtrain.commands.plan import assumptions, tables
+from hvdtrain.commands.plan.tables import command
 from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, yaml_file
 from hvdtrain.config import inventory as inventories
 from hvdtrain.config.inventory import Inventory, InventoryHost, InventoryLinks
-from hvdtrain.core import ROOT, terminal
+from hvdtrain.config.sections import DataParallelConfig, PipelineConfig
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import Control
-from hvdtrain.core.units import format_bytes, format_ms, format_number
 from hvdtrain.engine import calibration, memory_survey
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.hardware import alternatives
-from hvdtrain.planning.hardware.alternatives import Alternative, PlanLimits
+from hvdtrain.planning.hardware.alternatives import PlanLimits
 from hvdtrain.planning.hardware.catalogue import CPU, Catalogue, Device, made_of
-from hvdtrain.planning.hardware.estimate import Estimate, SiteHost, TrainingSettings, estimate, memory_text
+from hvdtrain.planning.hardware.estimate import SiteHost, TrainingSettings, estimate
 from hvdtrain.planning.hardware.rates import Calibration, Rates
 from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.memory.options import in_bf16
@@ -49,9 +50,6 @@ OWN = ("--inventory", "--assume", "--samples", "--json", "--budget", "--deadline
 
 MEASURED_BATCH = 16
 """Samples of the global batch with which memory and operations are measured where the device is not here."""
-
-MOST_DEVICES = 5
-"""Other devices of the catalogue that are printed; the JSON has all."""
 
 MOST = 1e15
 """Bound of samples, amounts and hours."""
@@ -176,8 +174,8 @@ class PlannedHosts:
         if self._given is None:
             assert self._run is not None
             run = self._run
-            return [SiteHost(host.node, tuple(self._local(run.devices[rank].name, run.devices[rank].kind, len(
-                host.ranks)) for rank in host.ranks)) for host in run.topology.hosts]
+            return [SiteHost(host.node, tuple(self._local(run, rank) for rank in host.ranks))
+                    for host in run.topology.hosts]
         return alternatives.site([self._entry(host) for host in self._given.hosts])
 
     def _entry(self, host: InventoryHost) -> tuple[str, int, list[tuple[int, Device]], float | None, float | None]:
@@ -199,10 +197,13 @@ class PlannedHosts:
             memory.host_room_bytes(ranks) if local else None)
         return replace(device, name=self._cpu, room_bytes=room)
 
-    def _local(self, name: str, kind: str, ranks: int) -> Device:
-        if kind == "cpu":
-            return self._processor(Device(CPU), ranks, True)
-        return self.catalogue.find(name) or Device(name)
+    def _local(self, run: Run, rank: int) -> Device:
+        """Return the device of a rank of this job, with the memory that it has here."""
+        facts = run.devices[rank]
+        if facts.kind == "cpu":
+            return self._processor(Device(CPU), len(run.topology.host_of(rank).ranks), True)
+        found = self.catalogue.find(facts.name) or Device(facts.name, flops={run.parts.precision.own: 0.0})
+        return replace(found, room_bytes=int(memory.DEVICE_PART * facts.memory_bytes) or found.room_bytes)
 
     def _own_devices(self) -> set[str]:
         """Return the names of the devices of the inventory; none for the job itself."""
@@ -221,11 +222,10 @@ class PlannedHosts:
         run = self._run = assemble(self._small(config, at_hand))
         try:
             scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
-            facts = run.devices[control.rank]
-            local = len(run.topology.host_of(control.rank).ranks)
-            own = self._local(facts.name, facts.kind, local).name
+            local, kind = len(run.topology.host_of(control.rank).ranks), run.devices[control.rank].kind
+            own = self._local(run, control.rank).name
             workload, found = calibration.measured_here(run, scene, own, list(run.dp.buckets) or scene.buckets(),
-                                                        self._share(own, local, facts.kind))
+                                                        self._share(own, local, kind))
             name = calibration.key(run, scene.sample(1))
             samples = config.max_steps * config.global_batch or config.epochs * (run.feed.samples or 0)
         finally:
@@ -251,7 +251,8 @@ class PlannedHosts:
         precision = config.precision if at_hand else "fp32"
         off = replace(config.checkpoint, every="off", every_steps=0, every_s=0.0)
         return replace(config, balance="off", resume="", checkpoint=off, global_batch=max(ranks, batch), shares=[],
-                       emulate_speed=[], peak_tflops=[], precision=precision)
+                       emulate_speed=[], peak_tflops=[], precision=precision, compression="none",
+                       data_parallel=DataParallelConfig(), pipeline=PipelineConfig())
 
     def settings(self, workload: Workload, calibrated: bool) -> TrainingSettings:
         """Return the settings of the plan. ``calibrated``: steps were timed, with what checkpointing computes again."""
@@ -260,10 +261,12 @@ class PlannedHosts:
         for what, bad in (("data_parallel.stage: auto", zero == "auto"), ("compression: auto",
                           config.compression == "auto"), ("micro_batch: auto", config.micro_batch == "auto"),
                           ("pipeline.depths", bool(config.pipeline.depths)),
+                          ("model_parallel", config.model_parallel > 1),
                           ("data_parallel: " + config.data_parallel.name,
                            config.data_parallel.name not in ("zero", "replicate"))):
             if bad:
-                raise UserError(f"a plan with {what}", "a value that is decided before the run", f"set {what} to one")
+                raise UserError(f"a plan of hardware with {what}", "another value, which such a plan can estimate",
+                                "leave the key out")
         halves = config.precision in ("bf16", "fp16") and not self.assumed_model and (
             self._run is not None and self._run.parts.precision.own == "fp32")
         change = in_bf16 if halves else None
@@ -273,7 +276,7 @@ class PlannedHosts:
         return TrainingSettings(config.global_batch, str(config.precision), config.accumulate, config.balance != "off",
                                 shares, int(zero), config.compression, again, config.pipeline.stages,
                                 remat[0] if remat else change, config.checkpoint.every_steps,
-                                config.checkpoint.every_s)
+                                config.checkpoint.every_s, int(config.micro_batch))
 
     @property
     def assumed_model(self) -> bool:
@@ -304,16 +307,16 @@ def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibra
     words = _train_words(asked, samples, settings)
     line = shlex.join(alternatives.line_of(hosts, words))
     record = {**base.to_dict(), "line": line, "samples": samples, "currency": here.currency,
-              "alternatives": [{"name": one.name, "reason": one.reason, "line": _line(one, words),
+              "alternatives": [{"name": one.name, "reason": one.reason, "line": command(one, words),
                                 "device": one.device, **one.outcome.to_dict()} for one in found],
               "left_out": left_out,
               "choice": None if best is None else {"name": "as given", "line": line} if isinstance(best, bool) else {
-                  "name": best.name, "line": _line(best, words)}}
+                  "name": best.name, "line": command(best, words)}}
     _write(asked.target, record)
     if not asked.quiet:
-        _show(base, hosts, workload, settings, samples, here, line)
-        _show_alternatives(found, left_out, here.currency, words)
-        _show_choice(best, asked.wishes, here.currency, words)
+        tables.show(base, hosts, workload, settings, samples, here.currency, line, here.control.size > 1)
+        tables.show_alternatives(found, left_out, here.currency, words)
+        tables.show_choice(best, asked.wishes, here.currency, words)
 
 
 def _train_words(asked: PlanRequest, samples: int, settings: TrainingSettings) -> list[str]:
@@ -321,10 +324,6 @@ def _train_words(asked: PlanRequest, samples: int, settings: TrainingSettings) -
     if asked.samples and not any(word.startswith("--max_steps") for word in words):
         words += ["--max_steps", str(-(-samples // settings.global_batch))]
     return words
-
-
-def _line(one: Alternative, words: Sequence[str]) -> str:
-    return shlex.join(alternatives.line_of(one.hosts, [*words, *one.options]))
 
 
 def _write(target: str, record: dict[str, Any]) -> None:
@@ -335,59 +334,3 @@ def _write(target: str, record: dict[str, Any]) -> None:
             Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"the plan could not be written: {error}", "a writable file", "correct --json") from None
-
-
-def _show(base: Estimate, hosts: Sequence[SiteHost], workload: Workload, settings: TrainingSettings, samples: int,
-          here: PlannedHosts, line: str) -> None:
-    ranks = sum(len(host.devices) for host in hosts)
-    label = "ASSUMED" if base.assumed else "calibrated"
-    fits = {True: "yes", False: "no", None: "unknown"}[base.fits]
-    step = format_ms(base.mid_s)
-    if base.low_s is not None and base.high_s is not None:
-        step += f" ({format_ms(base.low_s)} to {format_ms(base.high_s)})"
-    parts = ", ".join(f"{name} {format_ms(seconds)}" for name, seconds in base.parts.items() if seconds > 0)
-    rows = [["fits", f"{fits}: rank {base.memory.rank} {memory_text(base.memory)}"],
-            ["step", f"{step}: {parts}"],
-            ["samples/s", f"{base.samples_per_s:.4g}, scaling efficiency {100 * base.efficiency:.1f} %"],
-            [f"{samples:,} samples", f"{format_number(base.hours)} hours"],
-            ["cost", "unknown: no price of each host" if base.cost is None
-             else f"{format_number(base.cost)} {here.currency}"],
-            ["energy", "unknown: no power of each host" if base.energy_kwh is None
-             else f"{format_number(base.energy_kwh)} kWh at rated power"]]
-    title = (f"{label} plan: {workload.name}, {count(ranks, 'rank')} on {count(len(hosts), 'host')}, global batch "
-             f"{settings.global_batch}, {format_bytes(workload.gradient_bytes)} of gradients")
-    terminal.show(title, ("", "predicted"), rows, launched=here.control.size > 1)
-    for text in base.assumptions:
-        terminal.note(f"ASSUMED: {text}")
-    terminal.say(f"  {line}")
-
-
-def _show_alternatives(every: Sequence[Alternative], left_out: Mapping[str, str], currency: str,
-                       words: Sequence[str]) -> None:
-    devices = [one for one in every if one.device]
-    found = [one for one in every if not one.device or one in devices[:MOST_DEVICES]]
-    rows = [[str(number), one.name + (" (ASSUMED)" if one.outcome.assumed else ""), {
-        True: "yes", False: "no", None: "unknown"}[one.outcome.fits], format_number(1e3 * one.outcome.mid_s),
-             format_number(one.outcome.samples_per_s), format_number(one.outcome.hours),
-             format_number(one.outcome.cost), one.reason] for number, one in enumerate(found, 1)]
-    terminal.show("alternatives, best first", ("", "change", "fits", "step ms", "samples/s", "hours",
-                                               f"cost {currency}".strip(), "reason"), rows, launched=True)
-    for number, one in enumerate(found, 1):
-        if one.outcome.fits is not False:
-            terminal.say(f"  {number}: {_line(one, words)}")
-    for name, why in left_out.items():
-        terminal.note(f"{name}: not estimated, {why}")
-
-
-def _show_choice(best: Alternative | bool | None, wishes: PlanLimits, currency: str, words: Sequence[str]) -> None:
-    if wishes.budget is None and wishes.deadline is None:
-        return
-    limits = " and ".join(text for text in (
-        f"{wishes.budget:g} {currency}" if wishes.budget is not None else "",
-        f"{wishes.deadline:g} hours" if wishes.deadline is not None else "") if text)
-    if best is None:
-        terminal.note(f"nothing above keeps {limits}")
-    elif isinstance(best, bool):
-        terminal.say(f"within {limits}: the set-up as given")
-    else:
-        terminal.say(f"within {limits}: {best.name}\n  {_line(best, words)}")

@@ -53,7 +53,7 @@ Scenes = Sequence[tuple[Scene, float]]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank knows at the start: its file, rows of earlier runs, or why there are none."""
+    """Knowledge of a rank at the start: its file, rows of earlier runs, or why there are none."""
 
     name: str = ""
     rows: tuple[StepRow, ...] = ()
@@ -80,7 +80,7 @@ class RankSums:
         return RankSums(*(own + sign * more for own, more in zip(vars(self).values(), vars(other).values())))
 
 
-class Forecast(Callback):
+class RunForecast(Callback):
     """Runs on all ranks, whose times differ. Costs a comparison a step; what fails in it ends no run."""
 
     where = "all"

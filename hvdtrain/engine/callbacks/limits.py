@@ -1,4 +1,4 @@
-"""When a run has to save and end: its time limit, the budget of its hosts, and what it needs of the time before.
+"""Limits of a run by time and by the budget of its hosts, and the time that saving and ending need before them.
 
 Owns the estimates of a step, an evaluation, a save and the end of the process. Signals and the request to the other
 ranks are left to `hvdtrain.engine.callbacks.preempt`.

@@ -8,7 +8,7 @@ Each line says why its callbacks come before those of the lines below.
 - Throughput, Ledger: speed and samples of a step are counted before anybody reports or saves them.
 - MemoryReport, OutOfMemory, MemoryFit: MemoryReport starts the findings that MemoryFit adds to, which reads what
   OutOfMemory has heard. All precede Balance, which probes with micro-batches that fit.
-- Meter, Stages: the window that ends with a step is closed before Balance decides by it and Recorder writes it.
+- Meter, StageMeter: the window that ends with a step is closed before Balance decides by it and Recorder writes it.
 - Ema: the average follows the update before anybody evaluates or saves.
 - Balance: shares are planned at FIT_START before the transports are measured; it waits for these in later steps.
 - EvalSteps: no callback below raises before it knows of an evaluation.
@@ -23,7 +23,7 @@ Each line says why its callbacks come before those of the lines below.
 - KeepBest: what callbacks above evaluate or announce is known.
 - Divergence, Audit: weights that differ or were computed wrongly are not saved.
 - Checkpoint: holds the state of all callbacks above.
-- Forecast: shares, transports and the cost of saves are known.
+- RunForecast: shares, transports and the cost of saves are known.
 - Seconds: what the others do at the end of a fit is counted too.
 """
 
@@ -46,7 +46,7 @@ from hvdtrain.engine.callbacks.divergence import Divergence
 from hvdtrain.engine.callbacks.early_stop import EarlyStop, KeepBest
 from hvdtrain.engine.callbacks.ema import Ema
 from hvdtrain.engine.callbacks.eval_steps import EvalSteps
-from hvdtrain.engine.callbacks.forecast import Forecast
+from hvdtrain.engine.callbacks.forecast import RunForecast
 from hvdtrain.engine.callbacks.freeze import Freeze
 from hvdtrain.engine.callbacks.ledger import Ledger
 from hvdtrain.engine.callbacks.memory_fit import MemoryFit, MemoryReport
@@ -57,7 +57,7 @@ from hvdtrain.engine.callbacks.plateau import Plateau
 from hvdtrain.engine.callbacks.preempt import Preempt, Supervised
 from hvdtrain.engine.callbacks.recorder import Recorder
 from hvdtrain.engine.callbacks.seconds import Seconds, Throughput
-from hvdtrain.engine.callbacks.stages import Stages
+from hvdtrain.engine.callbacks.stages import StageMeter
 from hvdtrain.engine.callbacks.system import System
 from hvdtrain.engine.callbacks.trace import Trace
 from hvdtrain.engine.callbacks.unused_parameters import UnusedReport
@@ -65,12 +65,12 @@ from hvdtrain.engine.callbacks.whatif import WhatIf
 from hvdtrain.engine.run import Run
 
 FIRST: tuple[type[Callback], ...] = (
-    AutoCompile, Supervised, Preempt, NanGuard, Throughput, Ledger, MemoryReport, OutOfMemory, MemoryFit, Meter, Stages,
-    Ema, Balance, EvalSteps, EarlyStop, Plateau, AutoWire, AutoCompression, Freeze, UnusedReport)
+    AutoCompile, Supervised, Preempt, NanGuard, Throughput, Ledger, MemoryReport, OutOfMemory, MemoryFit, Meter,
+    StageMeter, Ema, Balance, EvalSteps, EarlyStop, Plateau, AutoWire, AutoCompression, Freeze, UnusedReport)
 """Built-in callbacks that decide and measure; those of the key ``callbacks`` follow."""
 REPORTS: tuple[type[Callback], ...] = (Trace, System, WhatIf, Recorder)
 """Built-in callbacks that report; those of the caller follow."""
-LAST: tuple[type[Callback], ...] = (KeepBest, Divergence, Audit, Checkpoint, Forecast, Seconds)
+LAST: tuple[type[Callback], ...] = (KeepBest, Divergence, Audit, Checkpoint, RunForecast, Seconds)
 """Built-in callbacks that compare and save what all others have made."""
 # Each class says by `before` and `after` what its place has to keep; `tests/unit/engine/test_callback_order.py` checks.
 

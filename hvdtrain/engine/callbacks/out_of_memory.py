@@ -12,7 +12,7 @@ from hvdtrain.core.units import format_bytes
 from hvdtrain.engine import memory_plan as plans
 from hvdtrain.engine import memory_survey
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.memory_survey import Scene
+from hvdtrain.engine.memory_survey import MemoryProbeContext
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.memory.forecast import MemoryFacts
 
@@ -125,7 +125,7 @@ def of_plan(run: Run, rank: int) -> str:
     return "add to the command what helps: " + "; ".join(ways[:MOST]) if ways else ""
 
 
-def _facts(scene: Scene, dp: Any) -> MemoryFacts:
+def _facts(scene: MemoryProbeContext, dp: Any) -> MemoryFacts:
     way = memory_survey.way_of(scene, dp)
     try:
         return plans.facts_now(scene, way, True)

@@ -57,7 +57,7 @@ class StageTimes:
         return idle_s / (idle_s + busy_s) if idle_s + busy_s > 0 else 0.0
 
 
-class Stages(Callback):
+class StageMeter(Callback):
     """Runs on all ranks of a partitioned model. ``seen``: what was measured, when a fit has ended."""
 
     where = "all"

@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain.cluster.machine.usage import cpu_quota
 from hvdtrain.engine.callbacks.base import Callback, several_replicas
 from hvdtrain.engine.run import Run
-from hvdtrain.planning.batch.whatif import BatchDivision, Forecast, RankPlace, Steps, Transport, forecast
+from hvdtrain.planning.batch.whatif import BatchDivision, ExchangeSetup, RankCores, Steps, WhatIfForecast, forecast
 from hvdtrain.planning.linear import LinearTime, fit
 from hvdtrain.planning.simulator.scene import FLAT, HIERARCHICAL
 
@@ -67,7 +67,7 @@ class WhatIf(Callback):
         self._tell(run, self.look(run, costs_s < COSTS * (time.perf_counter() - self._begin)))
         self._micro = None
 
-    def look(self, run: Run, measures: bool = False) -> Forecast | None:
+    def look(self, run: Run, measures: bool = False) -> WhatIfForecast | None:
         """Estimate from the steps that are kept; ``measures``: with this rank's line measured now. Collective."""
         own = self._measured(run) if measures and not run.state.findings.solo_lines else None
         threads = run.config.threads or run.topology.cores_of(run.control.rank)
@@ -106,23 +106,23 @@ class WhatIf(Callback):
         return fit(sizes, [statistics.median(times) for times in zip(*seconds)])
 
     @staticmethod
-    def _tell(run: Run, found: Forecast | None) -> None:
+    def _tell(run: Run, found: WhatIfForecast | None) -> None:
         if found is not None:
             run.record("whatif", ranks=list(found.percent_P), step_s=found.step_s, without_s=list(found.without_s_P))
 
 
-def _transport(run: Run, threads_P: Sequence[int], quotas_P: Sequence[float]) -> Transport:
+def _transport(run: Run, threads_P: Sequence[int], quotas_P: Sequence[float]) -> ExchangeSetup:
     """Return what the simulator needs of the exchange. ``quotas_P``: cores that control groups leave each rank."""
     topology, emulated = run.topology, bool(run.config.emulate_speed)
     numbers = {rank: number for number, host in enumerate(topology.hosts) for rank in host.ranks}
-    places = tuple(RankPlace(numbers[r], min(t, q)) for r, (t, q) in enumerate(zip(threads_P, quotas_P)))
+    places = tuple(RankCores(numbers[r], min(t, q)) for r, (t, q) in enumerate(zip(threads_P, quotas_P)))
     # A rank that waits for its quota, or by emulate_speed, leaves its core to others already.
     cores = tuple(0.0 if emulated or any(quotas_P[r] < threads_P[r] for r in host.ranks) else float(host.cores)
                   for host in topology.hosts)
     name = run.collectives.name
     on_cores = not emulated and name in (FLAT, HIERARCHICAL) and len(topology.hosts) == 1 and all(
         device.kind == "cpu" for device in run.devices)
-    return Transport(name, places, cores, on_cores)
+    return ExchangeSetup(name, places, cores, on_cores)
 
 
 def _timed(work: Callable[[Any], None], batch: Any) -> float:

@@ -26,6 +26,9 @@ evaluation) does not count."""
 LONGEST = 5.0
 """A step that took so many times as long as a usual one was another kind of step: the first, which traces a graph."""
 
+MANY, MOST_GONE = 64, 16
+"""An estimate of 1,024 ranks takes tens of milliseconds for each rank that is left out."""
+
 LEAST_OF_A_SIZE = 3
 """So many steps with a number of samples make a point of a rank's line; the first of them may trace a graph."""
 
@@ -67,7 +70,7 @@ class BatchDivision:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankCores:
     """``host``: number of a rank's host; ``threads``: cores that it can use at once."""
 
     host: int = 0
@@ -75,20 +78,20 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class Transport:
+class ExchangeSetup:
     """Exchange of the steps over transport ``name``, on ``places_P`` of the ranks. ``cores``: of each host, 0: enough.
 
     ``on_cores``: sums are the processors' work, so that a slower rank takes longer for its share of them.
     """
 
     name: str = RING
-    places_P: tuple[RankPlace, ...] = ()
+    places_P: tuple[RankCores, ...] = ()
     cores: tuple[float, ...] = ()
     on_cores: bool = False
 
 
 @dataclass(frozen=True)
-class Forecast:
+class WhatIfForecast:
     """Mean seconds of a step now, and ``without_s_P`` without each rank, None if unknown."""
 
     step_s: float
@@ -101,13 +104,13 @@ class Forecast:
 
 
 def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[LinearTime | None] = (),
-             transport: Transport = Transport()) -> Forecast | None:
+             transport: ExchangeSetup = ExchangeSetup()) -> WhatIfForecast | None:
     """Estimate a step without each rank; None if too few steps are alike.
 
     The simulator plays the observed steps, with the others' samples as they would be divided, the exchange of fewer
     ranks, and the cores that the rank leaves to others of its host. What the steps of now take beyond the simulated
     ones, those of then are assumed to take too. ``lines_P``: as measured by the probe; others are fitted to steps of
-    different sizes.
+    different sizes. Of more than `MANY` ranks only the slowest `MOST_GONE` are tried.
     """
     size = steps.wall.shape[1]
     known = list(lines_P) if len(lines_P) == size else [None] * size
@@ -118,8 +121,12 @@ def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[LinearTime | N
     step_s = float(usual.wall.mean())
     run = _Observed(usual, work, lines_P, transport)
     beside = step_s / step(run.scene(range(size), run.now)).mid_s
+    slowest = set(run.slowest(MOST_GONE if size > MANY else size))
     without: list[float | None] = []
     for gone in range(size):
+        if gone not in slowest:
+            without.append(None)
+            continue
         others = [r for r in range(size) if r != gone]
         made = _divided(others, work, lines_P)
         shares = made and {r: (part.samples, part.accumulate) for r, part in zip(others, made.parts)}
@@ -127,17 +134,17 @@ def forecast(steps: Steps, work: BatchDivision, lines_P: Sequence[LinearTime | N
             without.append(None)  # what a rank takes for a sample was not seen
         else:
             without.append(beside * step(run.scene(others, shares)).mid_s)
-    return Forecast(step_s, tuple(without))
+    return WhatIfForecast(step_s, tuple(without))
 
 
 class _Observed:
     """The steps as scenes. ``now``: (samples, micro-batches) by rank."""
 
     def __init__(self, steps: Steps, work: BatchDivision, lines_P: Sequence[LinearTime | None],
-                 transport: Transport) -> None:
+                 transport: ExchangeSetup) -> None:
         self._lines, self._transport = [line or LinearTime(0.0, 1.0) for line in lines_P], transport
         size = steps.wall.shape[1]
-        self._places = transport.places_P or (RankPlace(),) * size
+        self._places = transport.places_P or (RankCores(),) * size
         self.now = {rank: (m, _parts(m, rank, work)) for rank, m in enumerate(map(int, steps.samples[-1]))}
         own = steps.work + steps.rest
         for host, cores in enumerate(transport.cores):  # what its work would take on cores of its own
@@ -157,19 +164,25 @@ class _Observed:
             seconds = [self._work[:, r].mean() / self.now[r][0] for r in range(size)]
             slow = [s / max(seconds) for s in seconds]
         self._slow = slow
+        idle = [1.0] * len(self._work)
+        self._factors = [tuple((self._work[:, r] / self._work[:, r].mean()).tolist() if self.now[r][0] else idle)
+                         for r in range(size)]
         self._hosts = tuple(Host(cores) for cores in transport.cores)
         self._links = host_links(transport.name, [place.host for place in self._places], Link(0.0, self._wire_s),
                                  self._hosts, slow)
+
+    def slowest(self, count: int) -> list[int]:
+        """Return the ranks with the longest own time."""
+        return np.argsort(-(self._work.mean(axis=0) + self._rest), kind="stable")[:count].tolist()
 
     def scene(self, ranks: Sequence[int], shares: dict[int, tuple[int, int]]) -> Scene:
         """Return the scene of these ranks with these (samples, micro-batches)."""
         found = []
         for r in ranks:
             samples, parts = shares[r]
-            factors = tuple(self._work[:, r] / self._work[:, r].mean()) if self.now[r][0] else (1.0,) * len(self._work)
             found.append(Rank(self._places[r].host, self._lines[r].scaled(self._scale[r]), samples, parts,
                               update_s=float(self._rest[r]), threads=self._places[r].threads, slow=self._slow[r],
-                              factors=factors))
+                              factors=self._factors[r]))
         exchange = Exchange(self._transport.name, (1,), *self._links)
         return Scene(tuple(found), exchange, hosts=self._hosts)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hvdtrain.config.inventory import DeviceFacts
+from hvdtrain.config.inventory import InventoryDevice
 from hvdtrain.core.errors import UserError, nearest
 
 CPU = "CPU"
@@ -67,7 +67,7 @@ class Catalogue:
         key = _plain(name)
         return self.devices.get(self.also.get(key, ""))
 
-    def known(self, name: str, own: Mapping[str, DeviceFacts]) -> Device:
+    def known(self, name: str, own: Mapping[str, InventoryDevice]) -> Device:
         """Return the device ``name`` with the figures that the inventory has ``own`` of; `UserError` for an unknown."""
         facts = own.get(name) or next((one for key, one in own.items() if _plain(key) == _plain(name)), None)
         found = self.find(name)

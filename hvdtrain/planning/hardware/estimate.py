@@ -52,7 +52,7 @@ class TrainingSettings:
 
     ``shares``: of ranks, by number; (): equal. ``balance``: shares by speed. ``recompute``: fraction of forward that
     activation checkpointing computes again. ``change``: of the measured memory, such as that of activations in bf16.
-    ``save_steps``, ``save_every_s``: between checkpoints; 0: none.
+    ``save_steps``, ``save_every_s``: between checkpoints; 0: none. ``micro_batch``: at most so many samples; 0: any.
     """
 
     global_batch: int
@@ -67,6 +67,7 @@ class TrainingSettings:
     change: Callable[[MemoryFacts], MemoryFacts] | None = None
     save_steps: int = 0
     save_every_s: float = 0.0
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -200,10 +201,11 @@ def precision_on(device: Device, wanted: str) -> str:
 
 
 def _divided(lines: Sequence[Any], settings: TrainingSettings, size: int) -> batch.BatchPlan:
+    ceilings = [settings.micro_batch] * size
     if settings.balance:
-        return batch.plan(lines, settings.global_batch, None, settings.accumulate)
+        return batch.plan(lines, settings.global_batch, ceilings, settings.accumulate)
     shares = settings.shares or (1.0,) * size
-    return batch.of_shares(lines, settings.global_batch, shares, None, settings.accumulate)
+    return batch.of_shares(lines, settings.global_batch, shares, ceilings, settings.accumulate)
 
 
 def _within_range(divided: batch.BatchPlan, paces: Sequence[RankRate], devices: Sequence[Device]) -> None:

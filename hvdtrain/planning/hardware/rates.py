@@ -32,7 +32,8 @@ class Calibration:
     ``sizes`` samples. ``error``: relative, of the step predicted for the calibration itself. ``within``, ``between``:
     as in `hvdtrain.planning.simulator.Exchange`; None: not measured. ``codecs``: (seconds, bytes per byte of
     gradients) of each compressor. ``save_s``: seconds that a checkpoint blocks training, and to write it.
-    ``fixed_s``: of a step beyond all that: agreement, callbacks, jitter of the ranks.
+    ``fixed_s``: of a step beyond all that: agreement, callbacks, jitter of the ranks. ``history``: where runs keep
+    what such steps took.
     """
 
     device: str
@@ -50,6 +51,7 @@ class Calibration:
     codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     save_s: tuple[float, float] = (0.0, 0.0)
     fixed_s: float = 0.0
+    history: str = ""
     when: str = ""
 
     def covers(self, samples: int) -> bool:

@@ -30,6 +30,7 @@ from hvdtrain.planning.simulator.scene import (
     Saves,
     Scene,
 )
+from hvdtrain.planning.transport_choice import short_of_cores
 
 MOST_DRAWS, LEAST_DRAWS, NUMBERS = 256, 16, 1 << 17
 """Steps that are drawn where computing times vary: fewer of many ranks, so that memory stays bounded."""
@@ -122,7 +123,7 @@ def _of(scene: Scene, steps: int | None) -> StepForecast:
         busy_s = sum(sum(s.forward_s) + sum(s.backward_s) for s in scene.stages for _ in range(s.micros))
         alone = scene.samples * len(scene.ranks) / busy_s if busy_s > 0 else 0.0
     rate = (scene.samples / mid_s if mid_s > 0 else math.inf) if scene.samples else 0.0
-    return StepForecast(mid_s * (1 - scene.error), mid_s, mid_s * (1 + scene.error), parts, rate,
+    return StepForecast(mid_s * max(0.0, 1 - scene.error), mid_s, mid_s * (1 + scene.error), parts, rate,
                         rate / alone if alone > 0 else 0.0, sent)
 
 
@@ -237,8 +238,8 @@ def _short_of_cores(scene: Scene) -> float:
     for number, host in enumerate(scene.hosts):
         threads = [rank.threads for rank in scene.ranks if rank.host == number]
         if host.cores and threads:
-            lacks.append(1.0 - (host.cores - sum(threads)) / len(threads))
-    return min(1.0, max(0.0, *lacks))
+            lacks.append(short_of_cores([(len(threads), host.cores)], sum(threads) / len(threads)))
+    return max(lacks)
 
 
 def _groups(scene: Scene) -> list[tuple[list[int], float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.config import inventory, yaml_file
-from hvdtrain.config.inventory import DeviceFacts, InventoryHost, InventoryLinks
+from hvdtrain.config.inventory import InventoryDevice, InventoryHost, InventoryLinks
 from hvdtrain.core.errors import UserError
 
 WHOLE = """
@@ -27,7 +27,7 @@ def test_a_file_with_every_key(tmp_path):
     assert first == InventoryHost("a.cluster", ((2, "A100-40GB"), (2, "RTX 3090")), 8.5, 300) and first.ranks == 4
     assert spot == InventoryHost("spot*", ((1, "mine"),), count=3)
     assert found.links == InventoryLinks(25, 64) and found.currency == "EUR"
-    assert found.devices == {"mine": DeviceFacts("mine", 24, {"bf16": 312e12}, 900, 350)}
+    assert found.devices == {"mine": InventoryDevice("mine", 24, {"bf16": 312e12}, 900, 350)}
     assert found.host_of("a") == found.host_of("A.cluster") == first and found.host_of("a.other") is None
     assert found.host_of("spot-17.cluster") == spot and found.price_of("a") == 8.5
     for node, words in (("spot1", "no price of host 'spot"), ("b", "no host 'b'")):

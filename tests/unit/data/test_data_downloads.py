@@ -1,10 +1,13 @@
 """Shards under URLs: copied once per host, checked, and within a bound."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from shards import write_shards
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.object_store import ObjectStore
 from hvdtrain.data.sources import resolve
 
 N = 23
@@ -56,3 +59,11 @@ def test_urls_are_copied_once_checked_and_within_a_bound(stored, tmp_path, monke
     assert folder not in copies.iterdir() and len(list(copies.iterdir())) < 3, "the one used longest ago is gone"
     with pytest.raises(UserError, match="no file is local://.*data.args.files"):
         resolve("jsonl", {"files": f"local://{tmp_path}/one/*.none"}, "train")
+
+
+def test_a_version_is_the_same_in_a_listing_and_in_a_request_for_one_file():
+    listing = {"size": 3, "ETag": '"ab"', "StorageClass": "STANDARD", "Key": "x"}
+    request = {"size": 3, "ETag": '"ab"', "ContentType": "text", "mtime": None}
+    versions = [ObjectStore("s3://b", SimpleNamespace(info=lambda path, info=info: info), "b").version("x")
+                for info in (listing, request, {**request, "ETag": '"cd"'}, {"size": 3}, {"size": 4, "mtime": 7.5})]
+    assert versions[0] == versions[1] and len(set(versions)) == 4

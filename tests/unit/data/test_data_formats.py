@@ -286,6 +286,10 @@ def test_tars_lose_no_sample_unnoticed(tmp_path):
         source = resolve("webdataset", {"files": str(tmp_path / "a.tar")}, "train")
         with pytest.raises(Unreadable, match="truncated"):
             source.fetch(np.array([len(source) - 1]))
+    files[2] = ("1.npy", npy(X[1]).replace(b"{'descr'", b"{'descr(", 1))  # numpy reads a header as Python
+    write_tar(tmp_path / "a.tar", files)
+    with pytest.raises(Unreadable, match="sample 1 .*byte [0-9]+: x is a damaged .npy"):
+        everything(resolve("webdataset", {"files": str(tmp_path / "a.tar")}, "train"))
 
 
 @needed("parquet")

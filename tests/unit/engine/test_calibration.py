@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.engine import calibration
+from hvdtrain.engine import calibration, step_history
+from hvdtrain.engine.step_history import StepRow
 from hvdtrain.planning.hardware.rates import Calibration
 from hvdtrain.planning.linear import LinearTime, Link
 
 MADE = Calibration("NVIDIA X 40GB", "bf16", 4, 2, LinearTime(1e-3, 2e-4), (8, 16), 3e-3, 0.06, "shared", False,
-                   Link(1e-5, 1e-10), Link(2e-5, 1e-9), {"fp16": (1e-3, 0.5)}, (0.1, 2.0), 5e-4,
+                   Link(1e-5, 1e-10), Link(2e-5, 1e-9), {"fp16": (1e-3, 0.5)}, (0.1, 2.0), 5e-4, "",
                    "2026-01-01T00:00:00+00:00")
 
 
@@ -51,3 +52,15 @@ def test_a_damaged_file_is_no_calibration_and_is_replaced(cache, text):
     assert calibration.known(MADE.device, "model") == []
     calibration.keep(MADE, "model")
     assert calibration.known(MADE.device, "model") == [MADE]
+
+
+def test_what_a_run_took_corrects_the_next_plan(cache):
+    calibration.keep(replace(MADE, history="mine-steps"), "model")
+    assert calibration.known(MADE.device, "model")[0].line == MADE.line
+    step_history.add("mine-steps", StepRow(16, 1, 2 * MADE.line.seconds(16, 1), 5e-3, 0.0, error=-0.11))
+    found, = calibration.known(MADE.device, "model")
+    assert found.line.seconds(16, 1) == pytest.approx(2 * MADE.line.seconds(16, 1))
+    assert (found.update_s, found.error) == (5e-3, 0.11)
+    step_history.add("mine-steps", StepRow(16, 1, 50 * MADE.line.seconds(16, 1), 5e-3, 0.0))
+    found, = calibration.known(MADE.device, "model")
+    assert found.line.seconds(16, 1) == pytest.approx(calibration.MOST_FACTOR * MADE.line.seconds(16, 1))

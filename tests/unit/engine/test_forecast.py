@@ -9,8 +9,11 @@ from small_runs import config, fitted, lockstep, make_model, samples
 
 from hvdtrain.core import RunFiles
 from hvdtrain.engine import step_history, summary
+from hvdtrain.engine.calibration import corrected
 from hvdtrain.engine.callbacks import forecast as forecasting
 from hvdtrain.engine.step_history import LinkRow, StepRow
+from hvdtrain.planning.hardware.rates import Calibration
+from hvdtrain.planning.linear import LinearTime
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +110,12 @@ def test_the_newest_rows_stay(cache):
     step_history.add("name", StepRow(29, 1, 0.2, 0.0, 0.0))
     found = step_history.steps("name")
     assert [row.samples for row in found] == list(range(22, 30)) and found[-1].compute_s == 0.2
+
+
+def test_a_plan_is_corrected_by_what_runs_took():
+    found = Calibration("CPU", "fp32", 1, 1, LinearTime(0.01, 0.001), (16, 32), 0.002, 0.05)
+    rows = [StepRow(32, 1, 0.05, 0.004, 0.0, error=0.3), StepRow(60, 2, 0.08, 0.003, 0.0),
+            StepRow(200, 1, 9.0, 9.0, 0.0, error=0.9)]
+    new = corrected(found, rows)
+    assert new.line.seconds(30, 1) == pytest.approx(0.04) and new.update_s == 0.003 and new.error == 0.3
+    assert corrected(found, rows[2:]) is found, "of micro-batches that are too large nothing is known"

@@ -12,7 +12,7 @@ from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import PipelineConfig
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.build_model import Slowed
-from hvdtrain.engine.callbacks.stages import Stages, StageSeconds, StageTimes
+from hvdtrain.engine.callbacks.stages import StageMeter, StageSeconds, StageTimes
 from hvdtrain.parallel.pipeline.messages import measure_links
 from hvdtrain.parallel.pipeline.partition import planned
 from hvdtrain.planning.linear import Link
@@ -32,7 +32,7 @@ def test_run_records_what_was_planned_and_measured(capsys: pytest.CaptureFixture
                       progress="plain")
     runs = lockstep(2, settings, lambda rank: Model((FEATURES, 30, 30, 30, CLASSES), 0), samples(48), fitted)
     root = runs[0]
-    stages = next(c for c in root.callbacks if isinstance(c, Stages))
+    stages = next(c for c in root.callbacks if isinstance(c, StageMeter))
     assert stages.seen is not None and stages.seen.steps == 4
     record = root.records.latest["pipeline"].values
     assert record["stage"] == "measured" and record["steps"] == 4

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.commands.plan.inventory import catalogue_here
-from hvdtrain.config.inventory import DeviceFacts, InventoryLinks
+from hvdtrain.config.inventory import InventoryDevice, InventoryLinks
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import machine
 from hvdtrain.planning.hardware import alternatives
@@ -53,7 +53,7 @@ def test_a_device_is_found_by_its_driver_s_name_and_an_inventory_s_own_figures_c
     for name, known in (("NVIDIA GeForce RTX 3090", "RTX-3090"), ("A100-SXM4-80GB", "A100-80GB"),
                         ("NVIDIA H100 80GB HBM3", "H100"), ("Tesla T4", "T4")):
         assert CATALOGUE.known(name, {}).name == known
-    own = CATALOGUE.known("Mine", {"Mine": DeviceFacts("Mine", 12.0, {"bf16": 1e14}, 500.0, 200.0)})
+    own = CATALOGUE.known("Mine", {"Mine": InventoryDevice("Mine", 12.0, {"bf16": 1e14}, 500.0, 200.0)})
     assert (own.memory_bytes, own.peak("bf16"), own.peak("fp16"), own.power_w) == (12e9, 1e14, 0.0, 200.0)
     assert CATALOGUE.devices["MI250X"].memory_bytes == 64e9  # a rank's: the module has two devices
     with pytest.raises(UserError, match="did you mean|one of"):
@@ -94,6 +94,14 @@ def test_without_assumptions_only_what_was_calibrated_is_estimated():
             estimate(hosts, settings, known, 1000)
     _, found, left_out, _ = explored([host("a", A100, 4)], TrainingSettings(128, "bf16"), known)
     assert "compression fp16" in found and "one more host like a" in left_out
+
+
+def test_a_limit_of_micro_batches_adds_their_overhead():
+    guess = replace(GUESS, overhead_s=0.01)
+    plain, limited = (estimate([host("a", A100, 1)], TrainingSettings(64, "bf16", micro_batch=n), rates(guess=guess), 0)
+                      for n in (0, 16))
+    assert limited.mid_s == pytest.approx(plain.mid_s + 0.03) and plain.hours is plain.cost is None
+    assert limited.memory.need.total < plain.memory.need.total
 
 
 def test_ranks_that_share_a_processor_need_a_calibration_with_as_many():

@@ -9,7 +9,7 @@ from small_runs import config, lockstep, make_model, samples
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks.whatif import WhatIf
 from hvdtrain.planning.batch.plan import equal, plan
-from hvdtrain.planning.batch.whatif import BatchDivision, Steps, counted, forecast, line_of
+from hvdtrain.planning.batch.whatif import BatchDivision, ExchangeSetup, RankCores, Steps, counted, forecast, line_of
 from hvdtrain.planning.linear import LinearTime
 
 N = 120
@@ -48,6 +48,37 @@ def test_a_forecast_holds_when_the_rank_is_gone(lines, planned):
 def test_without_the_slowest_rank_the_others_are_faster_and_without_a_fast_one_slower():
     found = forecast(world(LINES, [30] * 4), BatchDivision(N, [1.0] * 4), LINES)
     assert found.percent_P[3] > 10 > -5 > found.percent_P[0]
+
+
+def test_of_many_ranks_only_the_slowest_are_left_out_in_turn():
+    lines = [LINES[1]] * 99 + [LINES[3]]
+    found = forecast(world(lines, [30] * 100, steps=20), BatchDivision(3000, [1.0] * 100), lines)
+    assert sum(s is not None for s in found.without_s_P) == 16 and found.percent_P[99] > 50
+
+
+def test_ranks_that_share_cores_get_more_of_them_when_one_goes():
+    """The shares grow by half; two ranks have a core each in place of two thirds, in sums as well."""
+    steps = world([LinearTime(0, 0.6e-3)] * 3, [30] * 3, noise=0)  # 18 ms by the clock, update apart
+
+    def without(cores):
+        setup = ExchangeSetup(places_P=(RankCores(),) * 3, cores=(cores,))
+        return forecast(steps, BatchDivision(90, [1.0] * 3), [LinearTime(0, 0.6e-3)] * 3, setup).without_s_P[0]
+
+    assert without(0.0) == pytest.approx(27e-3 + UPDATE_S + WIRE_S, rel=0.01)
+    alone_s = (18e-3 + UPDATE_S) * 2 / 3 - UPDATE_S
+    assert without(2.0) == pytest.approx(1.5 * alone_s + UPDATE_S + WIRE_S * 2 / 3, rel=0.01)
+
+
+def test_a_slow_rank_delays_sums_on_the_processors():
+    lines = [LinearTime(0, 0.2e-3)] * 2 + [LinearTime(0, 0.4e-3)]
+    steps = world(lines, [30] * 3, noise=0)
+
+    def without(on_cores):
+        setup = ExchangeSetup("shared", (RankCores(),) * 3, (0.0,), on_cores)
+        return forecast(steps, BatchDivision(90, [1.0] * 3), lines, setup).without_s_P[2]
+
+    wire_s = WIRE_S * 2 * 2 / 3  # of three ranks
+    assert without(False) - without(True) == pytest.approx(wire_s * 3 / 4 / 2, rel=0.05)
 
 
 def test_shares_that_are_given_are_kept_among_those_that_stay():

@@ -109,6 +109,67 @@ def test_keys_are_made_once_for_those_who_share_them(tmp_path):
     assert (tmp_path / ".ssh" / "config").stat().st_mode & 0o077 == 0 and given.stdout == "0022\n", "of keys alone"
 
 
+RANK = """import os, signal, subprocess, sys, time
+if sys.argv[1:]:
+    time.sleep(60)
+child = subprocess.Popen([sys.executable, __file__, "worker"])  # as a data worker, which has the variable, too
+def save(number, frame):
+    print("saved", child.poll(), flush=True)
+    child.kill()
+    sys.exit(75)
+signal.signal(signal.SIGUSR2, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_pod_drains_its_ranks_and_not_their_workers(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    with subprocess.Popen([sys.executable, str(script)], env={**os.environ, "OMPI_COMM_WORLD_RANK": "0"},
+                          stdout=subprocess.PIPE, text=True) as rank:
+        try:
+            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+            # Only the processes below this one: other jobs of the machine are not the pod's.
+            own = f"/proc/{rank.pid} /proc/$(pgrep -P {rank.pid})"
+            entry = (HERE / "entry").read_text().replace("/proc/[0-9]*", own)
+            (tmp_path / "entry").write_text(entry)
+            env = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
+            drain = subprocess.Popen(["bash", str(tmp_path / "entry"), "drain"], env=env)
+            assert rank.stdout.readline() == "saved None\n", "the worker was alive"
+            assert rank.wait(20) == 75 and drain.wait(20) == 0
+        finally:
+            rank.kill()
+
+
+def test_a_job_runs_again_in_its_pod_after_status_75_only(tmp_path):
+    text = (HERE / "entry").read_text()
+    assert "daemon=(/usr/sbin/sshd" in text
+    (tmp_path / "entry").write_text(text.replace("/usr/sbin/sshd", "true"))
+    shutil.copy(HERE / "sshd_config", tmp_path)
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    # The key that the operators make: one for the job, ECDSA, readable by the group.
+    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-m", "PEM", "-N", "", "-f", str(keys / "id_rsa")],
+                   check=True)
+    (keys / "id_rsa").chmod(0o640)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HVDTRAIN_KEYS": str(keys)}
+
+    def job(command):
+        return subprocess.run(["bash", str(tmp_path / "entry"), "job", "bash", "-c", command], env=env, timeout=20,
+                              capture_output=True, text=True)
+    assert job("exit 75").returncode == 75 and job("env | grep HVDTRAIN_; exit 75").stdout == ""
+    stopped = job("trap 'exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.1; done")
+    assert stopped.returncode == 75, "SIGTERM reaches the launch, and its own status is the pod's"
+    assert job("exit 3").returncode == 3
+    again = job("echo ran")
+    assert again.returncode == 3 and "status 3" in again.stderr and again.stdout == ""
+    public = (tmp_path / ".ssh" / "id_ed25519.pub").read_text().split()[:2]
+    assert public == (keys / "id_rsa.pub").read_text().split()[:2]
+    assert " ".join(public) in (tmp_path / ".ssh" / "known_hosts").read_text(), "the hosts show the same key"
+    assert (tmp_path / ".ssh" / "ssh_host_ed25519_key").stat().st_mode & 0o077 == 0
+
+
 def test_a_step_that_is_not_known_is_not_left_out():
     with pytest.raises(ValueError, match="ADD"):
         steps.read("FROM a:1\nADD https://x /y\n")

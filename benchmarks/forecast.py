@@ -188,11 +188,11 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
     batch = calibrated["batch"]
     lines = [fit([run["batch"] for run in runs], [run["phases"][rank]["compute"] for run in runs])
              for rank in range(size)]
-    ceilings = None
-    made = plan(lines, batch * size, ceilings) if asked["balance"] == "static" else equal(lines, batch * size)
+    made = plan(lines, batch * size) if asked["balance"] == "static" else equal(lines, batch * size)
     zero = 2 if asked["kind"] == "zero2" else 0
+    updates = 1 if asked["kind"] == "whole" else 1 / size  # each rank has a part of the parameters, or of their state
     ranks = tuple(Rank(host, line, share.samples, share.accumulate,
-                       update_s=_mean(run["phases"][rank]["update"] for run in runs) / (size if zero else 1),
+                       update_s=_mean(run["phases"][rank]["update"] for run in runs) * updates,
                        input_s=_mean(run["phases"][rank]["data"] for run in runs))
                   for rank, (host, line, share) in enumerate(zip(calibrated["hosts"], lines, made.parts)))
     agreement_s = max(0.0, _mean(run["step_s"] - max(_busy(phases) for phases in run["phases"]) for run in runs))

@@ -17,7 +17,7 @@ from hvdtrain.cluster.launchers import LAUNCHERS, HostSlots
 from hvdtrain.cluster.launchers import prepare as launch_detect
 from hvdtrain.cluster.launchers.prepare import Wishes, add_options, check, prepare, wishes
 from hvdtrain.cluster.launchers.spec import laid_over
-from hvdtrain.commands.doctor import facts, gather, network_checks
+from hvdtrain.commands.doctor import cluster_checks, cluster_facts, facts, gather, network_checks
 from hvdtrain.commands.doctor.checks import diagnose
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, NOTE, SLOWS, STOPS, Facts, Problem, known, merge, stops
 from hvdtrain.commands.doctor.library_checks import short
@@ -46,23 +46,30 @@ def main(argv: list[str]) -> int:
                         "a folder that exists", "change to an existing folder") from None
     launched = launch_facts(os.environ)
     hosts = launch_detect.hosts_of(args.hosts, args.hostfile)
-    program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}")
+    program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}",
+               *(["--cluster"] if args.cluster else []))
     one_each = wishes(args, tuple(HostSlots(host.name, 1) for host in hosts), program)
     check(one_each)
     if hosts and launched.kind != "solo":
         raise UserError(f"-H under {launched.launcher}, which has already placed the ranks", "one of the two",
                         "leave -H and --hostfile out, or start doctor without a launcher")
     if args.part:
-        report = gather.part(os.environ, launched, args.timeout)
+        report = gather.part(os.environ, launched, args.timeout, args.cluster)
         if report is not None:
             say(gather.wrap(report))
         return 0
     if args.facts:
         say(gather.STAGE)
     if launched.kind != "solo":
-        return gather.under_launcher(os.environ, launched, args.timeout, lambda report: show(report, args, True))
+        return gather.under_launcher(os.environ, launched, args.timeout, lambda report: show(report, args, True),
+                                     args.cluster)
     with orderly_signals():
-        return show(_over(hosts, one_each, args) if hosts else ([facts.collect(os.environ)], []), args, False)
+        return show(_over(hosts, one_each, args) if hosts else _here(args), args, False)
+
+
+def _here(args: argparse.Namespace) -> gather.Report:
+    host = facts.collect(os.environ)
+    return [host | {"cluster": cluster_facts.find(os.environ)} if args.cluster else host], []
 
 
 def show(report: gather.Report, args: argparse.Namespace, launched: bool) -> int:
@@ -71,7 +78,7 @@ def show(report: gather.Report, args: argparse.Namespace, launched: bool) -> int
     if args.facts:
         say(gather.wrap(report))
         return 0
-    found = merge([*problems, *diagnose(hosts)])
+    found = merge([*problems, *diagnose(hosts), *(cluster_checks.diagnose(hosts) if args.cluster else [])])
     if args.json:
         say(json.dumps({"hosts": hosts, "problems": [asdict(p) for p in found]}))
     else:
@@ -89,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
     add_options(made)
     made.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS",
                       help=f"time for the hosts to connect (default {TIMEOUT_S:g})")
+    made.add_argument("--cluster", action="store_true", help="also check PMI types of srun, NTP, huge pages, user "
+                      "limits, firewalls between hosts, and number and driver of GPUs")
     made.add_argument("--json", action="store_true", help="print facts and problems as one line of JSON")
     made.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)  # how doctor -H asks its ranks
     made.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # the process of a rank that starts MPI
@@ -132,6 +141,13 @@ def rows(hosts: Sequence[Facts]) -> list[tuple[str, str]]:
             value = "\n".join(f"{', '.join(who)}: {value or 'none'}" for value, who in groups.items())
         if value:
             found.append((title, value))
+    told = {host["host"]: host["cluster"] for host in hosts if known(host.get("cluster"))}
+    for title, key in cluster_checks.ROWS if told else ():
+        lines = {name: cluster_checks.row(one, key) for name, one in told.items()}
+        same = len(set(lines.values())) == 1
+        if any(lines.values()):
+            found.append((title, next(iter(lines.values())) if same else "\n".join(
+                f"{name}: {value or 'none'}" for name, value in lines.items())))
     return found
 
 

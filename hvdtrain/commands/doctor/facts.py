@@ -27,6 +27,7 @@ A host's facts, by key:
                       of processes
     ranks             the ranks on this host; slots: how many a run will have here
     clock             offset_s from rank 0's host, within_s; None for a host alone
+    cluster           of `cluster_facts.find`, with ``doctor --cluster``; else None
     links             the pairs with later hosts, as `network_checks.link_row` has them; None for a host alone
 """
 
@@ -99,7 +100,7 @@ def collect(env: Mapping[str, str], timeout_s: float = PROBE_S) -> Facts:
                             if known(found[name])}
     found["mpi"] = looked.get("mpi4py")
     found["gpu"] = looked.get("gpu")
-    return found | {"ranks": [0], "slots": 1, "clock": None, "links": None}
+    return found | {"ranks": [0], "slots": 1, "clock": None, "links": None, "cluster": None}
 
 
 def _programs(env: Mapping[str, str]) -> dict[str, str]:

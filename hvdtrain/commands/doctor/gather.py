@@ -22,7 +22,7 @@ from hvdtrain.cluster.launchers.spec import HostSlots, is_address
 from hvdtrain.cluster.machine.usage import cpu_quota
 from hvdtrain.cluster.topology import affinity
 from hvdtrain.comm.transport_sweep import NO_MPI
-from hvdtrain.commands.doctor import checks, facts, library_checks, network_checks, peers, probes
+from hvdtrain.commands.doctor import checks, cluster_facts, facts, library_checks, network_checks, peers, probes
 from hvdtrain.commands.doctor.facts import FRAMEWORKS, PROBE_S, STOPS, UNKNOWN, Facts, Problem
 from hvdtrain.config import ExchangeConfig
 from hvdtrain.core.launcher import LaunchFacts
@@ -44,7 +44,7 @@ DONE = "hvdtrain-doctor-done"
 
 
 def under_launcher(env: Mapping[str, str], launched: LaunchFacts, timeout_s: float,
-                   show: Callable[[Report], int]) -> int:
+                   show: Callable[[Report], int], cluster: bool = False) -> int:
     """Start this rank's part and ``show`` the report on rank 0; return 0, or end rank 0 with another status.
 
     The job has ``timeout_s`` to start and `GATHER_S` to gather; else rank 0 shows its own host and why. Rank 0 ends at
@@ -52,7 +52,8 @@ def under_launcher(env: Mapping[str, str], launched: LaunchFacts, timeout_s: flo
     Another rank whose part failed stays until that end: a launcher that sees a rank leave ends all of them, and rank 0,
     which may still be waiting for this one, would report nothing.
     """
-    words = [sys.executable, "-m", "hvdtrain", "doctor", "--part", "--timeout", f"{timeout_s:g}"]
+    words = [sys.executable, "-m", "hvdtrain", "doctor", "--part", "--timeout", f"{timeout_s:g}",
+             *(["--cluster"] if cluster else [])]
     code, output, errors = run(words, env, timeout_s, GATHER_S)
     if launched.rank > 0:
         if code != 0 and DONE not in output and not _of_unlike_mpis(env):
@@ -67,12 +68,12 @@ def under_launcher(env: Mapping[str, str], launched: LaunchFacts, timeout_s: flo
     return 0
 
 
-def part(env: Mapping[str, str], launched: LaunchFacts, timeout_s: float) -> Report | None:
-    """Return the report on rank 0, else None: this rank's part in MPI. Collective."""
+def part(env: Mapping[str, str], launched: LaunchFacts, timeout_s: float, cluster: bool = False) -> Report | None:
+    """Return the report on rank 0, else None: this rank's part in MPI. ``cluster``: with its facts. Collective."""
     own_env = dict(env)  # before the start gives this rank its device
     control = _start(launched, timeout_s + REPORT_S)
     say(STAGE)
-    hosts = _gather(control, own_env)
+    hosts = _gather(control, own_env, cluster)
     say(DONE)
     return (hosts, []) if control.rank == 0 else None
 
@@ -88,14 +89,17 @@ def _start(launched: LaunchFacts, timeout_s: float) -> Control:
     return boot.start_control(launched, timeout_s, horovod.start_horovod(usable, ExchangeConfig(), launched))
 
 
-def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
+def _gather(control: Control, env: Mapping[str, str], cluster: bool) -> list[Facts]:
     """Return the hosts' facts in order of their lowest rank; collective."""
     places = control.gather((control.node, facts.attempt(facts.boot_id), sorted(affinity()), cpu_quota()))
     keys = [place[:2] for place in places]
     rounds = clocks.measure(control)
     looks = keys.index(keys[control.rank]) == control.rank
     reached = _reached(control, keys)
-    rows: list[list[Facts]] = control.gather([facts.collect(env)] if looks else [])
+    own = [facts.collect(env)] if looks else []
+    if cluster:
+        _add_cluster(control, env, own)
+    rows: list[list[Facts]] = control.gather(own)
     found = []
     for rank, row in enumerate(rows):
         for host in row:
@@ -111,6 +115,22 @@ def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
             found.append(host)
     _add_links(found)
     return found
+
+
+def _add_cluster(control: Control, env: Mapping[str, str], own: list[Facts]) -> None:
+    """Add the cluster's facts to ``own``, this host's where this rank looks, and try every host's ports; collective."""
+    opened = facts.attempt(cluster_facts.Listener) if own else None
+    listener = opened if isinstance(opened, cluster_facts.Listener) else None
+    pairs = [(row["address"], row["network"]) for host in own for row in network_checks.usable(host)]
+    offers = control.gather((own[0]["boot"], own[0]["host"], listener.port, pairs) if listener else None)
+    for host in own:
+        host["cluster"] = cluster_facts.find(env)
+        others = [offer[1:] for offer in offers if offer and offer[:2] != (host["boot"], host["host"])]
+        to = cluster_facts.targets([network for _, network in pairs], others)
+        host["cluster"]["ports"] = facts.attempt(lambda: cluster_facts.connect(to))
+    control.gather(None)  # all have tried
+    if listener:
+        listener.close()
 
 
 def _add_links(hosts: Sequence[Facts]) -> None:

@@ -70,7 +70,7 @@ def _looked_up(blocks: np.ndarray, level: int) -> np.ndarray:
     """Return the state uint32[n] after each block uint8 (n, 64), from 0."""
     table = _tables(level).reshape(-1)
     base = np.arange(_BLOCK, dtype=np.intp) * 256
-    found = [np.bitwise_xor.reduce(table[blocks[at:at + _CHUNK] + base], axis=1)
+    found = [np.bitwise_xor.reduce(table.take(blocks[at:at + _CHUNK] + base), axis=1)
              for at in range(0, len(blocks), _CHUNK)]
     return found[0] if len(found) == 1 else np.concatenate(found)
 

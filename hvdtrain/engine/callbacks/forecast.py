@@ -149,10 +149,11 @@ class RunForecast(Callback):
         if isinstance(made, str):
             why = next((facts.why for facts in facts_P if facts.why), made)
             return {"version": VERSION, "known": False, "time": time.time(), "why": why}
-        self._scenes = made
+        self._scenes = made = _with_saves(run, made, [facts.rows for facts in facts_P])
         found = _mean(made)
         errors = [abs(row.error) for row in facts_P[0].rows if math.isfinite(row.error)]
-        sources = {"compute": "the probe of balance" if lines else EARLIER, "update": EARLIER, "input": EARLIER,
+        sources = {"compute": f"{EARLIER}, else the probe of balance" if lines else EARLIER, "update": EARLIER,
+                   "input": EARLIER,
                    "exchange": source, "saves": EARLIER if made[0][0].saves else "unknown, left out"}
         return {"version": VERSION, "known": True, "time": time.time(), "from_step": run.state.cursor.step,
                 "sources": sources, **_interval(found, errors), "parts_s": _parts(found.parts),
@@ -222,10 +223,7 @@ def _measured(sums_P: Sequence[RankSums]) -> dict[str, float]:
 def _scenes(run: Run, rows_P: Sequence[Sequence[StepRow]], lines: Sequence[LinearTime],
             exchange: Exchange) -> Scenes | str:
     """Return the scenes of a step, or why they are not known. ``lines``: of the replicas, measured in this run."""
-    hosts, every = run.topology.hosts, run.config.checkpoint
-    save_s = max((rows[-1].save_s for rows in rows_P if rows), default=0.0)
-    each_s = every.every_s or (0.0 if every.every == "off" or every.every_steps else AUTO_S)
-    saves = Saves(save_s, every.every_steps, each_s) if save_s and (every.every_steps or each_s) else None
+    hosts = run.topology.hosts
     cut = run.feed.cut_at(run.state.cursor.step)
     scenes: list[tuple[Scene, float]] = []
     for n, share in _batches(run):
@@ -239,8 +237,24 @@ def _scenes(run: Run, rows_P: Sequence[Sequence[StepRow]], lines: Sequence[Linea
                     return [(scene, 1.0) for scene, _ in scenes]
                 return f"{f'rank {members[0]}' if len(members) == 1 else f'replica {copy}'}: {made}"
             ranks.append(replace(made, host=next(i for i, host in enumerate(hosts) if members[0] in host.ranks)))
-        scenes.append((Scene(tuple(ranks), exchange, saves=saves), share))
+        scenes.append((Scene(tuple(ranks), exchange), share))
     return scenes
+
+
+def _with_saves(run: Run, scenes: Scenes, rows_P: Sequence[Sequence[StepRow]]) -> Scenes:
+    """Return ``scenes`` with the saves of the steps that are left, as long as earlier ones were."""
+    every, steps = run.config.checkpoint, _steps_left(run)
+    save_s = max((row.save_s for rows in rows_P for row in rows[-1:]), default=0.0)
+    each_s = every.every_s or (0.0 if every.every == "off" or every.every_steps else AUTO_S)
+    if not save_s or not steps:
+        return scenes
+    saves = int(every.at_end)
+    if every.every_steps:
+        saves += steps // every.every_steps
+    elif each_s:
+        saves += int(_mean(scenes).mid_s * steps / each_s)
+    found = Saves(save_s, max(1, round(steps / saves))) if saves else None
+    return [(replace(scene, saves=found), share) for scene, share in scenes]
 
 
 def _rank(samples: int, parts: int, rows: Sequence[Sequence[StepRow]], line: LinearTime | None) -> Rank | str:
@@ -250,7 +264,7 @@ def _rank(samples: int, parts: int, rows: Sequence[Sequence[StepRow]], line: Lin
     update_s, input_s = (max(getattr(own[-1], name) for own in rows) for name in ("update_s", "input_s"))
     if not samples:
         return Rank(0, LinearTime(0.0, 1.0), 0, 0, update_s, input_s)
-    lines = [line] if line is not None else [step_history.line_of(own, samples / parts) for own in rows]
+    lines = [step_history.line_of(own, samples / parts) or line for own in rows]
     if any(one is None for one in lines):
         return f"no earlier run had micro-batches of about {samples / parts:.0f} samples"
     slowest = max((one for one in lines if one is not None), key=lambda one: one.seconds(samples, parts))
@@ -343,9 +357,7 @@ def _interval(found: StepForecast, errors: Sequence[float]) -> dict[str, Any]:
 
 def _totals(run: Run, step_s: float) -> dict[str, Any]:
     """Return steps that are left, their hours, and their cost by the inventory; None where unknown."""
-    config, per_epoch = run.config, run.feed.steps_per_epoch
-    whole = [n for n in (None if per_epoch is None else per_epoch * config.epochs, config.max_steps or None) if n]
-    steps = max(0, min(whole) - run.state.cursor.step) if whole else None
+    config, steps = run.config, _steps_left(run)
     hours = None if steps is None else steps * step_s / 3600
     cost = currency = None
     if config.inventory and hours is not None:
@@ -354,6 +366,12 @@ def _totals(run: Run, step_s: float) -> dict[str, Any]:
             cost = hours * sum(found.price_of(host.node) for host in run.topology.hosts)
             currency = found.currency
     return {"steps": steps, "hours": hours, "cost": cost, "currency": currency}
+
+
+def _steps_left(run: Run) -> int | None:
+    config, per_epoch = run.config, run.feed.steps_per_epoch
+    whole = [n for n in (None if per_epoch is None else per_epoch * config.epochs, config.max_steps or None) if n]
+    return max(0, min(whole) - run.state.cursor.step) if whole else None
 
 
 def _write(run: Run, found: Mapping[str, Any]) -> None:

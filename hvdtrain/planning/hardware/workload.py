@@ -35,7 +35,7 @@ ASSUMED = ("parameters", "flops_per_sample", "activation_bytes_per_sample", "che
 
 @dataclass(frozen=True)
 class Workload:
-    """One training step's work per sample. ``facts``: of one rank with the whole model; ``buckets``: of its gradients.
+    """Work of a training step per sample. ``facts``: of one rank with the whole model; ``buckets``: of its gradients.
 
     ``flops``: of a sample's forward and backward; 0: unknown, because of ``why``. ``checkpointed_bytes``: activations
     of a sample with activation checkpointing of all layers, where assumed. ``assumed``: not of a built model.

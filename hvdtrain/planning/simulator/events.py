@@ -123,7 +123,7 @@ def _of(scene: Scene, steps: int | None) -> StepForecast:
         busy_s = sum(sum(s.forward_s) + sum(s.backward_s) for s in scene.stages for _ in range(s.micros))
         alone = scene.samples * len(scene.ranks) / busy_s if busy_s > 0 else 0.0
     rate = (scene.samples / mid_s if mid_s > 0 else math.inf) if scene.samples else 0.0
-    return StepForecast(mid_s * (1 - scene.error), mid_s, mid_s * (1 + scene.error), parts, rate,
+    return StepForecast(mid_s * max(0.0, 1 - scene.error), mid_s, mid_s * (1 + scene.error), parts, rate,
                         rate / alone if alone > 0 else 0.0, sent)
 
 

@@ -20,9 +20,10 @@ BACKWARD = 2 / 3
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's own work in a step. ``line``: seconds of a micro-batch, forward and backward, on cores of its own.
+    """Describe one rank's own work in a step.
 
-    ``samples`` in ``parts`` micro-batches. ``update_s``: optimizer. ``input_s``: seconds that a step waits for input.
+    ``line``: seconds of a micro-batch, forward and backward, on cores of its own. ``samples`` in
+    ``parts`` micro-batches. ``update_s``: optimizer. ``input_s``: seconds that a step waits for input.
     ``load_s``: seconds in which background workers prepare a step's input; no step is shorter. ``spread``: relative
     standard deviation of the computing time from step to step; ``factors``: instead of it, relative computing times
     that were observed in successive steps, as many for each rank. ``threads``: compute threads. ``slow``: factor on the
@@ -85,7 +86,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Stages:
-    """One replica of a partitioned model. ``ranks``: at each place. ``order``, ``micros``, ``chunks``: as in
+    """Describe one replica of a partitioned model. ``ranks``: at each place. ``order``, ``micros``, ``chunks``: as in
     `hvdtrain.planning.pipeline.orders`; seconds of each chunk's forward and backward of a micro-batch, and of a message
     from each chunk to the next. ``shares``: fraction of the gradients at each place; (): equal.
     """

@@ -55,7 +55,7 @@ def test_a_pipeline_is_played_in_its_order():
     found = forecast.predict(calibration([0, 1]), "mpi/pipeline", blocks)
     # Micro-batches of 4 samples take 14 ms, a quarter of it on the first stage; messages take 1.5 ms.
     assert 1e3 * found.parts["compute"] == pytest.approx(4 * 14 / 2)
-    assert 1e3 * found.mid_s == pytest.approx(3.5 + 2 * 1.5 + 4 * 10.5 + 4)
+    assert 1e3 * found.mid_s == pytest.approx(3.5 + 2 * 1.5 + 4 * 10.5 + 3)
 
 
 def test_records_are_predicted_again_and_judged(tmp_path, capsys):

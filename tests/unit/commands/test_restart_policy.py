@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness.causes import KINDS
 from hvdtrain.commands.launch import restart_policy
-from hvdtrain.commands.launch.restart_policy import End, HostCandidate, Launch, LaunchAttempt, next_launch, refit, started_hosts
+from hvdtrain.commands.launch.restart_policy import (
+    End,
+    HostCandidate,
+    Launch,
+    LaunchAttempt,
+    next_launch,
+    refit,
+    started_hosts,
+)
 
 A, B = HostSlots("a", 2), HostSlots("b", 1)
 BOTH = [HostCandidate(A, here=True), HostCandidate(B)]

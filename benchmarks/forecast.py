@@ -180,7 +180,7 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
             slower: float = 1.0) -> StepForecast:
     """Return the forecast of a row from its job's calibration. Pure.
 
-    ``blocks``: of a pipeline, as its run measured. ``slower``: factor on all times but the exchange's.
+    ``blocks``: of a pipeline, as its run measured. ``slower``: factor on all times but those on the links.
     """
     asked, size = ours_row(row), calibrated["ranks"]
     runs = [_paced(run, slower * (calibrated["compute"][0]["step_s"] / run["beside_s"] if run["beside_s"] else 1.0))
@@ -196,7 +196,7 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
                        input_s=_mean(run["phases"][rank]["data"] for run in runs))
                   for rank, (host, line, share) in enumerate(zip(calibrated["hosts"], lines, made.parts)))
     agreement_s = max(0.0, _mean(run["step_s"] - max(_busy(phases) for phases in run["phases"]) for run in runs))
-    exchange = _exchange(calibrated, asked, zero, agreement_s) if size > 1 else Exchange("null", (),
+    exchange = _exchange(calibrated, asked, zero, agreement_s, slower) if size > 1 else Exchange("null", (),
                                                                                          agreement_s=agreement_s)
     per_host = calibrated["cores"] / len(set(calibrated["hosts"]))
     hosts = tuple(Host(max(per_host, calibrated["hosts"].count(h))) for h in sorted(set(calibrated["hosts"])))
@@ -218,7 +218,8 @@ def _busy(phases: Mapping[str, float]) -> float:
     return phases["compute"] + phases["data"] + phases["update"]
 
 
-def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int, agreement_s: float) -> Exchange:
+def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int, agreement_s: float,
+              slower: float) -> Exchange:
     found = calibrated["transports"][asked["wire"]]
     links = {kind: Link(**link) for kind, link in found["links"].items()}
     buckets, size = tuple(found["buckets"]), calibrated["ranks"]
@@ -231,7 +232,7 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
         first_s, later_s = wire_seconds([Traffic(**traffic) for traffic in cost["traffic"]], links)
         plain = found["costs"]["none"]
         plain_s, _ = wire_seconds([Traffic(**traffic) for traffic in plain["traffic"]], links)
-        codec_s = cost["codec_s"]
+        codec_s = slower * cost["codec_s"]
         starts_s, travel_s = len(buckets) * sums.alpha_s, sum(buckets) * sums.beta_s_per_byte
         ratio = max(0.0, (first_s / plain_s * (starts_s + travel_s) - starts_s) / travel_s)
     if asked["kind"] == "pipeline" or size < 2:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl, agreed
+from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl, agreed, flush_streams
 from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
 from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, sharing, usable, visible_devices
 from hvdtrain.cluster.liveness import causes, pulse, watch
 from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.machine.usage import cpu_quota
 from hvdtrain.cluster.topology import affinity
-from hvdtrain.core.errors import UserError
+from hvdtrain.core.errors import EXIT_USER_ERROR, UserError
 from hvdtrain.core.launcher import LaunchFacts, torchrun_size
 from hvdtrain.core.protocols import Control
 
@@ -70,6 +71,8 @@ def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
         control: Any = SoloControl()  # which takes ``notes`` too
     elif facts.kind == "mpi":
         notes += [note for note in (yield_when_idle(facts, os.environ), send_only(facts, os.environ)) if note]
+        if "PMIX_SECURITY_MODE" in os.environ:  # of Slurm; an Open MPI without munge else prints two lines per rank
+            os.environ.setdefault("PMIX_MCA_psec", "native")
         control = _start_mpi(facts, timeout_s)
     else:
         assert horovod is not None, "a gloo job's control plane needs the module that start_horovod returned"
@@ -213,17 +216,41 @@ def send_only(facts: LaunchFacts, env: MutableMapping[str, str]) -> str:
     return f"{SEND_ONLY}=send was set, so that long messages over TCP use both directions of a link"
 
 
-def _import_mpi(launcher: str) -> Any:
+def _check_srun(facts: LaunchFacts, env: MutableMapping[str, str]) -> None:
+    """Raise `UserError` for Open MPI under srun without PMIx, before MPI_Init aborts with 40 lines a rank.
+
+    Ends ranks other than 0 without a message: without MPI they cannot agree on one.
+    """
+    if facts.launcher != "srun" or "PMIX_RANK" in env:
+        return
+    MPI = _import_mpi(facts.launcher, init=False)
+    if "Open MPI" not in MPI.Get_library_version():
+        return
+    if facts.rank > 0:
+        causes.leave("user", "srun without PMIx")
+        flush_streams()
+        time.sleep(2.0)  # srun may end all ranks at the first bad exit, which must not silence rank 0
+        os._exit(EXIT_USER_ERROR)
+    given = "--mpi=pmi2" if "PMI_RANK" in env else "no --mpi=pmix"
+    raise UserError(f"srun with {given}, and mpi4py uses Open MPI, which starts by PMIx only", "srun --mpi=pmix",
+                    "add --mpi=pmix (srun --mpi=list shows what this Slurm has), or start the job with "
+                    "hvdtrain launch, or with mpirun inside the allocation")
+
+
+def _import_mpi(launcher: str, init: bool = True) -> Any:
     prepare_lone_mpi(os.environ)
     try:
         import mpi4py
         mpi4py.rc.thread_level = "multiple"
+        if not init:
+            mpi4py.rc.initialize = False
+            mpi4py.rc.finalize = True  # at exit, where MPI starts after the import
         _bind_now()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(f"mpi4py cannot be used under {launcher}: {error}", "mpi4py and an MPI library that it finds",
                         'run pip install "hvdtrain[mpi]", or load the module of an MPI') from None
-    if not MPI.Is_initialized():
+    if init and not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
 
@@ -256,6 +283,7 @@ def prepare_lone_mpi(env: MutableMapping[str, str], prefix: str = sys.prefix) ->
 def _start_mpi(facts: LaunchFacts, timeout_s: float) -> MpiControl:
     pulse.at("MPI")
     with locked_deadline(timeout_s, f"MPI_Init under {facts.launcher}"):
+        _check_srun(facts, os.environ)
         MPI = _import_mpi(facts.launcher)
     world = MPI.COMM_WORLD
     if facts.size and world.Get_size() != facts.size:

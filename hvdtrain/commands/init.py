@@ -96,10 +96,12 @@ SBATCH = """\
 set -uo pipefail
 
 python=${PYTHON:-@PYTHON@}
-out=${OUT:-$PWD/runs/slurm-$SLURM_JOB_ID}   # on a file system that all hosts share
+task=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID} # the array's own id would requeue all its tasks
+task=${task:-$SLURM_JOB_ID}
+out=${OUT:-$PWD/runs/slurm-$task}           # on a file system that all hosts share
 
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
-trap 'asked=1; [[ -z ${job:-} ]] || kill -USR2 "$job"' USR2
+trap 'asked=1; [[ -z ${job:-} ]] || kill -USR2 "$job"' USR2 TERM
 "$python" -m hvdtrain launch --restarts 3 -- train --config config.yaml --out "$out" --resume auto "$@" &
 job=$!
 [[ -z ${asked:-} ]] || kill -USR2 "$job"    # the signal came before the job's process id was known
@@ -107,7 +109,8 @@ while :; do                                 # a signal interrupts wait
     wait "$job" && status=0 || status=$?
     kill -0 "$job" 2>/dev/null || break
 done
-[[ $status != 75 ]] || scontrol requeue "$SLURM_JOB_ID"
+# After scancel the job is COMPLETING, and a requeue would bring it back.
+[[ $status != 75 || $(squeue -h -j "$task" -o %T) == @(CANCELLED|COMPLETING) ]] || scontrol requeue "$task"
 exit "$status"
 """
 

@@ -14,10 +14,10 @@ _SECONDS = re.compile(r"\d{1,9}(?:\.\d{1,6})?", re.ASCII)
 LEAST_RESERVE_S, MOST_RESERVE_S = 3.0, 120.0
 """Bounds of what is kept free for the last save as long as none has been measured."""
 
-ENDS_S, ENDS_PART, MOST_ENDS_S = 1.0, 0.35, 3.0
+ENDS_S, ENDS_PART, MOST_ENDS_S = 1.8, 0.45, 3.5
 """Seconds from the end of the last save to that of the launcher (summary, report, Python's end, MPI): least, fraction
-of the start-up, and most, but for a twentieth of the limit. On 2 cores with a load of 8 it was 0.25 to 0.3 of the
-start-up, in both frameworks."""
+of the start-up, and most, but for a twentieth of the limit. Measured by
+``python -m benchmarks limits`` on 2 cores with a load of 8: mostly 0.25 to 0.45 of the start-up."""
 
 
 def ends_s(start_s: float, limit_s: float) -> float:

@@ -191,5 +191,5 @@ def test_the_batch_script_requeues_what_srun_ended_when_the_first_rank_had_left(
 
 def test_the_batch_scripts_directives_come_before_any_command():
     lines = (SCRIPTS / "run.sbatch").read_text().splitlines()
-    assert [line.startswith("#SBATCH") for line in lines[1:10]] == [True] * 9
+    assert [line.startswith("#SBATCH") for line in lines[1:9]] == [True] * 8
     assert "#SBATCH --signal=B:USR2@180" in lines, "to the batch shell alone, which passes it on"

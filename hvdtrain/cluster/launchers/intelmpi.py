@@ -5,7 +5,7 @@ Written from Intel's developer reference (2021.14); Intel MPI was not at hand to
 
 from __future__ import annotations
 
-from hvdtrain.cluster.launchers.mpich import SPLITS, environment
+from hvdtrain.cluster.launchers.mpich import SPLITS, environment, ssh_or_rsh
 from hvdtrain.cluster.launchers.spec import LaunchSpec, agent_words
 
 DOMAINS = {"socket": "socket", "numa": "numa"}
@@ -17,7 +17,7 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
     words = [spec.tool.path]
     ssh = agent_words(spec, SPLITS)
     if ssh:
-        words += ["-bootstrap", "ssh", "-bootstrap-exec", ssh[0]]
+        words += ["-bootstrap", ssh_or_rsh(ssh[0]), "-bootstrap-exec", ssh[0]]
     if ssh[1:]:
         words += ["-bootstrap-exec-args", " ".join(ssh[1:])]
     if spec.interface:

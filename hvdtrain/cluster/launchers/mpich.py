@@ -13,6 +13,11 @@ SPLITS = " \t\n\"'\\"
 """Characters at which hydra takes the arguments of ssh apart."""
 
 
+def ssh_or_rsh(program: str) -> str:
+    """Return hydra's name for a remote shell: a scheduler's own takes no options of ssh, which "ssh" would add."""
+    return "rsh" if program.rpartition("/")[2] in ("pbs_tmrsh", "blaunch") else "ssh"
+
+
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
     """End the environment with `LAST`. More ranks than cores need no flag; root none either."""
     env = dict(spec.env_values)
@@ -24,7 +29,7 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
     words += ["-bind-to", f"core:{spec.cores_per_rank}" if spec.bind == "core" else spec.bind]
     ssh = agent_words(spec, SPLITS)
     if ssh:
-        words += ["-launcher", "ssh", "-launcher-exec", ssh[0]]
+        words += ["-launcher", ssh_or_rsh(ssh[0]), "-launcher-exec", ssh[0]]
     if ssh[1:]:
         env["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join(ssh[1:])  # there is no option for it
     if spec.interface:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cluster.allocation import Allocation, allocation_of
 from hvdtrain.cluster.launchers import LAUNCHERS, slurm
 from hvdtrain.cluster.launchers.spec import (
     MOST_RANKS,
@@ -84,6 +86,17 @@ class Here:
     def in_slurm(self) -> bool:
         return "SLURM_JOB_ID" in self.env
 
+    @functools.cached_property
+    def allocation(self) -> Allocation | None:
+        """Job of a batch scheduler that this process is in."""
+        return allocation_of(self.env)
+
+    @property
+    def hosts(self) -> tuple[HostSlots, ...]:
+        """Hosts of a PBS or LSF job; () elsewhere: srun, or mpirun inside a Slurm job, finds them by itself."""
+        found = self.allocation
+        return merged(HostSlots(name, slots) for name, slots in found.hosts) if found is not None else ()
+
 
 def prepare(wishes: Wishes, here: Here, tool: LauncherProgram) -> tuple[LaunchSpec, list[str]]:
     """Decide one launch: (spec, notes for the user). `UserError` for wishes that cannot be met anywhere."""
@@ -99,12 +112,16 @@ def prepare(wishes: Wishes, here: Here, tool: LauncherProgram) -> tuple[LaunchSp
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             if name not in here.env:
                 values.setdefault(name, wishes.interface)
+    if tool.launcher == "srun" and tool.flavour == "openmpi" and "PMIX_MCA_psec" not in here.env:
+        values.setdefault("PMIX_MCA_psec", "native")  # without munge, an Open MPI's own PMIx prints two lines per rank
     if tool.launcher == "horovodrun" and here.search_path != here.env.get("PATH"):
         values.setdefault("PATH", here.search_path)  # it starts the first mpirun there
     more = slurm.PASSED if tool.launcher == "srun" else ()
     env_names = sorted({*passed({**here.env, **values}, more), *names})
     remote = any(host.name not in here.names for host in hosts)
     ssh = wishes.ssh or _unread_agent(tool, here, remote, notes)
+    if remote and not ssh and here.allocation is not None and not chosen(tool.launcher, here.env):
+        ssh = (here.allocation.agent,) if here.allocation.agent else ()  # many sites allow no ssh between nodes
     _this_host_first(tool, hosts, here, notes)
     spec = LaunchSpec(
         tool=tool, program=wishes.program, hosts=hosts, ranks=ranks, env_names=tuple(env_names),
@@ -113,7 +130,7 @@ def prepare(wishes: Wishes, here: Here, tool: LauncherProgram) -> tuple[LaunchSp
         interface=wishes.interface, bind=wishes.bind, cores_per_rank=wishes.cores_per_rank,
         oversubscribe=wishes.oversubscribe or _cores_short(hosts, wishes, here, notes), as_root=here.is_root,
         root_allowed=wishes.allow_root, root_in_environment=all(here.env.get(v) == "1" for v in ROOT_VARIABLES),
-        mpi_args=wishes.mpi_args)
+        mpi_args=wishes.mpi_args, components=here.allocation.components if here.allocation is not None else 1)
     if tool.flavour == "openmpi" and (5,) <= tool.numbers < ADDRESSES_SINCE and any(is_address(h.name) for h in hosts):
         notes.append(f"Open MPI {tool.version} may refuse addresses in a host list (5.0.8 does): use names")
     return spec, notes
@@ -161,9 +178,10 @@ def _this_host_first(tool: LauncherProgram, hosts: tuple[HostSlots, ...], here: 
 
 def _hosts(wishes: Wishes, here: Here) -> tuple[HostSlots, ...]:
     """Return the hosts of the ranks; () leaves them to the allocation."""
-    if wishes.hosts:
-        total = sum(host.slots for host in wishes.hosts)
-        return place(wishes.hosts, wishes.ranks or total, wishes.oversubscribe)
+    hosts = wishes.hosts or here.hosts
+    if hosts:
+        total = sum(host.slots for host in hosts)
+        return place(hosts, wishes.ranks or total, wishes.oversubscribe)
     if here.in_slurm:
         return ()
     if not wishes.ranks:

@@ -19,6 +19,12 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
         raise UserError("srun starts ranks through Slurm's daemons, without ssh", "no --ssh",
                         "omit it, or use --launcher openmpi4, openmpi5 or mpich")
     words = [spec.tool.path, *_placement(spec)]
+    if spec.components > 1:
+        if spec.ranks:
+            raise UserError(f"hosts or -np in a heterogeneous job of {spec.components} components",
+                            "the ranks of each component as sbatch or salloc requested them",
+                            "omit -H, --hostfile and -np")
+        words.append(f"--het-group=0-{spec.components - 1}")  # without it srun uses the first component alone
     if spec.tool.flavour in PLUGINS:
         words.append(f"--mpi={PLUGINS[spec.tool.flavour]}")
     words.append(f"--cpu-bind={CPU_BIND[spec.bind]}")

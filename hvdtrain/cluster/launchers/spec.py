@@ -6,6 +6,7 @@ Pure; reads no environment, resolves no name, runs nothing.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +63,7 @@ class LaunchSpec:
     4.1 takes this host first); no hosts: the allocation's own, with ``ranks`` 0 for as many as it says. ``env_names``
     are passed to every rank from the launcher's environment, into which ``env_values`` are put first. ``ssh``: words of
     the user's ssh command, () for the launcher's own way; ``over_ssh``: it will be ssh; ``remote``: there is another
-    host than this.
+    host than this; ``components``: parts of a heterogeneous Slurm job, else 1.
     """
 
     tool: LauncherProgram
@@ -82,6 +83,7 @@ class LaunchSpec:
     root_allowed: bool = False
     root_in_environment: bool = False
     mpi_args: tuple[str, ...] = ()
+    components: int = 1
 
 
 MOST_SLOTS = 4096
@@ -96,8 +98,12 @@ _SHAPE = "a host name or IPv4 address, optionally with :slots, as in fast:4"
 
 
 def parse_hosts(text: str) -> tuple[HostSlots, ...]:
-    """Parse ``-H``: ``name:slots`` with commas, one slot by default. A name given twice adds its slots."""
-    return merged(_entry(part, "-H") for part in text.split(","))
+    """Parse ``-H``: ``name:slots`` with commas, one slot by default. A name given twice adds its slots.
+
+    A name may be a node set, such as ``gpu[01-64]``.
+    """
+    # A comma within brackets belongs to a node set.
+    return merged(host for part in re.split(r",(?![^\[\]]*\])", text) for host in _entries(part, "-H"))
 
 
 def parse_hostfile(text: str, where: str) -> tuple[HostSlots, ...]:
@@ -106,11 +112,11 @@ def parse_hostfile(text: str, where: str) -> tuple[HostSlots, ...]:
     ``#`` begins a comment. Open MPI's ``max_slots=`` and ``max-slots=`` are ignored. A name given twice adds its slots,
     as in a scheduler's file with a line per slot.
     """
-    found = []
+    found: list[HostSlots] = []
     for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
         if words:
-            found.append(_line(words, f"{where}, line {number}"))
+            found += _line(words, f"{where}, line {number}")
     if not found:
         raise UserError(f"{where} names no host", "a line such as: fast slots=4", "write one line per host")
     return merged(found)
@@ -168,7 +174,7 @@ def place(hosts: Sequence[HostSlots], ranks: int, oversubscribe: bool) -> tuple[
     return tuple(placed)
 
 
-def _line(words: list[str], where: str) -> HostSlots:
+def _line(words: list[str], where: str) -> tuple[HostSlots, ...]:
     host, *rest = words
     slots = None
     for word in rest:
@@ -179,13 +185,35 @@ def _line(words: list[str], where: str) -> HostSlots:
             slots = _slots(value, where)
         elif not (equals and key in ("max_slots", "max-slots") and value.isdigit()):
             raise UserError(f"{where} has the word {word!r}", "name slots=4, name:4 or name", "correct the line")
-    entry = _entry(host, where)
+    entries = _entries(host, where)
     if slots is None:
-        return entry
+        return entries
     if ":" in host:
-        raise UserError(f"{where} gives the slots of {entry.name} twice", "either name:4 or name slots=4",
+        raise UserError(f"{where} gives the slots of {entries[0].name} twice", "either name:4 or name slots=4",
                         "remove one of the two")
-    return HostSlots(entry.name, slots)
+    return tuple(HostSlots(entry.name, slots) for entry in entries)
+
+
+_NODE_SET = re.compile(r"(?!\[)[A-Za-z0-9._-]*(?:\[[0-9,/-]+\][A-Za-z0-9._-]*)+(?::[^:]*)?")
+"""Names with ranges of numbers in brackets and, after a colon, slots. Groups (@name) and wildcards are not taken."""
+
+
+def _entries(text: str, where: str) -> tuple[HostSlots, ...]:
+    """Parse one ``name``, ``name:slots``, or a node set in place of the name, with these slots on each node."""
+    text = text.strip()
+    if "[" not in text or not _NODE_SET.fullmatch(text):
+        return (_entry(text, where),)
+    name, colon, slots = text.partition(":")
+    ranges = [re.findall(r"(\d+)-(\d+)", inside) for inside in re.findall(r"\[(.*?)\]", name)]
+    size = math.prod(sum(max(1, int(last) - int(first) + 1) for first, last in found) or 1 for found in ranges)
+    if size > MOST_RANKS:  # before ClusterShell unfolds it
+        raise UserError(f"{where} has {text!r}, a set of about {size} nodes", f"at most {MOST_RANKS}", "correct it")
+    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+    try:
+        nodes = list(NodeSet(name, resolver=RESOLVER_NOGROUP))
+    except (NodeSetException, ValueError) as error:
+        raise UserError(f"{where} has {text!r}: {error}", "a node set such as gpu[01-64]:4", "correct it") from None
+    return tuple(_entry(node + colon + slots, where) for node in nodes)
 
 
 def _entry(text: str, where: str) -> HostSlots:

@@ -1,7 +1,7 @@
 """Causes: why each rank of an attempt ended, written by the rank for the supervisor outside of MPI.
 
 Owns the files in the attempt's folder (HVDLAUNCH_DIR): ``cause-RRRR.json``, ``marks-RRRR.jsonl`` (moments of a start)
-and rank 0's ``step``. Standard library only; nothing here raises, since it is called where a process already fails.
+and rank 0's ``step``. Imports no framework; nothing here raises, since it is called where a process already fails.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cluster.allocation import scheduler_ends_at
 from hvdtrain.core.launcher import launch_facts
 
 DIRECTORY, ATTEMPT, JOB = "HVDLAUNCH_DIR", "HVDLAUNCH_ATTEMPT", "HVDLAUNCH_JOB"
@@ -161,10 +162,16 @@ def requeue_asked() -> bool:
 
 
 def ends_at(limit_s: float) -> float:
-    """Return when the wall limit ends the run, unix seconds, 0 without one: by the supervisor, else by ``limit_s``."""
+    """Return when the wall limit ends the run, unix seconds, 0 without one.
+
+    The supervisor's limit counts; without a supervisor the earlier of ``limit_s`` and the batch scheduler's, for which
+    only rank 0 asks.
+    """
     with contextlib.suppress(ValueError):
         return float(os.environ.get(ENDS_AT, ""))
-    return started_at() + limit_s if limit_s else 0.0
+    own = started_at() + limit_s if limit_s else 0.0
+    scheduler = scheduler_ends_at() if launch_facts(os.environ).rank == 0 else 0.0
+    return min(own or scheduler, scheduler or own)
 
 
 def spent(per_s: float) -> float:

@@ -98,12 +98,12 @@ def user_limits() -> dict[str, int | None]:
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
 
 
-class Listener:
+class OpenPort:
     """A TCP port of this host on all its addresses, until `close`. The kernel accepts; nothing is read or sent."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("0.0.0.0", 0), backlog=4096)  # noqa: S104 - other hosts must reach it
-        self.port: int = self._socket.getsockname()[1]
+        self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
         self._socket.close()

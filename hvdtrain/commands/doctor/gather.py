@@ -119,18 +119,18 @@ def _gather(control: Control, env: Mapping[str, str], cluster: bool) -> list[Fac
 
 def _add_cluster(control: Control, env: Mapping[str, str], own: list[Facts]) -> None:
     """Add the cluster's facts to ``own``, this host's where this rank looks, and try every host's ports; collective."""
-    opened = facts.attempt(cluster_facts.Listener) if own else None
-    listener = opened if isinstance(opened, cluster_facts.Listener) else None
+    opened = facts.attempt(cluster_facts.OpenPort) if own else None
+    port = opened if isinstance(opened, cluster_facts.OpenPort) else None
     pairs = [(row["address"], row["network"]) for host in own for row in network_checks.usable(host)]
-    offers = control.gather((own[0]["boot"], own[0]["host"], listener.port, pairs) if listener else None)
+    offers = control.gather((own[0]["boot"], own[0]["host"], port.number, pairs) if port else None)
     for host in own:
         host["cluster"] = cluster_facts.find(env)
         others = [offer[1:] for offer in offers if offer and offer[:2] != (host["boot"], host["host"])]
         to = cluster_facts.targets([network for _, network in pairs], others)
         host["cluster"]["ports"] = facts.attempt(lambda: cluster_facts.connect(to))
     control.gather(None)  # all have tried
-    if listener:
-        listener.close()
+    if port:
+        port.close()
 
 
 def _add_links(hosts: Sequence[Facts]) -> None:

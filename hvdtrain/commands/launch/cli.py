@@ -104,7 +104,7 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
     if not near:
         say(f"rank 0 is on {hosts[0].name}: {job.out} must be the same folder there and here")
     environment = SupervisorEnvironment(launching.command, launching.candidates, launching.placed, say, start_s,
-                                        causes.started_at() + limit_s if limit_s else 0.0, tool.flavour == "openmpi",
+                                        causes.ends_at(limit_s), tool.flavour == "openmpi",
                                         machine.names)
     environment.page = (pages := Writer()).start
     say(f"files in {job.out}, by {tool.launcher}")
@@ -194,7 +194,7 @@ class LaunchCommands:
 
     def __init__(self, args: argparse.Namespace, machine: Here, tool: LauncherProgram) -> None:
         self.args, self.machine, self.tool = args, machine, tool
-        self.hosts = hosts_of(args.hosts, args.hostfile)
+        self.hosts = hosts_of(args.hosts, args.hostfile) or machine.hosts
         if not self.hosts and not machine.in_slurm and args.np:
             self.hosts = (HostSlots("localhost", args.np),)
         self.said: set[str] = set()
@@ -253,7 +253,8 @@ class LaunchCommands:
             words = self.machine.env.get(name, "").split()
             if words and name.lower().endswith(("agent", "exec")):
                 return tuple(words)
-        return DEFAULT_SSH
+        found = self.machine.allocation
+        return (found.agent,) if found is not None and found.agent else DEFAULT_SSH
 
 
 def ask(hosts: Sequence[HostSlots], ssh: Sequence[str], command: str,

@@ -153,6 +153,9 @@ def _program(words: Sequence[str], out: str, claims: Sequence[tuple[str, str]]) 
     A pod's own files are gone with it: the run must be on a claim or under a URL, and resume.
     """
     trains = words[0] == "train" or words[0].startswith("-")
+    if trains and out:
+        raise UserError("launch has --out for train, which has its own --out", "--out behind the --",
+                        "write: launch ... -- train --out FOLDER")
     folder, resumes = out, False
     for i, word in enumerate(words if trains else ()):
         name, equals, value = word.partition("=")
@@ -163,8 +166,8 @@ def _program(words: Sequence[str], out: str, claims: Sequence[tuple[str, str]]) 
     if not is_url(folder) and not any(folder.startswith(path + "/") for _, path in claims):
         raise UserError(f"--out is {redacted(folder)!r}, which is lost with the pod" if folder else "there is no --out",
                         "a folder below a mounted claim, or a URL",
-                        ("write -- train --out" if trains else "write --out before the --")
-                        + " /runs/NAME with --claim CLAIM, or s3://bucket/NAME with --secret")
+                        f"write {'-- train --out' if trains else 'before the -- --out'} /runs/NAME with --claim CLAIM, "
+                        "or s3://bucket/NAME with --secret")
     if trains:
         return ["--", *words, *([] if resumes else ["--resume", "auto"])]
     return ["--out", folder, "--", *words]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.cluster.launchers.spec import HostSlots
+from hvdtrain.cluster.launchers.spec import HostSlots, merged
 from hvdtrain.cluster.liveness.causes import PARTS
 from hvdtrain.cluster.liveness.pulse import WAITING
 
@@ -278,6 +278,13 @@ def silent_hosts(hosts: Sequence[HostSlots], left: Sequence[Mapping[str, Any]]) 
             silent.append(host.name)
         first += host.slots
     return silent
+
+
+def started_hosts(marks: Sequence[Mapping[str, Any]]) -> tuple[HostSlots, ...]:
+    """Return the hosts of the ranks that started, where an allocation and not the launch placed them. Pure."""
+    started = {row["rank"]: row["host"] for row in marks
+               if isinstance(row.get("rank"), int) and isinstance(row.get("host"), str)}
+    return merged(HostSlots(started[rank], 1) for rank in sorted(started))
 
 
 def _origin(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -35,6 +35,7 @@ from hvdtrain.commands.launch.restart_policy import (
     next_launch,
     row,
     silent_hosts,
+    started_hosts,
 )
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import Child, processes
@@ -349,8 +350,7 @@ class Supervisor:
             self.environment.say(f"recovered in {in_words({**gone, **parts})}")
 
     def _judge(self, seen: RunningAttempt) -> LaunchAttempt:
-        job, hosts = self.job, seen.launch.hosts
-        ranks = sum(host.slots for host in hosts)
+        job, hosts, ranks = self.job, seen.launch.hosts, sum(host.slots for host in seen.launch.hosts)
         left, marks = causes.read(seen.where), causes.read_marks(seen.where)
         end, last_sign = causes.read_progress(seen.where)
         begin = next((row["step"] for row in marks if row["name"] == "fit" and isinstance(row.get("step"), int)), -1)
@@ -364,10 +364,10 @@ class Supervisor:
         if not succeeded and last_sign:
             seen.parts["notice"] = round(max(0.0, seen.ended - last_sign), 3)
         seen.parts.update(start_parts(seen.began, marks))
-        end = max([end, *(row["step"] for row in left)])
-        micro = job.micro_batch(ranks, self.micro_batch)
-        return LaunchAttempt(seen.number, kind, text, rank, self._named(host, rank, hosts), hosts, begin, end,
-                       job.checkpoint(), micro, seen.launch.left_out)
+        end, placed = max([end, *(row["step"] for row in left)]), hosts or started_hosts(marks)
+        micro = job.micro_batch(ranks or sum(one.slots for one in placed), self.micro_batch)
+        return LaunchAttempt(seen.number, kind, text, rank, self._named(host, rank, hosts), placed, begin, end,
+                             job.checkpoint(), micro, seen.launch.left_out)
 
     def _cut_short(self, seen: RunningAttempt, left: Sequence[Mapping[str, Any]], ranks: int) -> bool:
         return self.job.config is None and bool(seen.why) and sum(row["kind"] == "done" for row in left) < max(1, ranks)

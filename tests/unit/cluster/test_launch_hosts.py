@@ -12,6 +12,8 @@ from hvdtrain.core.errors import UserError
 @pytest.mark.parametrize(("text", "hosts"), [
     ("fast:4,old:2", [("fast", 4), ("old", 2)]), ("a", [("a", 1)]), ("a,b", [("a", 1), ("b", 1)]),
     ("a:1, b:2", [("a", 1), ("b", 2)]), ("node-1.cluster_x.example:16", [("node-1.cluster_x.example", 16)]),
+    ("gpu[08-10]:4,old", [("gpu08", 4), ("gpu09", 4), ("gpu10", 4), ("old", 1)]),
+    ("a:1,r[1-2]n[0,3]:2", [("a", 1), ("r1n0", 2), ("r1n3", 2), ("r2n0", 2), ("r2n3", 2)]),
     ("10.0.0.1:2", [("10.0.0.1", 2)]), ("a:2,b:1,a:1", [("a", 3), ("b", 1)])])
 def test_a_host_list_is_read(text, hosts):
     assert parse_hosts(text) == tuple(HostSlots(*host) for host in hosts)
@@ -20,6 +22,8 @@ def test_a_host_list_is_read(text, hosts):
 BAD = ["", ",", "a,,b", "-oProxyCommand=id:1", "-a", "a;id", "a$(id)", "a`id`", "$HOME", "a b:2", "a|b", "a&b", "a>b",
        "a\nb", "a'b", 'a"b', "a\\b", "a*", "a?", "a/b", "a=b", "a%b", "a(b)", "a{b}", "~", "#a", "a:", "a:0", "a:-1",
        "a:x", "a:1.5", "a:99999", "a:²", "user@a:2", "a@b", "[::1]:2", "::1", "fe80::1%eth0", "a:1:2", "é", "a-",
+       "a[", "a]", "a[]", "a[1-]", "a[3-1]", "a[1-2]:x", "a[1-2", "[1-2]", "a[x]", "@a[1-2]", "a[1-2]:1:2", "a[1-2]!b",
+       "a[0-99999999]", "a[0-9999]b[0-9999]", "a[1-2]-", "a[99999999999999999999-9]",
        ".a", "300.1.1.1", "a:4096,a:4096"]
 
 

@@ -93,7 +93,7 @@ def test_the_environment_is_a_list_of_names():
     assert passed(env) == ("HOROVOD_CYCLE_TIME", "HVDTRAIN_LR", "NCCL_DEBUG", "PATH")
     srun = LauncherProgram("srun", "/usr/bin/srun", "openmpi")
     assert spec(srun, Here(env=env), hosts=(HostSlots("a", 1),)).env_names == (
-        "HOME", "HOROVOD_CYCLE_TIME", "HVDTRAIN_LR", "NCCL_DEBUG", "OMPI_MCA_btl", "PATH")
+        "HOME", "HOROVOD_CYCLE_TIME", "HVDTRAIN_LR", "NCCL_DEBUG", "OMPI_MCA_btl", "PATH", "PMIX_MCA_psec")
 
 
 def test_env_adds_names_and_sets_values():
@@ -288,3 +288,37 @@ def gone(pid):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def test_srun_gets_every_component_of_a_heterogeneous_job_and_no_number():
+    srun = LauncherProgram("srun", "/usr/bin/srun", "openmpi", "4.1.8")
+    here = slurm(SLURM_HET_SIZE="2", PATH="/bin")
+    made = spec(srun, here, hosts=())
+    words, env = LAUNCHERS["srun"].command(made)
+    assert words[:3] == ["/usr/bin/srun", "--het-group=0-1", "--mpi=pmix"] and env["PMIX_MCA_psec"] == "native"
+    assert "PMIX_MCA_psec" in made.env_names
+    for asked in ({"hosts": (), "ranks": 3}, {"hosts": FAR}):
+        with pytest.raises(UserError, match="heterogeneous job of 2 components"):
+            LAUNCHERS["srun"].command(spec(srun, here, **asked))
+    kept = Here(env={**here.env, "PMIX_MCA_psec": "munge"})
+    assert "PMIX_MCA_psec" not in dict(spec(srun, kept, hosts=()).env_values), "the user's own stays"
+
+
+@pytest.mark.parametrize(("launcher", "words"), [
+    ("openmpi4", ["--mca", "plm_rsh_agent"]), ("openmpi5", ["--prtemca", "plm_ssh_agent"]),
+    ("mpich", ["-launcher", "rsh", "-launcher-exec"]), ("intelmpi", ["-bootstrap", "rsh", "-bootstrap-exec"])])
+def test_a_job_of_pbs_or_lsf_names_the_hosts_and_the_remote_shell(tmp_path, launcher, words):
+    (tmp_path / "nodes").write_text("me\nme\nfar\nfar\n")
+    for name in ("pbs_tmrsh", "blaunch"):
+        (tmp_path / name).touch(mode=0o755)
+    pbs = {"PBS_JOBID": "1.s", "PBS_NODEFILE": str(tmp_path / "nodes"), "PATH": str(tmp_path)}
+    lsf = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "me 2 far 2", "PATH": str(tmp_path)}
+    tool = LauncherProgram(launcher, "mpirun", {"mpich": "mpich", "intelmpi": "intel"}.get(launcher, "openmpi"), "")
+    for env, agent in ((pbs, "pbs_tmrsh"), (lsf, "blaunch")):
+        here = Here(env=env, names=("localhost", "me"), cores=8)
+        made = spec(tool, here, hosts=())
+        assert made.hosts == (HostSlots("me", 2), HostSlots("far", 2))
+        line = LAUNCHERS[launcher].command(made)[0]
+        assert " ".join([*words, str(tmp_path / agent)]) in " ".join(line)
+        assert spec(tool, here, hosts=(), ranks=3).hosts == (HostSlots("me", 2), HostSlots("far", 1))
+        assert spec(tool, here, ssh=("ssh", "-v")).ssh == ("ssh", "-v") and spec(tool, here).hosts == FAR

@@ -23,4 +23,4 @@ def test_without_a_checkout_a_former_command_names_the_new_one(words, capsys, mo
 
 
 def test_every_bench_that_moved_is_there():
-    assert {*bench.MOVED, "chaos"} == BENCHES.keys() and not bench.BENCHES.keys() & BENCHES.keys()
+    assert {*bench.MOVED, "chaos"} <= BENCHES.keys() and not bench.BENCHES.keys() & BENCHES.keys()

@@ -55,7 +55,7 @@ def test_gpus_and_drivers_side_by_side():
 
 
 def test_ports_that_answer_refuse_and_do_not_answer():
-    listener = cluster_facts.Listener()
+    listener = cluster_facts.OpenPort()
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     full = socket.socket()
@@ -66,7 +66,7 @@ def test_ports_that_answer_refuse_and_do_not_answer():
         for one in waiting:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
-        to = [("a", "127.0.0.1", listener.port), ("b", "127.0.0.1", taken.getsockname()[1]),
+        to = [("a", "127.0.0.1", listener.number), ("b", "127.0.0.1", taken.getsockname()[1]),
               ("c", "127.0.0.1", full.getsockname()[1])]
         failed = {row["host"]: row["why"] for row in cluster_facts.connect(to, 0.3)}
         assert failed == {"b": os.strerror(111), "c": "no answer within 0.3 s"}

@@ -135,6 +135,7 @@ def test_other_programs_and_cpus(capsys):
     (["--secret", "A=B C"], TRAIN, "--secret does not name"),
     (["--gpu", "gpu"], TRAIN, "--gpu is"),
     ([], ["--", "train"], "there is no --out"),
+    (["--out", "/runs/x"], ["--", "train"], "which has its own --out"),
     ([], ["--", "train", "--out=runs/x"], "lost with the pod"),
     ([], ["--", "train", "--out", "s3://me:pw@b/x"], "credentials"),
     ([], ["--", "python", "script.py"], "there is no --out"),

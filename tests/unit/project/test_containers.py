@@ -145,7 +145,9 @@ def test_a_pod_drains_its_ranks_and_not_their_workers(tmp_path):
 def test_a_job_runs_again_in_its_pod_after_status_75_only(tmp_path):
     text = (HERE / "entry").read_text()
     assert "daemon=(/usr/sbin/sshd" in text
-    (tmp_path / "entry").write_text(text.replace("/usr/sbin/sshd", "true"))
+    (tmp_path / "sshd").write_text(f'#!/bin/sh\necho "$*" >{tmp_path}/daemon\n')
+    (tmp_path / "sshd").chmod(0o755)
+    (tmp_path / "entry").write_text(text.replace("/usr/sbin/sshd", str(tmp_path / "sshd")))
     shutil.copy(HERE / "sshd_config", tmp_path)
     keys = tmp_path / "keys"
     keys.mkdir()
@@ -153,21 +155,28 @@ def test_a_job_runs_again_in_its_pod_after_status_75_only(tmp_path):
     subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-m", "PEM", "-N", "", "-f", str(keys / "id_rsa")],
                    check=True)
     (keys / "id_rsa").chmod(0o640)
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HVDTRAIN_KEYS": str(keys)}
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "HVDTRAIN_KEYS": str(keys)}
 
     def job(command):
         return subprocess.run(["bash", str(tmp_path / "entry"), "job", "bash", "-c", command], env=env, timeout=20,
                               capture_output=True, text=True)
-    assert job("exit 75").returncode == 75 and job("env | grep HVDTRAIN_; exit 75").stdout == ""
+    waits = f"while [ ! -s {tmp_path}/daemon ]; do sleep 0.05; done; exit 75"
+    assert job(waits).returncode == 75 and "StrictModes" not in (tmp_path / "daemon").read_text()
+    home.chmod(0o2777)  # an emptyDir, in which sshd would refuse the key
+    (tmp_path / "daemon").unlink()
+    assert job(waits).returncode == 75 and "-o StrictModes=no" in (tmp_path / "daemon").read_text()
+    assert job("env | grep HVDTRAIN_; exit 75").stdout == ""
     stopped = job("trap 'exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.1; done")
     assert stopped.returncode == 75, "SIGTERM reaches the launch, and its own status is the pod's"
     assert job("exit 3").returncode == 3
     again = job("echo ran")
     assert again.returncode == 3 and "status 3" in again.stderr and again.stdout == ""
-    public = (tmp_path / ".ssh" / "id_ed25519.pub").read_text().split()[:2]
+    public = (home / ".ssh" / "id_ed25519.pub").read_text().split()[:2]
     assert public == (keys / "id_rsa.pub").read_text().split()[:2]
-    assert " ".join(public) in (tmp_path / ".ssh" / "known_hosts").read_text(), "the hosts show the same key"
-    assert (tmp_path / ".ssh" / "ssh_host_ed25519_key").stat().st_mode & 0o077 == 0
+    assert " ".join(public) in (home / ".ssh" / "known_hosts").read_text(), "the hosts show the same key"
+    assert (home / ".ssh" / "ssh_host_ed25519_key").stat().st_mode & 0o077 == 0
 
 
 def test_a_step_that_is_not_known_is_not_left_out():

@@ -1,0 +1,58 @@
+"""``bench scale``: predictions from one rank's steps and two ranks' transport, the picture, and what is refused."""
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from hvdtrain.commands.bench import scale
+from hvdtrain.commands.bench.scale import ScalePoint, calibrated, picture, predicted
+from hvdtrain.core.errors import UserError
+from hvdtrain.planning import simulator
+from hvdtrain.planning.linear import LinearTime, Link
+from hvdtrain.planning.simulator import Exchange, Rank, Scene
+
+FACTS = {"lines": [(16, 0.026), (32, 0.042), (64, 0.074)], "cores": [4], "ranks": 2, "wire": "mpi", "overlaps": False,
+         "buckets": [1 << 20], "transport": {"link": {"alpha_s": 1e-4, "beta_s_per_byte": 1e-9}},
+         "alone": {"share": 64, "seconds": 4.0, "steps": 50, "parts_s": {"data": 0.001}}}
+
+
+def test_an_exchange_takes_what_was_measured():
+    made = calibrated(Exchange("shared", (1 << 20,)), Link(1e-4, 1e-9), 2)
+    rank = Rank(0, LinearTime(0.0, 1e-12), 1)
+    assert simulator.step(Scene((rank, rank), made)).parts["exchange"] == pytest.approx(1e-4 + (1 << 20) * 1e-9)
+
+
+def test_predictions():
+    alone = predicted(FACTS, ScalePoint("weak", 1, 64, 0.0, 0.0), 1)
+    assert alone == pytest.approx(64 / 0.080), "the step that was measured: what is no forward and backward stays"
+    two = predicted(FACTS, ScalePoint("weak", 2, 128, 0.0, 0.0), 1)
+    assert two == pytest.approx(128 / (0.080 + 1e-4 + (1 << 20) * 1e-9), rel=1e-3)
+    crowded = predicted({**FACTS, "cores": [1]}, ScalePoint("weak", 2, 128, 0.0, 0.0), 1)
+    assert crowded < 0.6 * two, "two ranks share a core"
+    strong = predicted(FACTS, ScalePoint("strong", 4, 64, 0.0, 0.0), 1)
+    assert alone < strong < 4 * alone
+    unknown = {name: value for name, value in FACTS.items() if name != "transport"}
+    assert predicted(unknown, ScalePoint("weak", 2, 128, 0.0, 0.0), 1) is None
+
+
+def test_the_picture_is_svg_with_every_point():
+    points = [ScalePoint(way, n, 64 * n, 900.0 * n, 1000.0 * n, 950.0 * n if n > 1 else None)
+              for way in scale.WAYS for n in (1, 2, 4)]
+    root = ElementTree.fromstring(picture("a < b", points))
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 2 * (3 + 3 + 2)
+    rows = scale._rows(points)
+    assert rows[2][4:7] == ["4.00", "4,000", "90.0"] and rows[0][7:] == ["-", "-"]
+
+
+@pytest.mark.parametrize("argv, words", [(["--np", "0"], "--np is"), (["--nq", "1"], "no option"),
+                                         (["--", "--lrr", "1"], "no option --lrr")])
+def test_mistakes(argv, words):
+    with pytest.raises(UserError, match=words):
+        scale.main(argv)
+
+
+def test_under_a_launcher_it_is_refused(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="without mpirun"):
+        scale.main([])

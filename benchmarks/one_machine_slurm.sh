@@ -68,7 +68,6 @@ await() { # SECONDS WORDS... : until the command succeeds
     exit 1
 }
 if [[ ${1:-} == --inside ]]; then
-    mount -t proc proc /proc
     mount -t tmpfs -o mode=1777 slurm /dev/shm # segments of ranks that are killed go with it
     trap 'exit 143' TERM INT # the first process of a namespace ignores what it has no handler for
     ip link set lo up
@@ -90,43 +89,45 @@ if [[ ${1:-} == --inside ]]; then
     for ((i = 0; i < NODES; i++)); do slurmd -D -N "n$i" >"$SLURM_ROOT/log/n$i.out" 2>&1 & done
     ready() { [[ $(timeout 2 sinfo -h -p main -t idle -o %D 2>/dev/null) == "$NODES" ]]; }
     await 20 ready
-    "${@:2}" &
+    trap 'kill -TERM "$command" 2>/dev/null' TERM
+    "${@:2}" <&0 &
     command=$!
-    trap 'kill -TERM $command' TERM
-    trap 'kill -INT $command' INT
-    while :; do
-        wait $command && status=0 || status=$?
-        kill -0 $command 2>/dev/null || break
-    done
-    scancel --full --state=RUNNING --user=root >/dev/null 2>&1
+    while wait "$command"; status=$?; kill -0 "$command" 2>/dev/null; do :; done # a signal ends a wait early
     exit "$status" # the kernel ends what is left of this process namespace
 fi
 
-# --- outside ------------------------------------------------------------------------------------------------
-[[ $# -gt 0 ]] || refuse "no COMMAND; see the head of $0"
+# --- outside: check, start, and end it on a signal ----------------------------------------------------------
+(($# >= 1)) || refuse "no COMMAND; see the head of this file"
 export NODES=${NODES:-2} CPUS=${CPUS:-4}
-[[ $NODES =~ ^[1-9][0-9]?$ && $CPUS =~ ^[1-9][0-9]?$ ]] || refuse "NODES=$NODES CPUS=$CPUS: two numbers of 1 to 99"
-PATH=$PATH:/usr/sbin:/sbin
+[[ $NODES =~ ^[1-9][0-9]?$ && $CPUS =~ ^[1-9][0-9]?$ ]] || refuse "got NODES=$NODES CPUS=$CPUS; expected 1 to 99"
+export PATH=$PATH:/usr/sbin:/sbin
 lacks=()
-for program in slurmctld slurmd srun sbatch scontrol munged unshare; do
+for program in slurmctld slurmd srun sbatch scontrol munged unshare setpriv ip; do
     command -v "$program" >/dev/null || lacks+=("$program")
 done
 ((${#lacks[@]} == 0)) || skip "not installed: ${lacks[*]} (apt-get install slurmctld slurmd slurm-client munge)"
-[[ $EUID == 0 ]] || skip "needs root"
-name=(unshare --mount --pid --net --ipc --fork --kill-child=KILL)
-trouble=$("${name[@]}" true 2>&1) || skip "no namespaces here: $trouble"
-SLURM_ROOT=$(mktemp -d /tmp/slurm.XXXXXX) || exit 1
-export SLURM_ROOT SLURM_CONF=$SLURM_ROOT/slurm.conf PATH
-trap 'rm -rf "$SLURM_ROOT"' EXIT
-for variable in $(compgen -v SLURM_); do
-    [[ $variable == SLURM_ROOT || $variable == SLURM_CONF ]] || unset "$variable"
-done
-"${name[@]}" "$BASH" "$(readlink -f "$0")" --inside "$@" &
+((EUID == 0)) || skip "needs root"
+for variable in $(compgen -v SLURM_); do unset "$variable"; done
+export SLURM_ROOT=/dev/shm/slurm SLURM_CONF=/dev/shm/slurm/slurm.conf # in a tmpfs of our own
+new=(unshare --net --mount --ipc --pid --fork --kill-child --mount-proc)
+problem=$("${new[@]}" true 2>&1) || skip "namespaces are not allowed here: $problem"
+
+# setpriv: unshare is killed with this script, and kills the first process inside. The parent is compared because this
+# script may already have gone when setpriv asked for that.
+# shellcheck disable=SC2016
+setpriv --pdeathsig KILL bash -c '((PPID == $1)) && shift && exec "$@"' _ $$ \
+    "${new[@]}" bash "$0" --inside "$@" <&0 &
 child=$!
-trap 'kill -TERM -- $(pgrep -P $child) 2>/dev/null' TERM
-trap 'kill -INT -- $(pgrep -P $child) 2>/dev/null' INT
-while :; do
-    wait $child && status=0 || status=$?
-    kill -0 $child 2>/dev/null || break
-done
-exit "$status"
+trap 'caught=130' INT
+trap 'caught=143' TERM
+trap 'caught=129' HUP
+caught=0
+wait "$child"
+status=$?
+((caught)) || exit "$status"
+# COMMAND receives SIGTERM and has 1.8 s; then the kernel ends the rest.
+first=$(grep -lsxE "PPid:[[:space:]]+$child" /proc/[0-9]*/status)
+kill -TERM ${first:+"${first//[^0-9]/}"} 2>/dev/null
+for _ in {1..18}; do kill -0 "$child" 2>/dev/null && sleep 0.1; done
+kill -KILL "$child" 2>/dev/null
+exit "$caught"

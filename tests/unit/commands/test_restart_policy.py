@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.launchers.spec import HostSlots
 from hvdtrain.cluster.liveness.causes import KINDS
 from hvdtrain.commands.launch import restart_policy
-from hvdtrain.commands.launch.restart_policy import End, HostCandidate, Launch, LaunchAttempt, next_launch, refit
+from hvdtrain.commands.launch.restart_policy import (
+    End,
+    HostCandidate,
+    Launch,
+    LaunchAttempt,
+    next_launch,
+    refit,
+    started_hosts,
+)
 
 A, B = HostSlots("a", 2), HostSlots("b", 1)
 BOTH = [HostCandidate(A, here=True), HostCandidate(B)]
@@ -153,3 +161,9 @@ def test_every_supervision_ends(drawn, hosts, restarts):
     while isinstance(next_launch(history, hosts, restarts), Launch):
         history.append(drawn[len(history)])
     assert len(history) <= restarts + 1
+
+
+def test_the_hosts_of_an_allocation_are_those_whose_ranks_started():
+    marks = [{"rank": 2, "host": "b", "name": "start"}, {"rank": 0, "host": "a"}, {"rank": 1, "host": "a"},
+             {"rank": 0, "host": "a", "name": "fit"}, {"rank": "x", "host": "c"}, {"name": "step"}]
+    assert started_hosts(marks) == (HostSlots("a", 2), HostSlots("b", 1)) and started_hosts([]) == ()

@@ -91,7 +91,8 @@ def test_every_exit_status_is_documented(hooks):
 def test_every_environment_variable_is_documented(hooks):
     """Variables that are read by name; those of launchers, of MPI and of the shell tell a process its place."""
     documented = [name.replace("*", ".*") for names in hooks.pages.VARIABLES.values() for name in names]
-    elsewhere = ("OMPI_.*|PMI.*|MPI_.*|SLURM_.*|HOROVOD_(GLOO|RANK|SIZE|LOCAL|WITH|BUILD|CONTROLLER|CPU|HOSTNAME).*|"
+    elsewhere = ("OMPI_.*|PMI.*|MPI_.*|SLURM_.*|PBS_.*|LSB_.*|"
+                 "HOROVOD_(GLOO|RANK|SIZE|LOCAL|WITH|BUILD|CONTROLLER|CPU|HOSTNAME).*|"
                  "PATH|HOME|LANG|LC_.*|PYTHONPATH|LD_LIBRARY_PATH|TMPDIR|container|CMAKE_.*|HYDRA_.*|OPAL_PREFIX|"
                  "CUDA_(HOME|PATH)|LAST_OF_THE_ENVIRONMENT|TF_CPP_MAX_VLOG_LEVEL")
     missing = {f"{name} in {path.relative_to(TREE)}" for path in ROOT.rglob("*.py")

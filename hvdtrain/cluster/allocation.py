@@ -67,7 +67,7 @@ def _lines(path: str) -> tuple[tuple[str, int], ...]:
 
 
 def _lsf_hosts(env: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """Return LSF's hosts: from ``LSB_MCPU_HOSTS`` ("a 4 b 2"), which LSF shortens for no job, else from its file."""
+    """Return LSF's hosts: from ``LSB_MCPU_HOSTS`` ("a 4 b 2"), else from its node file."""
     words = env.get("LSB_MCPU_HOSTS", "").split()
     if words and len(words) % 2 == 0 and all(number.isdigit() for number in words[1::2]):
         found: Counter[str] = Counter()

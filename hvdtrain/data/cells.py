@@ -39,7 +39,8 @@ def columns_of(names: Sequence[str], x: str, y: str, weight: str, where: str) ->
             raise UserError(f"data.args.{key} is {name!r}, and {where} has the columns {', '.join(names) or '(none)'}",
                             nearest(name, names) if names else "a column of the file", f"correct data.args.{key}")
     names = [name for name in names if name != weight]
-    rest = [name for name in names if name not in (x, y)]
+    used = {part for name in (x, y) for part in (_parts(name) if name not in names else [name])}
+    rest = [name for name in names if name not in used]
     x = x or next((name for known in (INPUTS, PICTURES) for name in rest if name.lower() in known), "")
     rest = [name for name in rest if name != x]
     y = y or next((name for name in rest if name in TARGETS or name == "cls"), "")
@@ -50,12 +51,20 @@ def columns_of(names: Sequence[str], x: str, y: str, weight: str, where: str) ->
     if weight and not y:
         raise UserError(f"data.args.weight is {weight!r}, and {where} has no column for y", "one, which it weights",
                         "set data.args.y")
-    return tuple(name for name in (x, y, weight) if name)
+    found = tuple(name for name in (x, y, weight) if name)
+    twice = next((name for name in found if names.count(name) > 1), "")
+    if twice:
+        raise UserError(f"{where} has several columns {twice}", "one of each name", "rename them")
+    return found
 
 
 def _within(name: str, names: Sequence[str]) -> bool:
     """Return whether ``name`` asks for one of several endings (``jpg;png``) or for a value in JSON (``json.label``)."""
-    return any(part in names for part in (*name.split(";"), name.partition(".")[0]))
+    return any(part in names for part in _parts(name))
+
+
+def _parts(name: str) -> list[str]:
+    return [*name.split(";"), name.partition(".")[0]]
 
 
 class Cells:
@@ -124,7 +133,7 @@ class Cells:
             refuse_strings([value] if not isinstance(value, (list, np.ndarray)) else value, f"column {name}")
             array = _numbers(value, name)
         if is_x and self._dtype is not None:
-            array = array.astype(self._dtype)
+            array = _cast(array, self._dtype, name)
         if is_x and self._shape:
             if array.size != np.prod(self._shape):
                 raise Damage(f"{name} has {array.size} elements, not the {list(self._shape)} of data.args.shape")
@@ -160,10 +169,20 @@ def plain(array: np.ndarray) -> np.ndarray:
     """Return floats as float32 and whole numbers as int64, but bytes (uint8) as they are, and native."""
     if array.dtype.kind not in "biuf":
         raise Damage(f"it holds {array.dtype}")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise Damage(f"it holds {array.max()}, and whole numbers become int64")
     if array.dtype.kind == "f":
         return array.astype(np.float32, copy=False)
     kept = array.dtype.kind == "b" or array.dtype == np.uint8 and array.ndim
     return array if kept else array.astype(np.int64, copy=False)
+
+
+def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # NaN, which no whole number equals
+        cast = array.astype(dtype)
+    if dtype.kind in "iu" and not np.array_equal(cast, array):
+        raise Damage(f"{name} holds {array[cast != array].flat[0]}, which is no {dtype} of data.args.dtype")
+    return cast
 
 
 def _numbers(value: Any, name: str) -> np.ndarray:

@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +48,7 @@ def local_copies(url: str, key: str, cache: str, most_gib: float) -> list[str]:
     base, pattern = _split(url)
     store = ObjectStore.open(base, f"data.args.{key}")
     sizes = {name: size for name, size in _within(store, LIST_S, "the listing", ObjectStore.files).items()
-             if fnmatch.fnmatchcase(name, pattern)}
+             if matches(name.split("/"), pattern.split("/"))}
     if not sizes:
         raise UserError(f"no file is {redacted(url)}, of data.args.{key}", "a pattern of files that are stored",
                         f"correct data.args.{key}")
@@ -80,6 +80,19 @@ def _split(url: str) -> tuple[str, str]:
     parts = rest.split("/")
     at = next((i for i, part in enumerate(parts) if re.search(r"[*?\[]", part)), len(parts) - 1)
     return f"{scheme}://{'/'.join(parts[:at])}", "/".join(parts[at:])
+
+
+def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the folders and the name of a file fit a pattern as `glob.glob` reads it: ``**`` is any folders.
+
+    >>> matches(["old", "a.tar"], ["*.tar"]), matches(["a.tar"], ["**", "*.tar"])
+    (False, True)
+    """
+    if not pattern or not parts:
+        return not pattern and not parts
+    if pattern[0] == "**" and len(pattern) > 1:
+        return any(matches(parts[i:], pattern[1:]) for i in range(len(parts)))
+    return pattern[0] == "**" or fnmatch.fnmatchcase(parts[0], pattern[0]) and matches(parts[1:], pattern[1:])
 
 
 def _within(store: ObjectStore, limit_s: float, what: str, work: Callable[[ObjectStore], T]) -> T:

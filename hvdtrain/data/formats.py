@@ -154,9 +154,9 @@ class FormatSource:
         self.rows = ColumnNames()
         self.rows.note = "data: " + ", ".join(f"{part} is {name}" for part, name in zip(PARTS, names))
         self._open()
-        self._learn(n)
+        self._learn(n, options)
 
-    def _learn(self, n: int) -> None:
+    def _learn(self, n: int, options: FileOptions) -> None:
         """Take types and shapes from the first sample that can be read; raise the first `Unreadable` where none can."""
         failed: list[Unreadable] = []
         for row in range(min(n, _TRIED)):
@@ -170,6 +170,11 @@ class FormatSource:
             raise failed[0]
         if self._cells.pictures:
             self.scale = self._cells.scale
+            return
+        for name in ("size", "mean", "std"):
+            if getattr(options, name) not in (0, None):
+                raise UserError(f"data.args.{name} is {getattr(options, name)!r}, and x is no picture",
+                                "pictures, which alone are scaled and normalised", f"leave data.args.{name} out")
 
     def _open(self) -> None:
         """Make what no pickle holds."""

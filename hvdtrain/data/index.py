@@ -23,7 +23,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.data.kept import folder_of, make_all
 
 FOLDER = ".hvdtrain-index"
-_VERSION = 1  # of how indexes are made and kept
+_VERSION = 2  # of how indexes are made and kept
 
 
 @dataclass(frozen=True)

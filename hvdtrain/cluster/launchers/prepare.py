@@ -106,6 +106,10 @@ def prepare(wishes: Wishes, here: Here, tool: LauncherProgram) -> tuple[LaunchSp
                         "remove the outer launcher, or the inner one")
     notes: list[str] = []
     hosts = bounded(_hosts(wishes, here))
+    components = here.allocation.components if here.allocation is not None else 1
+    if components > 1 and tool.launcher != "srun" and not names_this_host_only(hosts):
+        raise UserError(f"{tool.launcher} in a heterogeneous job of {components} components, of which it sees one",
+                        "srun", "use --launcher srun")
     ranks = sum(host.slots for host in hosts) if hosts else wishes.ranks
     names, values = parse_env(wishes.env, here.env)
     if wishes.interface:
@@ -130,7 +134,7 @@ def prepare(wishes: Wishes, here: Here, tool: LauncherProgram) -> tuple[LaunchSp
         interface=wishes.interface, bind=wishes.bind, cores_per_rank=wishes.cores_per_rank,
         oversubscribe=wishes.oversubscribe or _cores_short(hosts, wishes, here, notes), as_root=here.is_root,
         root_allowed=wishes.allow_root, root_in_environment=all(here.env.get(v) == "1" for v in ROOT_VARIABLES),
-        mpi_args=wishes.mpi_args, components=here.allocation.components if here.allocation is not None else 1)
+        mpi_args=wishes.mpi_args, components=components)
     if tool.flavour == "openmpi" and (5,) <= tool.numbers < ADDRESSES_SINCE and any(is_address(h.name) for h in hosts):
         notes.append(f"Open MPI {tool.version} may refuse addresses in a host list (5.0.8 does): use names")
     return spec, notes

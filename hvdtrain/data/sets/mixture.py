@@ -71,6 +71,7 @@ class Mixture(EpochSource):
                  curriculum: Curriculum | None = None) -> None:
         self.sources = list(sources)
         self.fixed = all(getattr(innermost(source), "fixed", False) for source in self.sources)
+        self.scale = self._common_scale()
         self._weights, self._curriculum, self._seed = weights, curriculum, seed
         self._n = samples or sum(map(len, self.sources))
         self._begun: list[list[int]] = [[0] * len(self.sources)]
@@ -80,6 +81,14 @@ class Mixture(EpochSource):
 
     def __len__(self) -> int:
         return self._n
+
+    def _common_scale(self) -> Any:
+        """Return the normalisation of the sources' pictures, which augmentation undoes; None where there is none."""
+        scales = [getattr(innermost(source), "scale", None) for source in self.sources]
+        if len({*scales} - {None}) > 1:
+            raise UserError("sources of the mixture normalise pictures differently", "one mean, std and layout",
+                            "give all sources the same data.args")
+        return scales[0] if len({*scales}) == 1 else None
 
     def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
         of_N, number_N = self._plan(epoch)

@@ -62,6 +62,8 @@ class ParquetFormat(ShardFormat):
                     try:
                         table = parquet.read_row_group(group, columns=list(names)).select(list(names)).combine_chunks()
                     except (OSError, arrow.ArrowException) as error:
+                        if isinstance(error, MemoryError) or getattr(error, "errno", None):
+                            raise  # of this host and this moment, which no index may keep as damage
                         damaged[start] = f"row group {group} cannot be read: {' '.join(str(error).split())[:200]}"
                         places.append(np.tile(np.array([start, -1, 0]), (n, 1)))
                         continue
@@ -113,10 +115,18 @@ def value_of(scalar: Any) -> Any:
     inner = getattr(scalar, "values", None)
     if callable(inner) or inner is None:  # of a struct, whose values are a view
         extension = getattr(scalar, "value", None)
-        return value_of(extension) if hasattr(extension, "is_valid") else scalar.as_py()
+        return _shaped(value_of(extension), scalar.type) if hasattr(extension, "is_valid") else scalar.as_py()
     if hasattr(inner, "type") and not hasattr(inner.type, "value_type") and not inner.null_count:
         return np.asarray(inner)
     return scalar.as_py()
+
+
+def _shaped(value: Any, kind: Any) -> Any:
+    """Return the flat values of a tensor in its fixed shape; the conversion of pyarrow ignores permutations."""
+    shape = getattr(kind, "shape", None)
+    if not isinstance(value, np.ndarray) or not shape:
+        return value
+    return value.reshape(shape).transpose(getattr(kind, "permutation", None) or range(len(shape)))
 
 
 def _unpacked(target: Path) -> Path:
@@ -127,7 +137,7 @@ def _opened(path: str) -> Any:
     """Return a `pyarrow.parquet.ParquetFile`. `UserError`: it is none, or its list of row groups is damaged."""
     arrow = pyarrow("parquet")
     try:
-        return importlib.import_module("pyarrow.parquet").ParquetFile(path)
+        return importlib.import_module("pyarrow.parquet").ParquetFile(path, page_checksum_verification=True)
     except (OSError, arrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}", "a Parquet file",
                         "fix or remove it") from None

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.cells import Damage
 from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
 from hvdtrain.data.index import Index
@@ -23,7 +24,9 @@ from hvdtrain.data.sources import Source
 _NUMBERS = ("cls", "cls2", "class", "index", "inx", "id", "count")
 """Endings of files that hold a whole number as text, as webdataset reads them."""
 _TEXTS = ("txt", "text", "transcript")
+_NOTES = re.compile(r"(?:\./)?__[^/]*__($|/)")  # names that webdataset leaves out
 _BLOCK = 512  # bytes of a tar's header, and of the zeros at its end
+_PIECE = 1 << 20  # bytes after the end that are looked at together
 
 Members = dict[str, tuple[int, int]]
 """Ending -> (first byte, bytes) of a sample's files."""
@@ -78,28 +81,38 @@ def _samples(path: str) -> Iterator[tuple[int, str, Members]]:
     """
     refuse_packed(path)
     start, key, members = 0, "", Members()
-    why, end = "", 0
+    why, twice, end = "", "", 0
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # else it keeps all of them
                 found = re.match(r"((?:.*/|)[^./][^./]*)\.([^/]*)$", member.name, re.DOTALL)
-                if not member.isreg() or found is None or found[1].rpartition("/")[2].startswith("__"):
+                if not member.isreg() or found is None or _NOTES.match(member.name):
                     continue
+                if member.sparse:  # type: ignore[attr-defined]
+                    raise UserError(f"{path} holds {member.name} as a sparse file", "files that are stored whole",
+                                    "make the tar without --sparse")
                 if found[1] != key and members:
-                    yield start, "", members
+                    yield start, twice, members
                 if found[1] != key:
-                    start, key, members = member.offset, found[1], {}
-                members[found[2].lower()] = (member.offset_data, member.size)
+                    start, key, members, twice = member.offset, found[1], {}, ""
+                ending = found[2].lower()
+                twice = twice or (f"the sample has two files that end in .{ending}" if ending in members else "")
+                members[ending] = (member.offset_data, member.size)
             end = tar.offset  # type: ignore[attr-defined]
     except tarfile.TarError as error:
         end, why = os.path.getsize(path), str(error)
     if members:
-        yield start, "", members
+        yield start, twice, members
     with open(path, "rb") as file:
-        mark = os.pread(file.fileno(), _BLOCK, end)
-    if mark != bytes(_BLOCK):
-        yield end, f"the tar is truncated or damaged here, and what follows cannot be read{why and f' ({why})'}", {}
+        if os.pread(file.fileno(), _BLOCK, end) != bytes(_BLOCK):
+            yield end, f"the tar is truncated or damaged here, and what follows cannot be read{why and f' ({why})'}", {}
+            return
+        file.seek(end)
+        while piece := file.read(_PIECE):
+            if piece.count(0) < len(piece):
+                yield end, "the tar ends here, but not its file, as if another tar had been appended", {}
+                return
 
 
 def _member(members: Members, name: str) -> tuple[int, int] | None:

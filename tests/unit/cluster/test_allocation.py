@@ -1,4 +1,4 @@
-"""Recorded environments and answers of Slurm, PBS and LSF: hosts, ids and time limits."""
+"""Environments and answers of Slurm (recorded), PBS and LSF (written by hand): hosts, ids and time limits."""
 
 import time
 

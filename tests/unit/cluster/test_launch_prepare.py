@@ -300,6 +300,9 @@ def test_srun_gets_every_component_of_a_heterogeneous_job_and_no_number():
     for asked in ({"hosts": (), "ranks": 3}, {"hosts": FAR}):
         with pytest.raises(UserError, match="heterogeneous job of 2 components"):
             LAUNCHERS["srun"].command(spec(srun, here, **asked))
+    with pytest.raises(UserError, match="of which it sees one"):
+        spec(OPENMPI, here, hosts=())
+    assert spec(OPENMPI, here, hosts=(HostSlots("localhost", 1),)).ranks == 1
     kept = Here(env={**here.env, "PMIX_MCA_psec": "munge"})
     assert "PMIX_MCA_psec" not in dict(spec(srun, kept, hosts=()).env_values), "the user's own stays"
 

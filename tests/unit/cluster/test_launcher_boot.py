@@ -244,3 +244,18 @@ def test_a_script_alone_says_its_mistake_without_traceback(tmp_path):
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60,
                           env=os.environ | {"PYTHONPATH": str(ROOT.parent)})
     assert (done.returncode, done.stderr) == (2, "hvdtrain: x is 1; expected 2. Set x.\n")
+
+
+@pytest.mark.parametrize("env, library, refused", [
+    ({}, "Open MPI v4.1.8", "no --mpi=pmix"), ({"PMI_RANK": "0"}, "Open MPI v5.0.11", "--mpi=pmi2"),
+    ({"PMI_RANK": "0"}, "MPICH Version: 4.0.2", ""), ({"PMIX_RANK": "0"}, None, "")])
+def test_open_mpi_under_srun_needs_pmix(monkeypatch, env, library, refused):
+    class Library:
+        Get_library_version = staticmethod(lambda: library)
+
+    monkeypatch.setattr(boot, "_import_mpi", lambda launcher, init: Library)
+    facts = LaunchFacts("mpi", 0, 2, 0, 1, "srun")
+    if not refused:
+        return boot._check_srun(facts, env)
+    with pytest.raises(UserError, match=f"srun with {refused}, and mpi4py uses Open MPI"):
+        boot._check_srun(facts, env)

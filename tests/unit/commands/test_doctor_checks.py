@@ -20,7 +20,7 @@ HOST = {
                    {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8", "up": True, "mbit_s": 0}],
     "cores": 8, "memory_bytes": 16 << 30, "shm_bytes": 8 << 30, "root": False, "root_allowed": False,
     "launcher": None, "ranks": [0], "slots": 4, "clock": None, "shm_total": 8 << 30, "affinity": 8, "container": None,
-    "limits": {"cores": None, "memory_bytes": None}, "links": None,
+    "limits": {"cores": None, "memory_bytes": None}, "links": None, "cluster": None,
     "peers": {"cma": "ok", "files": "ok", "between": "processes", "ptrace_scope": None, "single_copy_off": False},
 }
 A100 = {"name": "A100", "capability": "80", "memory_bytes": 40 << 30}

@@ -61,6 +61,16 @@ def test_urls_are_copied_once_checked_and_within_a_bound(stored, tmp_path, monke
         resolve("jsonl", {"files": f"local://{tmp_path}/one/*.none"}, "train")
 
 
+def test_a_pattern_means_the_same_files_as_of_a_path(stored, tmp_path):
+    write_shards(tmp_path / "one/old", "jsonl", X, Y)
+    url = stored("one")
+    for pattern in ("*.jsonl", "**/*.jsonl", "*/part-0[12].jsonl", "part-??.jsonl"):
+        path = f"{tmp_path}/one/{pattern}"
+        assert len(resolve("jsonl", {"files": f"local://{path}"}, "train")) == len(
+            resolve("jsonl", {"files": path}, "train")), pattern
+    assert len(resolve("jsonl", {"files": url}, "train")) == N
+
+
 def test_a_version_is_the_same_in_a_listing_and_in_a_request_for_one_file():
     listing = {"size": 3, "ETag": '"ab"', "StorageClass": "STANDARD", "Key": "x"}
     request = {"size": 3, "ETag": '"ab"', "ContentType": "text", "mtime": None}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.data.pictures import Normalisation
 from hvdtrain.data.sets.mixture import Mixture, make
 from hvdtrain.data.sources import ArraySource, Unreadable
 
@@ -35,6 +36,17 @@ def test_proportions_are_exact_and_no_sample_comes_twice_before_its_source_has_e
     for k, n in enumerate(sizes):
         times = [every[1000 * k + i] for i in range(n)]
         assert max(times) - min(times) <= 1
+
+
+def test_augmentation_knows_the_normalisation_of_all_sources():
+    def normalised(*means):
+        sources = of_tens([2, 3])
+        for source, mean in zip(sources, means):
+            source.scale = Normalisation.of(mean, None, 3, "channels_first")
+        return Mixture(sources, [1, 1])
+    assert normalised(0.5, 0.5).scale.mean == (0.5,) * 3 and normalised(0.5).scale is None
+    with pytest.raises(UserError, match="normalise pictures differently"):
+        normalised(0.5, 0.4)
 
 
 def test_a_sample_depends_on_seed_epoch_and_number_only():

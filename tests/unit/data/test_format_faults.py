@@ -1,0 +1,84 @@
+"""Files of each format that once gave other samples than are in them, in silence."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+from shards import npy, write_shards, write_tar
+
+from hvdtrain.core.errors import UserError
+from hvdtrain.data.sources import Unreadable, resolve
+
+N = 23
+X = np.random.default_rng(0).standard_normal((N, 4, 3)).astype(np.float32)
+Y = np.random.default_rng(1).integers(-5, 300, N)
+PARQUET = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
+
+
+def everything(source):
+    return source.fetch(np.arange(len(source)))
+
+
+def test_tars_that_webdataset_refuses_or_that_go_on_after_their_end(tmp_path):
+    files = [(f"__{i}.{ending}", data) for i in range(3) for ending, data in (("npy", npy(X[i])), ("cls", b"%d" % i))]
+    write_tar(tmp_path / "a.tar", [("__notes__/0.json", b"1"), *files])
+    assert everything(resolve("webdataset", {"files": str(tmp_path / "a.tar")}, "train"))[1].tolist() == [0, 1, 2]
+    (tmp_path / "b.tar").write_bytes((tmp_path / "a.tar").read_bytes() * 2)  # as cat does
+    with pytest.raises(Unreadable, match="sample 3 .*the tar ends here, but not its file"):
+        everything(resolve("webdataset", {"files": str(tmp_path / "b.tar")}, "train"))
+    write_tar(tmp_path / "c.tar", [*files, *files[4:]])  # as tar --append does
+    with pytest.raises(Unreadable, match="sample 2 .*two files that end in .npy"):
+        everything(resolve("webdataset", {"files": str(tmp_path / "c.tar")}, "train"))
+    write_tar(tmp_path / "d.tar", [("0.json", b'{"label": 7}'), ("0.npy", npy(X[0]))])
+    assert everything(resolve("webdataset", {"files": str(tmp_path / "d.tar"), "y": "json.label"}, "train"))[1] == 7
+
+
+def test_numbers_that_do_not_fit_are_no_other_numbers(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"x": [1, 2], "y": 3}\n{"x": [300, 2], "y": 9223372036854775809}\n{"x": [0.5, 1], "y": 3}\n')
+    for args, row, words in (({}, 1, "9223372036854775809, and whole numbers become int64"),
+                             ({"dtype": "uint8", "x": "x", "y": "x"}, 1, "x holds 300, which is no uint8"),
+                             ({"dtype": "uint8"}, 2, "x holds 0.5, which is no uint8")):
+        with pytest.raises(Unreadable, match=f"sample {row} .*{words}"):
+            resolve("jsonl", {"files": str(path), **args}, "train").fetch(np.array([row]))
+    with pytest.raises(UserError, match="data.args.mean is 0.5, and x is no picture"):
+        resolve("jsonl", {"files": str(path), "mean": 0.5}, "train")
+
+
+@PARQUET
+def test_tensors_of_fixed_shape_and_columns_of_one_name(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    kind = pyarrow.fixed_shape_tensor(pyarrow.int64(), (2, 3), permutation=[1, 0])
+    rows = pyarrow.array([list(range(i, i + 6)) for i in range(4)], kind.storage_type)
+    table = pyarrow.Table.from_arrays([pyarrow.ExtensionArray.from_storage(kind, rows), pyarrow.array(range(4))], "xy")
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    x, y = everything(resolve("parquet", {"files": str(tmp_path / "a.parquet")}, "train"))
+    assert x.shape == (4, 3, 2) and x[1].tolist() == [[1, 4], [2, 5], [3, 6]] and y.tolist() == list(range(4))
+    pyarrow.parquet.write_table(table.append_column("y", table["y"]), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="b.parquet has several columns y"):
+        resolve("parquet", {"files": str(tmp_path / "b.parquet")}, "train")
+
+
+@PARQUET
+def test_a_shortage_is_no_damage_that_an_index_keeps(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    pattern = write_shards(tmp_path / "p", "parquet", X, Y, 1)
+    for error in (OSError(5, "Input/output error"), pyarrow.lib.ArrowMemoryError("malloc of size 64 failed")):
+        with monkeypatch.context() as patch:
+            def fails(*args, error=error, **more):
+                raise error
+            patch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", fails)
+            with pytest.raises((UserError, MemoryError), match="Input/output error|memory"):
+                resolve("parquet", {"files": pattern}, "train")
+    assert np.array_equal(everything(resolve("parquet", {"files": pattern}, "train"))[1], Y)
+    pyarrow.parquet.write_table(pyarrow.table({"x": np.arange(N) + 0.37, "y": Y}), tmp_path / "sums.parquet",
+                                compression="none", use_dictionary=False, write_page_checksum=True)
+    data = (tmp_path / "sums.parquet").read_bytes()
+    at = data.index(np.float64(4.37).tobytes())
+    (tmp_path / "sums.parquet").write_bytes(data[:at] + b"\0" + data[at + 1:])
+    with pytest.raises(Unreadable, match="(?i)crc checksum"):
+        resolve("parquet", {"files": str(tmp_path / "sums.parquet")}, "train")

@@ -131,7 +131,8 @@ def _settings(hosts: Hosts, settings: TrainingSettings, rates: Rates) -> Iterato
     """Yield balance, bf16, compression and a pipeline."""
     devices = [device for host in hosts for device in host.devices]
     size = len(devices)
-    if size > 1 and not settings.balance and settings.stages == 1 and len({(d.name, len(h.devices)) for h in hosts for d in h.devices}) > 1:
+    kinds = {(device.name, len(host.devices)) for host in hosts for device in host.devices}
+    if len(kinds) > 1 and not settings.balance and settings.stages == 1:
         yield Candidate("balance", hosts, replace(settings, balance=True, shares=()),
                         (*_equal(settings), "--balance", "static"))
     if settings.precision in ("fp32", "tf32") and all("bf16" in device.flops for device in devices):

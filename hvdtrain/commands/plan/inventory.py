@@ -289,8 +289,8 @@ class PlannedHosts:
             named[device.name if device and device.name not in given else name] = share
         away = absent(named, places)
         if away:
-            terminal.note(f"shares: {', '.join(map(repr, away))} {'means' if len(away) == 1 else 'mean'} no rank of this "
-                          "plan")
+            verb = "means" if len(away) == 1 else "mean"
+            terminal.note(f"shares: {', '.join(map(repr, away))} {verb} no rank of this plan")
         return tuple(by_rank("shares", named, places)) if named else ()
 
     @property

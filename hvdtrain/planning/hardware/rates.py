@@ -189,7 +189,7 @@ class Rates:
         transport = self.collectives if self.collectives != "auto" else measured.transport if measured else (
             ("shared" if most > 1 else "mpi") if all_cpu else "horovod")
         said: list[str] = []
-        links = [measured.within, measured.between] if measured else [None, None]
+        links: list[Link | None] = [measured.within, measured.between] if measured else [None, None]
         if links[0] is None:
             links[0] = self._within(hosts, said) if most > 1 else Link(0.0, 0.0)
         if links[1] is None:

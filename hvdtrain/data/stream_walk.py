@@ -90,11 +90,6 @@ class StreamWalk:
         who = ", ".join(f"rank {ranks[0]} for rank{'s' * (len(ranks) > 2)} {spans(ranks[1:])}" for ranks in hosts[:8])
         return f"data.readers: one rank of a host reads the stream for the others: {who}"
 
-    def read_more(self) -> None:
-        """Tell the ranks that wait for rows of this walk that the stream has given samples."""
-        if self._host is not None and self._number:
-            self._host.reading(self._number)
-
     def order(self, epoch: int, shuffle: bool) -> None:
         """Return None: a stream has its own order."""
 
@@ -294,7 +289,8 @@ def _counted(walk: StreamWalk, chunks: Iterable[Arrays]) -> Iterator[Arrays]:
     for chunk in chunks:
         if isinstance(chunk, tuple) and chunk and np.ndim(chunk[0]):  # `pieces` refuses others
             walk.decodes += len(chunk[0])
-            walk.read_more()
+            if walk._host is not None and walk._number:
+                walk._host.reading(walk._number)
         yield chunk
 
 

@@ -63,7 +63,7 @@ def indexes(paths: Sequence[str], stamps: Sequence[Stamp], kind: str, cache: str
     there. Errors: `UserError` where no folder is writable, and for a shard that changes while it is scanned.
     """
     heads = [{"version": _VERSION, "kind": kind, "size": stamp.size, "mtime_ns": stamp.mtime_ns} for stamp in stamps]
-    targets = [_target(path, kind, cache) for path in paths]
+    targets = [_target(path, kind, cache, head) for path, head in zip(paths, heads)]
     found: dict[int, Index] = {}
 
     def good(i: int) -> bool:
@@ -91,7 +91,7 @@ def changed(path: str) -> UserError:
                      "start the run again with the current file")
 
 
-def _target(path: str, kind: str, cache: str) -> Path:
+def _target(path: str, kind: str, cache: str, head: dict[str, Any]) -> Path:
     """Return the index file of a shard; beside the data its name is that of the shard, which may move with its folder.
 
     In a cache that several folders share, the name holds the shard's path too.
@@ -99,7 +99,7 @@ def _target(path: str, kind: str, cache: str) -> Path:
     key = hashlib.sha256(kind.encode()).hexdigest()[:8]
     parent, name = os.path.split(path)
     near = f"{name}.{key}.index"
-    folder = folder_of(Path(parent), FOLDER, "index", cache, near)
+    folder = folder_of(Path(parent), FOLDER, "index", cache, near, lambda kept: _read(kept, head) is not None)
     if folder == Path(parent) / FOLDER:
         return folder / near
     return folder / f"{name}.{hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:12]}.{key}.index"

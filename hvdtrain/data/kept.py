@@ -25,10 +25,11 @@ def user_cache(kind: str) -> Path:
     return Path(base, "hvdtrain", kind)
 
 
-def folder_of(beside: Path, hidden: str, kind: str, cache: str, name: str) -> Path:
+def folder_of(beside: Path, hidden: str, kind: str, cache: str, name: str,
+              good: Callable[[Path], bool] = Path.exists) -> Path:
     """Return the folder of the file ``name``: ``cache``, else ``hidden`` in the folder ``beside``, else `user_cache`.
 
-    ``beside`` is taken where it holds the file already or is writable.
+    ``beside`` is taken where it is writable or holds a ``good`` file already.
     """
     if cache:
         folder = Path(cache).expanduser()
@@ -38,7 +39,7 @@ def folder_of(beside: Path, hidden: str, kind: str, cache: str, name: str) -> Pa
     folder = beside / hidden
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
-        if (folder / name).exists() or os.access(folder, os.W_OK):
+        if os.access(folder, os.W_OK) or good(folder / name):
             return folder
     folder = user_cache(kind)
     with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
 """Files of each format that once gave other samples than are in them, in silence."""
 
 import importlib.util
+import os
 
 import numpy as np
 import pytest
@@ -43,6 +44,18 @@ def test_numbers_that_do_not_fit_are_no_other_numbers(tmp_path):
             resolve("jsonl", {"files": str(path), **args}, "train").fetch(np.array([row]))
     with pytest.raises(UserError, match="data.args.mean is 0.5, and x is no picture"):
         resolve("jsonl", {"files": str(path), "mean": 0.5}, "train")
+
+
+def test_a_stale_index_in_a_folder_that_is_not_writable_gives_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    pattern = write_shards(tmp_path / "d", "jsonl", X, Y, 1)
+    resolve("jsonl", {"files": pattern}, "train")
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and real(path, mode))
+    assert len(resolve("jsonl", {"files": pattern}, "train")) == N and not (tmp_path / "xdg").exists()
+    write_shards(tmp_path / "d", "jsonl", X[:9], Y[:9], 1)
+    assert len(resolve("jsonl", {"files": pattern}, "train")) == 9
+    assert len(list((tmp_path / "xdg/hvdtrain/index").glob("*.index"))) == 1
 
 
 @PARQUET

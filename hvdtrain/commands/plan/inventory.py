@@ -161,6 +161,7 @@ class PlannedHosts:
         self._cpu = f"{CPU} {cpu_facts().name}"
         self._given = given
         self._run: Run | None = None
+        self.notes: list[str] = []
         self.epoch_samples = 0
         """Samples of an epoch; 0: unknown."""
 
@@ -290,7 +291,7 @@ class PlannedHosts:
         away = absent(named, places)
         if away:
             verb = "means" if len(away) == 1 else "mean"
-            terminal.note(f"shares: {', '.join(map(repr, away))} {verb} no rank of this plan")
+            self.notes.append(f"shares: {', '.join(map(repr, away))} {verb} no rank of this plan")
         return tuple(by_rank("shares", named, places)) if named else ()
 
     @property
@@ -355,6 +356,8 @@ def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibra
                   "name": best.name, "line": command(best, words)}}
     _write(asked.target, record)
     if not asked.quiet:
+        for text in here.notes:
+            terminal.note(text)
         tables.show(base, hosts, workload, settings, samples, here.currency, line, here.control.size > 1)
         tables.show_alternatives(found, left_out, here.currency, words)
         tables.show_choice(best, asked.wishes, here.currency, words)

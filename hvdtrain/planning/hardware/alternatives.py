@@ -248,13 +248,17 @@ def line_of(hosts: Hosts, words: Sequence[str]) -> list[str]:
     return ["python", "-m", "hvdtrain", "launch", *where, "--", *train]
 
 
-def expanded(name: str, count: int) -> list[str]:
-    """Return names of ``count`` hosts of an entry.
+_NO_PATTERN = str.maketrans("", "", "*?[]!")
 
-    >>> expanded("a", 1), expanded("gpu", 2)
-    (['a'], ['gpu1', 'gpu2'])
+
+def expanded(name: str, count: int) -> list[str]:
+    """Return names of ``count`` hosts of an entry, whose name may be a pattern.
+
+    >>> expanded("a", 1), expanded("gpu", 2), expanded("gpu-*", 2), expanded("*", 1)
+    (['a'], ['gpu1', 'gpu2'], ['gpu-1', 'gpu-2'], ['host1'])
     """
-    return [name] if count == 1 else [f"{name}{number}" for number in range(1, count + 1)]
+    plain = name.translate(_NO_PATTERN) or "host"
+    return [name] if count == 1 and plain == name else [f"{plain}{number}" for number in range(1, count + 1)]
 
 
 def site(entries: Sequence[tuple[str, int, Sequence[tuple[int, Device]], float | None, float | None]]

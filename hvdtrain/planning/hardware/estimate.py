@@ -143,7 +143,7 @@ def estimate(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates
     _within_range(divided, paces, devices)
     codec_s, ratio, cast = rates.codec(settings.compression if len(devices) > 1 else "none", devices)
     numbers = [number for number, host in enumerate(hosts) for _ in host.devices]
-    ranks = tuple(Rank(number, line, part.samples, max(1, part.accumulate), _updates(pace, settings, len(devices)))
+    ranks = tuple(Rank(number, line, part.samples, part.accumulate, _updates(pace, settings, len(devices)))
                   for number, line, part, pace in zip(numbers, lines, divided.parts, paces))
     nbytes = tuple(bucket.nbytes for bucket in rates.workload.buckets)
     exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, wiring.overlaps, codec_s, ratio,

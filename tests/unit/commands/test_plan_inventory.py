@@ -58,6 +58,7 @@ def test_a_described_model_on_hardware_that_is_not_here(files, capsys):
 @pytest.mark.parametrize("shares", ["fast=3,old=1", "A100-40GB=3,RTX 3090=1", "A100=3,*=1", "[3,3,1,1]"])
 def test_shares_are_those_of_hosts_and_devices_of_the_plan(files, capsys, shares):
     assert planned(capsys, *DESCRIBED, "--shares", shares)["samples_by_rank"] == [[2, 96], [2, 32]]
+    planned(capsys, *DESCRIBED, "--shares", "fast=3,old=1,gone=1")  # of that a note tells, but for standard output
 
 
 def test_the_command_trains_as_many_samples_as_were_planned(files, capsys):

@@ -76,5 +76,5 @@ def test_a_calibration_is_of_the_work_that_was_measured():
                               parts=SimpleNamespace(params=SimpleNamespace(specs=[])))
         return calibration.key(run, [np.zeros((1, 3), np.float32)])
 
-    keys = [key(), key(remat="every:1"), key(threads=1), key(model_args={"depth": 2})]
+    keys = [key(), key(remat="every:1"), key(threads=1), key(clip_norm=1.0), key(ema=0.9), key(model_args={"depth": 2})]
     assert len(set(keys)) == len(keys) and key(global_batch=7) == keys[0]

@@ -94,6 +94,9 @@ def test_without_assumptions_only_what_was_calibrated_is_estimated():
             ([host("a", A100, 4), host("b", A100, 4)], TrainingSettings(128, "bf16"), "links were not calibrated")):
         with pytest.raises(UserError, match=words):
             estimate(hosts, settings, known, 1000)
+    timed = replace(TrainingSettings(128, "bf16"), recompute=1.0, recompute_timed=True)
+    assert estimate([host("a", A100, 4)], timed, known, 0).mid_s == found.mid_s  # checkpointing was calibrated
+    assert "activation checkpointing" not in explored([host("a", A100, 4)], timed, rates(LARGE, None, [made]))[1]
     _, found, left_out, _ = explored([host("a", A100, 4)], TrainingSettings(128, "bf16"), known)
     assert "compression fp16" in found and "one more host like a" in left_out
 

@@ -52,8 +52,8 @@ class TrainingSettings:
 
     ``shares``: of ranks, by number; (): equal. ``balance``: shares by speed. ``recompute``: fraction of forward that
     activation checkpointing computes again; ``recompute_timed``: calibrated lines have it. ``change``: of the
-    measured memory, such as that of activations in bf16. ``save_steps``, ``save_every_s``: between checkpoints; 0: none.
-    ``micro_batch``: at most so many samples; 0: any. ``micros``: of a pipeline's replica; 0: by its stages.
+    measured memory, such as that of activations in bf16. ``save_steps``, ``save_every_s``: between checkpoints; 0:
+    none. ``micro_batch``: at most so many samples; 0: any. ``micros``: of a pipeline's replica; 0: by its stages.
     """
 
     global_batch: int

@@ -70,7 +70,7 @@ def test_what_a_run_took_corrects_the_next_plan(cache):
 
 
 def test_a_calibration_is_of_the_work_that_was_measured():
-    """What computes again, or on other threads, was not measured."""
+    """Other threads, or activation checkpointing, are other work."""
     def key(**settings):
         run = SimpleNamespace(config=Config(**settings), spec=SimpleNamespace(framework="torch", name="m"),
                               parts=SimpleNamespace(params=SimpleNamespace(specs=[])))

@@ -318,6 +318,7 @@ def _refuse_unplanned(config: Config) -> None:
                       ("rebalance.max_micro_batch", config.balance != "off" and bool(config.rebalance.max_micro_batch)),
                       ("emulate_speed", bool(config.emulate_speed)),
                       ("exchange.adasum", config.exchange.adasum),
+                      ("exchange.hierarchical", config.exchange.hierarchical),
                       ("pipeline.depths", bool(pipeline.depths)),
                       ("pipeline.cut", bool(pipeline.cut)),
                       (f"pipeline.order: {pipeline.order}", pipeline.stages > 1 and pipeline.order != "1f1b")):

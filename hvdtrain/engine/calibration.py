@@ -38,10 +38,10 @@ from hvdtrain.planning.hardware.rates import Calibration
 from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.linear import LinearTime, Link
 from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding
-from hvdtrain.planning.simulator import Exchange, Rank, step
+from hvdtrain.planning.simulator import Exchange, Rank, host_links, step
 from hvdtrain.planning.simulator import Scene as Played
 
-VERSION = 1
+VERSION = 2
 """Of the file's format; others are not read."""
 
 LARGEST, MOST_ENTRIES = 1 << 20, 64
@@ -92,7 +92,8 @@ def key(run: Run, sample: Any) -> str:
     facts = [run.spec.framework, run.spec.name, config.model_args,
              [(spec.name, spec.shape, spec.dtype) for spec in run.parts.params.specs],
              [(str(np.asarray(array).dtype), np.asarray(array).shape[1:]) for array in sample],
-             config.optimizer.name, config.sync_batchnorm, config.deterministic, config.compile]
+             config.optimizer.name, config.sync_batchnorm, config.deterministic, config.compile, str(config.remat),
+             config.threads]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
@@ -198,28 +199,14 @@ def _exchanging(run: Run, found: Calibration, hosts: int) -> Calibration:
     ops = run.dp.reducer.ops  # type: ignore[attr-defined]
     nbytes = sum(bucket.nbytes for bucket in run.dp.buckets)
     measured, = transport_sweep.measure({wire.name: wire}, ops, control, nbytes, SWEEP_S)
-    ranks = [len(host.ranks) for host in run.topology.hosts]
     codecs: dict[str, tuple[float, float]] = {}
     if run.config.compression == "none" and not run.dp.divides_state:
         costs = sweep.measure(wire, ops, control, run.dp.buckets, run.config).costs
         whole = next((cost.wire_bytes for cost in costs if cost.name == "none"), 0)
         codecs = {cost.name: (cost.codec_s, cost.wire_bytes / whole) for cost in costs if cost.name != "none" and whole}
-    steps, per_byte = _sent(wire.name, ranks)
-    link = Link(measured.link.alpha_s / max(1, steps), measured.link.beta_s_per_byte / per_byte)
-    within, between = (link, None) if hosts == 1 else (Link(0.0, 0.0), link)
-    return replace(found, within=within, between=between, codecs=codecs)
-
-
-def _sent(transport: str, ranks_H: Sequence[int]) -> tuple[int, float]:
-    """Return (messages one after the other, bytes that a host's ranks send per byte of a sum), as in the simulator."""
-    size, hosts, most = sum(ranks_H), len(ranks_H), max(ranks_H)
-    if hosts == 1:
-        return size - 1, 2.0 * (size - 1)
-    if transport == "mpi":
-        return size - 1, 2.0 * most * (size - most) / size
-    if transport == "shared":
-        return hosts - 1, 2.0 * (hosts - 1) / hosts
-    return size - 1, 2.0 * (size - 1) / size
+    hosts_P = [number for number, host in enumerate(run.topology.hosts) for _ in host.ranks]
+    within, between = host_links(wire.name, hosts_P, measured.link)
+    return replace(found, within=within, between=between if hosts > 1 else None, codecs=codecs)
 
 
 def _predicted(run: Run, found: Calibration, steps: TrainedSteps) -> float:

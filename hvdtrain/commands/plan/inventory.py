@@ -26,8 +26,9 @@ from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, yaml_file
 from hvdtrain.config import inventory as inventories
 from hvdtrain.config.inventory import Inventory, InventoryHost, InventoryLinks
+from hvdtrain.config.placed import RankPlace, absent, by_rank
 from hvdtrain.config.sections import DataParallelConfig, PipelineConfig
-from hvdtrain.core import ROOT
+from hvdtrain.core import ROOT, terminal
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import Control
@@ -86,8 +87,10 @@ def request(argv: Sequence[str]) -> PlanRequest:
         if not value or value.startswith("--"):
             raise UserError(f"{name} has no value", f"one, such as {name} 100", f"add it to {name}")
         found[name] = value
-    samples = _number(found, "--samples")
-    return PlanRequest(found["--inventory"], found.get("--assume", ""), int(samples or 0), found.get("--json", ""),
+    samples = _number(found, "--samples") or 0.0
+    if samples != int(samples):
+        raise UserError(f"--samples is {found['--samples']!r}", "a whole number of 1 or more", "correct --samples")
+    return PlanRequest(found["--inventory"], found.get("--assume", ""), int(samples), found.get("--json", ""),
                    PlanLimits(_number(found, "--budget"), _number(found, "--deadline")), tuple(rest))
 
 
@@ -158,6 +161,8 @@ class PlannedHosts:
         self._cpu = f"{CPU} {cpu_facts().name}"
         self._given = given
         self._run: Run | None = None
+        self.epoch_samples = 0
+        """Samples of an epoch; 0: unknown."""
 
     @property
     def currency(self) -> str:
@@ -227,7 +232,9 @@ class PlannedHosts:
             workload, found = calibration.measured_here(run, scene, own, list(run.dp.buckets) or scene.buckets(),
                                                         self._share(own, local, kind))
             name = calibration.key(run, scene.sample(1))
-            samples = config.max_steps * config.global_batch or config.epochs * (run.feed.samples or 0)
+            self.epoch_samples = run.feed.samples or 0
+            limits = (config.max_steps * config.global_batch, config.epochs * self.epoch_samples)
+            samples = min([limit for limit in limits if limit], default=0)
         finally:
             run.leave()
         return workload, [c for device in sorted(wanted - {own}) for c in calibration.known(device, name)] + found, (
@@ -258,30 +265,64 @@ class PlannedHosts:
         """Return the settings of the plan. ``calibrated``: steps were timed, with what checkpointing computes again."""
         config = self.config
         zero = config.data_parallel.stage if config.data_parallel.name == "zero" else 0
-        for what, bad in (("data_parallel.stage: auto", zero == "auto"), ("compression: auto",
-                          config.compression == "auto"), ("micro_batch: auto", config.micro_batch == "auto"),
-                          ("pipeline.depths", bool(config.pipeline.depths)),
-                          ("model_parallel", config.model_parallel > 1),
-                          ("data_parallel: " + config.data_parallel.name,
-                           config.data_parallel.name not in ("zero", "replicate"))):
-            if bad:
-                raise UserError(f"a plan of hardware with {what}", "another value, which such a plan can estimate",
-                                "leave the key out")
+        _refuse_unplanned(config)
         halves = config.precision in ("bf16", "fp16") and not self.assumed_model and (
             self._run is not None and self._run.parts.precision.own == "fp32")
         change = in_bf16 if halves else None
         remat = workload.recomputing() if self.assumed_model and config.remat != "off" else None
         again = 1.0 if config.remat != "off" and not calibrated else 0.0
-        shares = tuple(float(one) for one in config.shares) if isinstance(config.shares, list) else ()
         return TrainingSettings(config.global_batch, str(config.precision), config.accumulate, config.balance != "off",
-                                shares, int(zero), config.compression, again, config.pipeline.stages,
+                                self._shares(), int(zero), config.compression, again, config.pipeline.stages,
                                 remat[0] if remat else change, config.checkpoint.every_steps,
-                                config.checkpoint.every_s, int(config.micro_batch))
+                                config.checkpoint.every_s, int(config.micro_batch), config.pipeline.micro_batches)
+
+    def _shares(self) -> tuple[float, ...]:
+        """Return the share of each rank of the plan; () for equal ones. Names are those of its hosts and devices."""
+        given = self.config.shares
+        if not isinstance(given, Mapping):
+            return tuple(float(share) for share in given)
+        places = [RankPlace(host.name, _kind(device), device.name) for host in self.hosts() for device in host.devices]
+        nodes = {place.node.lower() for place in places}
+        named = {}
+        for name, share in given.items():
+            device = None if name.lower() in nodes else self.catalogue.find(name)
+            named[device.name if device and device.name not in given else name] = share
+        away = absent(named, places)
+        if away:
+            verb = "means" if len(away) == 1 else "mean"
+            terminal.note(f"shares: {', '.join(map(repr, away))} {verb} no rank of this plan")
+        return tuple(by_rank("shares", named, places)) if named else ()
 
     @property
     def assumed_model(self) -> bool:
         """Return whether the model is described, not built."""
         return self.assumed is not None and self.assumed.model is not None
+
+
+def _kind(device: Device) -> str:
+    """Return the kind of a device, as a run of its framework calls it."""
+    return "cpu" if device.kind == "cpu" else "rocm" if device.name.upper().startswith("MI") else "cuda"
+
+
+def _refuse_unplanned(config: Config) -> None:
+    """Raise `UserError` for values that change a training and that the plan leaves out."""
+    data, pipeline = config.data_parallel, config.pipeline
+    for what, bad in (("data_parallel.stage: auto", data.name == "zero" and data.stage == "auto"),
+                      ("compression: auto", config.compression == "auto"),
+                      ("micro_batch: auto", config.micro_batch == "auto"),
+                      ("model_parallel", config.model_parallel > 1),
+                      (f"data_parallel: {data.name}", data.name not in ("zero", "replicate")),
+                      ("data_parallel.shards", bool(data.shards)),
+                      ("precision by rank, host or device", len(config.precisions()) > 1),
+                      ("rebalance.max_micro_batch", config.balance != "off" and bool(config.rebalance.max_micro_batch)),
+                      ("emulate_speed", bool(config.emulate_speed)),
+                      ("exchange.adasum", config.exchange.adasum),
+                      ("pipeline.depths", bool(pipeline.depths)),
+                      ("pipeline.cut", bool(pipeline.cut)),
+                      (f"pipeline.order: {pipeline.order}", pipeline.stages > 1 and pipeline.order != "1f1b")):
+        if bad:
+            raise UserError(f"a plan of hardware with {what}", "another value, which such a plan can estimate",
+                            "leave the key out")
 
 
 def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibrations: Sequence[Calibration],
@@ -304,7 +345,7 @@ def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibra
     found, left_out = alternatives.explored(base, hosts, settings, rates, here.catalogue, samples, asked.wishes,
                                             here.currency)
     best = alternatives.chosen(base, found, asked.wishes)
-    words = _train_words(asked, samples, settings)
+    words = _train_words(asked, samples, settings, here)
     line = shlex.join(alternatives.line_of(hosts, words))
     record = {**base.to_dict(), "line": line, "samples": samples, "currency": here.currency,
               "alternatives": [{"name": one.name, "reason": one.reason, "line": command(one, words),
@@ -319,10 +360,14 @@ def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibra
         tables.show_choice(best, asked.wishes, here.currency, words)
 
 
-def _train_words(asked: PlanRequest, samples: int, settings: TrainingSettings) -> list[str]:
+def _train_words(asked: PlanRequest, samples: int, settings: TrainingSettings, here: PlannedHosts) -> list[str]:
+    """Return the options of a training of so many samples."""
     words = list(asked.train)
-    if asked.samples and not any(word.startswith("--max_steps") for word in words):
-        words += ["--max_steps", str(-(-samples // settings.global_batch))]
+    if asked.samples:
+        words += ["--max_steps", str(-(-samples // settings.global_batch))]  # the last one of an option counts
+        epochs = -(-samples // here.epoch_samples) if here.epoch_samples else 0
+        if epochs > here.config.epochs:  # whichever ends first ends the run
+            words += ["--epochs", str(epochs)]
     return words
 
 

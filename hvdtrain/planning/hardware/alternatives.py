@@ -111,22 +111,30 @@ def _fewer_or_more(hosts: Hosts, settings: TrainingSettings) -> Iterator[Candida
     kinds: dict[tuple[object, ...], SiteHost] = {}
     for host in hosts:
         kinds[(tuple(d.name for d in host.devices), host.price_per_hour)] = host
-    settings = replace(settings, shares=())
+    equal, settings = _equal(settings), replace(settings, shares=())
     for host in kinds.values():
         left = [one for one in hosts if one is not host]
         if left:
-            yield Candidate(f"without host {host.name}", left, settings)
-        yield Candidate(f"one more host like {host.name}", [*hosts, replace(host, name=f"{host.name}-more")], settings)
+            yield Candidate(f"without host {host.name}", left, settings, equal)
+        yield Candidate(f"one more host like {host.name}", [*hosts, replace(host, name=f"{host.name}-more")], settings,
+                        equal)
     if len(hosts) >= 4:
-        yield Candidate("half of the hosts", hosts[:len(hosts) // 2], settings)
+        yield Candidate("half of the hosts", hosts[:len(hosts) // 2], settings, equal)
+
+
+def _equal(settings: TrainingSettings) -> tuple[str, ...]:
+    """Return the options that replace the shares of a command, which are by rank or name, by equal ones."""
+    return ("--shares", "[]") if settings.shares else ()
 
 
 def _settings(hosts: Hosts, settings: TrainingSettings, rates: Rates) -> Iterator[Candidate]:
     """Yield balance, bf16, compression and a pipeline."""
     devices = [device for host in hosts for device in host.devices]
     size = len(devices)
-    if size > 1 and not settings.balance and len({(d.name, len(h.devices)) for h in hosts for d in h.devices}) > 1:
-        yield Candidate("balance", hosts, replace(settings, balance=True, shares=()), ("--balance", "static"))
+    kinds = {(device.name, len(host.devices)) for host in hosts for device in host.devices}
+    if len(kinds) > 1 and not settings.balance and settings.stages == 1:
+        yield Candidate("balance", hosts, replace(settings, balance=True, shares=()),
+                        (*_equal(settings), "--balance", "static"))
     if settings.precision in ("fp32", "tf32") and all("bf16" in device.flops for device in devices):
         yield Candidate("bf16", hosts, replace(settings, precision="bf16", change=_both(settings.change, in_bf16)),
                         ("--precision", "bf16"), "rounds activations to bf16; their memory is estimated")
@@ -141,8 +149,10 @@ def _settings(hosts: Hosts, settings: TrainingSettings, rates: Rates) -> Iterato
     stages = 2
     while stages <= min(size, rates.workload.blocks, MOST_STAGES) and settings.stages == 1:
         if size % stages == 0:
-            yield Candidate(f"pipeline of {stages} stages", hosts, replace(settings, stages=stages, zero=0),
-                            ("--pipeline.stages", str(stages)))
+            yield Candidate(f"pipeline of {stages} stages", hosts, replace(
+                settings, stages=stages, zero=0, balance=False, shares=()), (
+                *_equal(settings), *(("--balance", "off") if settings.balance else ()),
+                *(("--data_parallel.name", "replicate") if settings.zero else ()), "--pipeline.stages", str(stages)))
         stages *= 2
 
 
@@ -150,7 +160,7 @@ def _smaller(hosts: Hosts, settings: TrainingSettings, rates: Rates, base: Estim
     """Yield what reduces memory: ZeRO, activation checkpointing, both, more micro-batches where it does not fit."""
     size = sum(len(host.devices) for host in hosts)
     remat = rates.workload.recomputing() if not settings.recompute else None
-    divides = size > 1 and rates.workload.facts.model.elementwise
+    divides = size > 1 and rates.workload.facts.model.elementwise and settings.stages == 1
     for stage in range(settings.zero + 1, 3) if divides else ():
         if stage == 2 and settings.accumulate > 1:
             continue
@@ -185,7 +195,8 @@ def _devices(hosts: Hosts, settings: TrainingSettings, catalogue: Catalogue) -> 
         if wanted != settings.precision:
             note = "; ".join(part for part in (f"in {precision_on(device, wanted)}", note) if part)
         yield Candidate(f"{name} in place of {', '.join(sorted(own))}", swapped, replace(
-            settings, precision=wanted, shares=()), ("--precision", wanted) if wanted != settings.precision else (),
+            settings, precision=wanted, shares=()), (*_equal(settings), *(("--precision", wanted)
+                                                                         if wanted != settings.precision else ())),
             note, name)
 
 

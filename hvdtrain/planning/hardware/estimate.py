@@ -53,6 +53,7 @@ class TrainingSettings:
     ``shares``: of ranks, by number; (): equal. ``balance``: shares by speed. ``recompute``: fraction of forward that
     activation checkpointing computes again. ``change``: of the measured memory, such as that of activations in bf16.
     ``save_steps``, ``save_every_s``: between checkpoints; 0: none. ``micro_batch``: at most so many samples; 0: any.
+    ``micros``: micro-batches of a pipeline's replica; 0: by its stages.
     """
 
     global_batch: int
@@ -68,6 +69,7 @@ class TrainingSettings:
     save_steps: int = 0
     save_every_s: float = 0.0
     micro_batch: int = 0
+    micros: int = 0
 
 
 @dataclass(frozen=True)
@@ -256,11 +258,15 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
     """Return the estimate of a pipeline: stages of equal work over successive ranks, one replica after the other."""
     devices = [device for host in hosts for device in host.devices]
     depth, size, workload = settings.stages, len(devices), rates.workload
+    for what, bad in (("ZeRO", settings.zero > 0), ("balance", settings.balance), ("shares", bool(settings.shares))):
+        if bad:
+            raise UserError(f"a plan of a pipeline with {what}", f"a pipeline without {what}", "leave one of them out")
     copies = size // depth
     if copies * depth != size:
         raise UserError(f"{size} ranks for a pipeline of {depth} stages", "a multiple of the stages",
                         "change the number of stages")
-    micros = max(1, min(FLIGHT * depth, settings.global_batch // copies))
+    wanted = settings.micros or max(FLIGHT * depth, settings.accumulate)
+    micros = max(1, min(wanted, settings.global_batch // copies))
     micro = math.ceil(settings.global_batch / copies / micros)
     numbers = [number for number, host in enumerate(hosts) for _ in host.devices]
     wiring = rates.wiring([host.devices for host in hosts])
@@ -270,30 +276,33 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
     for copy in range(copies):
         own = range(copy * depth, (copy + 1) * depth)
         whole = [paces[r].line.seconds(micro, 1) / depth for r in own]
+        again = FORWARD * settings.recompute
         travel = tuple((wiring.between if numbers[r] != numbers[r + 1] else wiring.within).seconds(message)
                        for r in own[:-1])
         stages.append(Stages(tuple(own), "1f1b", micros, tuple(FORWARD * s for s in whole),
-                             tuple((1 - FORWARD) * s for s in whole), travel))
+                             tuple((1 - FORWARD + again) * s for s in whole), travel))
     samples_P = [round(each) if r % depth == 0 else 0 for r in range(size)]
     samples_P[0] += settings.global_batch - sum(samples_P)
     ranks = tuple(Rank(number, pace.line, n, micros, pace.update_s / depth + pace.fixed_s)
                   for number, pace, n in zip(numbers, paces, samples_P))
     nbytes = tuple(bucket.nbytes for bucket in workload.buckets)
-    exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between)
+    codec_s, ratio, cast = rates.codec(settings.compression if copies > 1 else "none", devices)
+    exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, codec_s=codec_s / depth, ratio=ratio)
     rooms = [device.room_bytes for device in devices]
-    need = _stage_need(rates, depth, min(depth, micros) * micro)
+    need = _stage_need(rates, settings, min(depth, micros) * micro)
     worst = min(range(size), key=lambda r: math.inf if rooms[r] is None else float(rooms[r] or 0))
-    said = (*_said(paces), *wiring.assumed, "stages have equal work and memory",
+    said = (*_said(paces), *wiring.assumed, *([cast] if cast else []), "stages have equal work and memory",
             f"stages send each other {format_bytes(message)} per micro-batch, the activations of a block")
-    return _outcome(hosts, Scene(ranks, exchange, tuple(stages), error=max(p.error for p in paces)),
-                    RankMemoryPlan(worst, need, rooms[worst]), said, samples, paces)
+    scene = Scene(ranks, exchange, tuple(stages), _saves(settings, paces), error=max(p.error for p in paces))
+    return _outcome(hosts, scene, RankMemoryPlan(worst, need, rooms[worst]), said, samples, paces)
 
 
-def _stage_need(rates: Rates, depth: int, in_flight: int) -> Footprint:
+def _stage_need(rates: Rates, settings: TrainingSettings, in_flight: int) -> Footprint:
     """Return the memory of the first stage: its share of the model, and activations of all micro-batches in flight."""
-    facts = rates.workload.facts
-    whole = forecast(replace(facts, rank=replace(facts.rank, micro_batch=in_flight, micros=2, size=1),
-                             way=Sharding(0, rates.workload.buckets)))  # gradients stay over micro-batches
+    facts, depth = rates.workload.facts, settings.stages
+    facts = replace(facts, rank=replace(facts.rank, micro_batch=in_flight, micros=2, size=1),
+                    way=Sharding(0, rates.workload.buckets))  # gradients stay over micro-batches
+    whole = forecast(settings.change(facts) if settings.change else facts)
     return Footprint(-(-whole.parameters // depth), -(-whole.gradients // depth), -(-whole.state // depth),
                      -(-whole.activations // depth), whole.buckets, whole.workspace)
 

@@ -5,7 +5,7 @@ Calibrating is left to `hvdtrain.engine.calibration`, reading assumptions to `hv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdtrain.config.inventory import InventoryLinks
@@ -15,7 +15,7 @@ from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.linear import LinearTime, Link
 
 BEYOND = 2.0
-"""A micro-batch may be this many times smaller or larger than those that were timed."""
+"""A micro-batch may be this many times smaller or larger than those that were timed, a link slower or faster."""
 
 LEAST_SLOPE_S = 1e-12
 """Seconds of a sample at least: a plan needs a line that rises."""
@@ -62,6 +62,12 @@ class Calibration:
 def in_range(samples: int, sizes: Sequence[int]) -> bool:
     """Return whether a micro-batch is at most `BEYOND` times smaller or larger than ``sizes``; () allows any."""
     return not sizes or min(sizes) / BEYOND <= samples <= BEYOND * max(sizes)
+
+
+def near(link: Link, nominal_Bps: float) -> bool:
+    """Return whether a measured link can be one of ``nominal_Bps``; 0: unknown, of any."""
+    seconds = link.beta_s_per_byte * nominal_Bps
+    return not nominal_Bps or 1 / BEYOND <= seconds <= BEYOND
 
 
 @dataclass(frozen=True)
@@ -178,18 +184,14 @@ class Rates:
         devices = [device for host in hosts for device in host]
         if len(devices) < 2:
             return Wiring("null", Link(0.0, 0.0), Link(0.0, 0.0), False)
-        names = {device.name for device in devices}
-        own = [c for c in self.calibrations if c.device in names]
-        within = next((c for c in reversed(own) if c.within is not None), None)
-        between = next((c for c in reversed(own) if c.between is not None), None)
+        measured = self._measured({device.name for device in devices}, len(hosts) > 1)
         all_cpu = all(device.kind == "cpu" for device in devices)
-        measured = within or between
         transport = self.collectives if self.collectives != "auto" else measured.transport if measured else (
             ("shared" if most > 1 else "mpi") if all_cpu else "horovod")
         said: list[str] = []
-        links = [within.within if within else None, between.between if between else None]
+        links: list[Link | None] = [measured.within, measured.between] if measured else [None, None]
         if links[0] is None:
-            links[0] = self._within(hosts, most, said) if most > 1 else Link(0.0, 0.0)
+            links[0] = self._within(hosts, said) if most > 1 else Link(0.0, 0.0)
         if links[1] is None:
             links[1] = self._between(said) if len(hosts) > 1 else Link(0.0, 0.0)
         if said and self.assumptions is None:
@@ -203,8 +205,20 @@ class Rates:
         assert links[0] is not None and links[1] is not None
         return Wiring(transport, links[0], links[1], overlaps, tuple(said))
 
-    def _within(self, hosts: Sequence[Sequence[Device]], most: int, said: list[str]) -> Link:
-        """Return the link of all ranks of a host together; ``said`` gets the assumption."""
+    def _measured(self, names: Collection[str], several: bool) -> Calibration | None:
+        """Return the latest calibration whose links can be those among devices ``names``; None without one.
+
+        A calibration of ``several`` hosts has all of its exchange in ``between``, so tells nothing of one host.
+        """
+        own = [c for c in self.calibrations if c.device in names and self.collectives in ("auto", c.transport)]
+        over = [c for c in own if c.hosts > 1 and c.between is not None and near(
+            c.between, (self.links.between_hosts_gbit or 0.0) * 1e9 / 8)]
+        inside = [c for c in own if c.hosts == 1 and c.within is not None and near(
+            c.within, (self.links.within_host_GBps or 0.0) * 1e9)]
+        return next(reversed((over or inside) if several else inside), None)
+
+    def _within(self, hosts: Sequence[Sequence[Device]], said: list[str]) -> Link:
+        """Return the link of each rank inside its host; ``said`` gets the assumption."""
         given = self.assumptions or Assumptions()
         if self.links.within_host_GBps:
             each_Bps, source = 1e9 * self.links.within_host_GBps, "the inventory"
@@ -215,7 +229,7 @@ class Rates:
                 raise UserError("the bandwidth within a host is not known", "within_host_GBps under links:",
                                 "add it to the inventory, or calibrate there")
         said.append(f"within hosts {each_Bps * given.link_efficiency / 1e9:g} GB/s per rank ({source})")
-        return Link(given.latency_s, 1 / (most * each_Bps * given.link_efficiency))
+        return Link(given.latency_s, 1 / (each_Bps * given.link_efficiency))
 
     def _between(self, said: list[str]) -> Link:
         given = self.assumptions or Assumptions()

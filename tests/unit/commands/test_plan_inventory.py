@@ -55,7 +55,24 @@ def test_a_described_model_on_hardware_that_is_not_here(files, capsys):
     assert "within 0.3 USD: without host old" in text
 
 
+@pytest.mark.parametrize("shares", ["fast=3,old=1", "A100-40GB=3,RTX 3090=1", "A100=3,*=1", "[3,3,1,1]"])
+def test_shares_are_those_of_hosts_and_devices_of_the_plan(files, capsys, shares):
+    assert planned(capsys, *DESCRIBED, "--shares", shares)["samples_by_rank"] == [[2, 96], [2, 32]]
+
+
+def test_the_command_trains_as_many_samples_as_were_planned(files, capsys):
+    found = planned(capsys, *DESCRIBED, "--max_steps", "5")
+    assert found["line"].endswith("--max_steps 5 --max_steps 5000")  # the last one counts
+
+
 @pytest.mark.parametrize("options, words", [
+    (["--samples", "0.5"], "--samples is '0.5'"),
+    (["--samples", "100", "--shares", "fast=3,odl=1"], "no entry for rank 2 on old"),
+    (["--samples", "100", "--precision", "A100-40GB=bf16,RTX-3090=fp32"], "precision by rank, host or device"),
+    (["--samples", "100", "--data_parallel.name", "zero", "--data_parallel.shards", "[3,3,1,1]"],
+     "data_parallel.shards"),
+    (["--samples", "100", "--balance", "static", "--rebalance.max_micro_batch", "fast=8,old=4"], "max_micro_batch"),
+    (["--samples", "100", "--pipeline.stages", "2", "--pipeline.order", "gpipe"], "pipeline.order: gpipe"),
     (["--samples", "many"], "--samples is 'many'"),
     (["--samples"], "--samples has no value"),
     (["--budget", "-1"], "--budget is '-1'"),

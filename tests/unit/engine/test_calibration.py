@@ -2,9 +2,12 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from hvdtrain.config import Config
 from hvdtrain.engine import calibration, step_history
 from hvdtrain.engine.step_history import StepRow
 from hvdtrain.planning.hardware.rates import Calibration
@@ -64,3 +67,14 @@ def test_what_a_run_took_corrects_the_next_plan(cache):
     step_history.add("mine-steps", StepRow(16, 1, 50 * MADE.line.seconds(16, 1), 5e-3, 0.0))
     found, = calibration.known(MADE.device, "model")
     assert found.line.seconds(16, 1) == pytest.approx(calibration.MOST_FACTOR * MADE.line.seconds(16, 1))
+
+
+def test_a_calibration_is_of_the_work_that_was_measured():
+    """What computes again, or on other threads, was not measured."""
+    def key(**settings):
+        run = SimpleNamespace(config=Config(**settings), spec=SimpleNamespace(framework="torch", name="m"),
+                              parts=SimpleNamespace(params=SimpleNamespace(specs=[])))
+        return calibration.key(run, [np.zeros((1, 3), np.float32)])
+
+    keys = [key(), key(remat="every:1"), key(threads=1), key(model_args={"depth": 2})]
+    assert len(set(keys)) == len(keys) and key(global_batch=7) == keys[0]

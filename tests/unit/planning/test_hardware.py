@@ -167,3 +167,53 @@ def test_assumptions_by_device(change, words):
             rates(guess=given).pace(A100, 1, "bf16")
         return
     assert rates(guess=given).pace(A100, 1, "fp16").line.c_s == pytest.approx(25e9 / 0.5e12)
+
+
+def test_ranks_of_a_host_send_over_links_of_their_own():
+    """Each of P ranks sends 2 (P - 1) / P of the gradients over a link that no other uses."""
+    guess, links = replace(GUESS, overlaps=False), InventoryLinks(None, 10.0)
+    for transport, size in ((transport, size) for transport in ("horovod", "mpi", "shared") for size in (2, 4, 8)):
+        known = Rates(SMALL, (), guess, links, transport)
+        found = estimate([host("a", A100, size)], TrainingSettings(64, "bf16"), known, 0)
+        assert found.parts["exchange"] == pytest.approx(2 * (size - 1) / size * SMALL.gradient_bytes / 10e9)
+
+
+def test_links_are_those_of_a_calibration_over_such_hosts_by_the_same_transport():
+    one, two = (Calibration(A100.name, "bf16", 2, n, LinearTime(1e-3, 1e-4), (8, 64), 0.0, 0.05, "mpi", False,
+                            Link(0.0, 1e-9) if n == 1 else Link(0.0, 0.0), None if n == 1 else Link(0.0, 8e-9))
+                for n in (1, 2))
+
+    def wired(count, *made, links=InventoryLinks(), collectives="auto"):
+        return Rates(SMALL, made, None, links, collectives).wiring([[A100] * 2] * count)
+
+    assert wired(1, one, two).within == one.within  # that of two hosts has all of the exchange between them
+    assert wired(2, two, one).between == two.between and wired(2, two, one).within == two.within
+    assert wired(2, two, links=InventoryLinks(1.5)).between == two.between
+    for given in ({"links": InventoryLinks(10.0)}, {"collectives": "shared"}):
+        with pytest.raises(UserError, match="links were not calibrated|bandwidth between hosts is not known"):
+            wired(2, two, **given)
+    with pytest.raises(UserError, match="links were not calibrated"):
+        wired(1, two)
+
+
+def test_a_command_is_for_the_set_up_that_was_estimated():
+    hosts = [host("fast", A100, 2), host("old", RTX3090, 2)]
+    _, found, _, _ = explored(hosts, TrainingSettings(256, "bf16", shares=(3.0, 3.0, 1.0, 1.0), zero=1), rates())
+    for name in ("without host old", "balance", "pipeline of 2 stages", "H100 in place of A100-40GB, RTX-3090"):
+        assert found[name].options[:2] == ("--shares", "[]")  # those of the command are of four ranks
+    assert "--data_parallel.name replicate" in " ".join(found["pipeline of 2 stages"].options)
+
+
+def test_a_pipeline_takes_the_settings_that_it_can_have():
+    hosts = [host("a", A100, 4)]
+    piped = TrainingSettings(256, "bf16", stages=2)
+    plain = estimate(hosts, piped, rates(), 0)
+    fewer, again = (estimate(hosts, replace(piped, **change), rates(), 0)
+                    for change in ({"micros": 2}, {"recompute": 1.0}))
+    assert fewer.mid_s > plain.mid_s and again.mid_s > plain.mid_s  # a longer pipeline bubble; forward again
+    packed = estimate(hosts, replace(piped, compression="fp16"), rates(), 0)
+    assert any(text.startswith("fp16 costs") for text in packed.assumptions)
+    for change in ({"zero": 1}, {"balance": True}, {"shares": (1.0, 2.0)}):
+        with pytest.raises(UserError, match="a plan of a pipeline with"):
+            estimate(hosts, replace(piped, **change), rates(), 0)
+    assert not {"balance", "ZeRO stage 1"} & set(explored(hosts, piped, rates())[1])

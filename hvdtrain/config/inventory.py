@@ -157,13 +157,14 @@ def _facts(name: str, given: Any, where: str) -> InventoryDevice:
     _known(facts, where, ("memory_gb", "flops", "bandwidth_GBps", "power_w"))
     flops = _mapping(facts.get("flops", {}), where, "flops")
     _known(flops, f"{where}, flops", ("fp32", "tf32", "bf16", "fp16", "fp8", "fp64"))
-    peaks = {key: _amount(flops, key, f"{where}, flops", _POSITIVE) for key in flops}
+    peaks = {key: _amount(flops, key, f"{where}, flops", _PEAK) for key in flops}
     return InventoryDevice(name, _amount(facts, "memory_gb", where, _POSITIVE),
                        {key: peak for key, peak in peaks.items() if peak is not None},
                        _amount(facts, "bandwidth_GBps", where, _POSITIVE), _amount(facts, "power_w", where, _POSITIVE))
 
 
 _POSITIVE: tuple[Callable[[float], bool], str] = (lambda value: value > 0, "a number above 0")
+_PEAK: tuple[Callable[[float], bool], str] = (lambda value: 1e6 < value < 1e24, "FLOP/s such as 312e12")
 _AT_LEAST_0: tuple[Callable[[float], bool], str] = (lambda value: value >= 0, "a number of 0 or more")
 
 

@@ -25,9 +25,12 @@ T = TypeVar("T")
 RETRY_WAITS_S = (0.5, 2.0, 8.0)
 """Waits between the attempts of one call."""
 
-VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "created")
-"""Entries of a storage's description of a file that change with it: fsspec's own `ukey` differs between a listing and
-a request for one file."""
+VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "Content-MD5",
+            "Digest", "Last-Modified", "blob_id", "sha", "modificationTime", "modification_time", "modified", "modify",
+            "last_write_time", "created")
+"""Entries of a storage's description of a file that change with it, in S3, Google, Azure, SFTP, HTTP, the Hugging Face
+hub, GitHub, HDFS, DBFS, WebDAV, FTP and SMB: fsspec's own `ukey` differs between a listing and a request for one file.
+"""
 
 LATE_S = 0.5
 """A call that notices the deadline itself has a better message than the thread that waits for it."""

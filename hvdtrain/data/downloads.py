@@ -171,6 +171,10 @@ def _is_copy(target: Path, version: str) -> bool:
 def _copy(store: ObjectStore, name: str, target: Path, version: str) -> None:
     with whole_file(target) as draft:
         _within(store, WAIT_S, f"reading {name}", lambda there: there.get(name, draft))
+        size, stored = draft.stat().st_size, version.partition(" ")[0]
+        if stored.isdigit() and int(stored) != size:
+            raise UserError(f"{size} bytes of {redacted(store.url)}/{name} arrived, of {stored}", "the whole file",
+                            "start again, and check the network")
         crc = _crc(draft)
     stamp = Stamp.of(str(target))
     if _within(store, LIST_S, f"looking at {name}", partial(_fresh, name=name)) != version:

@@ -20,12 +20,16 @@ from hvdtrain.core.protocols import SharedCarrier
 from hvdtrain.data.stream import Arrays, between
 
 _TAG = 3
-_ROWS, _END, _FAILED = range(3)
+_ROWS, _END, _FAILED, _READING = range(4)
 _WORDS = 8
 """Numbers at the start of a message: number of the walk, kind, n, checksum, low, high, bytes of the rest's description;
 one is free."""
 MOST_AHEAD = 48
 """Batches that a reader may be ahead of the others of its host, which have to have room for its messages."""
+
+
+SIGNS = 8
+"""Signs of life of a reader within the longest wait for it, while it reads but has no batch yet."""
 
 
 class Rows(NamedTuple):
@@ -52,6 +56,7 @@ class HostReader:
         self.ranks = sorted(carrier.ranks)
         self.wanted_since: float | None = None
         self._carrier, self._rank, self._timeout_s = carrier, rank, timeout_s
+        self._said = self._heard = time.monotonic()
         self._others = [(other, places[other]) for other in self.ranks if other != rank] if self.reads else []
 
     @contextlib.contextmanager
@@ -88,6 +93,7 @@ class HostReader:
              bounds: Callable[[int], tuple[int, int]]) -> None:
         """Give each other rank its rows of a global batch of ``n``; ``bounds``: place in the cut -> rows [low, high).
         """
+        self._said = time.monotonic()
         text = pickle.dumps([(array.dtype, array.shape[1:]) for array in parts[0]])
         for rank, place in self._others:
             low, high = bounds(place)
@@ -95,15 +101,24 @@ class HostReader:
             self._put(rank, (number, _ROWS, n, check, low, high, len(text)),
                       [np.frombuffer(text, np.uint8), *(row.reshape(-1).view(np.uint8) for row in rows)])
 
+    def reading(self, number: int) -> None:
+        """Tell the other ranks that the stream gives samples, where a batch takes long: a replay, or a slow source."""
+        now = time.monotonic()
+        if now - self._said >= self._timeout_s / SIGNS:
+            self._said = now
+            for rank, _ in self._others:
+                self._put(rank, (number, _READING), [])
+
     def rows(self, number: int) -> Iterator[Rows]:
         """Yield this rank's rows of the walk's batches, in memory that the host shares.
 
-        Errors: `UserError` of the reader, `PeerFailed` for another one of it, `WaitTimeout`.
+        Errors: `UserError` of the reader, `PeerFailed` for another one of it, `WaitTimeout` where it reads nothing.
         """
         while True:
             message = self._next()
+            self._heard = time.monotonic()
             words = message[:8 * _WORDS].view(np.int64).tolist()
-            if words[0] != number:
+            if words[0] != number or words[1] == _READING:
                 continue
             n, check, low, high, nbytes = words[2:7]
             at = 8 * _WORDS
@@ -129,9 +144,10 @@ class HostReader:
                 return message.wait()
             except WaitTimeout:
                 since = self.wanted_since
-                if since is not None and time.monotonic() - since >= self._timeout_s:
+                if since is not None and time.monotonic() - max(since, self._heard) >= self._timeout_s:
                     raise WaitTimeout(f"rank {self._rank} waited {self._timeout_s:g} s for its rows of the stream, "
-                                      f"which rank {self.reader} reads for this host. {pulse.missing()}".rstrip()
+                                      f"which rank {self.reader} reads for this host, and the stream gave none. "
+                                      f"{pulse.missing()}".rstrip()
                                       ) from None
 
 

@@ -116,6 +116,7 @@ class StreamWalk:
             assert self._peeked is not None and self._peeked[1] is not None
             parts = self._peeked[1]
             n = sum([len(part[0]) for part in parts])
+            self._tried = joined(parts)
             host.send(0, parts, n, 0, lambda place: (0, n))
             return
         self._tried = next(host.rows(0)).arrays
@@ -206,17 +207,16 @@ class StreamWalk:
     def sample(self, n: int, cursor: Cursor) -> Arrays:
         """Return ``n`` samples of the batch at ``cursor``, with which `batches` continues: one opening.
 
-        On a rank that does not read, of the first batch of the run.
+        Where one rank of a host reads, of the first batch of the run: a replay would hold up the others.
         """
         if self._tried:
             return tuple(np.resize(array, (n, *array.shape[1:])) for array in self._tried)
         place = (cursor.epoch, cursor.samples)
         if self._peeked is None or self._peeked[0] != place:
-            begin, batches = time.perf_counter(), self._continued(cursor)
+            begin, before, batches = time.perf_counter(), self.decodes, self._continued(cursor)
             self._peeked = (place, next(batches, None), batches)
-            if self._peeked[1] is not None:
-                read = sum([len(part[0]) for part in self._peeked[1]])
-                self._sample_s = (time.perf_counter() - begin) / (cursor.samples + read)
+            if self.decodes > before:  # chunks may be larger than the batch
+                self._sample_s = (time.perf_counter() - begin) / (self.decodes - before)
         parts = self._peeked[1]
         if parts is None:
             raise _no_samples(cursor.epoch)
@@ -256,9 +256,12 @@ class StreamWalk:
         """Yield the pieces of batches from ``cursor``, from what `sample` has opened where that is of its epoch."""
         # Some streams have another order when they are opened again: a resumed run must not open its epoch twice.
         peeked, self._peeked = self._peeked, None
-        if peeked is None or peeked[0][0] != cursor.epoch or peeked[0][1] > cursor.samples:
+        first = -1 if peeked is None or peeked[0][0] != cursor.epoch else peeked[0][1]
+        if first != cursor.samples and (not 0 <= first <= cursor.samples or hasattr(self._data, "chunks_from")):
+            if peeked is not None:
+                peeked[2].close()
             yield from self._opened(cursor)
-        elif peeked[1] is not None:
+        elif peeked is not None and peeked[1] is not None:
             with contextlib.closing(peeked[2]) as rest:
                 chunks = itertools.chain(peeked[1], itertools.chain.from_iterable(rest))
                 yield from pieces(chunks, self._global_batch, cursor.samples - peeked[0][1])
@@ -286,6 +289,8 @@ def _counted(walk: StreamWalk, chunks: Iterable[Arrays]) -> Iterator[Arrays]:
     for chunk in chunks:
         if isinstance(chunk, tuple) and chunk and np.ndim(chunk[0]):  # `pieces` refuses others
             walk.decodes += len(chunk[0])
+            if walk._host is not None and walk._number:
+                walk._host.reading(walk._number)
         yield chunk
 
 

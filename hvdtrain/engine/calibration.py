@@ -93,7 +93,7 @@ def key(run: Run, sample: Any) -> str:
              [(spec.name, spec.shape, spec.dtype) for spec in run.parts.params.specs],
              [(str(np.asarray(array).dtype), np.asarray(array).shape[1:]) for array in sample],
              config.optimizer.name, config.sync_batchnorm, config.deterministic, config.compile, str(config.remat),
-             config.threads]
+             config.threads, config.clip_norm > 0, config.ema > 0, config.transforms]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 

@@ -31,7 +31,7 @@ from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.processes import CapturedChild, orderly_signals
 from hvdtrain.core.terminal import say
 from hvdtrain.planning import simulator
-from hvdtrain.planning.linear import LinearTime, Link, fit
+from hvdtrain.planning.linear import Link, fit
 from hvdtrain.planning.simulator import Exchange, Host, Rank, Scene
 from hvdtrain.reports.html.curves import Axis, linear
 
@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
     options = [*options, f"--threads={args.threads}"]
     if parse(list(options)) is None:
         return 0
-    session.check(args.jsonl)
+    for path in (args.jsonl, args.picture):
+        session.check(path)
     sizes = sorted({_share(way, args.batch, ranks) for way in WAYS for ranks in args.np})
     with contextlib.ExitStack() as stack:
         stack.enter_context(orderly_signals())
@@ -205,28 +206,14 @@ def predicted(facts: Mapping[str, Any], point: ScalePoint, threads: int) -> floa
     parts = facts["alone"]["parts_s"]
     rest_s = max(0.0, facts["alone"]["seconds"] / facts["alone"]["steps"]
                  - line.seconds(facts["alone"]["share"], 1) - parts["data"])
-    exchange = Exchange("null", ())
+    exchange, hosts = Exchange("null", ()), (Host(facts["cores"][0]),)
     if point.ranks > 1:
-        made = Exchange(facts["wire"], tuple(n for n in facts["buckets"] if n), overlaps=facts["overlaps"])
-        exchange = calibrated(made, Link(**facts["transport"]["link"]), facts["ranks"])
+        # Ranks that shared cores in the measurement need no second delay for it: the hosts are those of the scene.
+        within, between = simulator.host_links(facts["wire"], [0] * facts["ranks"], Link(**facts["transport"]["link"]),
+                                               hosts)
+        exchange = Exchange(facts["wire"], tuple(n for n in facts["buckets"] if n), within, between, facts["overlaps"])
     rank = Rank(0, line, point.batch // point.ranks, 1, update_s=rest_s, input_s=parts["data"], threads=threads)
-    return simulator.step(Scene((rank,) * point.ranks, exchange, hosts=(Host(facts["cores"][0]),))).samples_per_s
-
-
-def calibrated(exchange: Exchange, link: Link, ranks: int) -> Exchange:
-    """Return ``exchange`` with the link by which ``ranks`` ranks of one host need ``link``'s seconds for a sum. Pure.
-
-    The simulator's links count the bytes that a rank sends, a measured link those of the gradients.
-    """
-    def seconds(within: Link, nbytes: int) -> float:
-        idle = Rank(0, LinearTime(0.0, 1e-12), 1)
-        one = Exchange(exchange.transport, (nbytes,), within=within)
-        return simulator.step(Scene((idle,) * ranks, one)).parts["exchange"]
-
-    nbytes = 1 << 20
-    starts, per_byte = seconds(Link(1.0, 0.0), nbytes), seconds(Link(0.0, 1.0), nbytes) / nbytes
-    within = Link(link.alpha_s / max(1.0, starts), link.beta_s_per_byte / per_byte if per_byte else 0.0)
-    return Exchange(exchange.transport, exchange.bucket_bytes, within=within, overlaps=exchange.overlaps)
+    return simulator.step(Scene((rank,) * point.ranks, exchange, hosts=hosts)).samples_per_s
 
 
 def _rows(points: Sequence[ScalePoint]) -> list[list[str]]:

@@ -213,8 +213,8 @@ def _write(path: str | os.PathLike[str], text: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}", "a file for records",
-                        "correct --jsonl") from None
+        raise UserError(f"{path} cannot be written: {error.strerror}", "a file in a folder that can be written",
+                        "correct the option") from None
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from hvdtrain.planning.hardware.workload import Workload, assumed
 
 KEYS = ("efficiency", "peak", "overhead_ms", "link_efficiency", "latency_us", "overlaps", "devices", "model")
 OF_DEVICE = ("efficiency", "peak")
-MOST_MS, MOST_US = 1e6, 1e9
+MOST_MS, MOST_US, LEAST_FRACTION = 1e6, 1e9, 1e-6
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def _fraction(given: Mapping[str, Any], key: str, where: str) -> float | None:
     if key not in given:
         return None
     value = given[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise UserError(f"{where}: {key} is {value!r}", "a fraction above 0, 1 at most", "correct it")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not LEAST_FRACTION <= value <= 1:
+        raise UserError(f"{where}: {key} is {value!r}", f"a fraction from {LEAST_FRACTION:g} to 1", "correct it")
     return float(value)
 
 

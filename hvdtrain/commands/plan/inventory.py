@@ -161,6 +161,7 @@ class PlannedHosts:
         self._cpu = f"{CPU} {cpu_facts().name}"
         self._given = given
         self._run: Run | None = None
+        self.notes: list[str] = []
         self.epoch_samples = 0
         """Samples of an epoch; 0: unknown."""
 
@@ -261,8 +262,8 @@ class PlannedHosts:
                        emulate_speed=[], peak_tflops=[], precision=precision, compression="none",
                        data_parallel=DataParallelConfig(), pipeline=PipelineConfig())
 
-    def settings(self, workload: Workload, calibrated: bool) -> TrainingSettings:
-        """Return the settings of the plan. ``calibrated``: steps were timed, with what checkpointing computes again."""
+    def settings(self, workload: Workload) -> TrainingSettings:
+        """Return the settings of the plan."""
         config = self.config
         zero = config.data_parallel.stage if config.data_parallel.name == "zero" else 0
         _refuse_unplanned(config)
@@ -270,9 +271,9 @@ class PlannedHosts:
             self._run is not None and self._run.parts.precision.own == "fp32")
         change = in_bf16 if halves else None
         remat = workload.recomputing() if self.assumed_model and config.remat != "off" else None
-        again = 1.0 if config.remat != "off" and not calibrated else 0.0
+        again = float(config.remat != "off")
         return TrainingSettings(config.global_batch, str(config.precision), config.accumulate, config.balance != "off",
-                                self._shares(), int(zero), config.compression, again, config.pipeline.stages,
+                                self._shares(), int(zero), config.compression, again, True, config.pipeline.stages,
                                 remat[0] if remat else change, config.checkpoint.every_steps,
                                 config.checkpoint.every_s, int(config.micro_batch), config.pipeline.micro_batches)
 
@@ -290,7 +291,7 @@ class PlannedHosts:
         away = absent(named, places)
         if away:
             verb = "means" if len(away) == 1 else "mean"
-            terminal.note(f"shares: {', '.join(map(repr, away))} {verb} no rank of this plan")
+            self.notes.append(f"shares: {', '.join(map(repr, away))} {verb} no rank of this plan")
         return tuple(by_rank("shares", named, places)) if named else ()
 
     @property
@@ -317,6 +318,7 @@ def _refuse_unplanned(config: Config) -> None:
                       ("rebalance.max_micro_batch", config.balance != "off" and bool(config.rebalance.max_micro_batch)),
                       ("emulate_speed", bool(config.emulate_speed)),
                       ("exchange.adasum", config.exchange.adasum),
+                      ("exchange.hierarchical", config.exchange.hierarchical),
                       ("pipeline.depths", bool(pipeline.depths)),
                       ("pipeline.cut", bool(pipeline.cut)),
                       (f"pipeline.order: {pipeline.order}", pipeline.stages > 1 and pipeline.order != "1f1b")):
@@ -328,7 +330,7 @@ def _refuse_unplanned(config: Config) -> None:
 def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibrations: Sequence[Calibration],
              samples: int) -> None:
     """Estimate, look for alternatives, print and write; on rank 0."""
-    hosts, settings = here.hosts(), here.settings(workload, bool(calibrations))
+    hosts, settings = here.hosts(), here.settings(workload)
     size = sum(len(host.devices) for host in hosts)
     if settings.global_batch < size:
         raise UserError(f"global_batch {settings.global_batch} for {count(size, 'rank')}", "a sample for each rank",
@@ -355,6 +357,8 @@ def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibra
                   "name": best.name, "line": command(best, words)}}
     _write(asked.target, record)
     if not asked.quiet:
+        for text in here.notes:
+            terminal.note(text)
         tables.show(base, hosts, workload, settings, samples, here.currency, line, here.control.size > 1)
         tables.show_alternatives(found, left_out, here.currency, words)
         tables.show_choice(best, asked.wishes, here.currency, words)

@@ -46,6 +46,9 @@ def show(base: Estimate, hosts: Sequence[SiteHost], workload: Workload, settings
     for text in base.assumptions:
         terminal.note(f"ASSUMED: {text}")
     terminal.say(f"  {line}")
+    if len(hosts) > alternatives.MOST_NAMED:
+        terminal.note("files of hosts in these commands are yours to write, a line such as "
+                      f"{hosts[0].name} slots={len(hosts[0].devices)} for each host")
 
 
 def show_alternatives(every: Sequence[Alternative], left_out: Mapping[str, str], currency: str,

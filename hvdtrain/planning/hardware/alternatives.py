@@ -160,18 +160,19 @@ def _smaller(hosts: Hosts, settings: TrainingSettings, rates: Rates, base: Estim
     """Yield what reduces memory: ZeRO, activation checkpointing, both, more micro-batches where it does not fit."""
     size = sum(len(host.devices) for host in hosts)
     remat = rates.workload.recomputing() if not settings.recompute else None
+    again = remat and replace(settings, recompute=remat[1], recompute_timed=False,
+                              change=_both(settings.change, remat[0]))
     divides = size > 1 and rates.workload.facts.model.elementwise and settings.stages == 1
     for stage in range(settings.zero + 1, 3) if divides else ():
         if stage == 2 and settings.accumulate > 1:
             continue
         zero = ("--data_parallel.name", "zero", "--data_parallel.stage", str(stage))
         yield Candidate(f"ZeRO stage {stage}", hosts, replace(settings, zero=stage), zero)
-        if remat and stage == 2:
-            both = replace(settings, zero=stage, recompute=remat[1], change=_both(settings.change, remat[0]))
-            yield Candidate("ZeRO stage 2 and activation checkpointing", hosts, both, (*zero, "--remat", "every:1"))
-    if remat:
-        yield Candidate("activation checkpointing", hosts, replace(
-            settings, recompute=remat[1], change=_both(settings.change, remat[0])), ("--remat", "every:1"))
+        if again and stage == 2:
+            yield Candidate("ZeRO stage 2 and activation checkpointing", hosts, replace(again, zero=stage),
+                            (*zero, "--remat", "every:1"))
+    if again:
+        yield Candidate("activation checkpointing", hosts, again, ("--remat", "every:1"))
     if base.fits is False:
         least = settings.global_batch // size
         for times in (2 ** power for power in range(1, MOST_HALVINGS + 1)):
@@ -248,13 +249,17 @@ def line_of(hosts: Hosts, words: Sequence[str]) -> list[str]:
     return ["python", "-m", "hvdtrain", "launch", *where, "--", *train]
 
 
-def expanded(name: str, count: int) -> list[str]:
-    """Return names of ``count`` hosts of an entry.
+_NO_PATTERN = str.maketrans("", "", "*?[]!")
 
-    >>> expanded("a", 1), expanded("gpu", 2)
-    (['a'], ['gpu1', 'gpu2'])
+
+def expanded(name: str, count: int) -> list[str]:
+    """Return names of ``count`` hosts of an entry, whose name may be a pattern.
+
+    >>> expanded("a", 1), expanded("gpu", 2), expanded("gpu-*", 2), expanded("*", 1)
+    (['a'], ['gpu1', 'gpu2'], ['gpu-1', 'gpu-2'], ['host1'])
     """
-    return [name] if count == 1 else [f"{name}{number}" for number in range(1, count + 1)]
+    plain = name.translate(_NO_PATTERN) or "host"
+    return [name] if count == 1 and plain == name else [f"{plain}{number}" for number in range(1, count + 1)]
 
 
 def site(entries: Sequence[tuple[str, int, Sequence[tuple[int, Device]], float | None, float | None]]

@@ -77,10 +77,12 @@ class Catalogue:
         found = found or Device(name)
         if facts is None:
             return found
-        memory = int(GB * facts.memory_gb) if facts.memory_gb else found.memory_bytes
+        n = found.ranks  # figures of a module are of all its devices
+        memory = int(GB * facts.memory_gb) // n if facts.memory_gb else found.memory_bytes
         return replace(found, memory_bytes=memory, room_bytes=int(self.usable * memory) or None,
-                       flops={**found.flops, **facts.flops}, power_w=facts.power_w or found.power_w,
-                       bandwidth_Bps=GB * facts.bandwidth_GBps if facts.bandwidth_GBps else found.bandwidth_Bps,
+                       flops={**found.flops, **{kind: peak / n for kind, peak in facts.flops.items()}},
+                       power_w=facts.power_w / n if facts.power_w else found.power_w,
+                       bandwidth_Bps=GB * facts.bandwidth_GBps / n if facts.bandwidth_GBps else found.bandwidth_Bps,
                        source="the inventory")
 
 

@@ -51,9 +51,9 @@ class TrainingSettings:
     """Settings of a training that a plan varies. ``zero``: stage, 0: none. ``stages``: of a pipeline over ranks.
 
     ``shares``: of ranks, by number; (): equal. ``balance``: shares by speed. ``recompute``: fraction of forward that
-    activation checkpointing computes again. ``change``: of the measured memory, such as that of activations in bf16.
-    ``save_steps``, ``save_every_s``: between checkpoints; 0: none. ``micro_batch``: at most so many samples; 0: any.
-    ``micros``: micro-batches of a pipeline's replica; 0: by its stages.
+    activation checkpointing computes again; ``recompute_timed``: calibrated lines have it. ``change``: of the
+    measured memory, such as that of activations in bf16. ``save_steps``, ``save_every_s``: between checkpoints; 0:
+    none. ``micro_batch``: at most so many samples; 0: any. ``micros``: of a pipeline's replica; 0: by its stages.
     """
 
     global_batch: int
@@ -64,6 +64,7 @@ class TrainingSettings:
     zero: int = 0
     compression: str = "none"
     recompute: float = 0.0
+    recompute_timed: bool = False
     stages: int = 1
     change: Callable[[MemoryFacts], MemoryFacts] | None = None
     save_steps: int = 0
@@ -137,13 +138,13 @@ def estimate(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates
     paces = _paces(hosts, settings, rates)
     if settings.stages > 1:
         return _piped(hosts, settings, rates, samples, paces)
-    lines = [pace.line.scaled(1 + FORWARD * settings.recompute) for pace in paces]
+    lines = [pace.line.scaled(1 + _again(settings, pace)) for pace in paces]
     wiring = rates.wiring([host.devices for host in hosts])
     divided = _divided(lines, settings, len(devices))
     _within_range(divided, paces, devices)
     codec_s, ratio, cast = rates.codec(settings.compression if len(devices) > 1 else "none", devices)
     numbers = [number for number, host in enumerate(hosts) for _ in host.devices]
-    ranks = tuple(Rank(number, line, part.samples, max(1, part.accumulate), _updates(pace, settings, len(devices)))
+    ranks = tuple(Rank(number, line, part.samples, part.accumulate, _updates(pace, settings, len(devices)))
                   for number, line, part, pace in zip(numbers, lines, divided.parts, paces))
     nbytes = tuple(bucket.nbytes for bucket in rates.workload.buckets)
     exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, wiring.overlaps, codec_s, ratio,
@@ -219,6 +220,11 @@ def _within_range(divided: batch.BatchPlan, paces: Sequence[RankRate], devices: 
                             "--global_batch and ranks that give such micro-batches")
 
 
+def _again(settings: TrainingSettings, pace: RankRate) -> float:
+    """Return the fraction of a rank's line that activation checkpointing adds to it."""
+    return 0.0 if settings.recompute_timed and not pace.assumed else FORWARD * settings.recompute
+
+
 def _updates(pace: RankRate, settings: TrainingSettings, size: int) -> float:
     return (pace.update_s / size if settings.zero else pace.update_s) + pace.fixed_s
 
@@ -276,11 +282,11 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
     for copy in range(copies):
         own = range(copy * depth, (copy + 1) * depth)
         whole = [paces[r].line.seconds(micro, 1) / depth for r in own]
-        again = FORWARD * settings.recompute
+        again = [_again(settings, paces[r]) for r in own]
         travel = tuple((wiring.between if numbers[r] != numbers[r + 1] else wiring.within).seconds(message)
                        for r in own[:-1])
         stages.append(Stages(tuple(own), "1f1b", micros, tuple(FORWARD * s for s in whole),
-                             tuple((1 - FORWARD + again) * s for s in whole), travel))
+                             tuple((1 - FORWARD + more) * s for s, more in zip(whole, again)), travel))
     samples_P = [round(each) if r % depth == 0 else 0 for r in range(size)]
     samples_P[0] += settings.global_batch - sum(samples_P)
     ranks = tuple(Rank(number, pace.line, n, micros, pace.update_s / depth + pace.fixed_s)

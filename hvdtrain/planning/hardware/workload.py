@@ -107,7 +107,7 @@ def assumed(name: str, given: Mapping[str, Any], bucket_mb: float = 16.0) -> Wor
     flops = _positive(given, "flops_per_sample")
     activations = _positive(given, "activation_bytes_per_sample")
     optimizer = given.get("optimizer", "adam")
-    if optimizer not in STATE_BYTES:
+    if not isinstance(optimizer, str) or optimizer not in STATE_BYTES:
         raise UserError(f"optimizer of the assumed model is {optimizer!r}", nearest(str(optimizer), STATE_BYTES),
                         "correct it")
     sizes = [n // layers + (i < n % layers) for i in range(layers)]

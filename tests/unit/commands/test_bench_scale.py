@@ -5,11 +5,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from hvdtrain.commands.bench import scale
-from hvdtrain.commands.bench.scale import ScalePoint, calibrated, picture, predicted
+from hvdtrain.commands.bench.scale import ScalePoint, picture, predicted
 from hvdtrain.core.errors import UserError
-from hvdtrain.planning import simulator
-from hvdtrain.planning.linear import LinearTime, Link
-from hvdtrain.planning.simulator import Exchange, Rank, Scene
 
 FACTS = {"lines": [(16, 0.026), (32, 0.042), (64, 0.074)], "cores": [4], "ranks": 2, "wire": "mpi", "overlaps": False,
          "buckets": [1 << 20], "transport": {"link": {"alpha_s": 1e-4, "beta_s_per_byte": 1e-9}},
@@ -17,9 +14,14 @@ FACTS = {"lines": [(16, 0.026), (32, 0.042), (64, 0.074)], "cores": [4], "ranks"
 
 
 def test_an_exchange_takes_what_was_measured():
-    made = calibrated(Exchange("shared", (1 << 20,)), Link(1e-4, 1e-9), 2)
-    rank = Rank(0, LinearTime(0.0, 1e-12), 1)
-    assert simulator.step(Scene((rank, rank), made)).parts["exchange"] == pytest.approx(1e-4 + (1 << 20) * 1e-9)
+    """On a host with a core for each rank, and on one where they shared cores while it was measured."""
+    for ranks, cores in ((2, 4), (4, 2)):
+        link = {"alpha_s": 0.5, "beta_s_per_byte": 0.0}
+        slow = {**FACTS, "ranks": ranks, "cores": [cores], "transport": {"link": link}}
+        points = [ScalePoint("weak", ranks, 64 * ranks, 0.0, 0.0)] * 2
+        free, found = (64 * ranks / predicted(facts, point, 1) for facts, point in zip(
+            ({**slow, "buckets": []}, slow), points))
+        assert found - free == pytest.approx(0.5)
 
 
 def test_predictions():

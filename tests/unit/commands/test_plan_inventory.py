@@ -58,6 +58,7 @@ def test_a_described_model_on_hardware_that_is_not_here(files, capsys):
 @pytest.mark.parametrize("shares", ["fast=3,old=1", "A100-40GB=3,RTX 3090=1", "A100=3,*=1", "[3,3,1,1]"])
 def test_shares_are_those_of_hosts_and_devices_of_the_plan(files, capsys, shares):
     assert planned(capsys, *DESCRIBED, "--shares", shares)["samples_by_rank"] == [[2, 96], [2, 32]]
+    planned(capsys, *DESCRIBED, "--shares", "fast=3,old=1,gone=1")  # of that a note tells, but for standard output
 
 
 def test_the_command_trains_as_many_samples_as_were_planned(files, capsys):
@@ -72,6 +73,7 @@ def test_the_command_trains_as_many_samples_as_were_planned(files, capsys):
     (["--samples", "100", "--data_parallel.name", "zero", "--data_parallel.shards", "[3,3,1,1]"],
      "data_parallel.shards"),
     (["--samples", "100", "--balance", "static", "--rebalance.max_micro_batch", "fast=8,old=4"], "max_micro_batch"),
+    (["--samples", "100", "--exchange.hierarchical", "true"], "exchange.hierarchical"),
     (["--samples", "100", "--pipeline.stages", "2", "--pipeline.order", "gpipe"], "pipeline.order: gpipe"),
     (["--samples", "many"], "--samples is 'many'"),
     (["--samples"], "--samples has no value"),
@@ -89,6 +91,8 @@ def test_options_that_are_refused(files, options, words):
 
 @pytest.mark.parametrize("name, text, words", [
     ("assume.yaml", "efficiency: 1.5\n" + MODEL, "efficiency is 1.5"),
+    ("assume.yaml", "efficiency: 1.0e-300\n" + MODEL, "efficiency is 1e-300"),
+    ("assume.yaml", "efficiency: 0.4\n" + MODEL.replace("momentum", "[adam]"), "optimizer of the assumed model is "),
     ("assume.yaml", "eficiency: 0.5\n" + MODEL, "key 'eficiency'.*did you mean 'efficiency'"),
     ("assume.yaml", MODEL, "no efficiency of A100-40GB"),
     ("assume.yaml", "efficiency: 0.4\nmodel: {parameters: 1e6}\n", "flops_per_sample of the assumed model is None"),

@@ -77,3 +77,22 @@ def test_a_version_is_the_same_in_a_listing_and_in_a_request_for_one_file():
     versions = [ObjectStore("s3://b", SimpleNamespace(info=lambda path, info=info: info), "b").version("x")
                 for info in (listing, request, {**request, "ETag": '"cd"'}, {"size": 3}, {"size": 4, "mtime": 7.5})]
     assert versions[0] == versions[1] and len(set(versions)) == 4
+
+
+@pytest.mark.parametrize("entry", ["Last-Modified", "blob_id", "sha", "modificationTime"])
+def test_a_file_of_the_same_size_has_another_version_over_http_and_on_hubs(entry):
+    first, second = (ObjectStore("http://b", SimpleNamespace(info=lambda path, value=value: {"size": 3, entry: value}),
+                                 "b").version("x") for value in "ab")
+    assert first != second
+
+
+def test_a_copy_that_is_cut_off_is_none(stored, monkeypatch):
+    from hvdtrain.data import downloads
+
+    real, url = downloads.ObjectStore.get, stored("one")
+    with monkeypatch.context() as patch:
+        patch.setattr(downloads.ObjectStore, "get",
+                      lambda self, name, path: (real(self, name, path), path.write_bytes(path.read_bytes()[:100])))
+        with pytest.raises(UserError, match="100 bytes of .*part-0[0-2].jsonl arrived, of [0-9]+"):
+            resolve("jsonl", {"files": url}, "train")
+    assert np.array_equal(everything(resolve("jsonl", {"files": url}, "train"))[0], X)

@@ -198,8 +198,30 @@ def test_a_replay_is_announced_and_a_stream_that_can_seek_has_none():
             at = Cursor(0, 2, 2, 10)
             costs = feed.walk.replay(at), feed.walk.replay(Cursor(1, 4, 0, 0))
             found.append((*costs, facts(feed.epoch(Cursor(3, 2, 2, 10))), data.read))
-        return found
+        feed = Feed(data, 5, rank=rank, size=2, control=control, readers="host")  # of an epoch that has been tried
+        feed.walk.settle()
+        before = data.read
+        return found, facts(feed.epoch(at)) == facts(Feed(
+            Counted(20), 5, rank=rank, size=2, control=control).epoch(at)), data.read - before
 
-    for (cost, none, steps, read), (no_cost, _, same, little) in on_ranks(2, work, [[0, 1]]):
+    for ((cost, none, steps, read), (no_cost, _, same, little)), alike, more in on_ranks(2, work, [[0, 1]]):
         assert "10 samples of epoch 0 are read again" in cost and none == no_cost == ""
         assert steps == same and len(steps) == 2 and (read, little) in ((28, 8), (0, 0))
+        assert alike and more == 0, "the place is sought, not read up to"
+
+
+def test_a_reader_that_replays_for_long_is_waited_for():
+    class Slow(Counted):
+        def chunks(self, epoch):
+            for chunk in super().chunks(epoch):
+                time.sleep(0.05 if epoch else 0)
+                yield chunk
+
+    def work(rank, control):
+        feed = Feed(Slow(60, sizes=(2,)), 5, rank=rank, size=2, control=control, readers="host")
+        feed.walk.settle()
+        feed.walk._host._timeout_s = feed.walk._host._carrier.timeout_s = 0.6
+        cost_s = feed.walk.replay(Cursor(1, 10, 10, 50))
+        return [step.n_global for step in feed.epoch(Cursor(1, 10, 10, 50))], cost_s
+
+    assert [found for found, _ in on_ranks(2, work, [[0, 1]])] == [[5, 5]] * 2

@@ -70,11 +70,11 @@ def test_what_a_run_took_corrects_the_next_plan(cache):
 
 
 def test_a_calibration_is_of_the_work_that_was_measured():
-    """What computes again, or on other threads, was not measured."""
+    """Other threads, or activation checkpointing, are other work."""
     def key(**settings):
         run = SimpleNamespace(config=Config(**settings), spec=SimpleNamespace(framework="torch", name="m"),
                               parts=SimpleNamespace(params=SimpleNamespace(specs=[])))
         return calibration.key(run, [np.zeros((1, 3), np.float32)])
 
-    keys = [key(), key(remat="every:1"), key(threads=1), key(model_args={"depth": 2})]
+    keys = [key(), key(remat="every:1"), key(threads=1), key(clip_norm=1.0), key(ema=0.9), key(model_args={"depth": 2})]
     assert len(set(keys)) == len(keys) and key(global_batch=7) == keys[0]

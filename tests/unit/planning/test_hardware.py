@@ -56,6 +56,8 @@ def test_a_device_is_found_by_its_driver_s_name_and_an_inventory_s_own_figures_c
     own = CATALOGUE.known("Mine", {"Mine": InventoryDevice("Mine", 12.0, {"bf16": 1e14}, 500.0, 200.0)})
     assert (own.memory_bytes, own.peak("bf16"), own.peak("fp16"), own.power_w) == (12e9, 1e14, 0.0, 200.0)
     assert CATALOGUE.devices["MI250X"].memory_bytes == 64e9  # a rank's: the module has two devices
+    given = CATALOGUE.known("MI250X", {"MI250X": InventoryDevice("MI250X", 128.0, {"bf16": 400e12}, None, 500.0)})
+    assert (given.memory_bytes, given.peak("bf16"), given.power_w) == (64e9, 200e12, 250.0)
     with pytest.raises(UserError, match="did you mean|one of"):
         CATALOGUE.known("A100", {})
 
@@ -92,8 +94,18 @@ def test_without_assumptions_only_what_was_calibrated_is_estimated():
             ([host("a", A100, 4), host("b", A100, 4)], TrainingSettings(128, "bf16"), "links were not calibrated")):
         with pytest.raises(UserError, match=words):
             estimate(hosts, settings, known, 1000)
+    timed = replace(TrainingSettings(128, "bf16"), recompute=1.0, recompute_timed=True)
+    assert estimate([host("a", A100, 4)], timed, known, 0).mid_s == found.mid_s  # checkpointing was calibrated
+    assert "activation checkpointing" not in explored([host("a", A100, 4)], timed, rates(LARGE, None, [made]))[1]
     _, found, left_out, _ = explored([host("a", A100, 4)], TrainingSettings(128, "bf16"), known)
     assert "compression fp16" in found and "one more host like a" in left_out
+
+
+def test_a_rank_without_samples_computes_nothing():
+    guess = replace(GUESS, overhead_s=0.5)
+    one, two = (estimate([host("a", A100, n)], TrainingSettings(64, "bf16", shares=(1.0, 0.0)[:n]), rates(guess=guess),
+                         0) for n in (1, 2))
+    assert two.parts["compute"] == pytest.approx(one.parts["compute"] / 2)
 
 
 def test_a_limit_of_micro_batches_adds_their_overhead():

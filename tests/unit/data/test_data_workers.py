@@ -197,9 +197,9 @@ def test_errors_of_a_dataset_come_back_as_they_were():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what, words", [("die", "was ended by SIGSEGV while it fetched sample 3"),
-                                         ("hang", "has been fetching sample 3 for 1 s")])
+                                         ("hang", "has been fetching sample 3 for 3 s")])
 def test_a_worker_that_dies_or_hangs_is_named(what, words):
-    data, _ = pooled(Slow(at={3: what}), control_timeout_s=1.0)
+    data, _ = pooled(Slow(at={3: what}), control_timeout_s=3.0)
     pids = [worker.pid for worker in data.pool.workers]
     with pytest.raises(UserError, match=r"worker \d \(process \d+\) " + words):
         data.fetch(np.array([3]))

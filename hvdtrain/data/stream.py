@@ -21,7 +21,11 @@ HASHED_BYTES, HASHED_ELEMENTS = 1 << 20, 1 << 16
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples in an order of their own, which may depend on ``epoch`` and fixed seeds, never on the rank."""
+    """Samples in an order of their own, which may depend on ``epoch`` and fixed seeds, never on the rank.
+
+    Optional: ``chunks_from(epoch, samples)``, or ``state_dict()``, the place after the latest chunk, with
+    ``load_state_dict(state)``, after which the next ``chunks(epoch)`` begins there.
+    """
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         """Yield tuples of arrays (B, ...) of one B each; arity, trailing shapes and dtypes stay the same."""
@@ -63,7 +67,8 @@ class ShuffledStream:
         self.wraps, self._n, self._seed = stream, n, seed
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("wraps", "chunks_from"):  # not while it is unpickled; a buffer has no place to begin at
+        if name in ("wraps", "chunks_from", "state_dict", "load_state_dict"):
+            # Not while it is unpickled; a buffer has no place to begin at, and no state of its stream has its rows.
             raise AttributeError(name)
         return getattr(self.wraps, name)
 

@@ -28,8 +28,8 @@ _TUPLE = "tuple of a stream's state"
 _NEVER: Any = object()
 
 
-class Unstorable(Exception):
-    """What a state holds that a checkpoint cannot store."""
+class NotStorable(Exception):
+    """A state holds a value that a checkpoint cannot store."""
 
 
 class Mark:
@@ -138,7 +138,7 @@ class Positions:
         try:
             state = self._data.state_dict()
             return None if state is None else packed(state, [MOST_BYTES])
-        except Unstorable as error:
+        except NotStorable as error:
             self.why = f"the stream's state {error}"
         except Exception as error:
             self.why = f"the stream's state_dict() raised {type(error).__name__}: {error}"
@@ -170,7 +170,7 @@ def row_checks(chunk: Arrays, n: int) -> list[int]:
 def packed(value: Any, room: list[int]) -> Any:
     """Return a copy of ``value`` whose tuples JSON brings back; arrays and bytes are left to the checkpoint.
 
-    ``room``: the bytes that are left for it. Errors: `Unstorable`.
+    ``room``: the bytes that are left for it. Errors: `NotStorable`.
     """
     if isinstance(value, Mapping):
         return {key: packed(one, room) for key, one in value.items()}
@@ -181,10 +181,10 @@ def packed(value: Any, room: list[int]) -> Any:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         value = value.copy()
     elif not (value is None or isinstance(value, (bool, int, float, str, bytes, np.number, np.bool_))):
-        raise Unstorable(f"holds a {type(value).__qualname__}, which a checkpoint cannot store")
+        raise NotStorable(f"holds a {type(value).__qualname__}, which a checkpoint cannot store")
     room[0] -= getattr(value, "nbytes", len(value) if isinstance(value, (str, bytes)) else 8)
     if room[0] < 0:
-        raise Unstorable(f"is larger than {MOST_BYTES >> 20} MiB")
+        raise NotStorable(f"is larger than {MOST_BYTES >> 20} MiB")
     return value
 
 

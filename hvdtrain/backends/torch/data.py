@@ -133,7 +133,8 @@ class IterableStream(_Named):
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         _set_epoch(self.dataset, epoch)
-        self._samples = samples = iter(self.dataset)
+        samples: Any = iter(self.dataset)
+        self._samples = samples
         state, self._state = self._state, None
         if state is not None:
             samples.load_state_dict(state)

@@ -15,7 +15,7 @@ from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data import stream_state
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import ShuffledStream
-from hvdtrain.data.stream_state import MOST_BYTES, Unstorable, packed, unpacked
+from hvdtrain.data.stream_state import MOST_BYTES, NotStorable, packed, unpacked
 
 
 @pytest.fixture(autouse=True)
@@ -128,9 +128,9 @@ def test_a_state_comes_back_as_it_was_or_is_refused():
     np.testing.assert_equal(back, state)
     assert isinstance(back["a"][1], tuple) and isinstance(back["c"], tuple)
     for wrong in (object(), np.array([None]), {"a": [{1, 2}]}):
-        with pytest.raises(Unstorable, match="cannot store"):
+        with pytest.raises(NotStorable, match="cannot store"):
             packed(wrong, [1000])
-    with pytest.raises(Unstorable, match="larger than 4 MiB"):
+    with pytest.raises(NotStorable, match="larger than 4 MiB"):
         packed([np.zeros(MOST_BYTES // 8), 0], [MOST_BYTES])
 
 

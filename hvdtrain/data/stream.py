@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -36,7 +36,8 @@ def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) 
     yield from map(joined, pieces(chunks, global_batch, skip_samples))
 
 
-def pieces(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[list[Arrays]]:
+def pieces(chunks: Iterable[Arrays], global_batch: int,
+           skip_samples: int = 0) -> Generator[list[Arrays], None, None]:
     """Yield the pieces of ``chunks`` of which each global batch consists, without copies. Errors: as of `rebatch`."""
     held: list[Arrays] = []
     held_n = 0

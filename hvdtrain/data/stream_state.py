@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from threading import Lock
 from typing import Any
 
@@ -70,11 +70,18 @@ class Positions:
             yield chunk
         self._left = False
 
-    def load(self, mark: Mark) -> None:
-        """Have the next epoch that is opened begin at ``mark``."""
+    def chunks_at(self, mark: Mark, counted: Callable[[Iterable[Arrays]], Iterator[Arrays]]
+                  ) -> Generator[Arrays, None, None]:
+        """Yield the chunks after ``mark``, which ``counted`` counts; `ValueError` where other rows follow it."""
         self._keep_origin()
         self._left = True
         self._data.load_state_dict(unpacked(mark.state))
+        chunks = self._data.chunks(mark.epoch)
+        try:
+            yield from self.noted(checked(counted(chunks), mark.checks), mark.epoch, mark.samples)
+        finally:
+            if hasattr(chunks, "close"):
+                chunks.close()
 
     def rewind(self) -> None:
         """Have the next epoch begin at its start, also where the one before was left in its middle."""

@@ -24,7 +24,7 @@ from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.batches import Bounds, LocalBatch, WeightFn, emptied
 from hvdtrain.data.host_reader import MOST_AHEAD, HostReader
 from hvdtrain.data.stream import Arrays, Stream, between, fingerprint, joined, pieces
-from hvdtrain.data.stream_state import CANNOT, Mark, Positions, checked
+from hvdtrain.data.stream_state import CANNOT, Positions
 from hvdtrain.data.workers.worker import generators_kept
 
 _NONE = np.empty(0, np.int64)
@@ -131,39 +131,13 @@ class StreamWalk:
         """Open the stream at ``cursor``; return what it costs to reach it, "" where it begins there or can seek."""
         if not cursor.samples or hasattr(self._data, "chunks_from"):
             return ""
-        why = self._sought(cursor) if self.reads else self.positions.why
+        why = _seek(self, cursor) if self.reads else self.positions.why
         if not why:
             return ""
         took_s = cursor.samples * self._sample_s
         about = f", about {took_s:.2g} s as at its start" if took_s else ""
         return (f"resume: {why}, so {count(cursor.samples, 'sample')} of epoch {cursor.epoch} "
                 f"are read again and dropped{about}")
-
-    def _sought(self, cursor: Cursor) -> str:
-        """Open the stream at ``cursor`` by one of its states; return "" or why it has to be read again."""
-        mark = self.positions.find(cursor.epoch, cursor.samples)
-        if mark is None:
-            return str((self.positions.restored or {}).get("why") or self.positions.why or CANNOT)
-        if self._peeked is not None:
-            self._peeked[2].close()
-            self._peeked = None
-        batches = self._from(mark, cursor)
-        try:
-            self._peeked = (cursor.epoch, cursor.samples), next(batches, None), batches
-        except Exception as error:  # of the user's code, or of a state that does not fit: a replay needs none
-            batches.close()
-            return f"the stream's state cannot be used ({type(error).__name__}: {error})"
-        return ""
-
-    def _from(self, mark: Mark, cursor: Cursor) -> Generator[list[Arrays], None, None]:
-        self.positions.load(mark)
-        chunks = self._data.chunks(cursor.epoch)
-        try:
-            noted = self.positions.noted(checked(_counted(self, chunks), mark.checks), cursor.epoch, mark.samples)
-            yield from pieces(noted, self._global_batch, cursor.samples - mark.samples)
-        finally:
-            if hasattr(chunks, "close"):
-                chunks.close()
 
     def batches(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[LocalBatch, None, None]:
         """Yield this rank's shares from ``cursor`` to the end of its epoch; a stream does its own shuffling."""
@@ -327,6 +301,25 @@ def _counted(walk: StreamWalk, chunks: Iterable[Arrays]) -> Iterator[Arrays]:
             if walk._host is not None and walk._number:
                 walk._host.reading(walk._number)
         yield chunk
+
+
+def _seek(walk: StreamWalk, cursor: Cursor) -> str:
+    """Open the stream at ``cursor`` by one of its states; return "" or why it has to be read again."""
+    positions = walk.positions
+    mark = positions.find(cursor.epoch, cursor.samples)
+    if mark is None:
+        return str((positions.restored or {}).get("why") or positions.why or CANNOT)
+    if walk._peeked is not None:
+        walk._peeked[2].close()
+        walk._peeked = None
+    chunks = positions.chunks_at(mark, partial(_counted, walk))
+    batches = pieces(chunks, walk._global_batch, cursor.samples - mark.samples)
+    try:
+        walk._peeked = (cursor.epoch, cursor.samples), next(batches, None), batches
+    except Exception as error:  # of the user's code, or of a state that does not fit: a replay needs none
+        chunks.close()
+        return f"the stream's state cannot be used ({type(error).__name__}: {error})"
+    return ""
 
 
 def _no_samples(epoch: int) -> UserError:

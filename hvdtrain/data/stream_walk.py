@@ -182,7 +182,7 @@ class StreamWalk:
             if known:
                 n_global, weight, alike, same, failed = batch.n, float(batch.n), True, True, error is not None
             else:
-                n_global, weight, alike, same, failed = self._summed(batch, error)
+                n_global, weight, alike, same, failed = _summed(self._control, self._everyone, batch, error)
             if failed:
                 agreed(self._everyone, partial(_raise, error), "data")
             if n_global == 0:
@@ -203,18 +203,6 @@ class StreamWalk:
             self.positions.forget(cursor.samples - KEPT_BATCHES * self._global_batch)
             cursor = cursor.advance(consumed)
             yield replace(batch, n_global=n_global, weight=weight, consumed=consumed, counts_P=counts_P)
-
-    def _summed(self, batch: LocalBatch, error: UserError | None) -> tuple[int, float, bool, bool, bool]:
-        """Return samples and weight of a step over all ranks, and whether the ranks' batches have one length and one
-        checksum, and any rank an error.
-        """
-        mine = np.array([batch.n_local, batch.own_weight, batch.n, batch.n ** 2, batch.check, batch.check ** 2,
-                         error is not None], np.float64)
-        sums, size = self._control.sum(mine), self._everyone.size
-        read = sums[2:] if self._everyone is self._control else self._everyone.sum(mine[2:])
-        seen, seen2, checks, checks2, failed = map(int, read)
-        # No variance over ranks.
-        return int(sums[0]), float(sums[1]), size * seen2 == seen ** 2, size * checks2 == checks ** 2, failed > 0
 
     def _next(self, batches: Iterator[LocalBatch], weight_fn: WeightFn | None) -> tuple[LocalBatch, UserError | None]:
         """Return the next batch, without samples at the end of the stream and with an error of this rank."""
@@ -333,6 +321,20 @@ def _seek(walk: StreamWalk, cursor: Cursor) -> str:
         chunks.close()
         return f"the stream's state cannot be used ({type(error).__name__}: {error})"
     return ""
+
+
+def _summed(control: Control, everyone: Control, batch: LocalBatch,
+            error: UserError | None) -> tuple[int, float, bool, bool, bool]:
+    """Return samples and weight of a step over the ranks of ``control``, and whether the batches that ``everyone`` has
+    read have one length and one checksum, and any rank an error.
+    """
+    mine = np.array([batch.n_local, batch.own_weight, batch.n, batch.n ** 2, batch.check, batch.check ** 2,
+                     error is not None], np.float64)
+    sums, size = control.sum(mine), everyone.size
+    read = sums[2:] if everyone is control else everyone.sum(mine[2:])
+    seen, seen2, checks, checks2, failed = map(int, read)
+    # No variance over ranks.
+    return int(sums[0]), float(sums[1]), size * seen2 == seen ** 2, size * checks2 == checks ** 2, failed > 0
 
 
 def _no_samples(epoch: int) -> UserError:

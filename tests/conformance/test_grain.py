@@ -1,11 +1,10 @@
 """Datasets and loaders of grain in both frameworks: samples by number, streams with their state, refusals."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import FRAMEWORKS, bits, config, fitted, make_model, samples, solo
+from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo
 
 grain = pytest.importorskip("grain", reason="grain is not installed")
 
@@ -53,12 +52,12 @@ def walked(framework, data, cursor, n=0, restored=None):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_rows_and_batches_of_grain_train_as_arrays_do(framework):
-    want = bits(fitted(solo(SHORT, make_model(framework), (X, Y))))
-    for data in (rows(), rows().to_iter_dataset(), loader([grain.transforms.Batch(7)])):
-        run = fitted(solo(SHORT, make_model(framework), data))
-        assert bits(run) == want and run.ledger["epochs"] == 2
-    assert isinstance(read(framework, rows()), Source)
+def test_rows_and_batches_of_grain_train(framework):
+    run = fitted(solo(SHORT, make_model(framework), loader([grain.transforms.Batch(7)], shuffle=True, seed=1)))
+    assert run.ledger["samples"] == run.feed.walk.decodes == 80
+    source = read(framework, rows())
+    x, y = source.fetch(np.arange(40))
+    assert isinstance(source, Source) and (x == X).all() and (y == Y).all() and x.dtype == X.dtype
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -86,14 +85,10 @@ def test_a_map_dataset_draws_other_numbers_in_each_epoch():
 
 
 @pytest.mark.parametrize("data, words", [
-    (lambda: rows().repeat(), "no end"), (lambda: rows().to_iter_dataset().repeat(), "no end"),
+    (lambda: rows().repeat(), "no end"),
+    (lambda: grain.experimental.RepeatIterDataset(rows().to_iter_dataset()), "no end"),
     (lambda: rows().repeat().to_iter_dataset().batch(4), "no end"), (lambda: loader(num_epochs=None), "no end"),
     (lambda: loader(shard_options=grain.sharding.ShardOptions(0, 2)), "one of 2 shards")])
 def test_grain_without_end_and_shares_of_it_are_refused(data, words):
     with pytest.raises(UserError, match=words):
         read("torch", data())
-
-
-def test_a_run_of_a_shuffled_loader_reads_each_sample_once():
-    run = fitted(solo(replace(SHORT, epochs=1), make_model("torch"), loader(shuffle=True, seed=1)))
-    assert run.ledger["samples"] == 40 and run.feed.walk.decodes == 40

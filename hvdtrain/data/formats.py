@@ -388,16 +388,3 @@ def read_at(file: Any, offset: int, n: int) -> bytes:
     if len(found) < n:
         raise Damage(f"the file ends {n - len(found)} bytes before the sample does")
     return found
-
-
-_PACKED = {b"\x1f\x8b": "gzip", b"(\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-
-
-def refuse_packed(path: str) -> None:
-    """Raise `UserError` for a compressed file, in which no sample can be sought."""
-    with open(path, "rb") as file:
-        start = file.read(6)
-    packed = next((name for mark, name in _PACKED.items() if start.startswith(mark)), "")
-    if packed:
-        raise UserError(f"{path} is compressed with {packed}, so that single samples cannot be read",
-                        "an uncompressed file (pictures are compressed already)", "decompress it")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.cells import Damage
-from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
-from hvdtrain.data.index import Index
+from hvdtrain.data.formats import ShardFormat, read_at, source_of
+from hvdtrain.data.index import Index, refuse_packed
 from hvdtrain.data.sources import Source
 
 _PIECE = 1 << 22  # bytes that are searched for ends of lines at a time

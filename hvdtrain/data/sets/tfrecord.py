@@ -16,8 +16,8 @@ import numpy as np
 
 from hvdtrain.data.cells import Damage
 from hvdtrain.data.crc32c import masked, masked_each
-from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
-from hvdtrain.data.index import Index
+from hvdtrain.data.formats import ShardFormat, read_at, source_of
+from hvdtrain.data.index import Index, refuse_packed
 from hvdtrain.data.sources import Source
 
 _HEAD, _CRC = struct.Struct("<QI"), struct.Struct("<I")

@@ -17,8 +17,8 @@ import numpy as np
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.cells import Damage
-from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
-from hvdtrain.data.index import Index
+from hvdtrain.data.formats import ShardFormat, read_at, source_of
+from hvdtrain.data.index import Index, refuse_packed
 from hvdtrain.data.sources import Source
 
 _NUMBERS = ("cls", "cls2", "class", "index", "inx", "id", "count")

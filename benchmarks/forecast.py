@@ -222,19 +222,21 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
               slower: float) -> Exchange:
     found = calibrated["transports"][asked["wire"]]
     links = {kind: Link(**link) for kind, link in found["links"].items()}
-    buckets, size = tuple(found["buckets"]), calibrated["ranks"]
+    plain_buckets, size = found["buckets"], calibrated["ranks"]
+    cost = found["costs"][asked["compression"]]
+    buckets = tuple(cost.get("buckets", plain_buckets))
     sums = Link(**found["link"])
     within, between = host_links(asked["wire"], calibrated["hosts"], sums)
     codec_s = later_s = 0.0
     ratio = 1.0
     if asked["compression"] != "none":
-        cost = found["costs"][asked["compression"]]
         first_s, later_s = wire_seconds([Traffic(**traffic) for traffic in cost["traffic"]], links)
         plain = found["costs"]["none"]
         plain_s, _ = wire_seconds([Traffic(**traffic) for traffic in plain["traffic"]], links)
         codec_s = slower * cost["codec_s"]
         starts_s, travel_s = len(buckets) * sums.alpha_s, sum(buckets) * sums.beta_s_per_byte
-        ratio = max(0.0, (first_s / plain_s * (starts_s + travel_s) - starts_s) / travel_s)
+        plain_sums_s = len(plain_buckets) * sums.alpha_s + sum(plain_buckets) * sums.beta_s_per_byte
+        ratio = max(0.0, (first_s / plain_s * plain_sums_s - starts_s) / travel_s)
     if asked["kind"] == "pipeline" or size < 2:
         buckets = ()
     return Exchange(asked["wire"], buckets, within, between, found["overlaps"], codec_s, ratio, zero,

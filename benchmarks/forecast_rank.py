@@ -15,12 +15,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from benchmarks import throttle
 from benchmarks.peers import IDLE_S, Cut, Prepared, Setup, ours
 from benchmarks.worker import MARK
 from benchmarks.workloads import BATCHES, FILES, WORKLOADS, part
+
+if TYPE_CHECKING:
+    from hvdtrain.parallel.data_parallel.replicate import Replicate
 
 WARM_STEPS = 3
 TIMED_S = 1.5
@@ -106,13 +109,15 @@ class _Rank:
 
         run = self._prepare(self.args.batch, wire=wire, adam="whole").run
         nbytes = sum(bucket.nbytes for bucket in run.dp.buckets)
-        found = sweep.measure(run.collectives, run.dp.ops, self.control, run.dp.buckets, run.config)
+        dp = cast("Replicate", run.dp)
+        found = sweep.measure(run.collectives, dp.ops, self.control, dp.buckets, run.config, dp.buckets_with)
         sums, = transport_sweep.measure({wire: run.collectives}, run.dp.ops, self.control, nbytes, SWEEP_S)
         return {"link": asdict(sums.link), "busy_cores": sums.busy_cores, "overlaps": run.collectives.overlaps,
                 "in_graph": run.collectives.in_graph,
                 "buckets": [int(bucket.nbytes) for bucket in run.dp.buckets], "refused": found.refused,
                 "links": {kind: asdict(link) for kind, link in found.links.items()},
-                "costs": {cost.name: asdict(cost) for cost in found.costs if cost.name in compressions | {"none"}}}
+                "costs": {cost.name: {**asdict(cost), "buckets": [b.nbytes for b in dp.buckets_with(cost.name)]}
+                          for cost in found.costs if cost.name in compressions | {"none"}}}
 
     def row(self, row: Mapping[str, str]) -> dict[str, Any]:
         """Return the measured step of a row, and what its run planned by itself."""

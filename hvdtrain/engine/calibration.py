@@ -16,7 +16,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from hvdtrain.engine.machine import SAMPLES
 from hvdtrain.engine.memory_survey import MemoryProbeContext
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.step_history import StepRow
+from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.planning.hardware.rates import Calibration
 from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.linear import LinearTime, Link
@@ -201,7 +202,8 @@ def _exchanging(run: Run, found: Calibration, hosts: int) -> Calibration:
     measured, = transport_sweep.measure({wire.name: wire}, ops, control, nbytes, SWEEP_S)
     codecs: dict[str, tuple[float, float]] = {}
     if run.config.compression == "none" and not run.dp.divides_state:
-        costs = sweep.measure(wire, ops, control, run.dp.buckets, run.config).costs
+        costs = sweep.measure(wire, ops, control, run.dp.buckets, run.config,
+                              cast(Replicate, run.dp).buckets_with).costs
         whole = next((cost.wire_bytes for cost in costs if cost.name == "none"), 0)
         codecs = {cost.name: (cost.codec_s, cost.wire_bytes / whole) for cost in costs if cost.name != "none" and whole}
     hosts_P = [number for number, host in enumerate(run.topology.hosts) for _ in host.ranks]

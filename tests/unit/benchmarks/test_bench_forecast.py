@@ -37,6 +37,14 @@ def test_a_step_is_predicted_from_its_parts(row, ms):
     assert 1e3 * forecast.predict(calibration([0, 1]), row).mid_s == pytest.approx(ms)
 
 
+def test_a_compressor_has_buckets_of_its_own():
+    """One bucket in place of two: its requests start up once."""
+    calibrated = calibration([0, 1])
+    fp16 = calibrated["transports"]["mpi"]["costs"]["fp16"]
+    fp16["buckets"], fp16["traffic"][0]["calls"] = [2000000], 1
+    assert 1e3 * forecast.predict(calibrated, "mpi+fp16").mid_s == pytest.approx(18 + 1 + 2 + 1 + 11 + 3)
+
+
 def test_of_one_rank_only_its_line_counts():
     assert 1e3 * forecast.predict(calibration([0]), "auto").mid_s == pytest.approx(18 + 1 + 2 + 1)
 

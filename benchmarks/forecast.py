@@ -191,8 +191,10 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
     made = plan(lines, batch * size) if asked["balance"] == "static" else equal(lines, batch * size)
     zero = 2 if asked["kind"] == "zero2" else 0
     updates = 1 if asked["kind"] == "whole" else 1 / size  # each rank has a part of the parameters, or of their state
-    ranks = tuple(Rank(host, line, share.samples, share.accumulate,
-                       update_s=_mean(run["phases"][rank]["update"] for run in runs) * updates,
+    updates_P = [_mean(run["phases"][rank]["update"] for run in runs) * updates for rank in range(size)]
+    if zero and (shard := calibrated["transports"][asked["wire"]].get("shard")):
+        updates_P = [slower * update_s for update_s, _ in shard]
+    ranks = tuple(Rank(host, line, share.samples, share.accumulate, updates_P[rank],
                        input_s=_mean(run["phases"][rank]["data"] for run in runs))
                   for rank, (host, line, share) in enumerate(zip(calibrated["hosts"], lines, made.parts)))
     agreement_s = max(0.0, _mean(run["step_s"] - max(_busy(phases) for phases in run["phases"]) for run in runs))
@@ -239,8 +241,10 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
         ratio = max(0.0, (first_s / plain_s * plain_sums_s - starts_s) / travel_s)
     if asked["kind"] == "pipeline" or size < 2:
         buckets = ()
+    # The rank that updates last waits for no other.
+    gather_s = slower * min(seconds for _, seconds in found["shard"]) if zero and "shard" in found else 0.0
     return Exchange(asked["wire"], buckets, within, between, found["overlaps"], codec_s, ratio, zero,
-                    found["busy_cores"], later_s=later_s, agreement_s=agreement_s)
+                    found["busy_cores"], later_s=later_s, agreement_s=agreement_s, gather_s=gather_s)
 
 
 def _stages(calibrated: Mapping[str, Any], asked: Mapping[str, str], blocks: Mapping[str, Any],

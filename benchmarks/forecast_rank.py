@@ -24,6 +24,7 @@ from benchmarks.workloads import BATCHES, FILES, WORKLOADS, part
 
 if TYPE_CHECKING:
     from hvdtrain.parallel.data_parallel.replicate import Replicate
+    from hvdtrain.parallel.data_parallel.zero import Zero
 
 WARM_STEPS = 3
 TIMED_S = 1.5
@@ -87,6 +88,8 @@ class _Rank:
         rows = [ours_row(text) for text in self.args.row]
         for wire in dict.fromkeys(row["wire"] for row in rows if self.control.size > 1):
             found["transports"][wire] = self.links(wire, {row["compression"] for row in rows if row["wire"] == wire})
+            if any(row["wire"] == wire and row["kind"] == "zero2" for row in rows):
+                found["transports"][wire]["shard"] = self.shard(wire)
         self._say(found)
         for text, row in zip(self.args.row, rows):
             self._say({"event": "row", "row": text, **self.row(row)})
@@ -118,6 +121,19 @@ class _Rank:
                 "links": {kind: asdict(link) for kind, link in found.links.items()},
                 "costs": {cost.name: {**asdict(cost), "buckets": [b.nbytes for b in dp.buckets_with(cost.name)]}
                           for cost in found.costs if cost.name in compressions | {"none"}}}
+
+    def shard(self, wire: str) -> list[tuple[float, float]]:
+        """Return each rank's seconds of updating its shard by ZeRO, and of gathering the parameters: no step's."""
+        run = self._prepare(self.args.batch, wire=wire, adam="zero2").run
+        dp, seconds = cast("Zero", run.dp), []
+        grads = [dp.ops.zeros(sizes_P[self.control.rank], b.dtype) for b, sizes_P in zip(dp.buckets, dp.sizes_BP)]
+        for _ in range(WARM_STEPS + LEAST_STEPS):
+            dp.begin(0)
+            self.control.barrier("an update")
+            begin = time.perf_counter()
+            dp.update(0, grads)
+            seconds.append((time.perf_counter() - begin - dp.gather_s, dp.gather_s))
+        return self.control.gather([statistics.median(times) for times in zip(*seconds[WARM_STEPS:])])
 
     def row(self, row: Mapping[str, str]) -> dict[str, Any]:
         """Return the measured step of a row, and what its run planned by itself."""

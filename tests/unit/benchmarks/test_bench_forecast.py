@@ -45,6 +45,12 @@ def test_a_compressor_has_buckets_of_its_own():
     assert 1e3 * forecast.predict(calibrated, "mpi+fp16").mid_s == pytest.approx(18 + 1 + 2 + 1 + 11 + 3)
 
 
+def test_zero_updates_and_gathers_as_measured():
+    calibrated = calibration([0, 1])
+    calibrated["transports"]["mpi"]["shard"] = [[5e-3, 1e-3], [4e-3, 7e-3]]
+    assert 1e3 * forecast.predict(calibrated, "mpi/zero2").mid_s == pytest.approx(18 + 1 + 5 + 1 + 12 + 1)
+
+
 def test_of_one_rank_only_its_line_counts():
     assert 1e3 * forecast.predict(calibration([0]), "auto").mid_s == pytest.approx(18 + 1 + 2 + 1)
 

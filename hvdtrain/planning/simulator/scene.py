@@ -71,7 +71,8 @@ class Exchange:
     of a micro-batch's time. ``codec_s``, ``ratio``: compressor's own seconds a step, and bytes sent per byte of
     gradients. ``later_s``: of its requests that need the answer to earlier ones. ``zero``: stage of ZeRO;
     ``gather_bytes``: updated parameters that it gathers, 0: as many as gradients; ``gather_s``: seconds of that, 0: by
-    the links. ``busy_cores``: cores that the transport of one rank keeps busy. ``agreement_s``: of each step's agreement about loss, stop and saves.
+    the links. ``busy_cores``: cores that the transport of one rank keeps busy. ``agreement_s``: of each step's
+    agreement about loss, stop and saves.
     ``layer_bytes``: of each sum that layers wait for within a micro-batch (sync_batchnorm).
     """
 

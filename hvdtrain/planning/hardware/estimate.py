@@ -184,7 +184,7 @@ def _unpartitioned(hosts: Sequence[SiteHost], settings: TrainingSettings, rates:
     # A calibrated line has the waits of its layers in it.
     layers = rates.workload.norm_bytes if settings.sync_batchnorm and any(pace.assumed for pace in paces) else ()
     exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, wiring.overlaps, codec_s, ratio,
-                        settings.zero, layer_bytes=layers)
+                        settings.zero, layer_bytes=layers, late=wiring.late)
     scene = Scene(ranks, exchange, saves=_saves(settings, paces), failures=_failures(hosts, settings),
                   error=max(pace.error for pace in paces))
     return scene, (*_said(paces), *wiring.assumed, *([cast] if cast else []))

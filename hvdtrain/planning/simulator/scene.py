@@ -67,12 +67,12 @@ class Exchange:
     ``bucket_bytes``: gradients of the whole model, in the order in which buckets are sent. ``within``: seconds of one
     bucket by the bytes that each rank sends inside its host; ``between``: by those that all ranks of a host together
     send out of it. Their alpha is that of two ranks. ``overlaps``: buckets travel during backward. ``ready``: fraction
-    of backward after which each bucket is complete; () if not measured: in proportion to bytes. ``backward``: fraction
-    of a micro-batch's time. ``codec_s``, ``ratio``: compressor's own seconds a step, and bytes sent per byte of
-    gradients. ``later_s``: of its requests that need the answer to earlier ones. ``zero``: stage of ZeRO;
-    ``gather_bytes``: updated parameters that it gathers, 0: as many as gradients; ``gather_s``: seconds of that, 0: by
-    the links. ``busy_cores``: cores that the transport of one rank keeps busy. ``agreement_s``: of each step's
-    agreement about loss, stop and saves.
+    of backward after which each bucket is complete; (): in proportion to bytes, once the fraction ``late`` of backward
+    has passed. ``backward``: fraction of a micro-batch's time. ``codec_s``, ``ratio``: compressor's own seconds a step,
+    and bytes sent per byte of gradients. ``later_s``: of its requests that need the answer to earlier ones. ``zero``:
+    stage of ZeRO; ``gather_bytes``: updated parameters that it gathers, 0: as many as gradients; ``gather_s``: seconds
+    of that, 0: by the links. ``busy_cores``: cores that the transport of one rank keeps busy. ``agreement_s``: of each
+    step's agreement about loss, stop and saves.
     ``layer_bytes``: of each sum that layers wait for within a micro-batch (sync_batchnorm).
     """
 
@@ -92,6 +92,7 @@ class Exchange:
     later_s: float = 0.0
     agreement_s: float = 0.0
     layer_bytes: tuple[int, ...] = ()
+    late: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -192,13 +192,14 @@ def _handed_over(run: Run) -> Iterator[dict[int, float]]:
 def _late(buckets: Sequence[Bucket], put_s: dict[int, float], compute_s: float, micros: float) -> float:
     """Return the fraction of the last micro-batch's backward before buckets are handed over in proportion to bytes.
 
-    ``put_s``: by bucket, from the begin of the step.
+    ``put_s``: by bucket, from the begin of the step. A bucket leaves after those before it.
     """
-    total, arrived, found = sum(bucket.nbytes for bucket in buckets), 0, []
+    total, arrived, sent_s, found = sum(bucket.nbytes for bucket in buckets), 0, 0.0, []
     for bucket in buckets[:-1]:
         arrived += bucket.nbytes
         if bucket.index in put_s and compute_s > 0:
-            portion = 1 - (compute_s - put_s[bucket.index]) * max(1.0, micros) / (BACKWARD * compute_s)
+            sent_s = max(sent_s, put_s[bucket.index])
+            portion = 1 - (compute_s - sent_s) * max(1.0, micros) / (BACKWARD * compute_s)
             found.append((portion - arrived / total) / (1 - arrived / total))
     return min(1.0, max(0.0, float(np.median(found)))) if found else 0.0
 

@@ -77,6 +77,8 @@ def test_buckets_that_leave_late_are_measured():
         begin = 18e-3 * (1 - 1 / micros)
         put_s = {i: begin + (6e-3 + late * 12e-3 + (1 - late) * (s - 6e-3)) / micros for i, s in even.items()}
         assert calibration._late(buckets, put_s, 18e-3, micros) == pytest.approx(late)
+    reverse = {i: 18e-3 - 1e-3 * i for i in range(4)}
+    assert calibration._late(buckets, reverse, 18e-3, 1) == pytest.approx(1.0)
     assert calibration._late(buckets, {}, 18e-3, 1) == calibration._late(buckets[:1], {0: 0.0}, 18e-3, 1) == 0.0
 
 

@@ -61,6 +61,8 @@ class HostReader:
         self.wanted_since: float | None = None
         self._carrier, self._rank, self._timeout_s, self._room = carrier, rank, timeout_s, ahead + _MORE
         self._said = self._heard = time.monotonic()
+        if not self.reads:
+            carrier.timeout_s = timeout_s / SIGNS  # so that `rows` looks often at how long it has waited
         self._others = [(other, places[other]) for other in self.ranks if other != rank] if self.reads else []
 
     @contextlib.contextmanager

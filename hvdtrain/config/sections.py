@@ -119,7 +119,7 @@ class DataConfig:
     readers: Literal["auto", "host", "each"] = key(
         "auto", "", "ranks that read and decode a stream. host: one of each host, which gives the others their rows "
         "over shared memory; each: all; auto: host where the stream begins alike on all ranks and draws nothing from "
-        "the global random generators", affects="nothing")
+        "the global random generators, and hosts divide the files of a stream that names them", affects="nothing")
 
 
 @dataclass(frozen=True)

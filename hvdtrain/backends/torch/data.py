@@ -7,6 +7,7 @@ belongs to the model (dropout).
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
+    default_convert,
 )
 
 from hvdtrain.core.errors import UserError
@@ -121,10 +123,20 @@ class DatasetSource(_Named):
 
 
 class IterableStream(_Named):
-    """An `IterableDataset`: one iteration is one epoch, in the consumer's process."""
+    """An `IterableDataset`: one iteration is one epoch, in the consumer's process.
 
-    def __init__(self, dataset: IterableDataset, rows: ColumnNames = ColumnNames()) -> None:
+    ``num_shards``: files that hosts may divide, by the dataset's ``shard(num_shards, index)``; 0: none.
+    """
+
+    def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames()) -> None:
         self.dataset, self.rows = dataset, rows.for_source()
+        self.num_shards = hugging_face.files_of(dataset)
+
+    def shard(self, num_shards: int, index: int) -> IterableStream:
+        """Return the stream of a part of the files."""
+        stream = copy.copy(self)  # with the same rows, whose layout the first sample tells
+        stream.dataset = self.dataset.shard(num_shards, index)
+        return stream
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         _set_epoch(self.dataset, epoch)
@@ -134,7 +146,10 @@ class IterableStream(_Named):
 
 
 class LoaderStream(_Named):
-    """A `DataLoader`: one iteration is one epoch; its batches are the chunks."""
+    """A `DataLoader`: one iteration is one epoch; its batches are the chunks.
+
+    ``num_shards``: as of `IterableStream`; 0 where batches make samples: with ``drop_last`` or a ``collate_fn``.
+    """
 
     def __init__(self, loader: DataLoader, seed: int = 0, rows: ColumnNames = ColumnNames()) -> None:
         for sampler in _samplers(loader):
@@ -145,6 +160,16 @@ class LoaderStream(_Named):
         self.loader, self.rows = loader, rows.for_source()
         owned = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
         self.seed = next((own.initial_seed() for own in owned if own is not None), seed)
+        by_sample = not loader.drop_last and loader.collate_fn in (default_collate, default_convert)
+        divides = by_sample and isinstance(loader.dataset, IterableDataset)
+        self.num_shards = hugging_face.files_of(loader.dataset) if divides else 0
+
+    def shard(self, num_shards: int, index: int) -> LoaderStream:
+        """Return the stream of a loader of a part of the files."""
+        stream, loader = copy.copy(self), copy.copy(self.loader)
+        vars(loader).update(dataset=self.loader.dataset.shard(num_shards, index), _iterator=None)  # no setter for it
+        stream.loader = loader
+        return stream
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         for owner in (self.loader.dataset, *_samplers(self.loader)):

@@ -102,7 +102,7 @@ class SourceWalk:
         """Samples that this rank and its workers have fetched for batches; comparisons of ranks are not counted."""
         self._first = np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64))
         self._comparison, self.head, self.reads = Comparison(data, self.samples, seed), None, True
-        self.position = ShardPosition()
+        self.shards = ShardPosition()
 
     def settle(self) -> str:
         """Return "": each rank reads its share."""

@@ -29,7 +29,7 @@ def adapted(obj: Any, seed: int, rows: ColumnNames,
 
 _BY_SAMPLE = {"ExamplesIterable", "ArrowExamplesIterable", "RebatchedArrowExamplesIterable", "SelectColumnsIterable",
               "MappedExamplesIterable", "FilteredExamplesIterable", "BufferShuffledExamplesIterable",
-              "FormattedExamplesIterable", "RepeatExamplesIterable"}
+              "InterleavedShardsExamplesIterable", "FormattedExamplesIterable", "RepeatExamplesIterable"}
 """Stages of a ``datasets.IterableDataset`` that give the same samples whichever files they are given together."""
 
 

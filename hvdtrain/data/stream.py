@@ -25,6 +25,9 @@ HASHED_BYTES, HASHED_ELEMENTS = 1 << 20, 1 << 16
 class Stream(Protocol):
     """Samples in an order of their own, which may depend on ``epoch`` and fixed seeds, never on the rank.
 
+    Optional: ``chunks_from(epoch, samples)``, or ``state_dict()``, the place after the latest chunk, with
+    ``load_state_dict(state)``, after which the next ``chunks(epoch)`` begins there.
+
     Two optional members let hosts divide its files: ``num_shards``, their number, and ``shard(num_shards, index)``, the
     stream of every sample in one part of them, as of ``datasets.IterableDataset``.
     """
@@ -68,8 +71,8 @@ class RowQueue:
     def take(self, n: int) -> tuple[list[Arrays], list[tuple[int, int]]]:
         """Return the next ``n`` rows, fewer at the end, in pieces; and their numbers in runs (first number, rows)."""
         parts, runs = list[Arrays](), list[tuple[int, int]]()
-        while n and (self._next or (found := next(self._chunks, None))):
-            first, chunk = self._next or found
+        while n and (ahead := self._next or next(self._chunks, None)):
+            first, chunk = ahead
             taken = min(n, len(chunk[0]))
             left = taken < len(chunk[0])
             parts.append(tuple(array[:taken] for array in chunk) if left else chunk)
@@ -110,7 +113,8 @@ class ShuffledStream:
         self.wraps, self._n, self._seed = stream, n, seed
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("wraps", "chunks_from"):  # not while it is unpickled; a buffer has no place to begin at
+        if name in ("wraps", "chunks_from", "state_dict", "load_state_dict"):
+            # Not while it is unpickled; a buffer has no place to begin at, and no state of its stream has its rows.
             raise AttributeError(name)
         return getattr(self.wraps, name)
 

@@ -14,7 +14,7 @@ from hvdtrain.core.mesh import spans
 from hvdtrain.core.protocols import Control
 from hvdtrain.data.host_reader import MOST_AHEAD, HostReader
 from hvdtrain.data.stream import Arrays, between, divides, fingerprint, joined
-from hvdtrain.data.stream_reading import StreamReading, first_rows
+from hvdtrain.data.stream_reading import HEAD_ROWS, StreamReading, first_rows
 from hvdtrain.data.workers.worker import generators_kept
 
 MOST_TRIED = 256
@@ -48,10 +48,11 @@ class _Facts(NamedTuple):
     everyone: Control
     batch: int
 
-    def start(self, index: int, of: int) -> list[Arrays]:
-        """Return the first batch of the run, in pieces; none where there are no samples."""
-        chunks = self.reading.start(index, of, 0, 0, self.batch)
-        return between(chunks, 0, self.batch) if chunks else []
+    def start(self, index: int, of: int, rows: int = 0) -> list[Arrays]:
+        """Return the first batch of the run, or ``rows`` of it, in pieces; none where there are no samples."""
+        n = min(rows or self.batch, self.batch)
+        chunks = self.reading.start(index, of, 0, 0, n)
+        return between(chunks, 0, n) if chunks else []
 
 
 def choose(reading: StreamReading, everyone: Control, place: int, global_batch: int, key: str, ahead: int,
@@ -73,7 +74,7 @@ def choose(reading: StreamReading, everyone: Control, place: int, global_batch: 
     if not shared and not divided:
         return each, ""
     because = (f"data.prefetch is above {MOST_AHEAD}" if shared and ahead > MOST_AHEAD
-               else _rank_dependent(facts) if key == "auto" else "")
+               else _rank_dependent(facts, HEAD_ROWS if divided else 0) if key == "auto" else "")
     if because:
         return each, f"data.readers: each rank reads the whole stream: {because}"
     chosen = Readers(everyone)
@@ -103,7 +104,7 @@ def _exception(hosts: int, files: int) -> str:
     most = f" to {each + 1}" if more else ""
     return (f"data.readers: {hosts} hosts divide the stream's {files} files, {each}{most} for each, so each sample is "
             "read once; exception to law 2: the order of samples depends on the number of hosts, and batches are "
-            "smaller once a host has no samples left (data.readers: host keeps the order, and each host reads all files)")
+            "smaller once a host has no samples left (data.readers: host keeps the order: each host reads all files)")
 
 
 def grouped(places: Sequence[set[int]]) -> list[list[int]]:
@@ -115,11 +116,11 @@ def grouped(places: Sequence[set[int]]) -> list[list[int]]:
     return sorted(map(sorted, groups))
 
 
-def _rank_dependent(facts: _Facts) -> str:
+def _rank_dependent(facts: _Facts, rows: int) -> str:
     """Return why the ranks may not read the same stream, by its start; "" where they do. Collective."""
     def drawn() -> tuple[int, bool]:
         with generators_kept() as drew:
-            parts = facts.start(0, 1)
+            parts = facts.start(0, 1, rows)  # a few where no rank goes on with them
             if not parts:
                 raise no_samples(0)
             return fingerprint(first_rows(parts)[0]), drew()

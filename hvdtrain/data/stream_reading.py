@@ -17,6 +17,7 @@ import numpy as np
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.stream import SHARD_BITS, Arrays, Stream, after, divides, fingerprint
+from hvdtrain.data.stream_state import CANNOT, Mark, Positions
 
 HEAD_ROWS = 16
 """Samples at the start of a stream's epoch that are compared after a resumption, and between shards."""
@@ -36,11 +37,13 @@ class StreamReading:
 
     ``decodes``: samples read, those that are dropped to reach a position too. ``sample_s``: seconds that one took at
     its start; 0 before. ``heads``: by the number of shards, (epoch, checksum) of the first `HEAD_ROWS` samples of the
-    epoch that this rank has opened last, of shard 0. ``seen`` is called for each chunk.
+    epoch that this rank has opened last, of shard 0. ``positions``: states of the stream in whole, if it has such.
+    ``seen`` is called for each chunk.
     """
 
     def __init__(self, data: Stream, seen: Callable[[], None]) -> None:
         self.data: Any = data
+        self.positions = Positions(data)
         self.decodes, self.sample_s = 0, 0.0
         self.heads: dict[int, tuple[int, int]] = {}
         self._seen = seen
@@ -73,14 +76,30 @@ class StreamReading:
         opened = self._opened.get((index, of))
         if opened is None or (opened.epoch, opened.samples) != (epoch, samples):
             begin, before = time.perf_counter(), self.decodes
-            chunks, rest, n = list[Arrays](), self.chunks(index, of, epoch, samples), 0
-            while n < least and (chunk := next(rest, None)) is not None:
-                chunks.append(chunk)
-                n += len(chunk[0])
-            opened = self._opened[index, of] = Opened(epoch, samples, chunks, rest)
+            rest = self.chunks(index, of, epoch, samples)
+            opened = self._opened[index, of] = Opened(epoch, samples, _filled(rest, least), rest)
             if self.decodes > before:  # chunks may be larger than what is wanted
                 self.sample_s = (time.perf_counter() - begin) / (self.decodes - before)
         return opened.chunks
+
+    def seek(self, epoch: int, samples: int, least: int) -> str:
+        """Open the whole stream at a position by one of its states, as `start` does; return "" or why that fails."""
+        mark = self.positions.find(epoch, samples)
+        if mark is None:
+            return str((self.positions.restored or {}).get("why") or self.positions.why or CANNOT)
+        if (0, 1) in self._opened:
+            self._opened.pop((0, 1)).rest.close()
+        rest = self._from_state(mark, samples)
+        try:
+            self._opened[0, 1] = Opened(epoch, samples, _filled(rest, least), rest)
+        except Exception as error:  # of the user's code, or of a state that does not fit: a replay needs none
+            rest.close()
+            return f"the stream's state cannot be used ({type(error).__name__}: {error})"
+        return ""
+
+    def _from_state(self, mark: Mark, samples: int) -> Generator[Arrays, None, None]:
+        with contextlib.closing(self.positions.chunks_at(mark, self._counted)) as chunks:
+            yield from after(chunks, samples - mark.samples, [])
 
     def close(self, but: Iterable[tuple[int, int]] = ()) -> None:
         """Close what `start` has opened, except the shards (index, of) ``but``."""
@@ -110,11 +129,15 @@ class StreamReading:
         if opened is not None:
             opened.rest.close()
         seek = getattr(stream, "chunks_from", None) if samples else None
+        if of == 1:
+            self.positions.rewind()
         chunks = stream.chunks(epoch) if seek is None else seek(epoch, samples)
         try:
             counted = self._counted(chunks)
-            headed = self._headed(counted, of, epoch) if index == 0 and seek is None else counted
-            yield from after(headed, samples if seek is None else 0, [])
+            if seek is None:
+                counted = self._headed(counted, of, epoch) if index == 0 else counted
+                counted = self.positions.noted(counted, epoch, 0) if of == 1 else counted
+            yield from after(counted, samples if seek is None else 0, [])
         finally:
             if hasattr(chunks, "close"):
                 chunks.close()
@@ -185,6 +208,15 @@ class ShardPosition:
         """Return the numbers [low, high) of the epoch's first ``samples`` samples, in ranges."""
         shards = self.taken if len(self.taken) > 1 else [samples]
         return [(i << SHARD_BITS, (i << SHARD_BITS) + n) for i, n in enumerate(shards)]
+
+
+def _filled(rest: Iterator[Arrays], least: int) -> list[Arrays]:
+    """Return the first chunks of ``rest`` with ``least`` samples or more together."""
+    chunks, n = list[Arrays](), 0
+    while n < least and (chunk := next(rest, None)) is not None:
+        chunks.append(chunk)
+        n += len(chunk[0])
+    return chunks
 
 
 def first_rows(chunks: Iterable[Arrays]) -> tuple[Arrays, int]:

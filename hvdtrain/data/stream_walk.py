@@ -23,6 +23,7 @@ from hvdtrain.data.batches import Bounds, LocalBatch, WeightFn, emptied
 from hvdtrain.data.stream import Arrays, RowQueue, Stream, between, fingerprint, joined, numbers_of
 from hvdtrain.data.stream_readers import Readers, choose, no_samples
 from hvdtrain.data.stream_reading import ShardPosition, StreamReading
+from hvdtrain.data.stream_state import CANNOT
 from hvdtrain.planning.batch.sampler import BatchShares
 
 _NONE = np.empty(0, np.int64)
@@ -30,6 +31,7 @@ _UNEVEN = "the ranks' streams differ in length: steps continue with the remainin
 _DIFFERENT = ("the ranks read different streams: each takes its share of what it reads, so samples are lost "
               "or repeated; use the same seed for the shuffle and do not split the stream by rank (a stream that draws "
               "random numbers for each sample needs a seed too)")
+KEPT_BATCHES = 4  # consumed batches whose positions a save may still want
 
 Limits = Callable[[int, int], tuple[int, int]]
 """From the rows that were read for a step and a place in the cut to its rows of them, [low, high)."""
@@ -42,7 +44,7 @@ class StreamWalk:
     ``even``: give a rank whose stream has ended arrays (0, ...) of the shapes that it had. ``unlike``: why the samples
     of the epoch cannot be verified, the same on all ranks. ``most``: as of `SourceWalk`. ``readers``: the key
     ``data.readers``. ``ahead``: batches that a rank fetches before they are computed. ``ordered``: keep the stream's
-    order, so that its files are not divided. ``position``: samples of each shard that the epoch has consumed.
+    order, so that its files are not divided. ``shards``: samples of each shard that the epoch has consumed.
     """
 
     samples, begins = None, 0
@@ -58,8 +60,10 @@ class StreamWalk:
         self._key, self._ahead, self._ordered = readers, ahead, ordered or bool(most)
         self._settled = readers == "each" or self._everyone.size == 1
         self.readers = Readers(self._everyone)
-        self.position = ShardPosition()
-        self._number, self._rest = 0, False
+        self.shards = ShardPosition()
+        self.positions = self.reading.positions
+        self._number = 0
+        self._rest: int | None = None
 
     @property
     def decodes(self) -> int:
@@ -69,7 +73,7 @@ class StreamWalk:
     @property
     def head(self) -> tuple[int, int] | None:
         """Return (epoch, checksum) of the first samples of the latest epoch that this rank has opened."""
-        return self.reading.heads.get(len(self.position.taken))
+        return self.reading.heads.get(len(self.shards.taken))
 
     @property
     def reads(self) -> bool:
@@ -90,34 +94,40 @@ class StreamWalk:
         """Return None: a stream has its own order."""
 
     def replay(self, cursor: Cursor) -> str:
-        """Return what it costs to reach ``cursor``; "" where the stream begins there or can seek. Collective.
+        """Open the stream at ``cursor``; return what it costs, "" where it begins there or can seek. Collective.
 
         Errors: `UserError` where the data cannot be divided into the shards of the epoch.
         """
-        taken, groups = self.position.at(cursor, self.readers.shards), max(1, len(self.readers.groups))
+        taken, groups = self.shards.at(cursor, self.readers.shards), max(1, len(self.readers.groups))
         if not cursor.samples:
             return ""
-        seeks = agreed(self._everyone, lambda: self.reading.seeks(len(taken)), "data")
+        if len(taken) > 1:
+            agreed(self._everyone, lambda: self.reading.stream(0, len(taken)), "data")
         kept = (f"the stream's files stay divided into {len(taken)} shards until the end of epoch {cursor.epoch}"
                 if len(taken) > 1 and len(taken) != groups else "")
-        if seeks:
+        why = "" if self.reading.seeks(len(taken)) else CANNOT
+        if why and len(taken) == 1:
+            why = self.positions.why
+            if self.reads:
+                why = self.reading.seek(cursor.epoch, cursor.samples, self._global_batch)
+        if not why:
             return kept and f"resume: {kept}"
         again = max(sum(taken[group::groups]) for group in range(groups))
         took_s = again * self.reading.sample_s
         about = f", about {took_s:.2g} s as at its start" if took_s else ""
         host = " by a host" if len(taken) > 1 else ""
-        return (f"resume: the stream cannot seek, so {count(again, 'sample')} of epoch {cursor.epoch} "
+        return (f"resume: {why}, so {count(again, 'sample')} of epoch {cursor.epoch} "
                 f"are read again{host} and dropped{about}{kept and '; ' + kept}")
 
     def batches(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[LocalBatch, None, None]:
         """Yield this rank's shares from ``cursor`` to the end of its epoch; a stream does its own shuffling."""
         self._number += 1
-        self._rest = False
-        self.position.begin(cursor, self.readers.shards)
+        self._rest = None
+        self.shards.begin(cursor, self.readers.shards)
         return self._read(cursor, bounds, self._number) if self.reads else self._received(self._number)
 
     def _read(self, cursor: Cursor, bounds: Bounds, number: int) -> Generator[LocalBatch, None, None]:
-        host, taken, by_host = self.readers.host, list(self.position.taken), self._by_host
+        host, taken, by_host = self.readers.host, list(self.shards.taken), self._by_host
         mine = range(self.readers.group, len(taken), len(self.readers.groups)) if by_host else range(len(taken))
         self.reading.close(but=[(index, len(taken)) for index in mine])
         with (contextlib.closing(self.reading.numbered(mine, cursor.epoch, taken)) as chunks,
@@ -147,15 +157,17 @@ class StreamWalk:
     @property
     def _by_host(self) -> bool:
         """Return whether the ranks of a host take their rows from shards of their own in this epoch."""
-        return len(self.position.taken) > 1 and bool(self.readers.groups)
+        return len(self.shards.taken) > 1 and bool(self.readers.groups)
 
     def _cut(self, step: int, bounds: Bounds) -> tuple[int, Limits]:
         """Return how many rows this host's ranks take of its shards in a step, and the division among them."""
         places = self.readers.groups[self.readers.group]
         counts = [high - low for low, high in (bounds(step, self._global_batch, place) for place in places)]
-        if not any(counts) and self._rest:  # the samples that are left are on hosts whose ranks have no share
-            n_rest = max(1, self._global_batch // len(self.readers.groups))
-            counts = np.diff(BatchShares.of([1] * len(places)).offsets(n_rest)).tolist()
+        if not any(counts) and self._rest is not None and step >= self._rest:
+            hosts = len(self.readers.groups)  # in turn, where there are more of them than samples in a batch
+            of_hosts = np.diff(BatchShares.of([1] * hosts).offsets(self._global_batch)).tolist()
+            mine = of_hosts[(self.readers.group + step) % hosts]
+            counts = np.diff(BatchShares.of([1] * len(places)).offsets(mine)).tolist()
         shares = BatchShares.of(counts if any(counts) else [1] * len(places))
 
         def limits(n: int, place: int) -> tuple[int, int]:
@@ -177,25 +189,26 @@ class StreamWalk:
                  weight_fn: WeightFn | None) -> Iterator[LocalBatch]:
         """Yield batches until all streams have ended; `UserError` for an epoch without samples. Collective."""
         first, self.unlike, by_host = True, "", self._by_host
-        while True:
+        for step in itertools.count(cursor.step):
             batch, error = self._next(batches, weight_fn)
             mine = np.array([batch.n_local, batch.own_weight, batch.n, batch.n ** 2, batch.check, batch.check ** 2,
-                             error is not None, batch.waits, *self.position.counted(batch.runs)], np.float64)
+                             error is not None, batch.waits, *self.shards.counted(batch.runs)], np.float64)
             sums, size = self._control.sum(mine), self._everyone.size
             read = sums[2:] if self._everyone is self._control else self._everyone.sum(mine[2:])
             n_global, (seen, seen2, checks, checks2, failed, waits, *taken) = int(sums[0]), map(int, read)
             if failed:
                 agreed(self._everyone, partial(_raise, error), "data")
             if n_global == 0:
-                if waits:
-                    self._rest = True
+                if waits:  # the samples that are left are on hosts whose ranks have no share of a step
+                    # All readers begin to take them with the same one, which none has reached yet.
+                    self._rest = step + self._ahead + 3 if self._rest is None else self._rest
                     continue
                 if first and cursor.samples == 0:
                     raise no_samples(cursor.epoch)
                 return
             alike = size * seen2 == seen ** 2  # no variance over ranks
             if by_host:
-                alike = n_global == self._global_batch and not self._rest  # as the cut has it
+                alike = n_global == self._global_batch and self._rest is None  # as the cut has it
                 batch = replace(batch, n=n_global)
             elif not alike:
                 self._refute(_UNEVEN)
@@ -208,7 +221,9 @@ class StreamWalk:
                 counts_P = None if alike else self._control.gather(batch.n_local)
             # Where some have ended, the longest stream still reads whole batches: keep its position.
             consumed = n_global if by_host or alike else self._global_batch
-            self.position.advance(consumed, taken)
+            self.positions.forget(cursor.samples - KEPT_BATCHES * self._global_batch)
+            cursor = cursor.advance(consumed)
+            self.shards.advance(consumed, taken)
             yield replace(batch, n_global=n_global, weight=float(sums[1]), consumed=consumed, counts_P=counts_P)
 
     def _next(self, batches: Iterator[LocalBatch], weight_fn: WeightFn | None) -> tuple[LocalBatch, UserError | None]:

@@ -361,7 +361,7 @@ def meta_of(run: Run, rest: Mapping[str, Any], config: Mapping[str, Any]) -> dic
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": copy.deepcopy(dict(rest)),
         "config": config, "schedule": schedule_of(run, run.state.cursor),
-        "samples": run.feed.samples, **run.feed.walk.position.saved(run.state.cursor),
+        "samples": run.feed.samples, **run.feed.walk.shards.saved(run.state.cursor),
         "callbacks": callback_states(run), **sharded, **_cut_of(run),
         "best": run.state.findings.best_steps(),
     }

@@ -138,7 +138,7 @@ def restore(run: Run, kept: OpenCheckpoint | None) -> None:
         return groups.get(group, {})
 
     def load() -> str:
-        run.feed.walk.position.restored(cursor, meta.get("shards", ()))
+        run.feed.walk.shards.restored(cursor, meta.get("shards", ()))
         unfit = shared.load(read, meta["step_rest"])
         run.parts.optimizer.resumed(cursor.epoch, run_length.changed(before, now))
         if meta["config"].get("loss_scale", run.config.loss_scale) != run.config.loss_scale:

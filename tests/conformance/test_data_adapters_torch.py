@@ -280,13 +280,14 @@ class Parts(Counting):
     lambda: DataLoader(hugging().shuffle(seed=3, buffer_size=8).with_format("torch"), batch_size=3, num_workers=1)])
 def test_shards_of_a_stream_hold_each_sample_once(make):
     whole, shared = adapt(make()), adapt(make())
-    epochs = range(1 if getattr(whole, "loader", None) and whole.loader.num_workers else 3)
+    epochs = range(1 if hasattr(whole, "loader") and whole.loader.num_workers else 3)
     assert whole.num_shards >= 5
     for n in (2, 3)[:len(epochs)]:
         shards = [shared.shard(n, i) for i in range(n)]
         for epoch in epochs:
             found = [firsts(shard, epoch) for shard in shards]
             assert all(found) and sorted(sum(found, [])) == sorted(firsts(whole, epoch))
+        assert firsts(adapt(make()).shard(n, 1), epoch) == found[1], "in the same order after a resume"
 
 
 @pytest.mark.parametrize("make", [

@@ -55,7 +55,7 @@ class Seen(Callback):
 
 
 def stream_of(framework, folder, sizes):
-    """Return a stream of the samples in files of ``sizes``: text files, or shards of a stream of Hugging Face."""
+    """Return a stream of the samples in files of ``sizes``: text files, or of Hugging Face's, without a shuffle."""
     x, y = samples(sum(sizes))
     cuts = np.cumsum([0, *sizes]).tolist()
     if framework == "tensorflow":
@@ -78,19 +78,19 @@ def stream_of(framework, folder, sizes):
             yield from ({"x": row.tolist(), "y": int(label)} for row, label in zip(x[low:high], y[low:high]))
 
     return datasets.IterableDataset.from_generator(
-        rows, gen_kwargs={"files": list(zip(cuts, cuts[1:]))}).with_format("torch").shuffle(seed=4, buffer_size=9)
+        rows, gen_kwargs={"files": list(zip(cuts, cuts[1:]))}).with_format("torch")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_hosts_divide_the_files_of_a_stream(control, comm, framework, tmp_path):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
-    if framework == "tensorflow" and control.size == 4:
-        pytest.skip("runs with 2 and 3 ranks, to keep the whole short")
+    if control.size == (4 if framework == "tensorflow" else 2):
+        pytest.skip("PyTorch runs with 3 and 4 ranks, TensorFlow with 2 and 3, to keep the whole short")
     out = control.bcast(str(tmp_path))
 
     def trained(hosts, sizes, folder, **more):
         settings = replace(config(epochs=EPOCHS, out=f"{out}/{folder}", eval_every=0, **more),
-                           data=DataConfig(prefetch=2, workers=0, readers="auto"))
+                           data=DataConfig(prefetch=2, workers=0, shuffle_buffer=9 * (framework == "torch")))
         run, seen = assemble(settings, make_model(framework), stream_of(framework, tmp_path, sizes),
                              Hosts(comm, hosts)), Seen()
         run.callbacks.insert(0, seen)
@@ -100,13 +100,13 @@ def test_hosts_divide_the_files_of_a_stream(control, comm, framework, tmp_path):
     hosts, even = HOSTS[control.size], [12] * 6
     run, rows = trained(hosts, even, "even", global_batch=sum(even))
     assert any(f"{len(hosts)} hosts divide the stream's 6 files" in note and "law 2" in note for note in run.notes)
-    alone = fitted(solo(replace(run.config, out=f"{out}/alone{control.rank}"), make_model(framework),
-                        samples(sum(even))))
+    settings = replace(run.config, out=f"{out}/alone{control.rank}", data=DataConfig(workers=0))
+    alone = fitted(solo(settings, make_model(framework), samples(sum(even))))
     assert run.state.cursor.step == EPOCHS and apart(weights(run), weights(alone)) < 1e-5, "the mean over all samples"
     assert run.ledger["epochs"] == EPOCHS and not run.ledger["unchecked"]
     if control.rank == 0:
         last = json.loads((Path(run.out) / "log.jsonl").read_text().splitlines()[-1])
-        assert 1 <= last["decodes"] / (EPOCHS * sum(even)) <= 1 + control.size * 64 / (EPOCHS * sum(even))
+        assert EPOCHS * sum(even) <= last["decodes"] <= EPOCHS * sum(even) + control.size * 64, "and the comparison"
 
     x, _ = samples(N)
     want = sorted((epoch, float(first)) for epoch in range(EPOCHS) for first in x[:, 0])

@@ -228,11 +228,25 @@ def _files(dataset: Any) -> int:
         node = inputs[0]
 
 
+_OWN_STATE = {"ShuffleDatasetV3": (4, "DummySeedGenerator"), "CacheDatasetV2": (2, "DummyMemoryCache")}
+"""Steps with state that copies of a dataset share: their input for it, and the operation that makes a new one."""
+
+
 def _sharded(dataset: Any, num_shards: int, index: int) -> tf.data.Dataset:
-    """Return part ``index`` of ``num_shards`` of the dataset's files. Errors: `tf.errors.OpError` without files."""
+    """Return part ``index`` of ``num_shards`` of the dataset's files, with shuffles and caches of its own.
+
+    Errors: `tf.errors.OpError` where TensorFlow finds no files.
+    """
     flat = tf.nest.flatten(dataset.element_spec)
+    graph = tf.compat.v1.GraphDef.FromString(tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1).numpy())  # 1: ignore
+    for node in [node for node in graph.node if node.op in _OWN_STATE]:
+        place, op = _OWN_STATE[node.op]
+        own = graph.node.add(name=f"{node.name}/own", op=op)
+        node.input[place] = own.name
     variant = tf.raw_ops.AutoShardDataset(
-        input_dataset=tf.data.experimental.to_variant(dataset), num_workers=num_shards, index=index,
+        input_dataset=tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString()),
+        num_workers=num_shards, index=index,
         output_types=[spec.dtype for spec in flat], output_shapes=[spec.shape for spec in flat],
         auto_shard_policy=int(tf.data.experimental.AutoShardPolicy.FILE))
     return tf.data.experimental.from_variant(variant, dataset.element_spec).with_options(dataset.options())

@@ -42,6 +42,7 @@ class FileOptions:
     else ``test_fraction`` of the samples, chosen by ``seed``; neither: no evaluation. ``x``, ``y``, ``weight``:
     columns. ``cache``: folder of indexes and downloads, the latter up to ``cache_gib``. ``size``, ``channels``,
     ``mean``, ``std``, ``layout``: of pictures, as of the set ``folder``. ``shape``, ``dtype``: of x without pictures.
+    ``y_dtype``: of y.
     """
 
     files: Any = ""
@@ -60,6 +61,7 @@ class FileOptions:
     layout: str = "channels_last"
     shape: Any = None
     dtype: str = ""
+    y_dtype: str = ""
 
     @classmethod
     def of(cls, kind: str, args: Mapping[str, Any]) -> FileOptions:
@@ -84,7 +86,8 @@ class FileOptions:
         return made
 
     def cells(self) -> Cells:
-        return Cells(self.size, self.channels, self.mean, self.std, self.layout, self.shape, self.dtype)
+        return Cells(self.size, self.channels, self.mean, self.std, self.layout, self.shape, self.dtype,
+                     self.y_dtype)
 
     def part(self, split: str) -> tuple[Any, str] | None:
         """Return (files, key) of ``split``, None where there is no such split."""

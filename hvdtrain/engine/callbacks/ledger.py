@@ -13,6 +13,8 @@ from hvdtrain.cluster.control import control_of_replicas
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import ledger as books
 from hvdtrain.data.ledger import Book, Sums
+from hvdtrain.data.sources import innermost
+from hvdtrain.data.stream_walk import StreamWalk
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 
@@ -23,8 +25,9 @@ class Ledger(Callback):
     ``run.ledger`` holds what was found: ``epochs`` whole, over all resumptions, the ``samples`` in them, ``skipped``:
     those of them whose step made no update (nan_guard skip, an overflow in fp16), ``unchecked`` epochs, which are not
     verified, with the ``reason``, and ``partial`` samples of an epoch that a fit ended in, and ``unread``: samples left
-    out since they could not be read, ``compared`` rows across ranks, where these are not all, and ``evaluation``, why
-    the evaluation data is not verified. A step without update counts as consumed. On a GPU it is told a step late.
+    out since they could not be read, ``compared`` rows across ranks, where these are not all, ``unit``, what came once
+    each where that is no sample (a mixture), and ``evaluation``, why the evaluation data is not verified. A step
+    without update counts as consumed. On a GPU it is told a step late.
     """
 
     where = "all"
@@ -39,7 +42,7 @@ class Ledger(Callback):
         self._resumed = False
         self._skipped = self._skipped_before = self._epochs = self._samples = 0
         self._unread = self._unread_before = self._compared = 0
-        self._evaluation = ""
+        self._evaluation = self._unit = ""
         self._unchecked: list[int] = []
         self._kept: dict[str, Any] = {}
 
@@ -52,6 +55,7 @@ class Ledger(Callback):
         self._resumed = bool(cursor.samples) and run.feed.samples is None
         if self._resumed and self._head is None and run.feed.head and run.feed.head[0] == cursor.epoch:
             self._head = run.feed.head[1]  # a second fit of this process
+        self._unit = getattr(innermost(run.feed.data), "unit", "")
         if self._unknown:
             self._doubt(run, self._unknown)
 
@@ -140,7 +144,7 @@ class Ledger(Callback):
                       "unread": self._unread, "unread_before": self._unread_before,
                       "compared": self._compared, "evaluation": self._evaluation,
                       "unchecked": list(self._unchecked), "reason": self._reason,
-                      "head": begun[1] if self._head is None else self._head}
+                      "head": begun[1] if self._head is None else self._head, "stream": _stream_state(run)}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._kept)
@@ -161,6 +165,8 @@ class Ledger(Callback):
         self._unread, self._unread_before = kept.get("unread", 0), kept.get("unread_before", 0)  # newer than the rest
         self._unchecked, self._reason = list(kept["unchecked"]), kept.get("reason", "")
         self._head = kept.get("head")
+        if isinstance(run.feed.walk, StreamWalk):
+            run.feed.walk.positions.restored = kept.get("stream")
         self._compared, self._evaluation = kept.get("compared", 0), kept.get("evaluation", "")
 
     def _begin(self, epoch: int, samples: int, unknown: str, before: Sums = Sums()) -> None:
@@ -213,12 +219,21 @@ class Ledger(Callback):
         return {"epochs": self._epochs, "samples": self._samples, "skipped": self._skipped_before + self._skipped,
                 "unchecked": list(self._unchecked), "partial": 0, **({"unread": unread} if unread else {}),
                 **({"compared": self._compared} if self._compared else {}),
+                **({"unit": self._unit} if self._unit else {}),
                 **({"reason": self._reason} if self._unchecked else {}),
                 **({"evaluation": self._evaluation} if self._evaluation else {})}
 
     def _record(self, run: Run, epoch: int, whole: bool, **more: Any) -> None:
         run.record("ledger", epoch=epoch, whole=whole, skipped=self._skipped, unread=self._unread,
                    ledger={"epochs": self._epochs}, **more)
+
+
+def _stream_state(run: Run) -> dict[str, Any] | None:
+    """Return the state from which a resumed run reads its stream; None where ranks read different streams."""
+    walk, cursor = run.feed.walk, run.state.cursor
+    if not isinstance(walk, StreamWalk) or walk.unlike:
+        return None
+    return walk.positions.saved(cursor.epoch, cursor.samples)
 
 
 def _order(feed: Any) -> list[int]:

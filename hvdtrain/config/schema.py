@@ -62,9 +62,13 @@ class Key:
         return self.doc.replace("{choices}", ", ".join(ask(self.choices, "choices"))) if self.choices else self.doc
 
 
-@lru_cache(maxsize=None)
 def keys(cls: type) -> tuple[Key, ...]:
     """Return every key below the dataclass ``cls``, with those of its sections, in the order of the fields."""
+    return _all_keys(cls)  # type: ignore[arg-type]  # mypy takes the type of a dataclass for unhashable
+
+
+@lru_cache(maxsize=None)
+def _all_keys(cls: type) -> tuple[Key, ...]:
     return tuple(_keys(cls, "", {}))
 
 

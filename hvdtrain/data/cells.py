@@ -134,7 +134,8 @@ class Cells:
                 return self._decoded(value), True
             array = _of_bytes(value, name, is_x, dtype)
         else:
-            refuse_strings([value] if not isinstance(value, (list, np.ndarray)) else value, f"column {name}")
+            if not isinstance(value, (int, float, np.number)):
+                refuse_strings(value if isinstance(value, (list, np.ndarray)) else [value], f"column {name}")
             array = _numbers(value, name)
         if dtype is not None:
             array = _cast(array, dtype, name)

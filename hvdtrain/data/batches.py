@@ -50,9 +50,9 @@ class LocalBatch:
     ``numbers``: int64[n_local], of a stream the positions in it; None where the ranks' streams are of several lengths.
     ``unread``: (number, place, reason) of samples of this rank that were left out, which ``n_local`` does not count.
     ``check``: a stream's checksum of all ``n``. ``own_weight``: this rank's part of ``weight``. ``consumed``: samples
-    by which the position moves on. ``counts_P``: samples of each rank, where they differ from the cut's. ``runs``: on
-    the rank that counts what a host has read of a stream, (first number, samples). ``waits``: the host has samples of
-    its shard left, and no share of this step.
+    by which the position moves on. ``counts_P``: samples of each rank, where they differ from the cut's. ``runs``:
+    numbers of all that was read of a stream for the step, (first number, samples). ``waits``: the host has no share of
+    this step, and may have samples of its shard left.
     """
 
     n: int
@@ -67,7 +67,7 @@ class LocalBatch:
     consumed: int = 0
     counts_P: Sequence[int] | None = None
     all_unread: tuple[Unread, ...] = ()
-    runs: tuple[tuple[int, int], ...] = ()
+    runs: Sequence[tuple[int, int]] = ()
     waits: bool = False
 
     def weighed(self, weight_fn: WeightFn | None) -> LocalBatch:

@@ -79,9 +79,10 @@ def choose(reading: StreamReading, everyone: Control, place: int, global_batch: 
         return each, f"data.readers: each rank reads the whole stream: {because}"
     chosen = Readers(everyone)
     if carrier is not None:
-        chosen.host = HostReader(carrier, everyone.rank, {rank: rows[rank][0] for rank in own}, everyone.timeout_s)
+        places = {rank: rows[rank][0] for rank in own}
+        chosen.host = HostReader(carrier, everyone.rank, places, everyone.timeout_s, ahead)
     chosen.groups = groups if len(groups) > 1 else []
-    chosen.group = next(i for i, places in enumerate(groups) if place in places)
+    chosen.group = next(i for i, group in enumerate(groups) if place in group)
     chosen.counts = everyone.rank == min(ranks[0] for ranks in hosts if rows[ranks[0]][0] in groups[chosen.group])
     note = ""
     if divided:

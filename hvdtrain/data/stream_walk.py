@@ -150,8 +150,7 @@ class StreamWalk:
                     host.send(number, parts, n, check, partial(limits, n), runs)
                 low, high = limits(n, self._rank)
                 yield LocalBatch(n, high - low, joined(between(parts, low, high)), check, numbers_of(runs, low, high),
-                                 runs=tuple(runs) if self.readers.counts else (),
-                                 waits=self.readers.counts and not wanted)
+                                 runs=runs, waits=not wanted)
                 at += n
 
     @property
@@ -179,7 +178,7 @@ class StreamWalk:
     def _received(self, number: int) -> Generator[LocalBatch, None, None]:
         assert self.readers.host is not None
         for n, check, low, high, arrays, runs in self.readers.host.rows(number):
-            yield LocalBatch(n, high - low, arrays, check, numbers_of(runs, low, high))
+            yield LocalBatch(n, high - low, arrays, check, numbers_of(runs, low, high), runs=runs)
 
     def _seen(self) -> None:
         if self.readers.host is not None and self._number:
@@ -187,15 +186,21 @@ class StreamWalk:
 
     def totalled(self, batches: Iterator[LocalBatch], cursor: Cursor,
                  weight_fn: WeightFn | None) -> Iterator[LocalBatch]:
-        """Yield batches until all streams have ended; `UserError` for an epoch without samples. Collective."""
+        """Yield batches until all streams have ended; `UserError` for an epoch without samples. Collective, unless one
+        rank reads for all others: then each knows the totals, and waits for nobody but the reader.
+        """
         first, self.unlike, by_host = True, "", self._by_host
+        known = self.readers.host is not None and not self.readers.checks and not by_host and weight_fn is None
         for step in itertools.count(cursor.step):
             batch, error = self._next(batches, weight_fn)
-            mine = np.array([batch.n_local, batch.own_weight, batch.n, batch.n ** 2, batch.check, batch.check ** 2,
-                             error is not None, batch.waits, *self.shards.counted(batch.runs)], np.float64)
-            sums, size = self._control.sum(mine), self._everyone.size
-            read = sums[2:] if self._everyone is self._control else self._everyone.sum(mine[2:])
-            n_global, (seen, seen2, checks, checks2, failed, waits, *taken) = int(sums[0]), map(int, read)
+            taken = self.shards.counted(batch.runs)
+            if known:
+                n_global, weight, alike, same, failed = batch.n, float(batch.n), True, True, error is not None
+                waits = 0
+            else:
+                counted = np.array([batch.waits, *taken]) * self.readers.counts
+                n_global, weight, alike, same, failed, (waits, *taken) = _summed(
+                    self._control, self._everyone, batch, error, counted)
             if failed:
                 agreed(self._everyone, partial(_raise, error), "data")
             if n_global == 0:
@@ -206,14 +211,13 @@ class StreamWalk:
                 if first and cursor.samples == 0:
                     raise no_samples(cursor.epoch)
                 return
-            alike = size * seen2 == seen ** 2  # no variance over ranks
             if by_host:
                 alike = n_global == self._global_batch and self._rest is None  # as the cut has it
                 batch = replace(batch, n=n_global)
             elif not alike:
                 self._refute(_UNEVEN)
                 batch = replace(batch, numbers=None)
-            elif size * checks2 != checks ** 2:
+            elif not same:
                 self._refute(_DIFFERENT)
             first, counts_P = False, None
             if self._even:
@@ -224,7 +228,7 @@ class StreamWalk:
             self.positions.forget(cursor.samples - KEPT_BATCHES * self._global_batch)
             cursor = cursor.advance(consumed)
             self.shards.advance(consumed, taken)
-            yield replace(batch, n_global=n_global, weight=float(sums[1]), consumed=consumed, counts_P=counts_P)
+            yield replace(batch, n_global=n_global, weight=weight, consumed=consumed, counts_P=counts_P)
 
     def _next(self, batches: Iterator[LocalBatch], weight_fn: WeightFn | None) -> tuple[LocalBatch, UserError | None]:
         """Return the next batch, without samples at the end of the stream and with an error of this rank."""
@@ -271,6 +275,20 @@ class StreamWalk:
         if self._rank == 0 and text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=3)
+
+
+def _summed(control: Control, everyone: Control, batch: LocalBatch, error: UserError | None,
+            counted_K: np.ndarray) -> tuple[int, float, bool, bool, bool, list[int]]:
+    """Return samples and weight of a step over the ranks of ``control``, whether the batches that ``everyone`` has read
+    have one length and one checksum, whether any rank has an error, and the sum of ``counted_K``.
+    """
+    mine = np.array([batch.n_local, batch.own_weight, batch.n, batch.n ** 2, batch.check, batch.check ** 2,
+                     error is not None, *counted_K], np.float64)
+    sums, size = control.sum(mine), everyone.size
+    read = sums[2:] if everyone is control else everyone.sum(mine[2:])
+    seen, seen2, checks, checks2, failed, *counted = map(int, read)
+    # No variance over ranks.
+    return int(sums[0]), float(sums[1]), size * seen2 == seen ** 2, size * checks2 == checks ** 2, failed > 0, counted
 
 
 def _raise(error: UserError | None) -> None:

@@ -62,7 +62,7 @@ class Watch(Callback):
 
 
 def watched(settings, framework, seed=0):
-    run = assemble(settings, make_model(framework, seed), samples(64))
+    run = assemble(settings, make_model(framework, seed), samples(60))
     run.callbacks.append(watch := Watch())
     return run, fitted(run), watch
 

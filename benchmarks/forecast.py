@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import race, throttle
-from benchmarks.forecast_rank import ours_row
+from benchmarks.forecast_rank import ACCUMULATE, ours_row
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.throttle import Throttle
 from benchmarks.workloads import FILES, WORKLOADS
@@ -204,8 +204,20 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
                                                                                          agreement_s=agreement_s)
     per_host = calibrated["cores"] / len(set(calibrated["hosts"]))
     hosts = tuple(Host(max(per_host, calibrated["hosts"].count(h))) for h in sorted(set(calibrated["hosts"])))
-    stages = (_stages(calibrated, asked, blocks, lines, batch * size),) if blocks else ()
+    stages = ()
+    if blocks:
+        stages = (_stages(calibrated, asked, blocks, lines, batch * size, _adding(calibrated, lines, slower)),)
     return step(Scene(ranks, exchange, stages, hosts=hosts))
+
+
+def _adding(calibrated: Mapping[str, Any], lines: Sequence[LinearTime], slower: float) -> list[float]:
+    """Return each rank's seconds of adding the whole model's gradients to those of an earlier micro-batch."""
+    run = calibrated.get("accumulated")
+    if not run:
+        return [0.0] * len(lines)
+    run = _paced(run, slower * calibrated["compute"][0]["step_s"] / run["beside_s"])
+    return [max(0.0, phases["compute"] - line.seconds(run["batch"], ACCUMULATE)) / (ACCUMULATE - 1)
+            for phases, line in zip(run["phases"], lines)]
 
 
 def _paced(run: Mapping[str, Any], slower: float) -> dict[str, Any]:
@@ -254,8 +266,11 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
 
 
 def _stages(calibrated: Mapping[str, Any], asked: Mapping[str, str], blocks: Mapping[str, Any],
-            lines: Sequence[LinearTime], samples: int) -> Stages:
-    """Return the stages: each block's part of a whole micro-batch, by its part of the blocks' measured seconds."""
+            lines: Sequence[LinearTime], samples: int, adding_s: Sequence[float]) -> Stages:
+    """Return the stages: each block's part of a whole micro-batch, by its part of the blocks' measured seconds.
+
+    ``adding_s``: of each rank, of the whole model's gradients, in all micro-batches but the first.
+    """
     micros, ends = blocks["micros"], [*blocks["starts"][1:], len(blocks["cost_s"])]
     size, total_s = samples / micros, sum(blocks["cost_s"])
     link = Link(**calibrated["transports"][asked["wire"]]["link"])
@@ -264,7 +279,8 @@ def _stages(calibrated: Mapping[str, Any], asked: Mapping[str, str], blocks: Map
         line = lines[place % len(lines)]
         seconds = sum(blocks["cost_s"][begin:end]) / total_s * (line.a_s + line.c_s * size)
         forward.append(seconds / 3)
-        backward.append(seconds * 2 / 3)
+        own = sum(blocks["parameters"][begin:end]) / sum(blocks["parameters"])
+        backward.append(seconds * 2 / 3 + own * adding_s[place % len(lines)] * (1 - 1 / micros))
         travel.append(link.seconds(blocks["cargo"][end - 1] * size / blocks["samples"]))
     return Stages(tuple(range(len(lines))), blocks["order"], micros, tuple(forward), tuple(backward),
                   tuple(travel[:-1]))

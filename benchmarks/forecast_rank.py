@@ -35,6 +35,9 @@ LEAST_STEPS, MOST_STEPS = 4, 60
 
 MICRO_BATCHES = 4
 
+ACCUMULATE = 2
+"""Micro-batches of the steps that tell what adding gradients costs."""
+
 SWEEP_S = 1.0
 """For measuring sums over one transport."""
 
@@ -85,6 +88,8 @@ class _Rank:
                                  "batch": batch,
                                  "hosts": [sorted(set(names)).index(name) for name in names],
                                  "compute": [self.compute(n) for n in (batch // 2, 3 * batch // 2)],
+                                 "accumulated": self.compute(batch, ACCUMULATE) if any(
+                                     text.endswith("/pipeline") for text in self.args.row) else None,
                                  "transports": {}}
         rows = [ours_row(text) for text in self.args.row]
         for wire in dict.fromkeys(row["wire"] for row in rows if self.control.size > 1):
@@ -96,12 +101,13 @@ class _Rank:
             self._say({"event": "row", "row": text, **self.row(row)})
         return 0
 
-    def compute(self, batch: int) -> dict[str, Any]:
+    def compute(self, batch: int, accumulate: int = 1) -> dict[str, Any]:
         """Return the phases of single-rank training, on all ranks at once: a step of each rank, without exchange.
 
         The first such run stays: its steps alternate with those of every row, to show how fast the machine is then.
         """
-        prepared = self._prepare(batch, wire="null" if self.control.size > 1 else "auto", adam="whole")
+        prepared = self._prepare(batch, wire="null" if self.control.size > 1 else "auto", adam="whole",
+                                 accumulate=accumulate)
         timed = self._timed(prepared)
         self._beside = self._beside or prepared
         run = prepared.run

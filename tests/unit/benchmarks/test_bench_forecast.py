@@ -79,11 +79,16 @@ def test_buckets_travel_once_backward_has_completed_them():
 
 def test_a_pipeline_is_played_in_its_order():
     blocks = {"cost_s": [1.0, 3.0], "samples": 4.0, "starts": [0, 1], "order": "gpipe", "micros": 4,
-              "cargo": [50000, 0]}
+              "cargo": [50000, 0], "parameters": [100, 300]}
     found = forecast.predict(calibration([0, 1]), "mpi/pipeline", blocks)
     # Micro-batches of 4 samples take 14 ms, a quarter of it on the first stage; messages take 1.5 ms.
     assert 1e3 * found.parts["compute"] == pytest.approx(4 * 14 / 2)
     assert 1e3 * found.mid_s == pytest.approx(3.5 + 2 * 1.5 + 4 * 10.5 + 3)
+    # Two micro-batches of 4 took 8 ms more than 28: of that stages add 1/4 and 3/4 in three of four micro-batches.
+    added = {**calibration([0, 1]), "accumulated": {"batch": 8, "beside_s": 18e-3, "step_s": 40e-3,
+                                                    "phases": [phases(36e-3)] * 2}}
+    found = forecast.predict(added, "mpi/pipeline", blocks)
+    assert 1e3 * found.mid_s == pytest.approx(3.5 + 1.5 + 2 * 1.5 + 4 * (10.5 + 4.5) + 3)
 
 
 def test_records_are_predicted_again_and_judged(tmp_path, capsys):

@@ -38,7 +38,7 @@ def test_a_step_is_predicted_from_its_parts(row, ms):
 
 
 def test_a_compressor_has_buckets_of_its_own():
-    """One bucket in place of two: its requests start up once."""
+    """Give it one bucket in place of two, whose requests start up once."""
     calibrated = calibration([0, 1])
     fp16 = calibrated["transports"]["mpi"]["costs"]["fp16"]
     fp16["buckets"], fp16["traffic"][0]["calls"] = [2000000], 1

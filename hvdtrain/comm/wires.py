@@ -31,7 +31,6 @@ class ExchangingParts(Protocol):
     @property
     def stage(self) -> Stage:
         """Stage that runs forward and backward."""
-        ...
 
 
 class ExchangingRun(Protocol):
@@ -46,7 +45,6 @@ class ExchangingRun(Protocol):
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
-        ...
 
 
 def open_wire(config: Config, framework: str, backend: Any, control: Control, topology: Topology,

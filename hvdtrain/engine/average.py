@@ -34,11 +34,9 @@ class Final(Protocol):
 
     def hold(self) -> None:
         """Put the final weights into the model."""
-        ...
 
     def release(self) -> None:
         """Undo `hold`."""
-        ...
 
 
 class Average:

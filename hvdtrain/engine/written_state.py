@@ -46,15 +46,12 @@ class BufferedRun(Protocol):
     @property
     def state(self) -> AnnouncedState:
         """Return where the run stands."""
-        ...
 
     def tell_all(self, topic: str, text: str) -> None:
         """Have every rank hear ``text`` at the next agreement."""
-        ...
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
-        ...
 
 
 class WrittenState:

@@ -58,7 +58,6 @@ class SumMemory(Protocol):
 
     def add(self) -> list[torch.Tensor]:
         """Return the sums or means of the vectors, by bucket; collective."""
-        ...
 
 
 class _InHost:

@@ -31,14 +31,12 @@ class Collective(Protocol):
 
     def entered(self) -> int:
         """Return ``runs``, when no run of the graph is under way."""
-        ...
 
     def settle(self, runs: int) -> None:
         ...
 
     def enter(self, value: float) -> None:
         """Enter it from outside of the graph, with ``value`` in place of the graph's tensor."""
-        ...
 
 
 def note(collective: Collective | Update) -> None:

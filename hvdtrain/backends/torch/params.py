@@ -32,7 +32,6 @@ class Make(Protocol):
     def __call__(self, tensors: Sequence[torch.Tensor], *, names: Sequence[str] = (),
                  slices: Slices | None = None) -> TorchOptimizer:
         """Return it, with state of its own."""
-        ...
 
 
 class TorchParams:

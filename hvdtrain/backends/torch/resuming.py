@@ -51,7 +51,6 @@ class ResumedOptimizer(Protocol):
 
     def kind(self) -> str:
         """Return the optimizer's class."""
-        ...
 
 
 def settings_of(optimizer: Any, adopted: bool) -> list[dict[str, Any]]:

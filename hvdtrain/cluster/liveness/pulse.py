@@ -207,11 +207,9 @@ class Listener(Protocol):
 
     def at(self, phase: str, step: int | None) -> None:
         """Note a phase; takes no time."""
-        ...
 
     def close(self) -> None:
         """Note that the process ends, before its last message."""
-        ...
 
 
 listener: Listener | None = None

@@ -20,27 +20,22 @@ class CompressorOps(protocols.Ops, Protocol):
 
     def abs_max_rows(self, x_BK: Array) -> Array:
         """Return the largest magnitude of each row: (B, K) -> (B,); NaN where a row has one."""
-        ...
 
     def drop(self, flat_N: Array, index_k: Array) -> Array:
         """Return a copy with zeros at int64 indices: (N,), (k,) -> (N,)."""
-        ...
 
     def by_part(self, index_k: Array, ends_P: Sequence[int]) -> tuple[Array, Array]:
         """Sort different int64 indices by the part in which they lie: (their order int64 (k,), how many int32 (P,)).
 
         Part p ends before index ``ends_P[p]``, where the next one begins.
         """
-        ...
 
     def plus(self, x: Array, y: Array) -> Array:
         """Return ``x + y``, once ``x`` is there: a sum of several stays in this order where a graph is optimised, too.
         """
-        ...
 
     def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
         """Return ``x - scale * y``, in one pass where the backend can."""
-        ...
 
 
 class Stateless:

@@ -101,11 +101,9 @@ class Transfer(Protocol):
 
     def begin(self) -> None:
         """Go as far as it goes without waiting."""
-        ...
 
     def advance(self) -> None:
         """Wait for what is open, and continue."""
-        ...
 
 
 def transfer(wire: Transport, compressor: Compressor, bucket: Bucket, full_N: Array, state: dict[str, Array],

@@ -28,11 +28,9 @@ class Profiler(Protocol):
 
     def start(self) -> None:
         """Begin. Raises whatever the framework's does, for instance where another profiler is running."""
-        ...
 
     def stop(self) -> list[Span]:
         """End, and return what was found, in seconds of `time.perf_counter`."""
-        ...
 
 
 class Marks:

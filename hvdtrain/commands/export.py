@@ -98,8 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _writer(text: str) -> Callable[[Exportable, Path], str]:
     home, _, name = text.partition(":")
-    found: Callable[[Exportable, Path], str] = getattr(importlib.import_module(f"hvdtrain.backends.{home}"), name)
-    return found
+    return getattr(importlib.import_module(f"hvdtrain.backends.{home}"), name)
 
 
 def _published(out: Path, write: Callable[[Path], str]) -> str:

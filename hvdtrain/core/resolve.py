@@ -207,8 +207,7 @@ def load_slot(package: str, name: str, key: str, function: str) -> Callable[...,
     built_in = in_slot(package, function)
     if name not in built_in:
         raise UserError(f"{key} is {name!r}", f"{nearest(name, built_in)}, or module:callable", f"correct {key}")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{name}"), function)
-    return found
+    return getattr(importlib.import_module(f"{package}.{name}"), function)
 
 
 def completed(made: Any, defaults: type) -> Any:

@@ -377,8 +377,7 @@ def schedule_of(run: Run, at: Cursor) -> dict[str, Any]:
     """Return the schedule with the arguments that follow from the run, and the run's length, at ``at``; JSON-able."""
     config, given = run.spelled, (run.feed.steps_per_epoch, at, run.feed.steps_left(at))
     own = run_length.own_of(run.parts.optimizer.own_schedule(), run_length.updates(config, *given), config.epochs)
-    kept: dict[str, Any] = json_able(run_length.kept(config.schedule, run_length.length(config, *given), own))
-    return kept
+    return json_able(run_length.kept(config.schedule, run_length.length(config, *given), own))
 
 
 def _cut_of(run: Run) -> dict[str, Any]:

@@ -259,8 +259,7 @@ def _schedule_before(run: Run, meta: Mapping[str, Any], at: Cursor) -> dict[str,
     per_epoch, left = run.feed.steps_per_epoch, run.feed.steps_left(at)
     with contextlib.suppress(UserError):
         config = run_length.filled(config, per_epoch, None, at, left)
-    kept: dict[str, Any] = json_able(run_length.kept(config.schedule, run_length.length(config, per_epoch, at, left)))
-    return kept
+    return json_able(run_length.kept(config.schedule, run_length.length(config, per_epoch, at, left)))
 
 
 def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[RunCallback, dict[str, Any]]]:

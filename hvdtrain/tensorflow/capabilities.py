@@ -1,4 +1,4 @@
-"""Answers about the build (`mpi_built`, `nccl_built`, ...), Horovod's timeline, and names that are not supported.
+"""Answers about the build (`mpi_built`, `nccl_built`, ...), and names that are not supported.
 
 The answers are `hvdtrain.job`'s: without a built Horovod plain MPI can be had, and nothing else.
 """
@@ -11,9 +11,6 @@ from typing import Any
 from hvdtrain import job
 from hvdtrain.cluster import horovod
 from hvdtrain.core.errors import WrongMode
-from hvdtrain.job import mpi_threads_supported, start_timeline, stop_timeline
-
-__all__ = ["mpi_threads_supported", "start_timeline", "stop_timeline"]
 
 _answer = partial(job.answer, "tensorflow")
 mpi_built = _answer("mpi_built", "Return whether collectives over MPI were built.")

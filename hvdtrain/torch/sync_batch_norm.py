@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain import job
 from hvdtrain.core.process_sets import Sum
-from hvdtrain.torch import basics, ops
+from hvdtrain.torch import ops
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -36,7 +37,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         whole = self.training or self.running_mean is None
-        if not whole or basics.size() == 1:
+        if not whole or job.size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
         data = sys.modules.get("hvdtrain.torch.data")

@@ -96,8 +96,7 @@ class KerasFacts:
                             "change the model before the run, or end the run (model.stop_training = True) and fit "
                             "again")
         if self._inner is not None:
-            found: int | None = self._inner.follow(changes, note)
-            return found
+            return self._inner.follow(changes, note)
         if self._steps == 1 and not self._resumed:
             self._begin(changes)
         elif not self._noted and self._last.flags != self._begun.flags:
@@ -146,8 +145,7 @@ class KerasFacts:
         self._retrace()
 
     def take_in(self, names: Sequence[str]) -> int | None:
-        found: int | None = None if self._inner is None else self._inner.take_in(names)
-        return found
+        return None if self._inner is None else self._inner.take_in(names)
 
     def extend(self, first: int, spans: Sequence[tuple[int, int]] | None) -> None:
         if self._inner is not None:

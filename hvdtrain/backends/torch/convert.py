@@ -165,8 +165,7 @@ def write_file(model: nn.Module, path: Path) -> None:
 
 
 def own_optimizer(parts: Any) -> torch.optim.Optimizer:
-    own: torch.optim.Optimizer = parts.optimizer.optimizer
-    return own
+    return parts.optimizer.optimizer
 
 
 def scheduled(parts: Any) -> str:

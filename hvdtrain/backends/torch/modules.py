@@ -196,8 +196,7 @@ class Place(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        found: torch.Tensor | None = self.holder[self.key] if self.key in self.holder else None  # TorchScript lacks get
-        return found
+        return self.holder[self.key] if self.key in self.holder else None  # TorchScript lacks get
 
 
 class OneEntry:

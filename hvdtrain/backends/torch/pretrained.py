@@ -212,8 +212,7 @@ class ModelTask:
     def predict(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the logits."""
         inputs = self._inputs(batch)
-        logits: torch.Tensor = self._output(model, inputs, inputs.pop("labels", None)).logits
-        return logits
+        return self._output(model, inputs, inputs.pop("labels", None)).logits
 
     def _inputs(self, batch: Any) -> dict[str, Any]:
         if isinstance(batch, Mapping):

@@ -210,8 +210,7 @@ def give_back() -> None:
 def _glibc(name: str) -> Callable[..., int]:
     """Return a function of glibc; one that does nothing and returns 0 where there is none."""
     try:
-        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
-        return found
+        return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
         return lambda *_: 0
 

@@ -198,8 +198,7 @@ def _built(text: str, args: dict[str, Any], seed: int) -> tuple[Spec, Any]:
 def _parts(spec: Spec, config: Config) -> ModelParts:
     plain = replace(spec, task=None, metrics=None, weight=None)
     make = backends.load(spec.framework).make_parts
-    parts: ModelParts = make(plain, target_run.bare(config), SoloControl(), NullCollectives(), 0)
-    return parts
+    return make(plain, target_run.bare(config), SoloControl(), NullCollectives(), 0)
 
 
 def _numbered(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:

@@ -92,8 +92,7 @@ class MemoryFit(Callback):
             spared = own.fit.need - own.fit.choice.peak
             run.recovery.guard.estimated = lambda n: memory.imported_bytes() + settling.need(n) - (
                 spared * n // max(1, own.fit.micro_batch))
-        found: list[RankFit] = control.gather(own)
-        return found
+        return control.gather(own)
 
     def _settling(self, run: Run, scene: Any, micro: bool, remat: bool) -> Settling:
         cap = least(run.config.micro_batch_limit, balance_probe.ceiling_of(run, scene.sample(1)) if micro else 0)

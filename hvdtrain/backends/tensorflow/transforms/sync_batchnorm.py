@@ -94,8 +94,7 @@ class Across:
 
     def _moments(self, layer: Any, name: str, x: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         if self.local:
-            plain: tuple[tf.Tensor, tf.Tensor] = type(layer)._moments(layer, x, mask)
-            return plain
+            return type(layer)._moments(layer, x, mask)
         graph = tf.compat.v1.get_default_graph()
         if hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
             raise through_trace(UserError(

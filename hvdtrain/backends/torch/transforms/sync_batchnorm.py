@@ -231,8 +231,7 @@ class _Normalise(torch.autograd.Function):
 
 def _plain_copy(plain: Any) -> torch.nn.Module:
     """Return an empty layer of torch's own class, whose state follows."""
-    module: torch.nn.Module = plain.__new__(plain)
-    return module
+    return plain.__new__(plain)
 
 
 def _settle(x: torch.Tensor) -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import memory
+from hvdtrain.cluster.machine.software import version_of
 from hvdtrain.config import Config
+from hvdtrain.core import user_cache as cache_folder
 from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
@@ -242,7 +241,7 @@ def key(run: Run, sample: Any) -> str:
     facts = [run.spec.framework, run.spec.name, config.model_args, [(p.name, p.shape, p.dtype) for p in
              run.parts.params.specs], [(str(a.dtype), a.shape[1:]) for a in sample], vars(run.devices[rank]) |
              {"memory_bytes": 0}, host.node, host.ranks.index(rank), host.cores, len(host.ranks),
-             [_version(n) for n in names], config.threads, run.parts.precision.own, config.sync_batchnorm,
+             [version_of(n) or "" for n in names], config.threads, run.parts.precision.own, config.sync_batchnorm,
              config.deterministic, config.emulate_speed[rank] if config.emulate_speed else 1.0]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
@@ -297,19 +296,6 @@ def write(name: str, record: dict[str, Any], folder: str = "probe") -> None:
         place.mkdir(parents=True, exist_ok=True)
         with whole_file(place / f"{name}.json") as draft:
             draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
-
-
-def cache_folder(name: str = "probe") -> Path:
-    """Return the folder of this user's cache for ``name``; it need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base, "hvdtrain", name)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def ceiling_of(run: Run, sample: Any) -> int:

@@ -27,6 +27,7 @@ from hvdtrain.core.mesh import Before
 from hvdtrain.core.protocols import Control, RunCallback
 from hvdtrain.core.protocols.run import Head, Want
 from hvdtrain.core.protocols.types import Cursor
+from hvdtrain.core.records import flat
 from hvdtrain.core.resolve import absolute
 from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
@@ -280,16 +281,8 @@ def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list
     return [(callback, state) for callback, state in found if state]
 
 
-def _leaves(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return every value by its key, such as ``optimizer.args.momentum``; an empty section is one value."""
-    found: dict[str, Any] = {}
-    for key, value in keys.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
-
-
 def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` by `_leaves`.
+    """Return ``keys`` by `flat`.
 
     Of data_parallel the name alone: how zero divides leaves the results unchanged, as zero itself does. Version 0.1.0
     kept it as a text.
@@ -299,7 +292,7 @@ def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
         way = keys["data_parallel"]
         name = way["name"] if isinstance(way, dict) else way
         keys["data_parallel"] = "replicate" if name == "zero" else name
-    return _leaves(keys)
+    return flat(keys)
 
 
 def _among(key: str, keys: Collection[str]) -> bool:

@@ -13,7 +13,7 @@ from hvdtrain.backends.model_spec import Spec, called
 from hvdtrain.cluster.control import agreed
 from hvdtrain.comm.reducer.written import FIRST, GATHER, KINDS, NAMES, module_of
 from hvdtrain.config import Config
-from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.errors import UserError, nearest, some
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, Writable
 from hvdtrain.core.protocols.types import Announcement
@@ -153,16 +153,13 @@ def _words(reductions: Mapping[str, str], declared: Mapping[str, str]) -> list[s
     found = []
     default = [name for name in reductions if name not in declared]
     if default:
-        found.append(f"forward passes write to {_listed(default)}, and every rank takes rank 0's values "
+        found.append(f"forward passes write to {some(default, MOST)}, and every rank takes rank 0's values "
                      "after each step; buffer_reduction in the model file declares another reduction")
     if declared:
-        found.append(f"buffer_reduction {_listed([f'{name}: {how}' for name, how in declared.items()])} applies after "
-                     "each step; within a step a rank reads its own values")
+        words = [f"{name}: {how}" for name, how in declared.items()]
+        found.append(f"buffer_reduction {some(words, MOST)} applies after each step; within a step a rank "
+                     "reads its own values")
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
 
 
 def _given(spec: Spec, aliases: Mapping[str, str]) -> dict[str, str]:

@@ -15,9 +15,8 @@ import keras
 
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.freezing import KerasFreezing
-from hvdtrain.core.errors import UserError
+from hvdtrain.core.errors import UserError, some
 
-SHOWN = 3
 """Changes that a message names."""
 
 
@@ -91,7 +90,7 @@ class KerasFacts:
     def follow(self, changes: Sequence[str], note: Callable[[str], None]) -> int | None:
         refused, self._refused = self._refused, []
         if refused:
-            raise UserError(f"a callback changed the model while it trains: {_short(refused)}",
+            raise UserError(f"a callback changed the model while it trains: {some(refused, between='; ')}",
                             "the layers, variables, optimizer and compile() as they were at the start of the run",
                             "change the model before the run, or end the run (model.stop_training = True) and fit "
                             "again")
@@ -101,9 +100,9 @@ class KerasFacts:
             self._begin(changes)
         elif not self._noted and self._last.flags != self._begun.flags:
             self._noted = True
-            note(f"{_short(changes)}: this has no effect on the run, as in Keras until compile() is called again. "
-                 "The run trains the variables that were trainable at the first step; to change that, end the run and "
-                 "fit again. Later changes of trainable have no effect and are not reported")
+            note(f"{some(changes, between='; ')}: this has no effect on the run, as in Keras until compile() is called "
+                 "again. The run trains the variables that were trainable at the first step; to change that, end the "
+                 "run and fit again. Later changes of trainable have no effect and are not reported")
         return None
 
     def freeze(self, freezing: KerasFreezing) -> None:
@@ -132,7 +131,7 @@ class KerasFacts:
         """Train what is trainable before the first step. Errors: `UserError` for variables outside the optimizer."""
         trained = {id(v) for v in self._model.trainable_variables}
         if not trained or trained - set(self._trained):
-            raise UserError(f"a callback changed the model before the first step: {_short(changes)}",
+            raise UserError(f"a callback changed the model before the first step: {some(changes, between='; ')}",
                             "some or all of the variables that were trainable when fit was called",
                             "set trainable before fit, and compile again")
         self._begin_with(self._last)
@@ -242,7 +241,3 @@ def _name(x: Any, number: int) -> str:
         return f"{x.name} (number {number})"
     plain = keras.src.utils.naming.to_snake_case(type(x).__name__)
     return f"{plain} (number {number})" if re.fullmatch(plain + r"(_\d+)?", x.name) else str(x.name)
-
-
-def _short(found: Sequence[str]) -> str:
-    return "; ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hvdtrain.cluster.devices import meminfo
 from hvdtrain.cluster.machine.usage import memory_limits
 
 DEVICE_PART = 0.9
@@ -92,20 +93,14 @@ def left_alive_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int
 
     None if unknown. Limits of a process itself do not count: beyond them it is refused memory, and lives.
     """
-    with contextlib.suppress(OSError):
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
-        if found:
-            return max(0, min([int(found[1]) * 1024, *(limit - used for limit, used in memory_limits(cgroup, proc))]))
-    return None
+    left = meminfo(proc).get("MemAvailable")
+    return None if left is None else max(0, min([left, *(limit - used for limit, used in memory_limits(cgroup, proc))]))
 
 
 def limited(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> bool:
     """Return whether a control group allows less than the host has in all, so that the kernel ends what takes more."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
-        total = int(found[1]) * 1024 if found else 0
-        return any(limit < total for limit, _ in memory_limits(cgroup, proc))
-    return False
+    total = meminfo(proc).get("MemTotal", 0)
+    return any(limit < total for limit, _ in memory_limits(cgroup, proc))
 
 
 def _own_left(proc: str) -> list[int]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from hvdtrain.cluster.machine.software import Cuda, search_path
 from hvdtrain.commands.build_horovod.child_log import SILENT_S, Display, logged
 from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, SDIST_SHA256, BuildPlan, apply_edits
+from hvdtrain.core import user_cache
 from hvdtrain.core.errors import UserError
 
 DOWNLOAD_TIMEOUT_S = 600.0
@@ -166,8 +167,7 @@ SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
 
 def root() -> Path:
     """Return the cache folder, made where it is missing; `UserError` where it cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = Path(base, "hvdtrain")
+    path = user_cache()
     try:
         for name in ("wheels", "logs", "source"):
             (path / name).mkdir(parents=True, exist_ok=True)

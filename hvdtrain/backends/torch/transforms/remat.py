@@ -21,7 +21,7 @@ from hvdtrain.backends.torch.recompute import OUTSIDE, Block, Check, Clock, Fram
 from hvdtrain.backends.torch.snapshot import Generators, Modules, attributes, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
-from hvdtrain.core.errors import UserError
+from hvdtrain.core.errors import UserError, some
 from hvdtrain.core.protocols import Batch, BlockCost
 
 Named = Sequence[tuple[str, torch.nn.Module]]
@@ -297,8 +297,7 @@ class Trial:
             return one.error
         wrong = [words for words in one.differs(plain) if words not in noise]
         if wrong:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            return f"recomputation changes values: {', '.join(wrong[:3])}{more}"
+            return f"recomputation changes values: {some(wrong)}"
         if name in one.check.differ:
             return "it saves different values for backward when recomputed"
         return ""

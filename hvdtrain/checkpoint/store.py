@@ -223,7 +223,5 @@ class CheckpointStore:
         newest = max((stored.step for stored in listed), default=saved_step)
         if newest > saved_step and not self._warned_newer:
             self._warned_newer = True
-            log(
-                f"{self.root} already holds a checkpoint of step {newest}, later than step {saved_step} "
-                "that was just saved; a resume would use the later one. Move it away if this run starts over"
-            )
+            log(f"{self.root} already holds a checkpoint of step {newest}, later than step {saved_step} "
+                "that was just saved; a resume would use the later one. Move it away if this run starts over")

@@ -96,11 +96,8 @@ def load_callable(text: str, key: str) -> Callable[..., Any]:
     """
     where, _, attribute = text.rpartition(":")
     if not where or not attribute:
-        raise UserError(
-            f"{key} is {text!r}",
-            "module:callable or path/file.py:callable",
-            f"name the callable after a colon in {key}",
-        )
+        raise UserError(f"{key} is {text!r}", "module:callable or path/file.py:callable",
+                        f"name the callable after a colon in {key}")
     module = load_module(where, key)
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -119,11 +116,8 @@ def load_module(where: str, key: str) -> ModuleType:
     if where.endswith(".py"):
         return _load_file(Path(where), key)
     if not all(part.isidentifier() for part in where.split(".")):
-        raise UserError(
-            f"{key}: {where!r} is no module name",
-            "a dotted module name, or a file that ends in .py",
-            f"correct {key}",
-        )
+        raise UserError(f"{key}: {where!r} is no module name", "a dotted module name, or a file that ends in .py",
+                        f"correct {key}")
     here = str(absolute(""))
     if here not in sys.path and ("" not in sys.path or here != str(Path.cwd())):
         sys.path.insert(0, here)

@@ -182,11 +182,8 @@ def _found(named: Named, given: Named) -> Any:
     refuse_other_inputs(found, named)
     takes = inspect.signature(found).parameters
     if "reduction" not in takes or not set(named.args) <= set(takes):
-        raise UserError(
-            f"loss {named.name} refused its args {given.args}",
-            nearest(next(iter(named.args), ""), takes),
-            "correct loss.args",
-        )
+        raise UserError(f"loss {named.name} refused its args {given.args}", nearest(next(iter(named.args), ""), takes),
+                        "correct loss.args")
     _refuse_element_weights(found, named.args)
     if isinstance(found, type):
         try:

@@ -106,11 +106,8 @@ class TorchStage:
             loss_sum, weight = self._task(self._model, tensors)
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
             shape = tuple(getattr(loss_sum, "shape", ()))
-            raise UserError(
-                f"task returned a loss of type {type(loss_sum).__name__} and shape {shape}",
-                "(loss_sum, weight) with a scalar loss_sum",
-                "sum the loss in the model file's task",
-            )
+            raise UserError(f"task returned a loss of type {type(loss_sum).__name__} and shape {shape}",
+                            "(loss_sum, weight) with a scalar loss_sum", "sum the loss in the model file's task")
         return loss_sum, weight
 
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:

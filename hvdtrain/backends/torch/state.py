@@ -80,11 +80,9 @@ def load_model(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
     check_names("model", own, saved)
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
-            raise UserError(
-                f"checkpoint tensor {name} has shape {tuple(saved[name].shape)}",
-                f"{tuple(tensor.shape)}, as in this model",
-                "resume with the model and model_args of that run",
-            )
+            raise UserError(f"checkpoint tensor {name} has shape {tuple(saved[name].shape)}",
+                            f"{tuple(tensor.shape)}, as in this model",
+                            "resume with the model and model_args of that run")
     load_state_dict(model, saved)
 
 

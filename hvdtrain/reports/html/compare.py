@@ -119,12 +119,8 @@ def _seconds(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
     if not rows:
         return None
     legend = [(f"c-{cause}", f"{cause}: {MEANING[cause]}", "") for cause in DRAWN if cause in used]
-    return Section(
-        "seconds",
-        "Time breakdown",
-        "Time of all ranks by cause, in percent; on the right the total.",
-        [Bars("", rows, legend)],
-    )
+    return Section("seconds", "Time breakdown", "Time of all ranks by cause, in percent; on the right the total.",
+                   [Bars("", rows, legend)])
 
 
 def _settings(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:

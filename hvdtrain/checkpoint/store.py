@@ -100,8 +100,7 @@ class CheckpointStore:
             log(f"note: not enough space for the checkpoint of step {step}: the oldest one, {path.name}, was removed")
 
     def drop_oldest(self, before: int = sys.maxsize) -> Path | None:
-        """Remove the oldest whole checkpoint before a step, not the newest or best; return its path or None. OSError.
-        """
+        """Remove the oldest whole checkpoint before a step, not the newest or best; return its path. OSError."""
         removable = self._removable(before, 1)
         if not removable:
             return None

@@ -208,8 +208,7 @@ class FileOrder:
 
 
 def _place(group: str, itemsize: int, name: str, begin: int, n: int) -> tuple[int, str, int, str, int, int]:
-    """Return a shard's sort key in a checkpoint: by group, then as `hvdtrain.checkpoint.tensors.layout` orders a file.
-    """
+    """Return a shard's sort key: by group, then as `hvdtrain.checkpoint.tensors.layout` orders a file."""
     first = FIRST.index(group) if group in FIRST else len(FIRST)
     return first, group, -itemsize, name, begin, n
 

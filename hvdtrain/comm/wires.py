@@ -256,8 +256,7 @@ def _shared(config: Config, control: Control, notes: list[str]) -> Collectives |
 
 def _horovod(config: Config, framework: str, backend: Any, control: Control, topology: Topology,
              devices: Sequence[DeviceFacts], host: bool, notes: list[str]) -> Collectives | None:
-    """Return Horovod's collectives, over host memory where ``host``; None, with a note, where auto has to do without.
-    """
+    """Return Horovod's collectives, over host memory where ``host``; None, with a note, where auto has none."""
     asked = config.collectives == "horovod" or config.exchange.adasum or config.exchange.autotune
     lacking = [r for r in control.gather(horovod.horovod_reason(framework)) if r]
     if not lacking:  # a rank whose Horovod does not load would have the others wait in its start

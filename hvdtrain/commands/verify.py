@@ -94,8 +94,7 @@ def names_optimizer(rest: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def uneven(size: int) -> tuple[int, ...]:
-    """Return different shares for ``size`` ranks, the last of three or more with nothing: 2 -> (1, 2), 3 -> (1, 2, 0).
-    """
+    """Return different shares for ``size`` ranks, a third or later one with nothing: 2 -> (1, 2), 3 -> (1, 2, 0)."""
     shares = list(range(1, size + 1))
     if size > 2:
         shares[-1] = 0

@@ -216,8 +216,7 @@ def cut_over_ranks(config: Keys) -> bool:
 
 
 def micro_batches(config: Keys, depth: int) -> int:
-    """Return the parts in which a copy of ``depth`` ranks computes its part of a batch, where it has so many samples.
-    """
+    """Return the parts in which a copy of ``depth`` ranks computes its part of a batch, given enough samples."""
     if depth == 1:
         return config.accumulate
     return config.pipeline.micro_batches or max(config.accumulate, FOR_EACH * depth)

@@ -94,8 +94,7 @@ class Run:
         services.phases = RunPhases(services.timeline, self.state, setup.config.control_timeout_s)
 
     def emit(self, event: Event) -> None:
-        """Call every callback, those with ``where`` "root" on rank 0 only; the contracts are in `hvdtrain.core.events`.
-        """
+        """Call every callback, one with ``where`` "root" on rank 0 only; contracts: `hvdtrain.core.events`."""
         listeners, state, timeline = self._listeners(event), self.state, self.services.timeline
         if not listeners:
             return

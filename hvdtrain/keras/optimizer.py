@@ -167,8 +167,7 @@ def _named_as(cls: Any, base: Any) -> None:
 
 
 def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
-    """Return an unbuilt instance of ``cls`` configured as ``optimizer``; ``passes`` per update of an inner optimizer.
-    """
+    """Return an unbuilt ``cls`` configured as ``optimizer``; ``passes`` per update of an inner optimizer."""
     config = optimizer.get_config()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = optimizer.inner_optimizer

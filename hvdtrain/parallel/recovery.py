@@ -185,9 +185,7 @@ class RecoveringEvaluator:
         self._global = 0
 
     def add(self, batch: StepBatch) -> None:
-        """Add this rank's share of one global batch, in parts that fit. Errors: `UserError`, on this rank alone, to end
-        the run.
-        """
+        """Add this rank's share of a global batch, in parts that fit. `UserError` on this rank alone ends the run."""
         due: deque[Batch] = deque(batch.micros)
         while due and not self.lost:
             first, *rest = parts(due.popleft(), self._recovery.evaluation.limit)

@@ -36,8 +36,7 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:
-    """Raise `ImportError` with the remedy where Horovod's TensorFlow part is not built; the arguments are not needed.
-    """
+    """Raise `ImportError` with the remedy where Horovod's TensorFlow part is not built; arguments are ignored."""
     horovod.check_built("tensorflow", ext_name)
 
 

@@ -103,8 +103,7 @@ def gathered(obj: Any, process_set: ProcessSet = global_process_set) -> list[Any
 
 def broadcast_(variables: Sequence[Any], root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Give ``variables`` the values of rank ``root_rank``, and return those. Errors: those of `broadcast_variables`.
-    Collective."""
+    """Give ``variables`` the values of rank ``root_rank``, and return those; as `broadcast_variables`. Collective."""
     broadcast_variables(variables, root_rank, process_set)
     return [tf.convert_to_tensor(v) for v in variables]
 

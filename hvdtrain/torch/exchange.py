@@ -73,8 +73,7 @@ class ParameterExchange:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Replace each ``param.grad`` by its sum or mean over the ranks; a rank without one brings zeros. Collective.
-        """
+        """Replace each ``param.grad`` by its sum or mean over ranks; a rank without one brings zeros. Collective."""
         while True:
             grads = self._fitting()
             if self.plan is not None:

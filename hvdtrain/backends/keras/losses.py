@@ -110,8 +110,7 @@ def out_of_range(name: str, got: str, low: int, high: int, classes: int) -> User
 
 
 def _span(y: Any) -> tuple[int, int] | None:
-    """Return the least and the greatest class number; None for other targets, and in a graph, where they are not known.
-    """
+    """Return the least and the greatest class number; None for other targets, and in a graph."""
     if not is_integer(y):
         return None
     with contextlib.suppress(Exception):
@@ -210,9 +209,7 @@ def _rank(tensor: Any) -> int | None:
 
 
 def _fit(y: Any, outputs: Any) -> bool:
-    """Return whether a loss of single elements may take these shapes: Keras adds or drops a last 1, and broadcasts
-    others.
-    """
+    """Return whether a loss of elements may take these shapes: Keras adds or drops a last 1, and broadcasts others."""
     if _rank(y) is None or _rank(outputs) is None:
         return True
     longer, shorter = sorted((list(y.shape), list(outputs.shape)), key=len, reverse=True)

@@ -154,9 +154,7 @@ def count(graph: Any) -> float:
 
 
 def _run(graph: Any) -> list[Any]:
-    """Return the operations that a call of ``graph`` runs: not those that nobody reads, such as a first input's
-    gradient.
-    """
+    """Return the operations that a call of ``graph`` runs, without those that nobody reads."""
     todo = [t.op for t in graph.outputs] + list(graph.control_outputs)
     todo += [op for op in graph.get_operations() if op.op_def is not None and op.op_def.is_stateful]
     found: dict[str, Any] = {}

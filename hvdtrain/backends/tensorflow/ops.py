@@ -197,9 +197,7 @@ class VariableCell:
 
 
 def _largest(magnitude_C: Array, k: int) -> Array:
-    """Return the places of the k largest, int64 (k,); `tf.math.top_k` takes the lower index of equals. NaN counts as
-    infinity.
-    """
+    """Return the places of the k largest, int64 (k,), of equals the lower index. NaN counts as infinity."""
     magnitude_C = tf.where(tf.math.is_nan(magnitude_C), tf.constant(math.inf, magnitude_C.dtype), magnitude_C)
     return tf.cast(tf.math.top_k(magnitude_C, k, sorted=False).indices, tf.int64)
 

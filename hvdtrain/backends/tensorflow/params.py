@@ -171,8 +171,7 @@ def _writable(tensor: tf.Tensor) -> np.ndarray:
 
 
 def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
-    """Copy ``values`` into the memory of a variable; memory that somebody else reads, such as a save, is left to them.
-    """
+    """Copy ``values`` into the memory of a variable; memory that somebody else reads is left to them."""
     if not values.ndim:
         variable.assign(tf.convert_to_tensor(values))
         return
@@ -215,9 +214,7 @@ class Sliced(Optimizer):
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Update the slices from a gradient (end - begin,) for each; the caller decides whether it is finite and
-        clipped.
-        """
+        """Update the slices from a gradient (end - begin,) for each; the caller has checked and clipped it."""
         assert not buckets and not clip_norm, "slices arrive one by one, without the norm of the whole tensor"
         tensors = [_tensor(x) for x in grads]
         unused = frozenset(unused)

@@ -76,8 +76,7 @@ def backward_begins() -> None:
 
 
 def noted(name: str, call: Callable[..., Any]) -> Any:
-    """Return the result of ``call()``, its operations noted as block ``name``'s; a block within a block is part of it.
-    """
+    """Return the result of ``call()``, its operations noted as block ``name``'s, with the blocks within it."""
     if _instead and tf.executing_eagerly():
         return _instead[-1](name, call)
     graph = tf.compat.v1.get_default_graph()
@@ -295,8 +294,6 @@ def nbytes(tensors: Iterable[Any]) -> int:
 
 
 def repeatable(op: Any) -> bool:
-    """Return whether ``op`` gives the same again: it has no state, nor has what it calls (a loop that reads variables
-    has).
-    """
+    """Return whether ``op`` gives the same again: neither it nor what it calls has a state."""
     # Horovod does not mark its operations.
     return not (op.op_def.is_stateful or op.type in _KEPT or op.type.startswith("Horovod"))

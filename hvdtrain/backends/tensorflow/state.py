@@ -324,8 +324,7 @@ def _write(model: keras.Model, directory: Path) -> list[str]:
 
 
 def _planned(model: keras.Model) -> tuple[FileLayout, dict[str, Any]]:
-    """Return the layout of model.safetensors, and its variables by name. `CheckpointError` for what no file can hold.
-    """
+    """Return the layout of model.safetensors, and its variables by name. `CheckpointError` if no file can hold it."""
     named = dict(zip(export_names(model.weights), model.weights))
     codes: dict[str, str] = {}
     specs: dict[str, Spec] = {}

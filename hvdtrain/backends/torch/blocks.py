@@ -73,8 +73,7 @@ class _Captured(Exception):
 
 def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
                 undo: str = UNDO) -> Any:
-    """Return the one argument that ``task`` gives to the model; `UserError` where it calls it otherwise, or not at all.
-    """
+    """Return the one argument that ``task`` gives to the model; `UserError` where it calls it otherwise."""
     caught: list[tuple[tuple[Any, ...], Any]] = []
 
     def forward(*args: Any, **named: Any) -> Any:
@@ -129,8 +128,7 @@ def check_chain(model: torch.nn.Module, blocks: Named, x: Any, undo: str = UNDO)
 
 
 def alike(model: torch.nn.Module, blocks: Named, x: Any) -> tuple[bool, list[str]]:
-    """Return (model and blocks give and draw the same for ``x``, buffers that the model changes); restores everything.
-    """
+    """Return (model and blocks give and draw the same for ``x``, buffers that the model changes); restores all."""
     with torch.no_grad(), _put_back(model) as put_back:
         whole, value = tensors_of(model(x)), x
         drawn, changed = placement.random_arrays(), put_back()[1]

@@ -172,8 +172,7 @@ class Buffers:
         self._seen, self._step_samples = self._kept_seen, 0
 
     def undone(self) -> Callable[[], None]:
-        """Return a function that takes back all writes from here on, except to statistics: a placeholder is no sample.
-        """
+        """Return a function that takes back all writes from here on, except to statistics."""
         copies = [(place, place.tensor.detach().clone()) for place in (*self._own, *self._known.values())
                   if place.tensor is not None]
 

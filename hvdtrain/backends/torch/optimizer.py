@@ -277,8 +277,7 @@ class TorchOptimizer:
         return type(self.optimizer).__name__ if self.adopted is None else f"Keras' {self.adopted.name}"
 
     def scalars(self) -> dict[str, Any]:
-        """Return JSON-able state beside the optimizer's tensors: whole groups, as schedules change betas and momentum.
-        """
+        """Return JSON-able state beside the optimizer's tensors: whole groups, as schedules change them."""
         self._follow()
         groups = [schedules.plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
         schedule = {} if self.schedule is None else schedules.plain(self.schedule.state_dict())

@@ -99,8 +99,7 @@ class TorchStage:
         return (loss_sum.detach(), weight) if samples else (0.0, 0.0)
 
     def loss_of(self, batch: Batch) -> Pair:
-        """Return the task's (loss_sum, weight); `UserError` for a loss that is none, or too few samples for BatchNorm.
-        """
+        """Return the task's (loss_sum, weight); `UserError` for what is no loss, or too few samples for BatchNorm."""
         tensors = self._placement.tensors(batch)
         with few_samples(self._rank), self._precision.computing():
             loss_sum, weight = self._task(self._model, tensors)

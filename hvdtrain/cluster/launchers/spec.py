@@ -343,8 +343,7 @@ def unread(launcher: str, env: Mapping[str, str]) -> tuple[str, tuple[str, ...]]
 
 
 def agent_words(spec: LaunchSpec, splits: str) -> tuple[str, ...]:
-    """Return the words of the ssh command, () for the launcher's own choice; `UserError` for a character of ``splits``.
-    """
+    """Return the words of the ssh command, () for the launcher's own; `UserError` for characters of ``splits``."""
     words = spec.ssh or (DEFAULT_SSH if spec.over_ssh else ())
     for word in words:
         if not word or any(c in splits or not c.isprintable() for c in word):

@@ -36,8 +36,7 @@ def ceiling(sizes: tuple[int, int], peaks_bytes: tuple[int, int], budget_bytes: 
 
 
 def host_budget_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
-    """Return the bytes that this process may hold in all: its own and its share of what the host has left; 0 if
-    unknown."""
+    """Return the bytes that this process may hold: its own and its share of what the host has left; 0: unknown."""
     held, left = _status(proc, "VmRSS"), left_bytes(proc, cgroup)
     return 0 if held is None or left is None else held + int(HOST_PART * left / max(1, local_size))
 
@@ -109,8 +108,7 @@ def _own_left(proc: str) -> list[int]:
 
 
 def _own_limits(proc: str) -> dict[str, int]:
-    """Return limits of this process, by the field of /proc/self/status that counts towards each; none that is
-    unlimited."""
+    """Return limits of this process, by the field of /proc/self/status that counts towards each."""
     found = {}
     with contextlib.suppress(OSError):
         text = Path(proc, "self/limits").read_text()

@@ -157,8 +157,7 @@ def find_mpirun() -> str | None:
 
 
 def find_mpi(told: str | None = None) -> Mpi | None:
-    """Return the MPI of `find_mpirun`; None without one that is known. ``told``: its version text, asked for where
-    None."""
+    """Return the MPI of `find_mpirun`; None without a known one. ``told``: its version text, None: ask for it."""
     mpirun = find_mpirun()
     if mpirun is None:
         return None

@@ -193,8 +193,7 @@ def over_mpi(comm: Any, timeout_s: float, near: bool = True) -> HostCarrier:
 
 
 def of_host(comm: Any, timeout_s: float) -> SharedMemoryCarrier | None:
-    """Return the carrier of those ranks of ``comm`` that share this host's memory; None where they cannot. Collective.
-    """
+    """Return the carrier of the ranks of ``comm`` that share this host's memory, or None. Collective."""
     from mpi4py import MPI
 
     with deadline(timeout_s, "sharing memory for messages on this host"):

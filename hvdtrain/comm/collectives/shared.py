@@ -323,8 +323,7 @@ class SharedCollectives(MpiCollectives):
         self._leave()
 
     def _segment(self, n: int, dtype: str, slots: int = 1) -> tuple[np.ndarray, SegmentLayout]:
-        """Return ``slots`` vectors of n zeros for each rank of this host, as bytes; collective over all ranks of the
-        job."""
+        """Return ``slots`` vectors of n zeros for each rank of this host, as bytes; collective over all ranks."""
         self._made += 1
         layout = SegmentLayout(self._host.Get_size(), slots, n, dtype, self._made)
         nbytes = layout.begin + layout.L * slots * layout.row_bytes
@@ -383,9 +382,7 @@ def _address(x: np.ndarray) -> int:
 
 
 def open_shared(control: Control, able: bool = True) -> SharedCollectives | None:
-    """Return the transport over shared memory; None unless all ranks are able and of one host that shares it.
-    Collective.
-    """
+    """Return the transport over shared memory; None unless all ranks are able and of one host. Collective."""
     if control.size == 1 or not boot.has_mpi():
         return None
     able = able and os.environ.get(KEY, "auto") in ("auto", "shared") and boot.mpi_threads()

@@ -1,5 +1,4 @@
-"""Base of compressors: their array operations, defaults, the plan of top-k's sample, and the two shots of `fp16`,
-`bf16` and `int8`."""
+"""Base of compressors: their operations, defaults, top-k's sample, and the two shots of fp16, bf16 and int8."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class CompressorOps(protocols.Ops, Protocol):
         """
 
     def plus(self, x: Array, y: Array) -> Array:
-        """Return ``x + y``, once ``x`` is there: a sum of several stays in this order where a graph is optimised, too.
-        """
+        """Return ``x + y``, once ``x`` is there: a sum of several stays in order in an optimised graph, too."""
 
     def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
         """Return ``x - scale * y``, in one pass where the backend can."""

@@ -155,8 +155,7 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
 
 
 class _Timed(Transport):
-    """Transport that separates a bucket's encoding, up to its last request, from its decoding, after the last answer.
-    """
+    """Transport that separates a bucket's encoding, up to its last request, from its decoding."""
 
     encode_s = decode_s = _since = 0.0
 

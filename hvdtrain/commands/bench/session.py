@@ -185,9 +185,7 @@ def gpus(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
 
 
 def settings(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in ``env`` that bear on speed: threads, Horovod's knobs, Open MPI's transports and
-    algorithms.
-    """
+    """Return the variables in ``env`` that bear on speed: threads, Horovod's knobs, Open MPI's settings."""
     names = re.compile(r"OMP_NUM_THREADS|OMPI_MCA_(mpi|coll|btl|pml|mtl|osc)(_.*)?|NCCL_.*|UCX_.*|TF_(XLA|ENABLE)_.*"
                        r"|HOROVOD_(FUSION|CYCLE|AUTOTUNE|HIERARCHICAL|CACHE|CPU|GPU|THREAD|NUM|DISABLE|ENABLE).*")
     return {name: env[name] for name in sorted(env) if names.fullmatch(name)}

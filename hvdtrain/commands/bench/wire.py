@@ -210,8 +210,7 @@ def _lies_in_numpy(ops: Ops) -> bool:
 
 
 def _caller(session: Session, p: Point) -> Callable[[Array], Array]:
-    """Return one collective, from the framework's array to the framework's array; names are equal on all ranks (law 5).
-    """
+    """Return one collective from the framework's array to its array; names are equal on all ranks (law 5)."""
     wire, ops = session.wire, session.ops
     operate, name = getattr(wire, p.kind), f"bench.{p.kind}.{p.size}.{p.dtype}"
     more = (ROOT,) if p.kind == "broadcast" else ()

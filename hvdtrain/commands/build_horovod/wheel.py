@@ -61,9 +61,7 @@ def child_env(plan: BuildPlan) -> dict[str, str]:
 
 
 def fetch_source(env: dict[str, str], log: Path) -> Path:
-    """Return Horovod's source package, from the cache or through pip; `UserError` for another digest than the known
-    one.
-    """
+    """Return Horovod's source package, from the cache or through pip; `UserError` for another digest."""
     name = SOURCE
     kept = root() / "source" / name
     if kept.exists() and sha256_of(kept) == SDIST_SHA256:
@@ -98,8 +96,7 @@ def unpack(archive: Path, into: Path) -> Path:
 
 
 def build(plan: BuildPlan, log: Path, jobs: int, display: Display) -> Path:
-    """Compile the wheel of ``plan`` and keep it in the cache; the caller holds the key's lock. Errors: `ChildFailed`.
-    """
+    """Compile the wheel of ``plan`` into the cache; the caller holds the key's lock. Errors: `ChildFailed`."""
     env = child_env(plan)
     log.write_text(f"# {plan.title()}\n" + "".join(f"# {k}={v}\n" for k, v in sorted(plan.env.items())))
     source = fetch_source(env, log)

@@ -86,9 +86,7 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 def _entries(argv: list[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return ({"model_args": ..., "twin_args": ...} of --model_args.NAME VALUE and --twin_args.NAME VALUE, other
-    words).
-    """
+    """Return ({"model_args": ..., "twin_args": ...} of --model_args.NAME and --twin_args.NAME, other words)."""
     found: dict[str, dict[str, Any]] = {key: {} for key in _ARGS}
     rest: list[str] = []
     words = list(argv)
@@ -131,9 +129,7 @@ wrong ones are far above."""
 
 
 def random_like(example: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return arrays of the shapes and dtypes of ``example``: floats of its mean and spread, integers drawn from its
-    own.
-    """
+    """Return arrays of ``example``'s shapes and dtypes: floats of its mean and spread, integers drawn from it."""
     draw = np.random.default_rng(0)
     out = []
     for array in example:

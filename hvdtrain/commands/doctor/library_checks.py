@@ -23,9 +23,7 @@ Found = Iterator[Problem]
 
 
 def family(text: str) -> str:
-    """Return "Open MPI" or "MPICH" (also for what is binary compatible with it) for a library's or launcher's name; or
-    "".
-    """
+    """Return the family in a library's or launcher's name: "Open MPI", "MPICH" (and what is compatible), or ""."""
     lowered = text.lower()
     if "open mpi" in lowered or "openmpi" in lowered:
         return "Open MPI"

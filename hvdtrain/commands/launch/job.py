@@ -75,8 +75,7 @@ class SupervisedJob:
         return more
 
     def partition_change(self, hosts: tuple[HostSlots, ...]) -> str:
-        """Return how the model is partitioned over the ranks of ``hosts``, in words; "" where the user's is unchanged.
-        """
+        """Return the model's partition over the ranks of ``hosts`` as text; "" where the user's is unchanged."""
         if self.config is None or not self.first or not hosts or not cut_over_ranks(self.config):
             return ""
         return recut(self.config, self.first, hosts).why

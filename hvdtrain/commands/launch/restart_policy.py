@@ -60,8 +60,7 @@ class LaunchAttempt:
 
 @dataclass(frozen=True)
 class HostCandidate:
-    """Host that may be used. ``here``: it is this one; ``keeps``: it has the run's folder, so that rank 0 may be there.
-    """
+    """Host that may be used. ``here``: it is this one; ``keeps``: it has the run's folder, as rank 0 needs."""
 
     host: HostSlots
     answers: bool = True
@@ -158,8 +157,7 @@ def _gained(history: Sequence[LaunchAttempt], at: int) -> bool:
 
 
 def _wait_s(history: Sequence[LaunchAttempt]) -> float:
-    """Return no wait before the first restart and after an attempt that gained a step; else waits that double, bounded.
-    """
+    """Return no wait before the first restart and after a gained step; else waits that double, bounded."""
     idle = 0
     for at in range(len(history) - 1, -1, -1):
         if _gained(history, at):

@@ -91,8 +91,7 @@ class Evaluator(Protocol):
         """Return metrics by name, from totals that were summed over ranks, or lists of the ranks' objects."""
 
     def outputs(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Return the model's outputs for a batch, whose targets may be absent, by name (`data.layout.named_outputs`).
-        """
+        """Return the model's outputs for a batch, with or without targets, by name (`data.layout.named_outputs`)."""
 
 
 class ModelState(Protocol):
@@ -207,8 +206,7 @@ class Transform(Protocol):
     collective: bool
 
     def install(self, model: Any, blocks: Sequence[Any]) -> None:
-        """Change ``model`` in place, where that is not done; ``blocks``: its consecutive parts as the model file names
-        them, or none."""
+        """Change ``model`` in place, where that is not done; ``blocks``: its parts as the file names them, or none."""
 
     def remove(self, model: Any) -> None:
         """Give the model back as its user made it."""

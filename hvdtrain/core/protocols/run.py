@@ -288,8 +288,7 @@ class RunSaver(Protocol):
         """Return what has been written or given up since the last call, oldest first."""
 
     def latest(self) -> str:
-        """Return "" or why the latest save, which is over, wrote nothing; what came of those before stays `settled`'s.
-        """
+        """Return "" or why the latest save, which is over, wrote nothing; earlier results stay `settled`'s."""
 
     def wait(self) -> None:
         """Return when nothing is left to write or to send; `WaitTimeout` where that takes too long."""

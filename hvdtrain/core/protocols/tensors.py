@@ -98,8 +98,7 @@ class Ops(Protocol):
         """To the nearest integer, ties to even; keeps the dtype."""
 
     def overwrite(self, x: Array, by: Array) -> Array:
-        """Return ``by``, written to the memory of ``x`` where arrays can be written to (``writes``), which then is it.
-        """
+        """Return ``by``, written to the memory of ``x`` where arrays can be written to (``writes``)."""
 
     def all_finite(self, x: Array) -> Array:
         """Scalar boolean array: no NaN and no infinity in ``x``."""

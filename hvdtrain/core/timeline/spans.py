@@ -83,8 +83,7 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Implements `hvdtrain.core.timeline.Taker`: keeps the first ``most`` spans, and counts the others in
-    ``dropped``."""
+    """Implements `hvdtrain.core.timeline.Taker`: keeps the first ``most`` spans, counts others in ``dropped``."""
 
     def __init__(self, most: int) -> None:
         self.spans: list[Span] = []
@@ -127,8 +126,7 @@ class Blocked(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Many `Blocked`, small to send: ``names`` in use, ``keys_N2`` (step, which name), ``times_N3`` (came, begin, end).
-    """
+    """Many `Blocked`, small to send: ``names``, ``keys_N2`` (step, which name), ``times_N3`` (came, begin, end)."""
 
     names: tuple[str, ...]
     keys_N2: np.ndarray
@@ -184,8 +182,7 @@ class Waits:
 
 
 def split(came_PN: np.ndarray, begin_PN: np.ndarray, end_PN: np.ndarray, within_s: float = 0.0) -> Waits:
-    """Split what P ranks stood in N exchanges; seconds on one clock, good to ``within_s``; NaN where one took no part.
-    """
+    """Split the time of P ranks in N exchanges; one clock, good to ``within_s``; NaN where one took no part."""
     n_ranks = len(came_PN)
     wait_PP, wire_P, own_P = np.zeros((n_ranks, n_ranks)), np.zeros(n_ranks), np.zeros(n_ranks)
     came_PN = np.where(np.isnan(came_PN), -np.inf, came_PN)

@@ -18,8 +18,7 @@ from hvdtrain.planning.memory.forecast import MemoryFacts
 
 
 class OutOfMemory(Callback):
-    """Writes ``run.shortages``: a record for each time, the same on every rank, and into the log of those that keep
-    one."""
+    """Writes ``run.shortages``: a record for each, the same on every rank, and into the log of those with one."""
 
     where = "all"
 

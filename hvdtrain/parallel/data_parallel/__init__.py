@@ -47,8 +47,7 @@ class DataParallelSetup:
 
     @property
     def wires(self) -> dict[str, Collectives]:
-        """Transport of each group that this rank sums buckets with (`Bucket.group`), of a model partitioned over ranks.
-        """
+        """Transport of each group that this rank sums buckets with (`Bucket.group`), of a partitioned model."""
         return {replicas.group.name("grad"): replicas.wire for replicas in self.parts.replicas}
 
     @property
@@ -59,8 +58,7 @@ class DataParallelSetup:
 
     @property
     def decides(self) -> Control | None:
-        """Control plane that decides about updates of a model partitioned over ranks: no rank has all of its gradient.
-        """
+        """Control plane that decides about updates of a partitioned model: no rank has all of its gradient."""
         return self.control if self.parts.layout is not None else None
 
 

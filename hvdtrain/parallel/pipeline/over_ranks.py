@@ -71,8 +71,7 @@ class OverRanks:
         return self._schedule.gradients(batch, scale, sink)
 
     def trial(self, micros: Sequence[Batch]) -> None:
-        """Do the forwards and backwards of a step and discard them; `Buffers.discard` restores buffers. Errors: `Lost`.
-        """
+        """Do a step's forwards and backwards and discard them; `Buffers.discard` restores buffers. Errors: `Lost`."""
         if self._deep:
             lost: Lost | None = None
             try:
@@ -323,9 +322,7 @@ def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery
 
 
 class Accumulate:
-    """`hvdtrain.core.protocols.Schedule` over a ``stage`` that is the whole model. ``guard``: refuses micro-batches
-    without memory.
-    """
+    """`hvdtrain.core.protocols.Schedule` of an unpartitioned ``stage``. ``guard``: of memory."""
 
     origin = None
 

@@ -181,8 +181,7 @@ def measured_text(layout: Planned, busy_s: Sequence[float], step_s: float, idle_
 
 
 def facts(layout: Layout | None, config: Config) -> dict[str, Any] | None:
-    """Return ranks of each copy by stage and blocks of each stage, JSON-able; None for a model that is not partitioned.
-    """
+    """Return ranks of each copy by stage and blocks of each stage, JSON-able; None for an unpartitioned model."""
     if layout is None:
         return None
     copies = range(len(layout.mesh.copies))

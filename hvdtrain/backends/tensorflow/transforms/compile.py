@@ -53,9 +53,7 @@ class XlaCompile:
         return ""
 
     def compiles(self, samples: int) -> bool:
-        """Return whether XLA computes a micro-batch of so many samples: only prepared sizes, so that no step waits for
-        the compiler.
-        """
+        """Return whether XLA computes so many samples: prepared sizes only, so that no step waits for the compiler."""
         if self._preparing:
             self._sizes.add(samples)
         return bool(self.chosen) and samples in self._sizes

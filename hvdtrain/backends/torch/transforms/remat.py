@@ -219,8 +219,7 @@ def _compiled(module: Any) -> bool:
 
 
 def _hook(module: torch.nn.Module) -> str:
-    """Return the name of a user's hook; "" without one. Old spectral and weight norms are hooks, and channels_last is.
-    """
+    """Return the name of a user's hook; "" without one. Old spectral and weight norms are hooks."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__

@@ -139,8 +139,7 @@ def layers(model: torch.nn.Module) -> list[tuple[str, _BatchNorm]]:
 
 
 class Synchronised(_BatchNorm):
-    """Base that `SyncBatchNorm.install` puts before a BatchNorm layer's own class; a copy or a pickle is a plain one.
-    """
+    """Base that `SyncBatchNorm.install` puts before a BatchNorm's own class; a copy or pickle is a plain one."""
 
     plain: type
     wire_name: str

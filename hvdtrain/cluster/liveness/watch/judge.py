@@ -109,8 +109,7 @@ class Judge:
                 or self._hung(passed_s, sights, others))
 
     def passed(self, now: float) -> float:
-        """Return the seconds since the last look, at most two pauses: time that the watchdog itself did not see accuses
-        nobody."""
+        """Return the seconds since the last look, at most two pauses: what the watchdog did not see accuses nobody."""
         return 0.0 if self._last is None else min(max(now - self._last, 0.0), 2 * self.pause_s)
 
     def pending(self, now: float) -> bool:

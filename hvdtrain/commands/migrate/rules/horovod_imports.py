@@ -164,8 +164,7 @@ def _import_from(scan: Scan, node: cst.ImportFrom, made: Rewrite) -> bool:
 
 
 def _public(module: str, name: str) -> str:
-    """Return the public module that has ``name``, for one of Horovod's private ones (``horovod.tensorflow.mpi_ops``).
-    """
+    """Return the public module of ``name``, for a private one of Horovod's (``horovod.tensorflow.mpi_ops``)."""
     package, _, inner = module.rpartition(".")
     return package if package in ("horovod.tensorflow", "horovod.torch") and inner in PRIVATE else module
 

@@ -101,8 +101,7 @@ def _use(scan: Scan, made: Rewrite, use: cst.Name, to_trainer: bool) -> None:
 
 
 def _tf_config(scan: Scan, made: Rewrite, to_trainer: bool) -> None:
-    """Plan to remove lines that write TF_CONFIG; ``len(config["cluster"]["worker"])`` of one that was read is the size.
-    """
+    """Plan to remove lines that write TF_CONFIG; the number of workers of one that was read is the size."""
     for node in scan.all(cst.Assign):
         if len(node.targets) == 1 and _is_tf_config(scan, node.targets[0].target):
             made.edits.remove(sole(scan, node))

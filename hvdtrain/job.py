@@ -234,10 +234,7 @@ def wire(process_set: ProcessSet = global_process_set) -> Any:
 
 
 def shared_wire(process_set: ProcessSet, able: bool) -> SharedCollectives | None:
-    """Return the transport of dense gradients of ``process_set`` in shared memory, or None. Collective.
-
-    ``able``: whether this rank could use it.
-    """
+    """Return the shared-memory transport of ``process_set``'s dense gradients, or None; ``able``: here. Collective."""
     here = world()
     if process_set.process_set_id != 0:
         return None

@@ -340,10 +340,7 @@ def note_of(finding: Finding) -> str:
 
 
 def apply_finding(finding: Finding | None, feed: Feed, parts: ModelParts, recovery: Recovery, notes: list[str]) -> None:
-    """Refuse a run's loss where its batch is divided, else keep the batch undivided; alike on every rank.
-
-    Errors: `UserError`.
-    """
+    """Refuse a run's loss where its batch is divided, else keep it undivided; alike on every rank. `UserError`."""
     if finding is None:
         return
     divided = feed.divides() or getattr(parts.stage, "divides", False)

@@ -92,10 +92,7 @@ def _shape(value: Any) -> tuple[Any, ...]:
 
 def of_model_file(task: Callable[..., Any], metrics: Callable[..., Any] | None, *args: Any,
                   **more: Any) -> dict[str, Pair]:
-    """Return (sum, weight) of "loss" and of each metric that a model file computes from ``args``.
-
-    Errors: `UserError` where ``metrics`` returns no dict of pairs.
-    """
+    """Return (sum, weight) of "loss" and each metric that a model file computes from ``args``, or `UserError`."""
     pairs = {"loss": checked_pair(task(*args, **more))}
     if metrics is not None:
         found = metrics(*args, **more)

@@ -1,7 +1,4 @@
-"""Keep the last checkpoints of a run in one directory: list, resume from, and remove.
-
-`hvdtrain.checkpoint.snapshot` writes and reads them.
-"""
+"""Keep the last checkpoints of a run in one directory: list, resume from and remove; `snapshot` writes them."""
 
 from __future__ import annotations
 

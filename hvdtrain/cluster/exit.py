@@ -1,7 +1,4 @@
-"""End of a process of a job: one message, the right exit status on every rank, and no hang.
-
-Leaves deciding what is an error to others.
-"""
+"""End of a process of a job: one message, the right exit status on every rank, and no hang."""
 
 from __future__ import annotations
 

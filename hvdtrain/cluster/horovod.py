@@ -42,10 +42,7 @@ _running: dict[str, Any] = {}
 
 
 def horovod_libraries(framework: str) -> list[Path] | None:
-    """Return Horovod's native libraries for ``framework`` ("torch" or "tensorflow"); None where it is not installed.
-
-    Looks for files and imports nothing.
-    """
+    """Return Horovod's native libraries for "torch" or "tensorflow", by files alone; None: not installed."""
     found = importlib.util.find_spec("horovod")
     if found is None or not found.submodule_search_locations:
         return None

@@ -102,10 +102,7 @@ def _writer(text: str) -> Callable[[Exportable, Path], str]:
 
 
 def _published(out: Path, write: Callable[[Path], str]) -> str:
-    """Call ``write`` with a path aside, then rename all that it has made; files besides ``out`` come first.
-
-    Errors: `UserError`; nothing is left then.
-    """
+    """Call ``write`` with a path aside, then rename what it made, ``out`` last; `UserError` leaves nothing."""
     try:
         files.make_directories(out.parent)
         temp = files.make_temp(out.parent)

@@ -203,10 +203,7 @@ def caveats_of(outs: Sequence[Path]) -> list[str]:
 
 
 def _asks_why(differences: Sequence[float], caveats: Sequence[str]) -> bool:
-    """Return whether one process's own rounding has to explain a difference. Pure.
-
-    A caveat, where there is one, explains what is beyond all tolerance.
-    """
+    """Return whether one process's own rounding, and no caveat, has to explain a difference. Pure."""
     large = [difference for difference in differences if not difference <= comparison.LEAST]
     return any(difference <= comparison.MOST for difference in large) or bool(large) and not caveats
 

@@ -308,10 +308,7 @@ def notes(setup: ConfigContext) -> list[str]:
 
 
 def assumed(config: Config, idle: Collection[str]) -> str:
-    """Return the line that names what is assumed of a user's own training; "" where all of it is set. Pure.
-
-    ``idle``: keys without effect (`idle`).
-    """
+    """Return the line that names what is assumed of a user's own training, or ""; ``idle``: idle keys. Pure."""
     values, names = [], []
     if config.optimizer.name == "auto" and "optimizer.args" not in idle:
         values.append("Adam")

@@ -40,10 +40,7 @@ def paths_from(directory: str) -> Iterator[None]:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` as an absolute path, from the directory of `paths_from`, else from the current one.
-
-    ``file:///a/b`` is the path ``/a/b``.
-    """
+    """Return ``path`` or ``file:///a/b`` as an absolute path, from the directory of `paths_from` or the current one."""
     return Path(os.path.abspath(os.path.join(_start, os.fspath(path).removeprefix(_FILE))))
 
 

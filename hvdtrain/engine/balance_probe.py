@@ -230,10 +230,7 @@ MORE_ROOM = 0.05
 
 
 def key(run: Run, sample: Any) -> str:
-    """Return a checksum of what a time depends on: model, samples, device and its place, versions, threads, precision.
-
-    ``sample``: arrays (1, ...).
-    """
+    """Return a checksum of model, ``sample`` arrays (1, ...), device and place, versions, threads, precision."""
     config, rank = run.config, run.control.rank
     host = run.topology.host_of(rank)
     names = ["hvdtrain", "numpy", *{"torch": ["torch"], "tensorflow": ["tensorflow-cpu", "tensorflow", "keras"]}.get(
@@ -299,10 +296,7 @@ def write(name: str, record: dict[str, Any], folder: str = "probe") -> None:
 
 
 def ceiling_of(run: Run, sample: Any) -> int:
-    """Return the largest micro-batch that an earlier run of the same went on with on this rank; 0: none ran out.
-
-    ``sample``: arrays (1, ...).
-    """
+    """Return the micro-batch that an earlier equal run kept on this rank, by ``sample`` (1, ...); 0: none."""
     return ceiling(key(run, sample), _holds(run), _room(run)) if remembers(run.config) else 0
 
 

@@ -224,10 +224,7 @@ class DiskRoom:
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` on every rank for what rank 0 could not write at the end; note what it will leave out.
-
-    Collective.
-    """
+    """Raise `UserError` on all ranks for what rank 0 could not write at the end; note omissions. Collective."""
     control = run.control
     run.call("saving")
     remark = control.bcast(agreed(control, lambda: _tried(run) if control.rank == 0 else "", "testing the final files"))

@@ -1,7 +1,4 @@
-"""The training loop, as `hvdtrain.core.events` has it in pseudo-code.
-
-Frameworks and transports are left to the parts of a run.
-"""
+"""The training loop; `hvdtrain.core.events` has it in pseudo-code. Frameworks stay in a run's parts."""
 
 from __future__ import annotations
 
@@ -340,10 +337,7 @@ def measure_all(run: Run) -> dict[str, float]:
 
 
 def measure(run: Run, feed: Feed, name: str = "") -> dict[str, float]:
-    """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective.
-
-    ``name``: of an evaluation set.
-    """
+    """Return exact metrics over ``feed`` of set ``name``: totals, summed in rank order. Collective."""
     with run.phases.evaluation, averaged(run.average):
         found = _measured(run, feed)
         feed.compare(run.state.cursor.epoch)
@@ -378,10 +372,7 @@ def _measured(run: Run, feed: Feed) -> dict[str, float]:
 
 
 def results(control: Control, evaluator: Evaluator, totals_P: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics from the totals of all ranks; of metrics with states, those of the first rank that has them.
-
-    Collective where there are states.
-    """
+    """Return metrics from the totals of all ranks, or of the first rank with states, which is collective."""
     totals = summed(totals_P)
     if all(isinstance(total, np.ndarray) for total in totals.values()):
         return evaluator.results(totals)

@@ -93,10 +93,7 @@ class Saving:
         self._copy(began, *given_by(run, held_by(run)))
 
     def _copy(self, began: float, shared: Given, own: Given) -> None:
-        """Copy this rank's shards and leave the rest to a thread.
-
-        Enters no collective, unless there is no channel between the ranks.
-        """
+        """Copy this rank's shards; a thread does the rest. No collective, unless ranks have no channel."""
         run, rank = self._run, self._run.control.rank
         saver: Saver = self._background
         shards: list[Shard] = []
@@ -247,10 +244,7 @@ class Saving:
                            f"and more, {format_bytes(lack.room_bytes)} available), so each save blocks training")
 
     def settled(self) -> list[Outcome]:
-        """Return what has been written or given up since the last call, oldest first.
-
-        Rank 0 meets every error; another rank only what keeps it from sending.
-        """
+        """Return what was written or given up since the last call, oldest first; rank 0 meets every error."""
         outcomes, self._untold = [*self._untold, *self._settle()], []
         return outcomes
 

@@ -1,7 +1,4 @@
-"""Save a run as a checkpoint and load one into it, on all ranks at once.
-
-Copying and writing is left to `saving`.
-"""
+"""Save a run as a checkpoint and load one into it, on all ranks at once; `saving` copies and writes."""
 
 from __future__ import annotations
 

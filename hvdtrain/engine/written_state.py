@@ -55,10 +55,7 @@ class BufferedRun(Protocol):
 
 
 class WrittenState:
-    """``reductions``: of each buffer that is known to be written, by name; the same on every rank.
-
-    ``declared``: those that the model declares.
-    """
+    """``reductions``: of each written buffer by name, the same on every rank. ``declared``: the model's."""
 
     def __init__(self) -> None:
         self.reductions: dict[str, str] = {}
@@ -184,10 +181,7 @@ def _given(spec: Spec, aliases: Mapping[str, str]) -> dict[str, str]:
 
 
 def resolved(given: Mapping[str, str], writable: Mapping[str, Writable], statistics: Iterable[str]) -> dict[str, str]:
-    """Return ``given`` once it is checked. Pure.
-
-    Errors: `UserError` for a name, a reduction or a dtype that does not fit.
-    """
+    """Return ``given`` once it is checked; `UserError` for an unfit name, reduction or dtype. Pure."""
     found: dict[str, str] = {}
     for name, reduction in given.items():
         if name in statistics:

@@ -1,7 +1,4 @@
-"""Horovod's Keras callbacks on Keras 3: broadcast, best checkpoint, learning rates; and comparisons as a callback.
-
-`hvdtrain.keras.metrics` averages metrics.
-"""
+"""Horovod's Keras callbacks on Keras 3: broadcast, best checkpoint, learning rates; and comparisons."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Repetition of steps and evaluations of a rank that runs out of memory, in smaller micro-batches.
-
-`attempt` catches the error.
-"""
+"""Repetition of steps and evaluations of a rank that runs out of memory, in smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -102,10 +99,7 @@ def largest(batch: StepBatch) -> int:
 
 
 def parts(micro: Batch, limit: int) -> list[Batch]:
-    """Return ``micro``, arrays (b, ...), in nearly equal parts of at most ``limit`` samples (0: any), in its order.
-
-    The parts are views: memory is what lacks.
-    """
+    """Return ``micro``, arrays (b, ...), in nearly equal parts of at most ``limit`` samples (0: any), as views."""
     if not limit or len(micro[0]) <= limit:
         return [micro]
     return [tuple(array[a:b] for array in micro) for a, b in micro_batches(len(micro[0]), 1, limit)]

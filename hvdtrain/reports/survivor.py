@@ -130,10 +130,7 @@ def last(lines: Iterable[bytes]) -> tuple[int, bool]:
 
 
 def append(out: Path, values: dict[str, Any], again: bool = False) -> bool:
-    """Add a "failed" record to the log of a run whose last fit has no end yet, or ``again`` after its end.
-
-    Returns whether it was added. OSError.
-    """
+    """Add a "failed" record to a log without an end, or ``again``; return whether it was added. OSError."""
     path = out / RunFiles.LOG
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     try:

@@ -72,10 +72,7 @@ def member_wire(process_set: ProcessSet) -> Wire:
 
 
 def unnamed(process_set: ProcessSet) -> str:
-    """Return a name for a collective without one, numbered within its process set.
-
-    Horovod numbers over all sets, so that ranks of different sets disagree.
-    """
+    """Return a name for a collective, numbered within its process set (Horovod's differ between sets)."""
     number = process_set.process_set_id or 0
     return f"unnamed.{_joins[-1]}.{next(_numbers.setdefault(number, itertools.count()))}"
 

@@ -58,10 +58,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalized(torch.autograd.Function):
-    """Normalize by the statistics of all ranks; also returns them, and the number of values of a channel.
-
-    ``counts``: whether this rank's values belong to them.
-    """
+    """Normalize by all ranks' statistics; return these and n, too. ``counts``: this rank's values belong."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,

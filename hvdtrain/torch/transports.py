@@ -37,10 +37,7 @@ class HorovodInternalError(PeerFailed):
 
 
 class AsyncHandle:
-    """A collective that was started; `wait` may be called again.
-
-    ``then``: gives the result from what the transport returned.
-    """
+    """A collective that was started; `wait` may be called again. ``then``: makes the result of the transport's."""
 
     def __init__(self, wait: Callable[[], Any], done: Callable[[], bool], then: Callable[[Any], Any]) -> None:
         self._wait, self._done, self._then = wait, done, then

@@ -116,10 +116,7 @@ def _axes(torch: str, keras: str, order: tuple[int, ...], words: str) -> Move:
 
 
 def _dense() -> list[Move]:
-    """Move (out, in) -> (in, out).
-
-    Where torch flattened (C, ...) and Keras (..., C), ``ends.flat`` is that (C, ...).
-    """
+    """Move (out, in) -> (in, out). Where torch flattened (C, ...) and Keras (..., C), ``ends.flat`` is (C, ...)."""
     def forth(a: Arrays, ends: Ends) -> Arrays:
         kernel = a[0]
         if ends.flat:

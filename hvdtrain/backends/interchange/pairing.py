@@ -1,7 +1,4 @@
-"""Pairs of layers of a PyTorch model and its Keras twin, and all their weights carried over.
-
-A wrong match with fitting shapes is found by the check of outputs.
-"""
+"""Pairs of layers of a PyTorch model and its Keras twin, and all their weights carried over."""
 
 from __future__ import annotations
 

@@ -76,10 +76,7 @@ def held(parts: ModelParts) -> dict[str, int | None]:
 
 
 def allocators() -> list[dict[str, Any]]:
-    """Return TensorFlow's allocator statistics of each GPU of this process; [] without a GPU.
-
-    Reserved bytes and free gaps are unknown: None.
-    """
+    """Return allocator statistics of each GPU of this process; [] without one. Reserved and gaps are unknown."""
     found = []
     for i in range(len(tf.config.list_physical_devices("GPU"))):
         told = tf.config.experimental.get_memory_info(f"GPU:{i}")
@@ -134,10 +131,7 @@ def flops_of_graphs(parts: ModelParts, dp: Any) -> tuple[float | None, str]:
 
 
 def count(graph: Any) -> float:
-    """Return the operations of the matrix products and convolutions in ``graph`` and the functions that it calls.
-
-    Errors: `Unknown`.
-    """
+    """Return the operations of matrix products and convolutions in ``graph`` and what it calls, or `Unknown`."""
     total = 0.0
     for op in _run(graph):
         if op.name.startswith(REMAT) or f"/{REMAT}" in op.name:

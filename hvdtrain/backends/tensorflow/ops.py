@@ -207,10 +207,7 @@ SLOTS = 3
 
 
 def aligned(bucket: Bucket) -> Bucket:
-    """Align each parameter to `ALIGNMENT` bytes, so that `Memory.tensors` copies none. Pure.
-
-    For buckets without a compressor, since those know no gaps.
-    """
+    """Align each parameter to `ALIGNMENT` bytes, so that `Memory.tensors` copies none. Pure."""
     step = ALIGNMENT // itemsize(bucket.dtype)
     offsets, end = [], 0
     for shape in bucket.shapes:

@@ -34,10 +34,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Recording:
-    """The operations of a graph that belong to each block.
-
-    ``inner``: blocks that were called in a loop or function within the graph; ``within``: in another block.
-    """
+    """Operations of a graph by block. ``inner``: blocks in a loop or function of it; ``within``: in a block."""
 
     graph: Any
     calls: list[Call] = field(default_factory=list)

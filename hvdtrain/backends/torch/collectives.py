@@ -229,10 +229,7 @@ class StagedCollectives(WithoutMemory):
 
 def collectives(kind: str, control: Control, exchange: Any, start_horovod: Callable[..., Any],
                 over_host: bool = False) -> HorovodCollectives | StagedCollectives | None:
-    """Return Horovod's collectives for PyTorch, started; None for a kind the core provides.
-
-    ``over_host``: from host memory, also where tensors lie on a GPU.
-    """
+    """Return Horovod's started collectives, ``over_host`` from host memory; None for a kind of the core."""
     if kind != "horovod":
         return None
     wire = HorovodCollectives(start_horovod("torch", exchange), control.timeout_s)

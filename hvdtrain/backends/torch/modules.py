@@ -184,10 +184,7 @@ def set_modes(model: torch.nn.Module, modes: dict[torch.nn.Module, bool]) -> Non
 
 
 class Place(NamedTuple):
-    """Place of a tensor that forward passes may write: ``holder[key]``; ``name``: in the whole model.
-
-    ``at``: its key among the copies of `Buffers`.
-    """
+    """Place of a tensor that forward may write: ``holder[key]``; ``name``: in the model; ``at``: in `Buffers`."""
 
     name: str
     holder: Any

@@ -1,7 +1,4 @@
-"""The update of PyTorch's parameters: warm-up, clipping, and slices of tensors under ZeRO.
-
-Optimizers and schedules are made by `hvdtrain.backends.torch.optim`.
-"""
+"""The update of PyTorch's parameters: warm-up, clipping, slices under ZeRO. `optim` makes optimizers."""
 
 from __future__ import annotations
 

@@ -163,10 +163,7 @@ def rates_before(opt: ResumedOptimizer, state: Mapping[str, Any], now: Sequence[
 
 
 def complete_slots(optimizer: Any) -> None:
-    """Make state that a changed setting needs, as torch.optim does only with the first update, and drop other.
-
-    SGD makes its momentum by itself.
-    """
+    """Make state that a changed setting needs (SGD makes its momentum by itself), and drop other."""
     for group in optimizer.param_groups:
         for slot, setting in SLOTS:
             for param in group["params"] if setting in group else ():
@@ -189,10 +186,7 @@ def rescale(opt: ResumedOptimizer, factors: Sequence[float]) -> None:
 
 
 def reschedule(opt: ResumedOptimizer, rates: Sequence[float], epochs: int) -> Any:
-    """Return the configured schedule, advanced to the updates or ``epochs`` made so far; None: none.
-
-    ``rates``: each group's, as configured.
-    """
+    """Return the configured schedule after the updates or ``epochs`` so far, or None; ``rates``: as configured."""
     groups = opt.optimizer.param_groups
     for group, rate, settings in zip(groups, rates, opt.settings):
         cycled = "max_momentum" in group

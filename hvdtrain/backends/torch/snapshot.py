@@ -71,10 +71,7 @@ class Memory:
                     self._buffers.append((prefix + name, own["_buffers"], name, buffer, buffer._version, copy))
 
     def settle(self) -> None:
-        """Keep the copies of what the forward pass has changed, and forget the others.
-
-        Errors: `UserError` for a large buffer that changes for the first time.
-        """
+        """Keep the copies of what forward has changed; `UserError` for a large buffer that changes newly."""
         kept = []
         for entry in self._buffers:
             title, holder, name, buffer, version, copy = entry

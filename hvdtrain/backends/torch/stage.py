@@ -1,7 +1,4 @@
-"""Forward and backward of a PyTorch model, whole or split over a rank's devices.
-
-Gradients travel by `hvdtrain.backends.torch.gradients`.
-"""
+"""Forward and backward of a PyTorch model, whole or split over a rank's devices; `gradients` sends them."""
 
 from __future__ import annotations
 

@@ -98,10 +98,7 @@ _SHAPE = "a host name or IPv4 address, optionally with :slots, as in fast:4"
 
 
 def parse_hosts(text: str) -> tuple[HostSlots, ...]:
-    """Parse ``-H``: ``name:slots`` with commas, one slot by default. A name given twice adds its slots.
-
-    A name may be a node set, such as ``gpu[01-64]``.
-    """
+    """Parse ``-H``: ``name:slots`` with commas, 1 slot by default, names added up; also sets (``gpu[01-64]``)."""
     # A comma within brackets belongs to a node set.
     return merged(host for part in re.split(r",(?![^\[\]]*\])", text) for host in _entries(part, "-H"))
 

@@ -1,7 +1,4 @@
-"""Memory of a host: what this process holds and may still take, and glibc's settings for freed blocks.
-
-A device's memory is its backend's (``peak_bytes``).
-"""
+"""Memory of a host: what this process holds and may still take, and glibc's settings for freed blocks."""
 
 from __future__ import annotations
 
@@ -212,10 +209,7 @@ _imported_bytes = 0
 
 
 def mark_imported(with_model_bytes: int = 0) -> None:
-    """Note the bytes held now, before anything of the run is there; the first call counts.
-
-    ``with_model_bytes``: of a model that is there already.
-    """
+    """Note the bytes held before anything of the run; the first call counts. ``with_model_bytes``: of its model."""
     global _imported_bytes
     _imported_bytes = _imported_bytes or max(0, resident_bytes() - with_model_bytes)
 

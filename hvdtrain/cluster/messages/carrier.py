@@ -183,10 +183,7 @@ class HostCarrier:
 
 
 def over_mpi(comm: Any, timeout_s: float, near: bool = True) -> HostCarrier:
-    """Return the carrier of the ranks of ``comm``, over duplicates of it; collective.
-
-    ``near``: use memory that ranks of a host share.
-    """
+    """Return the carrier of ``comm``'s ranks, over duplicates; ``near``: by shared memory in hosts. Collective."""
     with deadline(timeout_s, "duplicating MPI's communicator for messages"):
         far = MpiCarrier(comm.Dup(), timeout_s)
     return HostCarrier(far, of_host(comm, timeout_s) if near else None)

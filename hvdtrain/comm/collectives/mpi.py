@@ -135,10 +135,7 @@ class MpiCollectives(WithoutMemory):
             return self._comm.Create_group(self._comm.Get_group().Incl(list(group.ranks)))
 
     def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Any:
-        """Sum over ranks: (N,) -> (N,); in place where the memory allows it.
-
-        ``op``: "sum", or "mean" of floats, which is the sum divided by the number of ranks.
-        """
+        """Sum over ranks: (N,) -> (N,), in place where memory allows; ``op``: "sum", or "mean" of floats."""
         assert op in ("sum", "mean"), op
         total_N, divisor = _writable(flat_N), self.size if op == "mean" else 1
         sizes_P = even_parts(total_N.size, self.size)

@@ -283,10 +283,7 @@ class SharedCollectives(MpiCollectives):
         self._comm.Alltoallv([part_K, (sent_P, [0] * self.size), kind], [all_N, (taken_P, begins(sizes_P)), kind])
 
     def _sum(self, raw: np.ndarray, layout: SegmentLayout, divisor: int) -> float:
-        """Replace the row that each rank of the one host chose by the sum of all over ``divisor``, once all have met.
-
-        Returns the squares of this rank's stripe.
-        """
+        """Replace each rank's chosen row by the sum over ``divisor``; return the squares of this rank's stripe."""
         mine, n = self._host.Get_rank(), layout.n
         rows = [row_SN[s] for row_SN, s in zip(layout.rows_LSN(raw), layout.chosen_L(raw).tolist())]
         stripe = slice(n * mine // self._stripes, n * (mine + 1) // self._stripes)

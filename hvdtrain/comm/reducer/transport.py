@@ -31,10 +31,7 @@ from hvdtrain.core.units import MIB
 
 
 class Transport:
-    """Arrays of ``ops`` over ``collectives``.
-
-    All but `issue` are complete when they return, in a graph with a symbolic tensor.
-    """
+    """Arrays of ``ops`` over ``collectives``; all but `issue` are complete, in a graph symbolic, on return."""
 
     def __init__(self, collectives: Collectives, ops: Ops) -> None:
         self.collectives, self.ops = collectives, ops

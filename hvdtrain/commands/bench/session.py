@@ -49,10 +49,7 @@ class Session:
 
 
 def open_session(framework: str, collectives: str, timeout_s: float, argv: Sequence[str]) -> Session:
-    """Start the job: control plane, framework, transport; collective.
-
-    ``argv``: the options, equal on all ranks. Errors: `UserError` on every rank.
-    """
+    """Start control plane, framework and transport by equal options ``argv``; collective. `UserError`."""
     require(framework)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     config = Config(collectives=collectives, control_timeout_s=timeout_s)  # type: ignore[arg-type]

@@ -142,10 +142,7 @@ def count_wrong(found: np.ndarray, right: np.ndarray) -> int:
 
 
 def algorithm(kind: str, wire: str, dtype: str, several_hosts: bool, facts: Mapping[str, Any]) -> str:
-    """Return what is known of how the bytes move; the libraries below report no more.
-
-    ``facts``: as `Session.facts`.
-    """
+    """Return what is known of how the bytes move by ``facts`` (`Session.facts`); the libraries below tell no more."""
     library = facts.get("mpi") or "MPI"
     forced = ", ".join(f"{k.removeprefix('OMPI_MCA_')}={v}" for k, v in facts.get("settings", {}).items()
                        if k.startswith("OMPI_MCA_coll"))
@@ -282,10 +279,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def bench(session: Session, args: argparse.Namespace) -> int:
-    """Measure, print a table for each kind and each pair of hosts, append records; return 1 where a result was wrong.
-
-    Collective.
-    """
+    """Measure, print the tables, append records; return 1 where a result was wrong. Collective."""
     control, status = session.control, 0
     if args.dtype not in session.wire.dtypes and any(redop(kind) == "sum" for kind in args.kinds):
         raise UserError(f"{session.wire.name} does not sum {args.dtype}",

@@ -262,10 +262,7 @@ def comments(nodes: Sequence[cst.CSTNode]) -> list[cst.EmptyLine]:
 
 
 def with_args(call: cst.Call, args: Sequence[cst.Arg], alone: Sequence[cst.Arg] = (), width: int = 0) -> cst.Call:
-    """Return ``call`` with other arguments, separated as it separates its own.
-
-    Those of ``alone`` begin a line each, ``width`` spaces beyond the indentation.
-    """
+    """Return ``call`` with other arguments, separated as before; ``alone``: on own lines, indented by ``width``."""
     if not args:
         return call.with_changes(args=[], whitespace_before_args=cst.SimpleWhitespace(""))
     old = call.args

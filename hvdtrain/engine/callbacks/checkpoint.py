@@ -1,7 +1,4 @@
-"""Decide when a checkpoint is due: by its cost, every N steps or seconds, at the end.
-
-Writing in the background is left to `hvdtrain.engine.saving`.
-"""
+"""Decide when a checkpoint is due: by its cost, every N steps or seconds, at the end."""
 
 from __future__ import annotations
 

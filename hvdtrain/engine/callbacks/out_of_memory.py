@@ -108,10 +108,7 @@ def recovers(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> bool:
 
 
 def of_plan(run: Run, rank: int) -> str:
-    """Return what would take less memory, with the bytes that it saves ``rank``, most first; collective.
-
-    "" where nothing is known to help.
-    """
+    """Return what takes less memory, with the bytes that ``rank`` saves, most first, or ""; collective."""
     scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
     plan = plans.agreed_plan(scene, _facts(scene, run.dp))
     found = [(plan.needs_P[rank].total - o.needs_P[rank].total, o.line, o.name) for o in plan.options

@@ -1,7 +1,4 @@
-"""Compressor, buckets and shards of a run's gradients and state.
-
-`hvdtrain.comm.wires` chooses the transport.
-"""
+"""Compressor, buckets and shards of a run's gradients and state. `comm.wires` chooses the transport."""
 
 from __future__ import annotations
 

@@ -149,10 +149,7 @@ class Ordered:
         return StepGradients(grads, totals, waited_s + time.perf_counter() - begin)
 
     def passes(self, micros: Sequence[Batch], scale: float, step: int) -> tuple[list[Pair], float]:
-        """Do forwards and backwards; return (loss and weight of each micro-batch on the last rank, seconds of waiting).
-
-        Errors: `Lost`.
-        """
+        """Do forwards and backwards; return ((loss, weight) by micro-batch on the last rank, waited s). `Lost`."""
         mesh, post, waited_s, totals = self._layout.mesh, self._post, 0.0, []
         self._stage.begin()
         self._lost, self._moved_s = None, 0.0

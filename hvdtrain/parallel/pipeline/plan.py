@@ -1,7 +1,4 @@
-"""Plans of a partitioned model, and their tables, records and summaries. Pure.
-
-`partition` makes the plans.
-"""
+"""Plans of a partitioned model, and their tables, records and summaries. Pure. `partition` makes them."""
 
 from __future__ import annotations
 

@@ -177,10 +177,7 @@ class ByBlock:
                             "without a dot", "fix block_names in the model file")
 
     def block(self, name: str) -> torch.nn.Module:
-        """Return a block and restore generators. Errors: `UserError` for one that has other weights than before.
-
-        The generators are in another state each time.
-        """
+        """Return a block and restore generators. Errors: `UserError` for one with other weights than before."""
         self._built += 1
         with placement.seeded_apart(self._built):
             block = self._build(name)

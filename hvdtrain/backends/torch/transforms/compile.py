@@ -1,7 +1,4 @@
-"""torch.compile block by block, and convolutions in channels_last (the key ``compile``).
-
-Weights keep their memory; the module tree, its names and its hooks stay.
-"""
+"""torch.compile block by block, and convolutions in channels_last (the key ``compile``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Verdict of the watchdog on ranks that stand still, hang or are gone, from what is seen of them at each look.
-
-Pure: the clock and all that is seen are handed in.
-"""
+"""Verdict of the watchdog on ranks that stand still, hang or are gone. Pure: sights and clock are arguments."""
 
 from __future__ import annotations
 
@@ -87,10 +84,7 @@ class _Clock:
 
 @dataclass
 class Judge:
-    """Looks again and again at the ranks of a host.
-
-    ``bound_s``: longest time for which a rank may stand still. ``pause_s``: usual time between two looks.
-    """
+    """Looks at the ranks of a host every ``pause_s``. ``bound_s``: longest time that a rank may stand still."""
 
     bound_s: float
     pause_s: float

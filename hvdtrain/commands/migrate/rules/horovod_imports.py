@@ -1,7 +1,4 @@
-"""Move the imports of Horovod's APIs to hvdtrain's modules of the same names.
-
-Leaves the whole script as it was where hvdtrain lacks a name that it uses.
-"""
+"""Move imports of Horovod's APIs to hvdtrain's modules of the same names, if hvdtrain has all names."""
 
 from __future__ import annotations
 

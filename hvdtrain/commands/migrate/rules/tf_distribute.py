@@ -1,7 +1,4 @@
-"""Scripts of tf.distribute's MirroredStrategy and MultiWorkerMirroredStrategy with ``fit``.
-
-A loop of the script's own (``strategy.run``) stays as it is.
-"""
+"""Scripts of tf.distribute's (MultiWorker)MirroredStrategy with ``fit``; own loops stay as they are."""
 
 from __future__ import annotations
 

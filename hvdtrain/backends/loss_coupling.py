@@ -58,8 +58,7 @@ class LossValue(NamedTuple):
 
 class Finding(NamedTuple):
     """A loss that is no weighted mean over samples: what was found, and the remedy. ``outputs``: the model's outputs
-    depend on the other samples of the batch already, so that the loss is not to blame. ``unjudged``: nothing was found
-    out, for the reason in ``got``.
+    depend on the other samples of the batch already. ``unjudged``: nothing was found out; ``got`` says why.
     """
 
     got: str

@@ -44,8 +44,7 @@ METRICS |= dict.fromkeys(("WordErrorRate", "CharErrorRate", "MeanSquaredError", 
 def metric_of(name: str) -> Metric:
     """Return the facts of metric ``name``, in any case, also of a ``module:callable``; those of a loss if unknown.
 
-    Keras puts the name of an output in front, and the number of a metric of the same class behind; torchmetrics puts
-    the kind of the task in front.
+    Keras puts the name of an output in front, and a number behind; torchmetrics puts the task's kind in front.
     """
     return _found(name) or Metric()
 

@@ -77,8 +77,7 @@ class CheckpointStore:
         """Write a checkpoint, then remove older ones down to ``keep``; return its path.
 
         Raises what ``write_snapshot`` raises, and older checkpoints are then untouched. Failing to remove old ones is
-        only logged. Checkpoints of a later step (the run started over) and damaged or foreign directories are never
-        removed.
+        only logged. Checkpoints of a later step (the run started over) and damaged or foreign directories stay.
         """
         self.begin()
         newest = self.list()[-1:] if frozen.GROUP in content.specs() else []

@@ -1,7 +1,6 @@
 """Control planes: small Python objects, decisions and agreement on errors among the ranks of a job.
 
-Starts nothing: `hvdtrain.cluster.boot` does. Objects are pickled: they come from ranks of the same job, which run the
-same user's code.
+Starts nothing: `hvdtrain.cluster.boot` does. Objects are pickled: they come from ranks of the same job and user.
 """
 
 from __future__ import annotations

@@ -61,9 +61,8 @@ def start_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFacts |
                   over_host: bool = False) -> Any:
     """Import horovod.torch or horovod.tensorflow and initialise it; return the module.
 
-    ``where``: the started control plane (it must be up first: mpi4py asks MPI for threads), or the facts of a gloo
-    job. ``over_host``: it will be given tensors in host memory. Raises `HorovodUnavailable` with the reason and the
-    remedy.
+    ``where``: the started control plane (it must be up first: mpi4py asks MPI for threads), or the facts of a gloo job.
+    ``over_host``: it will be given tensors in host memory. Raises `HorovodUnavailable` with reason and remedy.
     """
     hvd = _running_horovod(framework, exchange, where)
     if over_host and not (hvd.mpi_enabled() or hvd.gloo_enabled()):

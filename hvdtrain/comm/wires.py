@@ -107,8 +107,7 @@ class Wires:
     def _on_cpus(self) -> bool:
         """Return whether gradients lie in host memory on all ranks, MPI connects them, and no graph waits for the sums.
 
-        Keras on TensorFlow takes BatchNorm's moments over ranks inside of its graph, which no transport of the host
-        can.
+        Keras on TensorFlow takes BatchNorm's moments over ranks inside its graph, which no transport of the host can.
         """
         if self._config.sync_batchnorm and not getattr(self._backend, "SYNCS_OVER_HOST", True):
             return False

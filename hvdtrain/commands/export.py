@@ -1,7 +1,6 @@
 """``python -m hvdtrain export RUN --format F --out PATH``: a run's model for serving, without hvdtrain.
 
-Owns the list of formats and what lies at PATH. The writers are the backends', `hvdtrain.commands.evaluate` has the
-weights.
+Owns the list of formats and what lies at PATH. Writers are the backends', `hvdtrain.commands.evaluate` has the weights.
 """
 
 from __future__ import annotations

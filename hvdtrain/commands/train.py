@@ -242,8 +242,7 @@ def _another(before: Any, name: str) -> bool:
 def _spelled_out(layers: list[list[Option]], base: dict[str, Any]) -> list[Option]:
     """Return the options of all layers in order, ``--optimizer SGD`` spelled out as ``--optimizer.name SGD``.
 
-    A bare name other than an earlier layer's comes without that layer's args; args of its own layer are its own, in any
-    order.
+    A bare name other than an earlier layer's comes without that layer's args; args of its own layer stay.
     """
     deep, sections = schema.sections(Config), schema.named_sections(Config)
     names = {name: base[name].get("name") for name in sections if name in base}

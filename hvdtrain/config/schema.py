@@ -1,7 +1,6 @@
 """Configuration keys of a tree of dataclasses: names, types as text, and checks of values.
 
-Owns the reading of the dataclasses of `hvdtrain.config` for the command line, the docs and the checks; knows no key
-by name.
+Owns the reading of the dataclasses of `hvdtrain.config` for the command line, the docs and the checks; knows no key.
 """
 
 from __future__ import annotations

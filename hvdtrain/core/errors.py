@@ -1,7 +1,6 @@
 """Errors a user can fix: what was got, what was expected, what to do.
 
-Owns the exception types, the nearest-name hint and counts with their nouns. Does not print or exit:
-`hvdtrain.cluster.exit` does.
+Owns the exception types, the nearest-name hint and counts with their nouns. `hvdtrain.cluster.exit` prints and exits.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ class Recovery:
     ``shrinks``, ``in_evaluation``: whether training and evaluation continue with smaller micro-batches; ``because``:
     why not. ``guard``: checks a host's memory before each micro-batch; None on devices. ``taken_back``: called when a
     step is repeated, for what callbacks have counted. ``ceilings``: rank -> largest micro-batch in training, of those
-    that ran out; the same on every rank once announced. ``copy``: ranks of one copy of a partitioned model, which all
-    follow.
+    that ran out; the same on every rank once announced. ``copy``: ranks of one copy of a partitioned model.
     """
 
     def __init__(self, out_of_memory: Callable[[BaseException], bool], free: Callable[[], None] = lambda: None,
@@ -289,8 +288,7 @@ class MemoryGuard:
     """Refuses a micro-batch that this host has no memory for: the kernel would end the process instead.
 
     ``local``: ranks of this host, which share what is left. ``estimated``: bytes of this process by samples of a
-    micro-batch; None before one has run. ``held``, ``peak``, ``left``: bytes that it holds, has held at most, can
-    still take.
+    micro-batch; None before one has run. ``held``, ``peak``, ``left``: its bytes now, at most, and still free.
     """
 
     def __init__(self, local: int = 1, held: Callable[[], int] = memory.resident_bytes,

@@ -1,7 +1,6 @@
 """Gradient tapes and optimizers, by Horovod's signatures, whose gradients are those of all ranks.
 
-Owns how a tape is wrapped and which sources stay local. The exchange is `hvdtrain.tensorflow.gradients`', the optimizer
-`hvdtrain.keras`'.
+Owns how a tape is wrapped and which sources stay local. The exchange is `gradients`', the optimizer `hvdtrain.keras`'.
 """
 
 from __future__ import annotations

@@ -245,8 +245,7 @@ def join(device: int = -1) -> int:
     """Wait until every rank has called it; return the number of one that came last. Collective.
 
     Over Horovod, ranks that have not come yet continue with `allreduce` and the steps of `DistributedOptimizer`, in
-    which those that wait count as zeros. A mean over ranks counts a rank that waits: `hvd.shard` gives exact means of
-    batches of unequal number.
+    which those that wait count as zeros. A mean over ranks counts a rank that waits: `hvd.shard` gives exact means.
     """
     wire = basics.member_wire(global_process_set)
     if basics.shared_wire(global_process_set) is None or not isinstance(wire, HorovodWire):

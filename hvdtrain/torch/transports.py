@@ -149,8 +149,7 @@ class HorovodWire:
 class MpiWire:
     """`Wire` over plain MPI, and of one rank alone; ``wire`` takes numpy arrays.
 
-    A call returns when its collective is over: ranks make the same calls in the same order. ``ranks``: of the process
-    set, in the job.
+    A call returns when its collective is over: ranks make equal calls in order. ``ranks``: of the process set.
     """
 
     def __init__(self, wire: Collectives, ranks: Sequence[int]) -> None:

@@ -33,8 +33,7 @@ class Layer:
 
     ``name``: its path with dots, as torch writes it ("conv_0.conv"). ``kind``: a key of `KINDS`, the same word in both
     frameworks. ``said``: its class there. ``weights``: by the name that the framework gives each within the layer
-    ("in_proj_weight", "query/kernel"). ``facts``: settings that both frameworks' layers have, for a remark where they
-    differ.
+    ("in_proj_weight", "query/kernel"). ``facts``: settings that both frameworks' layers have, for remarks.
     """
 
     name: str

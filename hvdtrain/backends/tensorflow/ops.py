@@ -226,8 +226,7 @@ def fill(flat_N: np.ndarray, bucket: Bucket, grads: Sequence[Any]) -> None:
 class Memory:
     """The vectors of one bucket, in memory that ``wire`` sums in place if it has such. Collective to make.
 
-    A step takes a `free` vector, fills it, hands it to the transport's ``allreduce`` and asks for the `tensors` of the
-    sum.
+    A step fills a `free` vector, hands it to the transport's ``allreduce`` and asks for the sum's `tensors`.
     """
 
     def __init__(self, wire: Collectives, bucket: Bucket) -> None:

@@ -189,8 +189,7 @@ class Optimizer:
 class SplitOptimizer(Optimizer):
     """An `Optimizer` over variables on several devices, with each operation on the device of its variable.
 
-    Whether the norm is finite is decided between two graphs: tensors that enter a branch of a graph go through one
-    device.
+    Whether the norm is finite is decided between two graphs: tensors that enter a branch go through one device.
     """
 
     def __init__(self, opt: Optimization, variables: Sequence[keras.Variable], scale: LossScale, split: Split) -> None:
@@ -286,9 +285,8 @@ def _by_variable(tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> lis
 def fused(own: Any) -> Iterator[None]:
     """Let Keras' SGD, or a subclass with its formula, update each variable by TensorFlow's one kernel for it.
 
-    The kernel's formula is Keras', to the bit, but reads and writes each element once; Keras' own operations take a
-    third longer over a large model's step. Everything else of an update (clipping, decay, averages, sparse gradients)
-    stays Keras'.
+    The kernel's formula is Keras', to the bit, but reads and writes each element once; Keras' own takes a third longer
+    for a large model. The rest of an update (clipping, decay, averages, sparse gradients) stays Keras'.
     """
     plain = keras.optimizers.SGD.update_step
     if not isinstance(own, keras.optimizers.SGD) or type(own).update_step is not plain:

@@ -79,8 +79,7 @@ def keep_sums() -> None:
     """Keep sums of gradients as they are traced, on hosts without a GPU.
 
     TensorFlow's memory optimizer otherwise splits sums of three and more tensors if it believes that a graph needs most
-    of a device's memory, so that a gradient's bits depend on the rest of memory (recomputed blocks, say). It assumes a
-    CPU of 256 MiB.
+    of a device's memory, so that a gradient's bits depend on other memory. It assumes a CPU of 256 MiB.
     """
     from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
     from tensorflow.python.eager import context

@@ -41,8 +41,7 @@ def chain(spec: Any, wish: str = "model_parallel", undo: str = UNDO) -> Named:
     """Return the named blocks of a model, in the order of its forward pass.
 
     ``blocks(model)`` of the model file, or the children of an `nn.Sequential`. ``wish``: the key that asks for blocks,
-    ``undo``: how to do without, for errors. Errors: `UserError` without either, and for parameters that are in no
-    block.
+    ``undo``: how to do without, for errors. Errors: `UserError` without either, and for parameters in no block.
     """
     model = spec.model
     if spec.blocks is not None:

@@ -249,8 +249,7 @@ def put_back_buffers(prefix: str, module: torch.nn.Module, before: dict[str, tor
                      copies: dict[str, torch.Tensor], appeared: dict[str, torch.Tensor]) -> list[str]:
     """Give ``module`` the tensors of ``before`` again; return the names of state that had changed.
 
-    ``appeared`` gets the tensors that were made, which are state if persistent. One that was replaced by another shape
-    is a cache.
+    ``appeared`` gets the tensors that were made, state if persistent. One replaced by another shape is a cache.
     """
     written = []
     for key, now in list(module._buffers.items()):

@@ -26,8 +26,7 @@ class Slices:
     """Row-major elements [begin, end) of each of ``wholes``, which this rank updates under ZeRO; (0, 0): none of it.
 
     ``tensors``: one parameter (end - begin,) for each, empty ones too: a view of the whole's memory, so that there is
-    no second replica. Of a whole that is not contiguous (channels_last) it is a copy, made before each update
-    and written back after it.
+    no second replica. Of a whole that is not contiguous it is a copy, written back after each update.
     """
 
     def __init__(self, wholes: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> None:

@@ -1,8 +1,7 @@
 """Metrics of an evaluation that keep states, as torchmetrics' objects do: measured on each rank, combined over all.
 
 Owns the states' way from ranks to one result, by each state's own reduction and in the order of the data. Calls no
-collective, and not those of torchmetrics. Knows the objects by their attributes, since importing torchmetrics is the
-user's.
+collective, and not those of torchmetrics. Knows objects by attributes: torchmetrics is the user's import.
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ class SharedCollectives(MpiCollectives):
     def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
         """Return vectors of which each rank may hand any to the next `allreduce`, whichever the other ranks take.
 
-        A sum that is still looked at stays as it is while the next one is made. A vector that is never written to costs
-        no memory.
+        A sum that is still looked at stays as it is while the next one is made. An unwritten vector costs no memory.
         """
         if dtype not in SUMMED or n == 0:
             return []
@@ -341,8 +340,7 @@ def _helper(hosts: Sequence[Sequence[int]], rank: int, ranks: Sequence[int]) -> 
 def _add(rows: list[np.ndarray], stripe: slice, divisor: int, tile: np.ndarray, looks: bool) -> float:
     """Write the sum of the rows, in their order, over ``divisor`` within ``stripe`` to each of them.
 
-    With ``looks`` returns the sum of its squares, else 0: taken while a tile is in the cache it costs a fraction of a
-    pass over memory.
+    With ``looks`` returns the sum of its squares, else 0: taken while a tile is in the cache it costs little.
     """
     squares = 0.0
     # A warning made an error would stop this rank alone; who looks at the sums tells what is not finite.

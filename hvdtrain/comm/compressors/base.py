@@ -137,8 +137,7 @@ class Halves(Stateless):
     """16 bits for each element in two shots, without state; rounds an element by 2^-11 (fp16) or 2^-8 (bf16) of it.
 
     A ring all-reduce would round after each of its P-1 additions. So each rank sums one P-th of the vector: (1)
-    all-to-all of the encoded parts, (2) decode, sum in float32 in rank order, encode the sum, all-gather, decode: the
-    same bits everywhere.
+    all-to-all of the encoded parts, (2) decode, sum in float32 in rank order, encode the sum, all-gather, decode.
     """
 
     elementwise = same_bits = True

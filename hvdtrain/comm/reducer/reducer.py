@@ -90,8 +90,7 @@ class Reducer:
     def squares(self, sums: Sequence[Array]) -> float:
         """Return the sum of squares over this rank's part of ``sums``; over all ranks that of the whole gradient.
 
-        NaN or infinite where any element is. Taken by the transport, if it looked at just these sums while it made
-        them.
+        NaN or infinite where any element is. Taken by the transport, if it looked at these sums.
         """
         n_looked, squares = self._looked()
         if self.compressor.in_place and n_looked == sum(b.n for b in self.buckets) and n_looked:
@@ -110,8 +109,7 @@ class Reducer:
     def owed(self) -> list[int] | None:
         """Return the buckets whose exchange has not begun, to be started from now on; None where one has broken off.
 
-        The latter is so once an error has come through `start` after the bucket's first request was made, or through
-        `take`, `close` or `finish`.
+        The latter is so after an error in `start` beyond the bucket's first request, in `take`, `close` or `finish`.
         """
         self._full.clear()
         return None if self._broken else list(range(self._started, len(self.buckets)))

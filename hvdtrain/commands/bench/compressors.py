@@ -180,8 +180,7 @@ def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable
              repeats: int) -> list[tuple[float, float]]:
     """Return (encoding, decoding) of all buckets on rank 0 in seconds, by repeat.
 
-    In a graph the two cannot be separated: (the whole function, 0), with the time that null's allgather takes to repeat
-    rows.
+    In a graph the two cannot be separated: (the whole function, 0), with the time of null's allgather.
     """
     wire = NullCollectives(0, subject.ranks)
     each = [Reducer([bucket], compressor, wire, ops) for bucket in subject.buckets]

@@ -32,8 +32,7 @@ from hvdtrain.core.protocols import Collectives, Control, Ops
 class Session:
     """Control plane, transport and framework of a benchmark.
 
-    ``facts``: mpi (its version) and settings (`settings`); of Horovod also nccl, mpi_enabled, and gpu (arrays
-    lie on one).
+    ``facts``: mpi (its version) and settings (`settings`); of Horovod also nccl, mpi_enabled, and gpu.
     """
 
     control: Control

@@ -1,7 +1,6 @@
 """``python -m hvdtrain doctor``: options, table and list of problems.
 
-Looks at this host alone, at the ranks of the launcher that started it, or at one rank per host under a launcher of its
-own.
+Looks at this host alone, at the ranks of its launcher, or at one rank per host under a launcher of its own.
 """
 
 from __future__ import annotations

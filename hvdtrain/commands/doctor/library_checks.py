@@ -1,7 +1,6 @@
 """Checks of MPI, Horovod and GPUs: one MPI family from the launcher down to Horovod's library, code for each GPU. Pure.
 
-A launcher of one MPI and a library of another start P processes that each run alone: "size 1 under -np 4", in which
-every rank trains its own model.
+A launcher of one MPI and a library of another start P processes that each run alone: "size 1 under -np 4".
 """
 
 from __future__ import annotations

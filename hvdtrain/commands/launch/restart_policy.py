@@ -41,8 +41,7 @@ class LaunchAttempt:
 
     ``kind``: a value of `causes.KINDS`; ``rank`` -1 and ``host`` "" where they are not known. ``begin`` and ``end``:
     steps finished at its begin and end, in the run's count; -1: none ever. ``checkpoint``: step of the newest one at
-    its end, or -1. ``micro_batch``: largest one of a rank, 0 where it is not known. ``left_out``: hosts that it went
-    without.
+    its end, or -1. ``micro_batch``: largest one of a rank, 0 where it is not known. ``left_out``: hosts.
     """
 
     number: int

@@ -113,8 +113,7 @@ MOST, MOST_OF_ALL, LEAST = 2048, 1 << 15, 256
 class Blocked(NamedTuple):
     """This rank stood in the exchange ``name`` of ``step`` from ``begin_s`` to ``end_s`` (`time.perf_counter`).
 
-    ``came_s``: when it had handed over its part, which may be earlier where it went on computing meanwhile. Others wait
-    for that moment.
+    ``came_s``: when it had handed over its part, for which others wait; earlier where it went on computing.
     """
 
     step: int

@@ -39,8 +39,7 @@ AHEAD = 4
 class OverRanks:
     """`hvdtrain.core.protocols.Schedule` of one rank of a model partitioned over ranks.
 
-    A rank out of memory sends messages that say so in place of tensors, and so do the ranks that receive one: no rank
-    waits in vain.
+    A rank out of memory sends messages that say so in place of tensors, and so do its receivers: no rank waits in vain.
     """
 
     def __init__(self, stage: PipelineStage, layout: Layout, order: Order, post: Post,

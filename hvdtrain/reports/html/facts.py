@@ -1,7 +1,6 @@
 """Everything a page needs to know of a run, from the files in its directory alone.
 
-Owns which file says what, and whether a run is still under way. It works after any crash: no file has to be there but
-the directory itself.
+Owns which file says what, and whether a run is still under way. It works after any crash: no file has to be there.
 """
 
 from __future__ import annotations

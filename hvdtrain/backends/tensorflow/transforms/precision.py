@@ -23,8 +23,7 @@ _given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 class MixedPrecision:
     """Implements `hvdtrain.core.protocols.Transform`: the layers compute in this rank's own type.
 
-    A model built under a policy of the user's keeps it with ``precision`` fp32. ``scale``: the factor of float16
-    losses, for the summary.
+    A model built under a policy of the user's keeps it with ``precision`` fp32. ``scale``: of float16 losses.
     """
 
     collective = False

@@ -29,8 +29,7 @@ class Across:
     Its collectives are nodes of the graph of forward and backward, which Horovod pairs by name: every rank runs the
     same graphs the same number of times (`hvdtrain.data.feed`, ``even_micros``). While this rank has no samples, its
     dummy batch counts for nothing (`hvdtrain.data.weighting`). ``several``: a step may have several micro-batches.
-    ``active``: there are such layers and ranks. ``local``: graphs that are traced meanwhile take moments over own
-    samples only.
+    ``active``: there are such layers and ranks. ``local``: graphs traced meanwhile take own moments only.
     """
 
     collective = True

@@ -1,7 +1,6 @@
 """The optimizer that a Keras model was compiled with, as an optimizer of PyTorch.
 
-Warm-up, scaling and schedules are `hvdtrain.backends.torch.optimizer.TorchOptimizer`'s; the update is Keras' own
-``apply``.
+Warm-up, scaling and schedules are `hvdtrain.backends.torch.optimizer.TorchOptimizer`'s; updates are Keras'.
 """
 
 from __future__ import annotations

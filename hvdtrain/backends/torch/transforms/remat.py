@@ -33,8 +33,7 @@ ROUNDS = 3
 class RecomputedForward:
     """Replacement of a block's forward pass; ``beneath``: the one it replaced, None for the class's own.
 
-    ``storages``: notes what the block saves while it is measured. Copies and pickles of the block have the forward pass
-    beneath.
+    ``storages``: notes what the block saves while it is measured. Copies and pickles have the forward pass beneath.
     """
 
     def __init__(self, module: torch.nn.Module, block: Block) -> None:
@@ -254,8 +253,7 @@ class Trial:
     other gradients each time, gradients do not count.
 
     ``computing``: a context that computes a batch's gradients, available within it, and restores buffers and
-    generators. ``recomputing``: a context within which some blocks are recomputed. ``states``: the random generators'
-    by name.
+    generators. ``recomputing``: a context in which some blocks are recomputed. ``states``: of generators, by name.
     """
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], computing: Computing, recomputing: Recomputing,

@@ -117,7 +117,7 @@ class SyncBatchNorm:
 def release(model: torch.nn.Module) -> None:
     """Make every layer torch's own again: a model may come from a run with other ranks."""
     for module in model.modules():
-        if isinstance(module, Synchronised):
+        if "plain" in vars(type(module)):  # not `hvdtrain.torch.SyncBatchNorm`
             module.__class__ = module.plain
 
 
@@ -143,12 +143,16 @@ class Synchronised(_BatchNorm):
 
     plain: type
     wire_name: str
-    across: SyncBatchNorm
+    across: Any  # `SyncBatchNorm`, or what has its members
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise (B, C) or (B, C, ...), B = 0 included; outside training as torch does."""
         if not self.training or self.across.local:
             return _BatchNorm.forward(self, x)
+        return self.jointly(x)
+
+    def jointly(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise by the statistics of all ranks, and track them."""
         self._check_input_dim(x)
         with torch.autocast(x.device.type, enabled=False):
             mean_C, var_C, n = self.across.moments(lambda: self._statistics(x.detach()))

@@ -14,8 +14,6 @@ from hvdtrain.engine.run import Run
 from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
 from hvdtrain.planning.freezing import unfreezing
 
-"""Changes that a message names."""
-
 
 def may_change(run: Run) -> bool:
     """Return whether the run unfreezes, or any rank has callbacks that are not the trainer's own; collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -184,3 +185,9 @@ def _flat(layer: Layer, flats: Mapping[str, Shape]) -> Shape:
                         f"channels and sizes that multiply to its {inputs} inputs" if inputs else "a Linear layer",
                         "correct --flatten")
     return shape
+
+
+def unfit(path: Path, why: object) -> UserError:
+    """Return the error of a file of weights that does not match the model."""
+    return UserError(f"{path} does not match the model: {' '.join(str(why).split())[:300]}",
+                     "all weights of that model", "correct --model and --model_args")

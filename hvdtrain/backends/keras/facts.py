@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +17,6 @@ import keras
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.freezing import KerasFreezing
 from hvdtrain.core.errors import UserError, some
-
-"""Changes that a message names."""
 
 
 class _Look(NamedTuple):
@@ -194,6 +193,20 @@ class KerasFacts:
             variable._trainable = bool(variable.value.requires_grad)
         self.renew()
         return found
+
+
+def refuse_own_work(optimizer: Any) -> None:
+    """Raise `UserError` for an optimizer that would repeat what the run does."""
+    distributed = sys.modules.get("hvdtrain.keras.exchange")
+    if distributed is not None and distributed.exchange_of(optimizer) is not None:
+        raise UserError("the optimizer is a DistributedOptimizer, and Trainer.fit exchanges gradients itself",
+                        "a plain optimizer", "compile with the optimizer inside it, or use plain model.fit")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or getattr(optimizer, "loss_scale_factor", None):
+        raise UserError("the optimizer scales the loss", "one that does not",
+                        "compile without mixed_float16 and loss_scale_factor")
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise UserError("the optimizer accumulates gradients (gradient_accumulation_steps)", "one that does not",
+                        "set accumulate in the configuration, which every rank shares")
 
 
 def apply_gradients(own: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:

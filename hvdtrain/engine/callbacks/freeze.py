@@ -11,8 +11,6 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.freezing import unfreezing
 
-"""Names in a note."""
-
 
 class Freeze(Callback):
     """Runs on all ranks: each freezes and unfreezes the same layers in its model, without asking the others."""

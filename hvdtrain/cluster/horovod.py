@@ -1,7 +1,4 @@
-"""Horovod: find it, start and stop it, and say why it cannot be used.
-
-Nothing runs at import; MPI comes first (`hvdtrain.cluster.boot`), because mpi4py asks for threads.
-"""
+"""Horovod: find it, start and stop it after MPI (`hvdtrain.cluster.boot`), and say why it cannot be used."""
 
 from __future__ import annotations
 

@@ -33,10 +33,7 @@ _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 @dataclass(frozen=True)
 class Key:
-    """A key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``.
-
-    The other facts are those of `hvdtrain.config.sections.key`.
-    """
+    """A key: dotted ``name``, type ``hint``, ``default``, ``unit`` or "", ``doc``; others: `config.sections.key`."""
 
     name: str
     hint: Any

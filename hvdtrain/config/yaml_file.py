@@ -26,10 +26,7 @@ _FLOAT = re.compile(r"""^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9]
 
 
 def read(path: str, option: str = "--config") -> dict[str, Any]:
-    """Return the mapping in the file ``path``, or in the recipe ``hvdtrain:NAME``; `UserError` for anything else.
-
-    ``option``: what named the file, for messages.
-    """
+    """Return the mapping in ``path`` or the recipe ``hvdtrain:NAME``, named by ``option``, or `UserError`."""
     file = Path(recipes.path_of(path))
     try:
         if not file.exists():

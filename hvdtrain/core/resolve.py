@@ -87,10 +87,7 @@ def check_url(key: str, path: str | os.PathLike[str]) -> None:
 
 
 def load_callable(text: str, key: str) -> Callable[..., Any]:
-    """Return the callable that ``text`` names; `UserError` naming config key ``key`` if there is none.
-
-    The current directory is searched first, as ``python -m`` does.
-    """
+    """Return the callable ``text`` names, first in the current directory; `UserError` naming ``key`` if none."""
     where, _, attribute = text.rpartition(":")
     if not where or not attribute:
         raise UserError(f"{key} is {text!r}", "module:callable or path/file.py:callable",
@@ -189,10 +186,7 @@ def in_slot(package: str, function: str) -> tuple[str, ...]:
 
 
 def load_slot(package: str, name: str, key: str, function: str) -> Callable[..., Any]:
-    """Return ``function`` of the file ``name`` in ``package``, or the callable that ``name`` spells out.
-
-    Errors: `UserError` naming config key ``key`` where there is neither.
-    """
+    """Return ``function`` of file ``name`` in ``package``, or ``name``'s callable; `UserError` naming ``key``."""
     if ":" in name:
         return load_callable(name, key)
     built_in = in_slot(package, function)

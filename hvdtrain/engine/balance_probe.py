@@ -210,10 +210,7 @@ def _confirmed(seconds: Sequence[float], held: _Held, tools: Tools) -> Speed | N
 
 
 def _time(tools: Tools, batch: Any, slot_s: float) -> float:
-    """Mean seconds of a trial over about ``slot_s``.
-
-    The mean: a rank whose processor time is rationed in slices computes and pauses in turns, a median sees only one.
-    """
+    """Return mean seconds of a trial over ``slot_s``; a median would miss the pauses of a rationed processor."""
     begin = time.perf_counter()
     repeats = 0
     while repeats < LEAST_REPEATS or time.perf_counter() - begin < slot_s:

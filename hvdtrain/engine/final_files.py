@@ -1,7 +1,4 @@
-"""The final files of a run, tried before the first step; where they go on a full disk.
-
-What an unpartitioned model is written as is left to the backends.
-"""
+"""The final files of a run, tried before the first step; where they go on a full disk."""
 
 from __future__ import annotations
 

@@ -232,10 +232,7 @@ def _checkpoint_due(run: Run) -> None:
 
 
 def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
-    """Find who brought in what is not finite, and tell the callbacks.
-
-    On an asynchronous device the step that it came with has been left behind by now.
-    """
+    """Find who brought in what is not finite, of an asynchronous device's past step, and tell callbacks."""
     state = run.state
     state.outcome.bad_ranks, state.outcome.bad_where = bad, {}
     if not run.parts.stage.asynchronous:
@@ -253,10 +250,7 @@ def _stop_at_max_steps(run: Run) -> None:
 
 
 def _vote(run: Run, batch: StepBatch, done: StepGradients) -> list[int]:
-    """Agree on loss, gradient, stop and save in one sum.
-
-    Returns the ranks whose loss is not finite; all, where the sum of gradients is not; none: [].
-    """
+    """Agree on loss, gradient, stop and save in one sum; return the ranks that are not finite, maybe all."""
     state, setup, services = run.state, run.setup, run.services
     parts, outcome, wants = setup.parts, state.outcome, state.wishes
     asynchronous = parts.stage.asynchronous
@@ -299,10 +293,7 @@ def _vote(run: Run, batch: StepBatch, done: StepGradients) -> list[int]:
 
 
 def _by_myself(run: Run, done: StepGradients) -> list[int]:
-    """Judge a step in which the copies do not meet; the state's loss is this rank's own until they do.
-
-    Returns this rank, if its loss or gradient is not finite.
-    """
+    """Judge a step without an exchange by this rank's own loss; return this rank if it is not finite."""
     loss_sum, weight = run.state.outcome.local_loss(done.totals, run.parts.stage.asynchronous)
     run.state.loss = loss_sum / weight if weight else math.nan
     finite = done.lost is None and math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))

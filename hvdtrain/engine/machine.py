@@ -78,10 +78,7 @@ Count = tuple[float | None, str]
 
 
 def peak(device: Any, kind: str, given_tflops: float, devices: int) -> tuple[float | None, str]:
-    """Return (operations a second of ``devices`` such devices, where that comes from); (None, "") if unknown.
-
-    ``given_tflops``: of one device, as configured; 0: by the table.
-    """
+    """Return (operations a second of ``devices``, source), by ``given_tflops`` or the table; (None, ""): unknown."""
     tflops = given_tflops or peak_tflops(device.name, kind)
     if not tflops:
         return None, ""

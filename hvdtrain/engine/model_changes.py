@@ -1,7 +1,4 @@
-"""Follow what a user's callbacks change of the model while it trains, on all ranks alike.
-
-What a framework finds changed is left to `hvdtrain.core.protocols.ModelFacts`.
-"""
+"""Follow what a user's callbacks change of the model while it trains, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ def follow(run: Run) -> None:
 
 
 def check_late(run: Run, late: str) -> None:
-    """Raise `UserError` on every rank for a parameter that was unfrozen while a step computed; collective.
-
-    ``late``: that parameter's name on this rank, or "".
-    """
+    """Raise `UserError` on all ranks for ``late``, a parameter unfrozen while a step computed; collective."""
     name = next(name for name in run.control.gather(late) if name)
     raise UserError(f"parameter {name} was unfrozen in the model's forward pass or task: its gradient of this step was "
                     "not exchanged", "requires_grad that changes only between steps",

@@ -56,10 +56,7 @@ GRACE_S = 3.0
 
 
 class Saving:
-    """Implements `hvdtrain.core.protocols.run.RunSaver`; made when the run is saved first.
-
-    ``saver``: does what is left when the state is copied; a thread, unless it is given.
-    """
+    """Implements `hvdtrain.core.protocols.run.RunSaver`; ``saver``: writes copied states, else a thread."""
 
     def __init__(self, run: Run, saver: Saver | None = None) -> None:
         self.spent = SaveCost()

@@ -58,10 +58,7 @@ def begin(run: Run) -> None:
 
 
 def finish(run: Run) -> str:
-    """Wait for the save that was begun last; return "" or why it was not written, on every rank. Collective.
-
-    What came of saves before it is still `Saving.settled`'s to tell.
-    """
+    """Wait for the latest save; return "" or why it was not written, on every rank. Collective."""
     if run.saver is None:
         return ""
     run.saver.wait()
@@ -279,11 +276,7 @@ def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list
 
 
 def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` by `flat`.
-
-    Of data_parallel the name alone: how zero divides leaves the results unchanged, as zero itself does. Version 0.1.0
-    kept it as a text.
-    """
+    """Return ``keys`` by `flat`, of data_parallel the name alone (0.1.0: a text): zero leaves results unchanged."""
     keys = dict(keys)
     if "data_parallel" in keys:
         way = keys["data_parallel"]
@@ -299,10 +292,7 @@ def _among(key: str, keys: Collection[str]) -> bool:
 
 
 def _tell_changes(run: Run, before: dict[str, Any]) -> None:
-    """Name the settings that change the result, differ from the run that is resumed, and are in force.
-
-    A key that is newer than the checkpoint was at its default.
-    """
+    """Name settings in force that change the result and differ from the resumed run's, or its defaults."""
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
     steered = any(callback.steers for callback in run.callbacks)

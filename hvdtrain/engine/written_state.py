@@ -1,7 +1,4 @@
-"""Buffers that forward passes write to, BatchNorm's statistics aside: which they are, and when ranks reduce them.
-
-The formulas are left to `hvdtrain.comm.reducer.written`.
-"""
+"""Buffers that forward passes write to, BatchNorm's statistics aside, and when ranks reduce them."""
 
 from __future__ import annotations
 
@@ -121,10 +118,7 @@ class WrittenState:
             run.parts.buffers.keep()
 
     def evaluated(self, run: BufferedRun, samples: int, fresh: Sequence[Sequence[str]]) -> None:
-        """Reduce what an evaluation has written; collective where a buffer is known.
-
-        ``samples``: those of this rank. ``fresh``: by rank, what `fresh` returned.
-        """
+        """Reduce an evaluation's writes, of ``samples`` here, ``fresh`` by rank; collective with known buffers."""
         self._learn(run, [name for names in fresh for name in names])
         if self.reductions:
             run.parts.buffers.combine(self.reductions, samples)

@@ -203,10 +203,7 @@ class RecoveringEvaluator:
         return found
 
     def ended(self) -> list[Shortage]:
-        """Return the shortages, after `totals`. Errors: as `add`.
-
-        A rank of a pipeline cannot repeat a part alone: its evaluator reports the shortage.
-        """
+        """Return the shortages, after `totals`; a rank of a pipeline reports one, else errors are `add`'s."""
         evaluator: Any = self._evaluator
         short = getattr(evaluator, "short", None)
         if short is not None:

@@ -102,10 +102,7 @@ _NAMED = re.compile(r"\brank (\d+) on host\b")
 
 
 def failure(error: BaseException, rank: int) -> dict[str, Any]:
-    """Return the values of the record "failed" for what ``rank`` has met.
-
-    ``rank`` in it: the one that the error's words accuse, else the one that met it.
-    """
+    """Return the record "failed" of what ``rank`` has met, with the rank that the error accuses, if any."""
     text = str(error).strip()
     accused = _NAMED.search(text)
     name = type(error).__name__

@@ -133,10 +133,7 @@ def input_shapes(model: keras.Model) -> list[tuple[tuple[int, ...], str]]:
 
 
 def read_file(model: keras.Model, path: Path) -> None:
-    """Load .keras, .weights.h5 or .safetensors into the model; `UserError` naming what does not fit.
-
-    Of a .keras file the weights alone are read, and no code that it may hold.
-    """
+    """Load .keras (weights alone, no code), .weights.h5 or .safetensors; `UserError` naming what does not fit."""
     if path.suffix == ".safetensors":
         _read_safetensors(model, path)
         return

@@ -67,10 +67,7 @@ def traced(parts: ModelParts, batch: object) -> None:
 
 
 def held(parts: ModelParts) -> dict[str, int | None]:
-    """Return the bytes of the model's variables and of optimizer state of this rank.
-
-    Gradients are None: they live within a graph, or in the memory of their buckets.
-    """
+    """Return bytes of variables and of this rank's optimizer state; gradients, in graphs or buckets, are None."""
     model: Any = parts.model
     return {"parameters": nbytes(model.variables), "gradients": None, "state": state_now(parts)}
 

@@ -125,10 +125,7 @@ class Optimizer:
         return tf.cond(good, counted, lambda: tf.constant(False))
 
     def _traced(self, grads: Sequence[tf.Tensor], loss_sum: tf.Tensor, clip_norm: float = 0.0) -> tf.Tensor:
-        """Update in the graph that is being traced unless loss or gradient are not finite.
-
-        Return float64 (2,): the squares of the gradient, and 1 if the update was made, else 0.
-        """
+        """Update in the traced graph if loss and gradient are finite; return float64 (2,): squares, 1 if updated."""
         total = squares(grads)
         norm = tf.cast(tf.sqrt(total), tf.float32)
         good = tf.math.is_finite(norm) & tf.math.is_finite(loss_sum)

@@ -202,10 +202,7 @@ def forward_of(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 @contextlib.contextmanager
 def _put_back(model: torch.nn.Module) -> Iterator[Callable[[], tuple[bool, list[str]]]]:
-    """Restore buffers and random generators after the body, and when called.
-
-    The call returns (random numbers were drawn, names of the buffers that had changed).
-    """
+    """Restore buffers and generators after the body and when called: (numbers were drawn, changed buffers)."""
     random, buffers_back = placement.random_arrays(), remember(model)
 
     def put_back() -> tuple[bool, list[str]]:

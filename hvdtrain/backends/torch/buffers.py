@@ -305,10 +305,7 @@ class Buffers:
             assign(buffer, all_PN.amax(0).to(buffer.dtype).reshape(buffer.shape))
 
     def _agree(self) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-        """Return samples by rank, and the buffers to make equal.
-
-        Those outside the state_dict count only if their shapes are the same everywhere: a cache may differ.
-        """
+        """Return samples by rank, and the buffers to make equal: outside the state_dict those of equal shapes."""
         every = {n: b for n, b in self._model.named_buffers() if b.numel()}
         saved = self._model.state_dict().keys() if every else ()
         lasting = {n: b for n, b in every.items() if n in saved}

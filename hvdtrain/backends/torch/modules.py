@@ -1,7 +1,4 @@
-"""A PyTorch model's modules and tensors: names without wrappers, modes, trees of tensors, what forward writes, checks.
-
-Buffers over ranks are `hvdtrain.backends.torch.buffers`'.
-"""
+"""Modules and tensors of a PyTorch model: plain names, modes, trees of tensors, writes of forward, checks."""
 
 from __future__ import annotations
 
@@ -134,10 +131,7 @@ def made_of(model: torch.nn.Module) -> list[str]:
 
 
 def caveats(model: torch.nn.Module, synchronised: bool = False) -> list[str]:
-    """Return the layers in training mode whose result depends on how a batch is divided (law 2).
-
-    ``synchronised``: BatchNorm layers take their statistics over all ranks.
-    """
+    """Return the layers in training mode that depend on how a batch is divided (law 2), unless ``synchronised``."""
     found = []
     active = [m for m in model.modules() if m.training]
     norms = [m for m in active if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
@@ -213,10 +207,7 @@ class OneEntry:
 
 
 class Entry:
-    """Implements `hvdtrain.comm.reducer.written.Entry`.
-
-    ``before``: the value at the step's begin, where it is known. ``device``: for a tensor that this rank lacks.
-    """
+    """`hvdtrain.comm.reducer.written.Entry`. ``before``: value at the step's begin; ``device``: of a lacking one."""
 
     def __init__(self, place: Place, before: torch.Tensor | None, device: torch.device) -> None:
         tensor = place.tensor

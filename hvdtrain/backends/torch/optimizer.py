@@ -235,10 +235,7 @@ class TorchOptimizer:
         return type(self.optimizer) is torch.optim.SGD and all(group["momentum"] == 0 for group in groups)
 
     def bytes_to_come(self) -> int:
-        """Return the bytes of two moments of every tensor, as Adam keeps them; 0 with state, or where none will be.
-
-        Of a split model those on the one GPU whose memory is probed.
-        """
+        """Return the bytes of Adam's moments to come, of a split model on the probed GPU; 0 with state."""
         if self.optimizer.state or self.plain_sgd():
             return 0
         probed = [t for t in self.tensors if t.device == placement.device() or not self._on_gpu]
@@ -349,10 +346,7 @@ def _gate(opt: TorchOptimizer, not_finite: torch.Tensor) -> bool:
 
 
 def any_not_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a boolean scalar on ``device``: True if any element of ``tensors`` is NaN or infinite.
-
-    Unlike a sum of squares the largest magnitude never overflows.
-    """
+    """Return a boolean on ``device``: any element of ``tensors`` is NaN or infinite; never overflows."""
     largest = (torch.linalg.vector_norm(x, ord=torch.inf) for x in tensors if x.numel())
     return ~torch.stack([one.isfinite().to(device) for one in largest]).all()
 

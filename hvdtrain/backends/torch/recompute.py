@@ -1,7 +1,4 @@
-"""Second forward pass of a block in backward, whose first pass keeps its inputs only, and its costs.
-
-Which blocks those are is `hvdtrain.backends.torch.transforms.remat`'s.
-"""
+"""Second forward pass of a block in backward, whose first pass keeps its inputs only, and its costs."""
 
 from __future__ import annotations
 

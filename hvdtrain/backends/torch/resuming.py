@@ -1,7 +1,4 @@
-"""Settings of an optimizer and schedule of PyTorch on resume: those that the user changed, else the checkpoint's.
-
-Names and shapes of state are `hvdtrain.backends.torch.state`'s.
-"""
+"""Settings of an optimizer and schedule on resume: those that the user changed, else the checkpoint's."""
 
 from __future__ import annotations
 

@@ -43,10 +43,7 @@ class RankStates:
 
 @dataclass
 class StateMetric:
-    """A metric of ``name`` with states on this rank, and its result from the states of all ranks.
-
-    The given object is copied: neither its states nor other evaluators' change it.
-    """
+    """A metric of ``name`` with states, a copy of the given object, and its result from all ranks' states."""
 
     name: str
     metric: Any

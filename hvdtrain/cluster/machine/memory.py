@@ -55,10 +55,7 @@ def peak_resident_bytes(proc: str = "/proc") -> int:
 
 
 def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
-    """Run ``work``; return the most bytes held meanwhile, 0 where the kernel does not reset its high-water mark.
-
-    Writing 5 to clear_refs does so since Linux 4.0.
-    """
+    """Run ``work``; return the most bytes held meanwhile, 0 before Linux 4.0 (clear_refs resets the mark)."""
     give_back()  # else free memory that is kept from before would hide what ``work`` takes
     resets = False
     with contextlib.suppress(OSError):
@@ -76,10 +73,7 @@ def _status(proc: str, name: str) -> int | None:
 
 
 def left_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes that this process can still have; None if unknown.
-
-    The host's, or what a control group or a limit of this process (ulimit) allows where that is less.
-    """
+    """Return the bytes that the host, control groups and ulimit leave this process; None if unknown."""
     left = left_alive_bytes(proc, cgroup)
     return left if left is None else max(0, min([left, *_own_left(proc)]))
 

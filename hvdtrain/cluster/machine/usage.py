@@ -141,10 +141,7 @@ CGROUP, PROC = "/sys/fs/cgroup", "/proc"
 
 
 def groups(controller: str, cgroup: str = CGROUP, proc: str = PROC) -> list[tuple[int, Path]]:
-    """Return (version, folder) of each control group around this process that may have ``controller``, outermost first.
-
-    A container sees only its own group, at the top.
-    """
+    """Return (version, folder) of control groups with ``controller`` around this process, outermost first."""
     found = [(2, Path(cgroup)), (1, Path(cgroup, controller))]
     with contextlib.suppress(OSError):
         for line in Path(proc, "self/cgroup").read_text().splitlines():

@@ -76,10 +76,7 @@ class IncomingMessage(Operation):
         self._carrier.progress.post(self, first, self._first_came)
 
     def _first_came(self) -> None:
-        """Ask for the rest of all in line whose first part is there.
-
-        MPI matches rests in the order in which they are asked for, but may report first parts in any.
-        """
+        """Ask for the rests of messages with a first part here, in MPI's order of requests."""
         self._came = True
         while self._line and self._line[0]._came:
             message = self._line.popleft()

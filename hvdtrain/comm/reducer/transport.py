@@ -176,10 +176,7 @@ class Stepped:
 
 
 class Driven:
-    """Exchanges of a bucket's consecutive pieces, all of them the collectives' from `begin` on.
-
-    ``full_N``: the bucket, in which the sums are where arrays can be written to.
-    """
+    """Exchanges of a bucket's pieces in the collectives from `begin` on; ``full_N``: the bucket, for sums."""
 
     def __init__(self, wire: Transport, exchanges: Sequence[Exchange], name: str, full_N: Array,
                  watched: TracedBucket | None = None) -> None:

@@ -133,10 +133,7 @@ def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.nda
 
 def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callable[..., Any] | None, repeats: int,
             steps: int) -> dict[str, Any]:
-    """Return the record of one compressor. ``graph``: makes a function one graph, or None.
-
-    Errors: `UserError` for a compressor that needs more of the transport than sums.
-    """
+    """Return the record of one compressor; ``graph``: makes graphs, or None. `UserError` if sums do not suffice."""
     compressor = create(name, config)
     if compressor.reductions:
         raise UserError(f"{name} needs from the transport {', '.join(sorted(compressor.reductions))}",

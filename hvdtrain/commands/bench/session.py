@@ -30,10 +30,7 @@ from hvdtrain.core.protocols import Collectives, Control, Ops
 
 @dataclass
 class Session:
-    """Control plane, transport and framework of a benchmark.
-
-    ``facts``: mpi (its version) and settings (`settings`); of Horovod also nccl, mpi_enabled, and gpu.
-    """
+    """Control plane, transport and framework of a benchmark. ``facts``: of MPI, settings and Horovod."""
 
     control: Control
     wire: Collectives

@@ -159,10 +159,7 @@ def algorithm(kind: str, wire: str, dtype: str, several_hosts: bool, facts: Mapp
 
 
 def measure(session: Session, p: Point, repeats: int) -> dict[str, Any]:
-    """Check one size, time it, and return its record. Collective.
-
-    Times are of the slowest rank, by repeat; "wrong" counts elements over all ranks, None where nothing is moved.
-    """
+    """Check one size, time it on the slowest rank by repeat, and return its record, with "wrong". Collective."""
     control, wire = session.control, session.wire
     source, give = _source(session, p)
     np.copyto(source, sent(p, control.rank, control.size))
@@ -221,10 +218,7 @@ def _caller(session: Session, p: Point) -> Callable[[Array], Array]:
 
 
 def _time(session: Session, call: Callable[[Array], Array], x: Array, repeats: int) -> tuple[np.ndarray, int]:
-    """Return (seconds of one call in each repeat on this rank, calls per repeat).
-
-    Calls follow each other as in nccl-tests: each but a broadcast lets no rank run ahead.
-    """
+    """Return (seconds of a call by repeat, calls per repeat); calls follow each other as in nccl-tests."""
     def run(times: int) -> float:
         begin = time.perf_counter()
         for _ in range(times):

@@ -152,10 +152,7 @@ EDITS = (
 
 
 def apply_edits(source_dir: Path, edits: tuple[Edit, ...] = EDITS) -> None:
-    """Apply every edit to the source unpacked at ``source_dir``, or none.
-
-    Errors: `UserError` where an edit does not apply exactly once: the source is another one.
-    """
+    """Apply every edit to ``source_dir``, or none; `UserError` where one does not apply exactly once."""
     texts = {path: _read(source_dir / path) for path in {e.path for e in edits}}
     for edit in edits:
         times = texts[edit.path].count(edit.old)

@@ -193,10 +193,7 @@ def place(key: str, built: Path) -> Path:
 
 
 def take_over(folder: Path, key: str) -> Path | None:
-    """Copy what the wheelhouse ``folder`` has of Horovod into the cache; return the wheel of ``key``, or None.
-
-    Errors: `UserError` where there is no such folder.
-    """
+    """Copy Horovod from the wheelhouse ``folder`` into the cache; return ``key``'s wheel or None. `UserError`."""
     if not folder.is_dir():
         raise UserError(f"got the wheelhouse {folder}, which does not exist", "a folder that make wheelhouse filled",
                         "correct WHEELHOUSE=DIR, or fill it on a host with network access: make wheelhouse "

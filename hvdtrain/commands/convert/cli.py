@@ -143,10 +143,7 @@ def random_like(example: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def inputs(example: Callable[..., Any] | None, shape: Sequence[int], inferred: Sequence[tuple[tuple[int, ...], str]],
            ) -> list[np.ndarray]:
-    """Return random input for `SAMPLES` samples: like the file's ``example``, of the user's ``shape``, or ``inferred``.
-
-    Errors: `UserError` where there is none of these.
-    """
+    """Return random input for `SAMPLES`, like ``example``, of ``shape``, or ``inferred``; `UserError` without."""
     if shape:
         return random_like([np.random.default_rng(1).standard_normal((SAMPLES, *shape)).astype(np.float32)])
     if example is not None:
@@ -187,10 +184,7 @@ def random_weights(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def apart(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    """Return the largest difference of outputs over the largest output; infinite where one is not finite.
-
-    Errors: `UserError` where the numbers of outputs or their shapes differ.
-    """
+    """Return the largest difference over the largest output, or infinity; `UserError` for other shapes."""
     shapes = [[a.shape for a in side] for side in (got, want)]
     if shapes[0] != shapes[1]:
         raise UserError(f"the twin's outputs have shapes {shapes[0]}", f"{shapes[1]}, as SOURCE's model gives",

@@ -73,10 +73,7 @@ def read(request: Request, exchange: Path) -> None:
 
 
 def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
-    """Make TARGET in the directory ``made`` from ``exchange``; return the report.
-
-    Errors: `UserError` where layers do not fit or outputs differ; nothing is made then.
-    """
+    """Make TARGET in ``made`` from ``exchange``; return the report. `UserError` leaves nothing."""
     found = read_snapshot(exchange)
     meta, rule = found.meta, Rule.from_dict(found.meta["rule"]) if "rule" in found.meta else None
     old = target_run.config_of(meta["run"]["config"]) if rule else Config()

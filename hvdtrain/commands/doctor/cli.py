@@ -162,10 +162,7 @@ def findings(problems: Sequence[Problem], hosts: Sequence[Facts]) -> list[str]:
 
 
 def text(hosts: Sequence[Facts], problems: Sequence[Problem], plain: bool) -> str:
-    """Return the whole text. ``plain``: for no terminal, and narrow: a launcher may put a tag before each line.
-
-    Without rich, the facts are lines without a box.
-    """
+    """Return the whole text; ``plain``: narrow, without a terminal; without rich lines in place of a box."""
     try:
         shown = facts_table("hvdtrain doctor", rows(hosts), plain)
     except ImportError:

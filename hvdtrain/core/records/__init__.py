@@ -208,10 +208,7 @@ checks: list[Callable[[Record], None]] = []
 
 
 class RecordStream:
-    """Gives records to the reports that ``make`` returns, in the order in which they were made.
-
-    On rank 0; elsewhere it makes none. ``latest``: the last record of each event.
-    """
+    """Gives records to the reports of ``make`` in order, on rank 0. ``latest``: the last of each event."""
 
     def __init__(self, make: Callable[[], Sequence[Report]] = list) -> None:
         self.latest: dict[str, Record] = {}

@@ -19,10 +19,7 @@ MARKS = 5
 
 
 class Profiler(Protocol):
-    """Takes the framework's own events on one rank; a backend's class ``Profiler``.
-
-    ``within_s``: how far its events may be off on the rank's clock, once it has stopped.
-    """
+    """Takes the framework's own events on a rank. ``within_s``: their error on its clock, once stopped."""
 
     within_s: float
 

@@ -83,10 +83,7 @@ class Checkpoint(Callback):
         begin(run)
 
     def told(self, run: Run) -> None:
-        """Say the first time that a checkpoint could not be written, and count it, or end the run, as configured.
-
-        The run can continue, since the checkpoints before are whole.
-        """
+        """Report a first unwritten checkpoint, count it, or end the run, as configured; older ones are whole."""
         for word in run.state.told:
             if word.topic == TOPIC:
                 step, _, error = word.text.partition(" ")

@@ -1,7 +1,4 @@
-"""`micro_batch: auto` and `remat: auto`: fit each rank's share of a step to its memory before the first step.
-
-What one rank decides is left to `hvdtrain.engine.memory_plan`.
-"""
+"""`micro_batch: auto` and `remat: auto`: fit each rank's share to its memory before the first step."""
 
 from __future__ import annotations
 

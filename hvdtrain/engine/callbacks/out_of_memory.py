@@ -55,10 +55,7 @@ def at_its_least(rank: int, shortage: Shortage, ways: str) -> UserError:
 
 
 def tell(run: Run, shortage: Shortage, meets: bool) -> None:
-    """Have all ranks hear of it, at the agreement of this step where they meet in it.
-
-    Errors: `UserError` where they do not, and no smaller size is left.
-    """
+    """Report it to all ranks in this step's agreement; `UserError` without one, or a smaller size."""
     if not meets and shortage.then < 0:
         raise at_its_least(run.control.rank, shortage, "")
     run.tell_all(REPEAT if meets else ALONE, shortage.spelled())

@@ -110,10 +110,7 @@ class Undeclared:
 
 
 def _among_replicas(setup: DataParallelSetup) -> DataParallelSetup:
-    """Return ``setup`` for the ranks with the same blocks of a model partitioned over ranks.
-
-    Errors: `UserError` for a user's strategy if any rank is in several groups.
-    """
+    """Return ``setup`` for ranks with the same blocks; `UserError` for a user's strategy in several groups."""
     if setup.config.data_parallel.name not in OWN and setup.control.agree(len(setup.parts.replicas) > 1):
         raise UserError(f"data_parallel {setup.config.data_parallel.name} with replicas of different depth, "
                         "whose ranks are in several groups", f"replicas of one depth, or {' or '.join(OWN)}",

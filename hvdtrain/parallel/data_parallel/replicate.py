@@ -1,7 +1,4 @@
-"""Replicated data parallelism: every rank holds the whole model, and gradients are summed over ranks in each step.
-
-`hvdtrain.comm.reducer.reducer` sums the buckets.
-"""
+"""Replicated data parallelism: every rank holds the whole model; gradients are summed in each step."""
 
 from __future__ import annotations
 

@@ -300,10 +300,7 @@ class PipelineEvaluator:
 
 
 def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery) -> OverRanks:
-    """Open the channel of a pipeline and return the schedule over it; ``parts`` evaluate over it too. Collective.
-
-    Errors: `UserError` without a channel from rank to rank.
-    """
+    """Open a pipeline's channel; return the schedule over it, as ``parts`` evaluate. Collective. `UserError`."""
     carrier = control.carrier()
     if carrier is None:
         raise UserError("a pipeline over ranks, without a transport for messages between them", "an MPI "

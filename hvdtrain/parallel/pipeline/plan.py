@@ -92,10 +92,7 @@ class Planned(Layout):
     hosts: tuple[str, ...] = ()
 
     def foreseen(self, samples: Sequence[int], micros: Sequence[int]) -> Planned:
-        """Return the layout with predictions for copies that take ``samples`` in ``micros`` micro-batches.
-
-        Time and memory of a block are assumed proportional to its samples.
-        """
+        """Return the layout with predictions for copies of ``samples`` in ``micros``, proportional by block."""
         plans = []
         for plan, n, m in zip(self.plans, samples, micros):
             kinds = tuple(kind.over(n / m, -(-n // m)) for kind in plan.task.kinds) if m else plan.task.kinds

@@ -13,10 +13,7 @@ XLA = "xla"
 
 
 class XlaCompile:
-    """Implements `hvdtrain.core.protocols.Compile`. ``why``: the reason why this run compiles nothing, or "".
-
-    ``remat``: knows what is recomputed, if anything can be.
-    """
+    """Implements `hvdtrain.core.protocols.Compile`. ``why``: nothing compiles, or ""; ``remat``: of the run."""
 
     collective = False
     options: Sequence[str] = (XLA,)

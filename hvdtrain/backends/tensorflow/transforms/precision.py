@@ -56,10 +56,7 @@ class MixedPrecision:
 
 
 def compute_in(model: keras.Model, own: str) -> None:
-    """Let ``model``, which has its variables, compute in ``own``; "fp32": in its own types, as it was built.
-
-    Errors: `UserError` for variables that are not float32.
-    """
+    """Let built ``model`` compute in ``own`` ("fp32": its own types); `UserError` for variables not float32."""
     _swap(model)
     if own == "fp32":
         return

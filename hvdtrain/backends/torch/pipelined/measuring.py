@@ -26,10 +26,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def chain(spec: Any) -> Named:
-    """Return the named blocks of a model; of one whose file names none its children, which `check` tests.
-
-    A child that is an `nn.Sequential` itself stands for its own children.
-    """
+    """Return the named blocks of a model, else its children, an `nn.Sequential`'s in its place."""
     model = spec.model
     if isinstance(model, Blocks):
         return list(model.named_children())

@@ -1,7 +1,4 @@
-"""Activation checkpointing of blocks (the key ``remat``): which blocks, and whether they compute the same again.
-
-The second pass itself is `hvdtrain.backends.torch.recompute`'s.
-"""
+"""Activation checkpointing of blocks (the key ``remat``): which blocks, and whether they compute the same."""
 
 from __future__ import annotations
 
@@ -333,10 +330,7 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal: tensors and arrays to the bit, numbers, words and containers of such.
-
-    Anything else counts as equal where it is of one type.
-    """
+    """Return whether tensors, arrays, numbers, texts and containers are equal, or other values of one type."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(one, other)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):

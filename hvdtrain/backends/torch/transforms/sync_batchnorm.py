@@ -254,10 +254,7 @@ def _along(x_C: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_rows(x_PC: torch.Tensor) -> torch.Tensor:
-    """Sum (P, C) -> (C,): the second half of the rows is added to the first until one is left.
-
-    Each addition stands alone, so that ranks on different devices get the same bits.
-    """
+    """Sum (P, C) -> (C,), halves of the rows onto each other: the same bits on different devices."""
     while len(x_PC) > 1:
         half = (len(x_PC) + 1) // 2
         x_PC = torch.cat([x_PC[:len(x_PC) - half] + x_PC[half:], x_PC[len(x_PC) - half:half]])

@@ -126,10 +126,7 @@ class Judge:
         return WatchdogVerdict("lost", first, 0.0)
 
     def _frozen(self, passed_s: float, sights: Sequence[Sight], others: Others) -> WatchdogVerdict | None:
-        """Judge ranks that a signal has stopped for longer than the bound.
-
-        All ranks stopped at once were stopped on purpose: with Ctrl-Z, or by a scheduler that suspends jobs.
-        """
+        """Judge ranks stopped by a signal beyond the bound; all at once were stopped on purpose, as by Ctrl-Z."""
         stopped = [sight for sight in sights if sight.stopped]
         alive = [sight for sight in sights if not sight.gone]
         everyone = len(stopped) == len(alive) and (

@@ -188,10 +188,6 @@ def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
     return cls.from_config(config)
 
 
-def renewed(optimizer: Any) -> Any:
-    return _like(optimizer, type(optimizer))
-
-
 def _taking_state(made: Any, optimizer: Any, build: bool = True) -> Any:
     """Give ``made`` the state of ``optimizer``: its slots if built, else its iterations and learning rate."""
     for key, value in vars(optimizer).items():
@@ -246,7 +242,7 @@ def _rebuilt(model: Any, filepath: Any) -> Any:
     else:
         with h5py.File(str(filepath), "r") as file:
             values = [np.asarray(value) for value in saved(file)]
-    optimizer = renewed(model.optimizer)
+    optimizer = _like(model.optimizer, type(model.optimizer))
     with keras.name_scope(optimizer.name, caller=optimizer):
         optimizer.build(model.trainable_variables)
     if [tuple(v.shape) for v in optimizer.variables] == [value.shape for value in values]:

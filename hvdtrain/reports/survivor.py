@@ -84,6 +84,12 @@ def command(out: Path) -> list[str]:
     return [sys.executable, "-m", "hvdtrain", "report", os.path.abspath(out)]
 
 
+def start(out: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start the command that writes the page of the run in ``out``, apart from this process. OSError."""
+    return subprocess.Popen(command(out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL, start_new_session=True, **options)
+
+
 def environment(root: str) -> dict[str, str]:
     """Return the environment of a process that writes the page, without the variables that mark the job's processes."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
@@ -160,9 +166,7 @@ class Writer:
         with contextlib.suppress(OSError):
             if (out / RunFiles.LOG).exists():  # else it is no run of ours
                 # The job that starts again comes first: hence the preexec_fn.
-                self._child = subprocess.Popen(command(out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                               stderr=subprocess.DEVNULL, start_new_session=True,
-                                               preexec_fn=lambda: os.nice(NICE))
+                self._child = start(out, preexec_fn=lambda: os.nice(NICE))
 
     def end(self, wait_s: float = FINISH_S) -> None:
         """Return when the page is written; after ``wait_s`` it is given up."""

@@ -14,15 +14,19 @@ _SECONDS = re.compile(r"\d{1,9}(?:\.\d{1,6})?", re.ASCII)
 LEAST_RESERVE_S, MOST_RESERVE_S = 3.0, 120.0
 """Bounds of what is kept free for the last save as long as none has been measured."""
 
-ENDS_S, ENDS_PART, MOST_ENDS_S = 1.8, 0.45, 3.5
-"""Seconds from the end of the last save to that of the launcher (summary, report, Python's end, MPI): least, fraction
-of the start-up, and most, but for a twentieth of the limit. Measured by
-``python -m benchmarks limits`` on 2 cores with a load of 8: mostly 0.25 to 0.45 of the start-up."""
+ENDS_S, ENDS_PART, MOST_ENDS_S = 1.8, 0.55, 3.5
+"""Seconds from the end of the last save to that of the process (summary, report, Python's end): least, fraction of the
+start-up, and most, but for a twentieth of the limit. Measured by ``python -m benchmarks limits`` on 2 cores."""
+
+LAUNCHER_ENDS_S = 2.3
+"""What several ranks need beside: Open MPI waits a second in MPI_Finalize, and its mpirun another one after a status
+that is not 0."""
 
 
-def ends_s(start_s: float, limit_s: float) -> float:
-    """Return the seconds to keep free for the end of a process whose start took ``start_s``."""
-    return max(ENDS_S, min(ENDS_PART * start_s, max(MOST_ENDS_S, limit_s / 20.0)))
+def ends_s(start_s: float, limit_s: float, ranks: int = 1) -> float:
+    """Return the seconds to keep free for the end of a job of so many ``ranks``, whose start took ``start_s``."""
+    own_s = max(ENDS_S, min(ENDS_PART * start_s, max(MOST_ENDS_S, limit_s / 20.0)))
+    return own_s + LAUNCHER_ENDS_S * (ranks > 1)
 
 
 def seconds_of(text: str) -> float:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,7 +21,11 @@ HASHED_BYTES, HASHED_ELEMENTS = 1 << 20, 1 << 16
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples in an order of their own, which may depend on ``epoch`` and fixed seeds, never on the rank."""
+    """Samples in an order of their own, which may depend on ``epoch`` and fixed seeds, never on the rank.
+
+    Optional: ``chunks_from(epoch, samples)``, or ``state_dict()``, the place after the latest chunk, with
+    ``load_state_dict(state)``, after which the next ``chunks(epoch)`` begins there.
+    """
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         """Yield tuples of arrays (B, ...) of one B each; arity, trailing shapes and dtypes stay the same."""
@@ -32,7 +36,8 @@ def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) 
     yield from map(joined, pieces(chunks, global_batch, skip_samples))
 
 
-def pieces(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[list[Arrays]]:
+def pieces(chunks: Iterable[Arrays], global_batch: int,
+           skip_samples: int = 0) -> Generator[list[Arrays], None, None]:
     """Yield the pieces of ``chunks`` of which each global batch consists, without copies. Errors: as of `rebatch`."""
     held: list[Arrays] = []
     held_n = 0
@@ -63,7 +68,8 @@ class ShuffledStream:
         self.wraps, self._n, self._seed = stream, n, seed
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("wraps", "chunks_from"):  # not while it is unpickled; a buffer has no place to begin at
+        if name in ("wraps", "chunks_from", "state_dict", "load_state_dict"):
+            # Not while it is unpickled; a buffer has no place to begin at, and no state of its stream has its rows.
             raise AttributeError(name)
         return getattr(self.wraps, name)
 

@@ -24,6 +24,7 @@ from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data.batches import Bounds, LocalBatch, WeightFn, emptied
 from hvdtrain.data.host_reader import MOST_AHEAD, HostReader
 from hvdtrain.data.stream import Arrays, Stream, between, fingerprint, joined, pieces
+from hvdtrain.data.stream_state import CANNOT, Positions
 from hvdtrain.data.workers.worker import generators_kept
 
 _NONE = np.empty(0, np.int64)
@@ -31,6 +32,7 @@ _UNEVEN = "the ranks' streams differ in length: steps continue with the remainin
 _DIFFERENT = ("the ranks read different streams: each takes its share of what it reads, so samples are lost "
               "or repeated; use the same seed for the shuffle and do not split the stream by rank (a stream that draws "
               "random numbers for each sample needs a seed too)")
+KEPT_BATCHES = 4  # consumed batches whose positions a save may still want
 HEAD_ROWS = 16  # samples at the start of a stream's epoch that are compared after a resumption
 
 
@@ -54,6 +56,7 @@ class StreamWalk:
         self._warned: set[str] = set()
         self.unlike = ""
         self.head: tuple[int, int] | None = None
+        self.positions = Positions(data)
         self._peeked: tuple[tuple[int, int], list[Arrays] | None, Generator[list[Arrays], None, None]] | None = None
         self._rows: list[np.ndarray] = []
         self._readers, self._ahead, self._sample_s = readers, ahead, 0.0
@@ -125,12 +128,15 @@ class StreamWalk:
             peeked[2].close()
 
     def replay(self, cursor: Cursor) -> str:
-        """Return what it costs to reach ``cursor``; "" where the stream begins there or can seek."""
+        """Open the stream at ``cursor``; return what it costs to reach it, "" where it begins there or can seek."""
         if not cursor.samples or hasattr(self._data, "chunks_from"):
+            return ""
+        why = _seek(self, cursor) if self.reads else self.positions.why
+        if not why:
             return ""
         took_s = cursor.samples * self._sample_s
         about = f", about {took_s:.2g} s as at its start" if took_s else ""
-        return (f"resume: the stream cannot seek, so {count(cursor.samples, 'sample')} of epoch {cursor.epoch} "
+        return (f"resume: {why}, so {count(cursor.samples, 'sample')} of epoch {cursor.epoch} "
                 f"are read again and dropped{about}")
 
     def batches(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[LocalBatch, None, None]:
@@ -193,6 +199,8 @@ class StreamWalk:
                 counts_P = None if alike else self._control.gather(batch.n_local)
             # Where some have ended, the longest stream still reads whole batches: keep its position.
             consumed = n_global if alike else self._global_batch
+            self.positions.forget(cursor.samples - KEPT_BATCHES * self._global_batch)
+            cursor = cursor.advance(consumed)
             yield replace(batch, n_global=n_global, weight=float(sums[1]), consumed=consumed, counts_P=counts_P)
 
     def _next(self, batches: Iterator[LocalBatch], weight_fn: WeightFn | None) -> tuple[LocalBatch, UserError | None]:
@@ -231,11 +239,12 @@ class StreamWalk:
 
     def _opened(self, cursor: Cursor) -> Generator[list[Arrays], None, None]:
         seek = getattr(self._data, "chunks_from", None) if cursor.samples else None
+        self.positions.rewind()
         chunks = self._data.chunks(cursor.epoch) if seek is None else seek(cursor.epoch, cursor.samples)
         try:
             if seek is None:
-                yield from pieces(self._headed(_counted(self, chunks), cursor.epoch), self._global_batch,
-                                  cursor.samples)
+                noted = self.positions.noted(self._headed(_counted(self, chunks), cursor.epoch), cursor.epoch, 0)
+                yield from pieces(noted, self._global_batch, cursor.samples)
             else:
                 yield from pieces(_counted(self, chunks), self._global_batch)
         finally:
@@ -292,6 +301,25 @@ def _counted(walk: StreamWalk, chunks: Iterable[Arrays]) -> Iterator[Arrays]:
             if walk._host is not None and walk._number:
                 walk._host.reading(walk._number)
         yield chunk
+
+
+def _seek(walk: StreamWalk, cursor: Cursor) -> str:
+    """Open the stream at ``cursor`` by one of its states; return "" or why it has to be read again."""
+    positions = walk.positions
+    mark = positions.find(cursor.epoch, cursor.samples)
+    if mark is None:
+        return str((positions.restored or {}).get("why") or positions.why or CANNOT)
+    if walk._peeked is not None:
+        walk._peeked[2].close()
+        walk._peeked = None
+    chunks = positions.chunks_at(mark, partial(_counted, walk))
+    batches = pieces(chunks, walk._global_batch, cursor.samples - mark.samples)
+    try:
+        walk._peeked = (cursor.epoch, cursor.samples), next(batches, None), batches
+    except Exception as error:  # of the user's code, or of a state that does not fit: a replay needs none
+        chunks.close()
+        return f"the stream's state cannot be used ({type(error).__name__}: {error})"
+    return ""
 
 
 def _no_samples(epoch: int) -> UserError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source 
     Errors: `UserError` for a `DistributedSampler` (the feed divides batches) and for values that are not numeric.
     """
     if isinstance(obj, DataLoader):
-        return LoaderStream(obj, seed, rows)
+        return (StatefulLoaderStream if hasattr(obj, "load_state_dict") else LoaderStream)(obj, seed, rows)
     if isinstance(obj, IterableDataset):
         return IterableStream(obj, rows)
     if isinstance(obj, TensorDataset):
@@ -119,16 +119,39 @@ class DatasetSource(_Named):
 
 
 class IterableStream(_Named):
-    """An `IterableDataset`: one iteration is one epoch, in the consumer's process."""
+    """An `IterableDataset`: one iteration is one epoch, in the consumer's process.
+
+    The dataset, its iterator, or both may have ``state_dict`` and ``load_state_dict``, as torchdata takes them.
+    """
 
     def __init__(self, dataset: IterableDataset, rows: ColumnNames = ColumnNames()) -> None:
         self.dataset, self.rows = dataset, rows.for_source()
+        self._samples: Any = None
+        self._state: Any = None
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         _set_epoch(self.dataset, epoch)
-        samples = iter(self.dataset)
+        samples: Any = iter(self.dataset)
+        self._samples = samples
+        state, self._state = self._state, None
+        if state is not None:
+            samples.load_state_dict(state)
         while chunk := list(itertools.islice(samples, _CHUNK)):
             yield self.read(_collated(chunk))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the place after the latest chunk; None where neither the dataset nor its iterator has one."""
+        owners = {"dataset": self.dataset, "iterator": self._samples}
+        found = {name: without_tensors(owner.state_dict()) for name, owner in owners.items()
+                 if hasattr(owner, "load_state_dict")}
+        return found or None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Have the next epoch that is opened begin at ``state``."""
+        state = state or {}
+        self._samples, self._state = None, with_tensors(state.get("iterator"))
+        if "dataset" in state:
+            self.dataset.load_state_dict(with_tensors(state["dataset"]))  # type: ignore[attr-defined]
 
 
 class LoaderStream(_Named):
@@ -141,7 +164,9 @@ class LoaderStream(_Named):
                                 "a loader of the whole data on every rank",
                                 "remove the sampler: the trainer divides each global batch over the ranks")
         self.loader, self.rows = loader, rows.for_source()
-        owned = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
+        # A sampler of torchdata has a generator in any case, of a random seed where none was given.
+        seeded = [own for own in _samplers(loader) if not type(own).__module__.startswith("torchdata.")]
+        owned = [getattr(owner, "generator", None) for owner in (loader, *seeded)]
         self.seed = next((own.initial_seed() for own in owned if own is not None), seed)
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
@@ -150,6 +175,60 @@ class LoaderStream(_Named):
         with _seeded(self.loader, self.seed, epoch):
             for batch in self.loader:
                 yield self.read(batch)
+
+
+class StatefulLoaderStream(LoaderStream):
+    """A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``."""
+
+    _open = False
+
+    def chunks(self, epoch: int) -> Iterator[Arrays]:
+        self._open = True
+        try:
+            yield from super().chunks(epoch)
+        finally:
+            self._open = False
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the place after the latest batch; None where the loader itself would read up to it."""
+        if not self._open:
+            return {}  # of a fresh loader; the loader would start its workers for it
+        state: dict[str, Any] = self.loader.state_dict()  # type: ignore[attr-defined]
+        if isinstance(self.loader.dataset, IterableDataset) and not _of_dataset(state):
+            return None
+        return dict(without_tensors(state))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next epoch that is opened begin at ``state``."""
+        self.loader.load_state_dict(with_tensors(state))  # type: ignore[attr-defined]
+
+
+_TENSOR = "torch.Tensor"
+
+
+def without_tensors(state: Any) -> Any:
+    """Return ``state`` with arrays in place of tensors, for `with_tensors`."""
+    if isinstance(state, torch.Tensor):
+        return {_TENSOR: state.detach().cpu().numpy()}
+    if isinstance(state, Mapping):
+        return {key: without_tensors(value) for key, value in state.items()}
+    return type(state)(map(without_tensors, state)) if type(state) in (list, tuple) else state
+
+
+def with_tensors(state: Any) -> Any:
+    """Undo `without_tensors`."""
+    if isinstance(state, Mapping):
+        if set(state) == {_TENSOR}:
+            return torch.from_numpy(state[_TENSOR].copy())
+        return {key: with_tensors(value) for key, value in state.items()}
+    return type(state)(map(with_tensors, state)) if type(state) in (list, tuple) else state
+
+
+def _of_dataset(state: Any) -> bool:
+    """Return whether a loader's state holds one of its `IterableDataset` or its iterator."""
+    return isinstance(state, Mapping) and any(
+        value is not None if key in ("dataset_state", "dataset_iter_state") else _of_dataset(value)
+        for key, value in state.items())
 
 
 def _collated(samples: list[Any]) -> Any:

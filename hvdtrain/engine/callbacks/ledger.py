@@ -13,6 +13,7 @@ from hvdtrain.cluster.control import control_of_replicas
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import ledger as books
 from hvdtrain.data.ledger import Book, Sums
+from hvdtrain.data.stream_walk import StreamWalk
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 
@@ -140,7 +141,7 @@ class Ledger(Callback):
                       "unread": self._unread, "unread_before": self._unread_before,
                       "compared": self._compared, "evaluation": self._evaluation,
                       "unchecked": list(self._unchecked), "reason": self._reason,
-                      "head": begun[1] if self._head is None else self._head}
+                      "head": begun[1] if self._head is None else self._head, "stream": _stream_state(run)}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._kept)
@@ -161,6 +162,8 @@ class Ledger(Callback):
         self._unread, self._unread_before = kept.get("unread", 0), kept.get("unread_before", 0)  # newer than the rest
         self._unchecked, self._reason = list(kept["unchecked"]), kept.get("reason", "")
         self._head = kept.get("head")
+        if isinstance(run.feed.walk, StreamWalk):
+            run.feed.walk.positions.restored = kept.get("stream")
         self._compared, self._evaluation = kept.get("compared", 0), kept.get("evaluation", "")
 
     def _begin(self, epoch: int, samples: int, unknown: str, before: Sums = Sums()) -> None:
@@ -219,6 +222,14 @@ class Ledger(Callback):
     def _record(self, run: Run, epoch: int, whole: bool, **more: Any) -> None:
         run.record("ledger", epoch=epoch, whole=whole, skipped=self._skipped, unread=self._unread,
                    ledger={"epochs": self._epochs}, **more)
+
+
+def _stream_state(run: Run) -> dict[str, Any] | None:
+    """Return the state from which a resumed run reads its stream; None where ranks read different streams."""
+    walk, cursor = run.feed.walk, run.state.cursor
+    if not isinstance(walk, StreamWalk) or walk.unlike:
+        return None
+    return walk.positions.saved(cursor.epoch, cursor.samples)
 
 
 def _order(feed: Any) -> list[int]:

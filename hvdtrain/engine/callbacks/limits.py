@@ -38,9 +38,9 @@ class RunLimit:
         self._first_s, self._ends_s = 0.0, ends_s(0.0, limit_s)
         self._apart = self._most_apart = 0
 
-    def begin(self, now: float, start_s: float) -> None:
-        """Begin a fit; ``start_s``: how long the process has lasted."""
-        self.begun_at, self._ends_s = now, ends_s(start_s, self.limit_s)
+    def begin(self, now: float, start_s: float, ranks: int) -> None:
+        """Begin a fit of so many ``ranks``; ``start_s``: how long the process has lasted."""
+        self.begun_at, self._ends_s = now, ends_s(start_s, self.limit_s, ranks)
         self._steps.clear()
         self._first_s = 0.0
 

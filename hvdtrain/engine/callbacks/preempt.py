@@ -93,7 +93,7 @@ class Preempt(Callback):
         self._run, self._over = run, False
         self._install()
         self._step_at = self._clock()
-        self._limit.begin(self._step_at, self._step_at - causes.started_at())
+        self._limit.begin(self._step_at, self._step_at - causes.started_at(), run.control.size)
         self._look(run)
 
     def step_end(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""``bench scale``: predictions from one rank's steps and two ranks' transport, the picture, and what is refused."""
+"""``bench scale``: predictions from the steps of copies and a job's transport, the picture, and what is refused."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -18,23 +18,26 @@ def test_an_exchange_takes_what_was_measured():
     for ranks, cores in ((2, 4), (4, 2)):
         link = {"alpha_s": 0.5, "beta_s_per_byte": 0.0}
         slow = {**FACTS, "ranks": ranks, "cores": [cores], "transport": {"link": link}}
-        points = [ScalePoint("weak", ranks, 64 * ranks, 0.0, 0.0)] * 2
+        points = [ScalePoint("weak", ranks, 64 * ranks, 0.0, 64 * cores / 0.080)] * 2
         free, found = (64 * ranks / predicted(facts, point, 1) for facts, point in zip(
             ({**slow, "buckets": []}, slow), points))
         assert found - free == pytest.approx(0.5)
 
 
 def test_predictions():
-    alone = predicted(FACTS, ScalePoint("weak", 1, 64, 0.0, 0.0), 1)
+    alone = predicted(FACTS, ScalePoint("weak", 1, 64, 0.0, 64 / 0.080), 1)
     assert alone == pytest.approx(64 / 0.080), "the step that was measured: what is no forward and backward stays"
-    two = predicted(FACTS, ScalePoint("weak", 2, 128, 0.0, 0.0), 1)
-    assert two == pytest.approx(128 / (0.080 + 1e-4 + (1 << 20) * 1e-9), rel=1e-3)
-    crowded = predicted({**FACTS, "cores": [1]}, ScalePoint("weak", 2, 128, 0.0, 0.0), 1)
+    exchange_s = 1e-4 + (1 << 20) * 1e-9
+    two = predicted(FACTS, ScalePoint("weak", 2, 128, 0.0, 128 / 0.080), 1)
+    assert two == pytest.approx(128 / (0.080 + exchange_s), rel=1e-3)
+    slowed = predicted(FACTS, ScalePoint("weak", 2, 128, 0.0, 128 / 0.090), 1)
+    assert slowed == pytest.approx(128 / (0.090 + exchange_s), rel=1e-3), "copies that slow one another down"
+    crowded = predicted({**FACTS, "cores": [1]}, ScalePoint("weak", 2, 128, 0.0, 64 / 0.080), 1)
     assert crowded < 0.6 * two, "two ranks share a core"
-    strong = predicted(FACTS, ScalePoint("strong", 4, 64, 0.0, 0.0), 1)
+    strong = predicted(FACTS, ScalePoint("strong", 4, 64, 0.0, 64 / 0.032), 1)
     assert alone < strong < 4 * alone
     unknown = {name: value for name, value in FACTS.items() if name != "transport"}
-    assert predicted(unknown, ScalePoint("weak", 2, 128, 0.0, 0.0), 1) is None
+    assert predicted(unknown, ScalePoint("weak", 2, 128, 0.0, 1.0), 1) is None
 
 
 def test_the_picture_is_svg_with_every_point():

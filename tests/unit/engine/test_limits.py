@@ -63,7 +63,7 @@ def test_what_a_limit_keeps_free(tmp_path):
     (run,) = lockstep(1, config(out=str(tmp_path / "run"), eval_every=1, global_batch=32),
                       lambda rank: make_model("numpy"), (samples(96), samples(16)), lambda run: run)
     limit = RunLimit(1100.0, 100.0)
-    limit.begin(1000.0, 1.0)
+    limit.begin(1000.0, 1.0, 1)
     limit.save_s = 0.1
     limit.step(5.0, True)
     assert limit.step_s == 2.5 and limit.needed_s(run) == pytest.approx(0.3 + 5 + ENDS_S)
@@ -75,7 +75,7 @@ def test_what_a_limit_keeps_free(tmp_path):
     limit.evaluation_s = 7.0
     assert limit.needed_s(run) == pytest.approx(0.3 + 4 * 0.5 + ENDS_S + 7.0)
     fresh = RunLimit(1100.0, 100.0)
-    fresh.begin(1000.0, 1.0)
+    fresh.begin(1000.0, 1.0, 1)
     assert not fresh.probes(run, 1040.0) and fresh.probes(run, 1060.0)
     assert not limit.probes(run, 1060.0), "a save has been timed"
 

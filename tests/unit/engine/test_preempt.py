@@ -11,7 +11,7 @@ from hvdtrain import Trainer
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands import train
 from hvdtrain.config import CheckpointConfig, Named
-from hvdtrain.config.texts import ENDS_S, LEAST_RESERVE_S, ends_s, reserve_s, seconds_of
+from hvdtrain.config.texts import ENDS_S, LAUNCHER_ENDS_S, LEAST_RESERVE_S, ends_s, reserve_s, seconds_of
 from hvdtrain.core.errors import Interrupted, UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks import preempt as preempting
@@ -268,5 +268,6 @@ def test_what_is_kept_free_for_the_save():
     assert reserve_s(30, 0.1, 0.02) == pytest.approx(0.3 + 0.02), "below a tenth of a short limit"
     assert reserve_s(60, 6.0, 0) == pytest.approx(6.0 + 3.0), "half a save more where it is long"
     assert reserve_s(30, 60.0, 0) == 15, "half the limit at most"
-    assert ends_s(1.0, 30) == ENDS_S and ends_s(6.0, 30) == pytest.approx(2.7), "a slow start, a slow end"
+    assert ends_s(1.0, 30) == ENDS_S and ends_s(6.0, 30) == pytest.approx(3.3), "a slow start, a slow end"
     assert ends_s(500.0, 30) == 3.5 and ends_s(500.0, 3600) == 180.0, "of a long start most is data"
+    assert ends_s(1.0, 30, 2) == ENDS_S + LAUNCHER_ENDS_S, "MPI and its launcher take their time"

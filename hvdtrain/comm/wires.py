@@ -143,8 +143,8 @@ class Wires:
             said = notes if notes is not None else []
             if name == "horovod":
                 self._found_horovod = _runs_horovod(self._framework)
-            make = {"horovod": partial(self._horovod, False), "shared": self._shared}.get(name, self._mpi)
-            wire = make(said)
+            wire = self._horovod(False, said) if name == "horovod" else \
+                self._shared(said) if name == "shared" else self._mpi(said)
             if wire is None:
                 return None, said[-1].partition(": ")[2]
             self._open[name] = self._agreed(wire, notes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -46,11 +47,13 @@ class SyncBatchNorm(Synchronised):
 
     wire_name = "bn.SyncBatchNorm"
     across = _AllRanks()
-    __reduce_ex__ = _BatchNorm.__reduce_ex__
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
                  track_running_stats: bool = True) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__reduce_ex__(self, protocol)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

@@ -388,10 +388,9 @@ def test_without_horovod_and_shared_memory_mpi_exchanges(control, comm, monkeypa
     from hvdtrain.comm.collectives.mpi import MpiCollectives
     from hvdtrain.torch.transports import MpiWire
 
-    here = world()
     for name, value in (("wires", {0: MpiWire(MpiCollectives(comm, timeout_s=60.0), range(hvd.size()))}),
                         ("shared", [None]), ("hvd", None)):
-        monkeypatch.setattr(here, name, value)
+        monkeypatch.setattr(world(), name, value)
     monkeypatch.setattr(exchange, "_notes", [])
     model = trained("adam", wrapped())
     equal_on_ranks(model, control)

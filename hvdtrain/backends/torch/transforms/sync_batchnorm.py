@@ -117,8 +117,9 @@ class SyncBatchNorm:
 def release(model: torch.nn.Module) -> None:
     """Make every layer torch's own again: a model may come from a run with other ranks."""
     for module in model.modules():
-        if "plain" in vars(type(module)):  # not `hvdtrain.torch.SyncBatchNorm`
-            module.__class__ = module.plain
+        plain = vars(type(module)).get("plain")  # none of `hvdtrain.torch.SyncBatchNorm`
+        if plain is not None:
+            module.__class__ = plain
 
 
 def layers(model: torch.nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -169,7 +170,7 @@ class Synchronised(_BatchNorm):
             var_C, mean_C = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), _dims(x), correction=0)
             own_K[:] = torch.cat([mean_C.double(), var_C.double() * own, own_K.new_full((1,), own)])
         rows_PK = self.across.gather(own_K, f"{self.wire_name}.forward")
-        n_P1, mean_PC, squares_PC = rows_PK[:, -1:], *rows_PK[:, :-1].chunk(2, dim=1)
+        mean_PC, squares_PC, n_P1 = rows_PK.tensor_split((x.shape[1], 2 * x.shape[1]), dim=1)
         n = _sum_rows(n_P1)
         if own <= 1 and float(n) <= 1:  # seldom looked at: reading a number waits for the device
             raise UserError(f"BatchNorm {self.wire_name[3:]!r} with {int(n)} value per channel over all ranks",
